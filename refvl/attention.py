@@ -1,0 +1,132 @@
+"""One variable-length attention over explicit backends.
+
+The encoder lays all segments (windows, or whole frames) end to end in one sequence; `cu_seqlens` says
+where each begins. Tokens attend within their segment only. No N x N mask is ever built:
+
+- `varlen`: `torch.nn.attention.varlen` (CUDA, half precision)
+- `flash`:  flash-attn 2, when installed and asked for (CUDA, half precision)
+- `sdpa`:   every device and dtype: segments of equal length form one batch, one SDPA call per distinct length
+
+Shape suffixes: N tokens of all segments, H heads, K head dimension, G segments of a group, S their length.
+"""
+
+import functools
+import importlib.util
+import inspect
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from refvl.schema import check_shape
+
+BACKENDS = ("varlen", "flash", "sdpa")
+HALF = (torch.float16, torch.bfloat16)
+
+
+def available_backends(device, dtype: torch.dtype) -> list[str]:
+    """The backends that can run on `device` with `dtype`, fastest first; `sdpa` is always among them."""
+    on_cuda_in_half = torch.device(device).type == "cuda" and dtype in HALF
+    found = ["varlen"] if on_cuda_in_half and _varlen_attn() is not None else []
+    if on_cuda_in_half and importlib.util.find_spec("flash_attn") is not None:
+        found.append("flash")
+    return [*found, "sdpa"]
+
+
+def choose_backend(requested: str, device, dtype: torch.dtype) -> str:
+    """Resolve "auto" to the best backend for device and dtype; check an explicit request.
+
+    Raises ValueError when the requested backend is unknown or cannot run there.
+    """
+    if requested not in ("auto", *BACKENDS):
+        raise ValueError(f"attention: expected one of {('auto', *BACKENDS)}, got {requested!r}")
+    available = available_backends(device, dtype)
+    if requested == "auto":
+        return available[0]
+    if requested not in available:
+        raise ValueError(f"attention: {requested!r} cannot run on {device} with {dtype}; available: {available}")
+    return requested
+
+
+def group_segments(cu_seqlens: Tensor) -> tuple[Tensor, ...]:
+    """Group segments of equal length: one (G, S) int64 tensor of token indices per distinct length S.
+
+    This reads `cu_seqlens` (segments + 1,) back to Python: it belongs in `plan`. Empty segments vanish.
+    """
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    return tuple(
+        starts[lengths == length][:, None] + torch.arange(length, device=cu_seqlens.device)
+        for length in sorted(set(lengths.tolist()) - {0})
+    )
+
+
+def varlen_attention(
+    q_NHK: Tensor,
+    k_NHK: Tensor,
+    v_NHK: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    backend: str,
+    groups: tuple[Tensor, ...] | None = None,
+) -> Tensor:
+    """Non-causal attention of every token over its own segment, scaled by 1 / sqrt(K).
+
+    q, k, v: (N, H, K). cu_seqlens: (segments + 1,) int32 on the same device, leading 0. max_seqlen: the longest
+    segment. groups: `group_segments(cu_seqlens)` from the plan, used by `sdpa` (computed here when None).
+    Returns (N, H, K). Raises ValueError for an unknown backend. Upstream: `MMEncoderAttention`.
+    """
+    check_shape(q_NHK, ("N", "H", "K"), "q_NHK")
+    match backend:
+        case "varlen":
+            return _torch_varlen(q_NHK, k_NHK, v_NHK, cu_seqlens, max_seqlen)
+        case "flash":
+            from flash_attn import flash_attn_varlen_func
+
+            return flash_attn_varlen_func(q_NHK, k_NHK, v_NHK, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        case "sdpa":
+            return _grouped_sdpa(q_NHK, k_NHK, v_NHK, group_segments(cu_seqlens) if groups is None else groups)
+    raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+
+
+def _grouped_sdpa(q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, groups: tuple[Tensor, ...]) -> Tensor:
+    if len(groups) == 1 and groups[0].numel() == len(q_NHK):  # all segments equally long: a view, no gather
+        count = len(groups[0])
+        return _batched_sdpa(*(x.unflatten(0, (count, -1)) for x in (q_NHK, k_NHK, v_NHK))).flatten(0, 1)
+    out_NHK = torch.zeros_like(q_NHK)
+    for index_GS in groups:
+        out_GSHK = _batched_sdpa(q_NHK[index_GS], k_NHK[index_GS], v_NHK[index_GS])
+        out_NHK = out_NHK.index_copy(0, index_GS.flatten(), out_GSHK.flatten(0, 1))
+    return out_NHK
+
+
+def _batched_sdpa(q_GSHK: Tensor, k_GSHK: Tensor, v_GSHK: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_GSHK, k_GSHK, v_GSHK))  # (G, H, S, K)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+@functools.cache
+def _varlen_attn():
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+@functools.cache
+def _varlen_non_causal_kwargs() -> dict:
+    """The keyword that asks for no causal mask was renamed between torch releases; the default is non-causal."""
+    parameters = inspect.signature(_varlen_attn()).parameters
+    return {"is_causal": False} if "is_causal" in parameters else {}
+
+
+def _torch_varlen(q_NHK, k_NHK, v_NHK, cu_seqlens, max_seqlen) -> Tensor:
+    out_NHK = _varlen_attn()(
+        q_NHK, k_NHK, v_NHK,
+        cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=max_seqlen, max_k=max_seqlen,
+        **_varlen_non_causal_kwargs(),
+    )  # fmt: skip
+    # Rows behind the last segment (padding) are left unwritten by the kernel: zero them, whatever memory held.
+    is_padding = torch.arange(len(out_NHK), device=out_NHK.device) >= cu_seqlens[-1]
+    return out_NHK.masked_fill(is_padding[:, None, None], 0)

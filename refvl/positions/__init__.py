@@ -1,0 +1,30 @@
+"""Where tokens stand and which of them stay; knows nothing of models."""
+
+from refvl.positions.evs import (
+    compute_dissimilarity,
+    compute_mrope_for_media,
+    compute_retained_tokens_count,
+    compute_retention_mask,
+    recompute_mrope_positions,
+    restrict_positions,
+)
+from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_delta
+from refvl.positions.rotary import apply_rotary, merge_block_coordinates, vision_rotary_cos_sin
+from refvl.positions.windows import get_window_index, invert_permutation
+
+__all__ = [
+    "MediaSpan",
+    "apply_rotary",
+    "compute_dissimilarity",
+    "compute_mrope_for_media",
+    "compute_retained_tokens_count",
+    "compute_retention_mask",
+    "get_mrope_input_positions",
+    "get_window_index",
+    "invert_permutation",
+    "merge_block_coordinates",
+    "mrope_delta",
+    "recompute_mrope_positions",
+    "restrict_positions",
+    "vision_rotary_cos_sin",
+]

@@ -1,0 +1,164 @@
+"""EVS: which video tokens survive, and where they stand.
+
+Efficient Video Sampling (arXiv 2510.14624) keeps the tokens of a clip that changed since the frame
+before. A token that stayed the same adds little: its predecessor at the same place already told it.
+This module works on merged embeddings, as serving engines do.
+
+A survivor keeps the position it had in the whole clip, and so does all later text: the pruned layout
+is exactly the full layout restricted to what is kept. Positions are integers and travel beside the
+embeddings (as extra bfloat16 channels they would be rounded above 256).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from refvl.positions.mrope import grid_positions, mrope_delta
+from refvl.schema import as_grids, check_positive_int, check_pruning_rate, check_shape
+
+ALWAYS_KEPT = 255.0  # dissimilarity given to first-frame tokens; a cosine distance never exceeds 2
+
+
+def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: float) -> int:
+    """Tokens kept of a video at pruning rate q in [0, 1): at least the first frame, never more than all.
+
+    It depends on the sizes alone, so one function serves the prompt's placeholders and the mask.
+
+    >>> compute_retained_tokens_count(tokens_per_frame=64, num_frames=8, q=0.5)
+    256
+    """
+    check_positive_int(tokens_per_frame, "tokens_per_frame")
+    total = tokens_per_frame * check_positive_int(num_frames, "num_frames")
+    return max(tokens_per_frame, int(total * (1 - check_pruning_rate(q))))
+
+
+def compute_dissimilarity(video_embeds: Tensor, num_frames: int) -> Tensor:
+    """(t, M / t) float32: 1 - cosine similarity with the token at the same place one frame earlier.
+
+    First-frame tokens get 255, so that they come first in any ranking. video_embeds: (M, D), frame-major.
+    """
+    frames = video_embeds.float().unflatten(0, (num_frames, -1))  # (t, M/t, D)
+    change = 1 - F.cosine_similarity(frames[1:], frames[:-1], dim=-1)
+    return torch.cat([torch.full_like(frames[:1, :, 0], ALWAYS_KEPT), change])
+
+
+def compute_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_size: int, q: float) -> Tensor:
+    """(M,) bool: the tokens that stay, largest dissimilarity first, ties by a stable descending sort.
+
+    video_embeds: (M, D) merged embeddings of one video, frame-major. video_size_thw: (t, h, w) in patches.
+    """
+    t, h, w = _one_grid(video_size_thw, spatial_merge_size)
+    num_tokens = t * h * w // spatial_merge_size**2
+    check_shape(video_embeds, (num_tokens, "D"), "video_embeds")
+    keep = compute_retained_tokens_count(num_tokens // t, t, q)
+    ranking = compute_dissimilarity(video_embeds, t).flatten().argsort(descending=True, stable=True)
+    mask = torch.zeros(num_tokens, dtype=torch.bool, device=video_embeds.device)
+    mask[ranking[:keep]] = True
+    return mask
+
+
+def compute_mrope_for_media(
+    video_size_thw, spatial_merge_size: int, tokens_per_second: float = 1.0, video_second_per_grid: float = 1.0
+) -> Tensor:
+    """(M, 4) int64: t, h, w of each merged token relative to the start of the medium, and the medium's extent.
+
+    The extent is 1 + the largest position of the *whole* medium over all axes: it is what later text has to
+    skip, and a survivor must know it even when the tokens that reached it are pruned. Images use the defaults.
+    """
+    t, h, w = _one_grid(video_size_thw, spatial_merge_size)
+    t_factor = tokens_per_second * video_second_per_grid
+    if not 0 <= t_factor < float("inf"):  # also refuses nan
+        raise ValueError(
+            "tokens_per_second * video_second_per_grid: must be finite and not negative, "
+            f"got {tokens_per_second} * {video_second_per_grid}"
+        )
+    positions_M3 = grid_positions(t, h // spatial_merge_size, w // spatial_merge_size, t_factor).T
+    extent = (positions_M3.max() + 1).expand(len(positions_M3), 1)
+    return torch.cat([positions_M3, extent], dim=1)
+
+
+def restrict_positions(positions_3L: Tensor, keep_L: Tensor) -> tuple[Tensor, int]:
+    """The pruned layout: the full layout restricted to the tokens kept, and its delta.
+
+    positions_3L: (3, L) of the unpruned prompt. keep_L: (L,) bool, True for text and surviving media tokens.
+    """
+    check_shape(keep_L, (positions_3L.shape[1],), "keep_L")
+    positions = positions_3L[:, keep_L]
+    return positions, mrope_delta(positions)
+
+
+def recompute_mrope_positions(
+    input_ids,
+    multimodal_positions: Sequence[Tensor],
+    mrope_positions: Tensor,
+    num_computed_tokens: int,
+    vision_start_token_id: int,
+    image_token_id: int,
+    video_token_id: int,
+) -> tuple[Tensor, int]:
+    """The chunked-prefill form: positions of a pruned prompt whose media arrive piece by piece.
+
+    input_ids: (L,) the pruned prompt. multimodal_positions: the (4, n) pieces that arrived with this chunk, in
+    prompt order, rows t, h, w, extent as in `compute_mrope_for_media`, cut to the tokens kept; a piece never spans
+    two media. mrope_positions: (3, L or more) as the previous chunk left them; a tail behind the prompt, as the longer
+    unpruned layout has it, is cut off. num_computed_tokens: how much of the prompt is done; what lies before is not
+    touched.
+
+    Returns positions (3, L) int64 and delta. Whatever the cuts, the positions of every token up to the end of the
+    last piece and of the text behind it equal the full layout restricted to what is kept; media tokens that have
+    not arrived yet hold provisional positions. Raises ValueError if the pieces do not fit the prompt.
+    """
+    ids = torch.as_tensor(input_ids).flatten().cpu()
+    check_shape(mrope_positions, (3, "at least L"), "mrope_positions")
+    if mrope_positions.shape[1] < ids.numel():
+        raise ValueError(f"mrope_positions: {ids.numel()} tokens, but only {mrope_positions.shape[1]} positions")
+    positions = mrope_positions[:, : ids.numel()].clone().long()
+    if not 0 <= num_computed_tokens <= ids.numel():
+        raise ValueError(f"num_computed_tokens: must lie in [0, {ids.numel()}], got {num_computed_tokens}")
+    is_media = (ids == image_token_id) | (ids == video_token_id)
+    index = num_computed_tokens
+    for i, piece in enumerate(multimodal_positions):
+        check_shape(piece, (4, "n"), f"multimodal_positions[{i}]")
+        if piece.shape[1]:
+            index = _place_piece(
+                positions, ids, is_media, index, piece.long(), vision_start_token_id, f"multimodal_positions[{i}]"
+            )
+    return positions, mrope_delta(positions) if ids.numel() else 0
+
+
+def _place_piece(positions, ids, is_media, index, piece, vision_start_token_id, name) -> int:
+    """Write one piece at the first media token at or after `index`, and the text after its medium; returns its end."""
+    remaining = is_media[index:].nonzero().flatten()
+    if not len(remaining):
+        raise ValueError(f"{name}: {piece.shape[1]} positions, but no media token is left from prompt token {index} on")
+    start = index + int(remaining[0])
+    media_start, media_stop = _run_around(ids == ids[start], start)
+    stop = start + piece.shape[1]
+    if stop > media_stop:
+        raise ValueError(f"{name}: {piece.shape[1]} positions, but its medium has {media_stop - start} tokens left")
+    if media_start and ids[media_start - 1] != vision_start_token_id:
+        raise ValueError(
+            f"input_ids: media token {media_start} does not follow a vision start ({vision_start_token_id})"
+        )
+    base = int(positions[0, media_start - 1]) + 1 if media_start else 0
+    piece = piece.to(positions.device)
+    positions[:, start:stop] = piece[:3] + base
+    after = torch.arange(ids.numel() - media_stop, device=positions.device)
+    positions[:, stop:media_stop] = base + int(piece[3, 0])  # not here yet
+    positions[:, media_stop:] = base + piece[3, 0] + after
+    return stop
+
+
+def _run_around(is_member: Tensor, index: int) -> tuple[int, int]:
+    """[start, stop) of the run of True that holds `index`."""
+    outside = (~is_member).nonzero().flatten()
+    before, after = outside[outside < index], outside[outside > index]
+    return (int(before[-1]) + 1 if len(before) else 0), (int(after[0]) if len(after) else is_member.numel())
+
+
+def _one_grid(size_thw, spatial_merge_size: int) -> tuple[int, int, int]:
+    check_positive_int(spatial_merge_size, "spatial_merge_size")
+    size = size_thw.tolist() if hasattr(size_thw, "tolist") else size_thw
+    return as_grids([size], spatial_merge_size=spatial_merge_size, name="video_size_thw")[0]

@@ -1,0 +1,91 @@
+"""M-RoPE: every prompt token has three positions - time, height, width.
+
+Text advances on all three axes together. A medium spreads its tokens over a grid that starts where
+the text stopped, and text continues after the largest position used so far on any axis. A 40 x 30
+token image therefore costs 40 positions, not 1200, and the gap between the length of the prompt and
+its largest position is the request's `delta`: decode step k sits at `length + k + delta`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from refvl.schema import check_positive_int
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """Merged-grid extents of a medium whose first token is prompt index `offset`.
+
+    t, h, w count merged tokens; the medium fills `t * h * w` consecutive prompt tokens. `t_factor` scales
+    the time axis (Qwen2.5-VL video: second_per_grid * tokens_per_second); images and GLM keep 1.0.
+    """
+
+    offset: int
+    t: int
+    h: int
+    w: int
+    t_factor: float = 1.0
+
+    def __post_init__(self):
+        if isinstance(self.offset, bool) or not hasattr(self.offset, "__index__"):
+            raise TypeError(f"MediaSpan.offset: expected an integer, got {self.offset!r}")
+        if self.offset < 0:
+            raise ValueError(f"MediaSpan.offset: must not be negative, got {self.offset}")
+        for name in ("t", "h", "w"):
+            check_positive_int(getattr(self, name), f"MediaSpan.{name}")
+        if not 0 <= self.t_factor < float("inf"):  # also refuses nan
+            raise ValueError(f"MediaSpan.t_factor: must be a finite number of at least 0, got {self.t_factor}")
+
+    @property
+    def num_tokens(self) -> int:
+        return self.t * self.h * self.w
+
+    def grid_positions(self) -> Tensor:
+        """(3, t*h*w) int64 positions relative to the start of the medium; time is multiplied, then truncated."""
+        return grid_positions(self.t, self.h, self.w, self.t_factor)
+
+
+def grid_positions(t: int, h: int, w: int, t_factor: float = 1.0) -> Tensor:
+    """(3, t*h*w) int64: (int(frame * t_factor), row, column) of each merged token, frame-major."""
+    frames = (torch.arange(t, dtype=torch.float64) * t_factor).long()
+    return torch.stack(torch.meshgrid(frames, torch.arange(h), torch.arange(w), indexing="ij")).flatten(1)
+
+
+def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
+    """Positions (3, L) int64 of a prompt of `num_tokens` tokens, and its delta = max + 1 - L.
+
+    spans: the media of the prompt in any order. Raises ValueError if they overlap or leave the prompt.
+    Upstream: `get_mrope_input_positions`; transformers 5.23 differs after long videos (it ignores t there).
+
+    >>> get_mrope_input_positions(6, [MediaSpan(offset=1, t=1, h=2, w=2)])
+    (tensor([[0, 1, 1, 1, 1, 3],
+            [0, 1, 1, 2, 2, 3],
+            [0, 1, 2, 1, 2, 3]]), -2)
+    """
+    num_tokens = check_positive_int(num_tokens, "num_tokens")
+    pieces, index, position = [], 0, 0
+    for span in sorted(spans, key=lambda s: s.offset):
+        if span.offset < index or span.offset + span.num_tokens > num_tokens:
+            raise ValueError(
+                f"spans: {span} covers prompt tokens {span.offset} to {span.offset + span.num_tokens - 1}, "
+                f"allowed are {index} to {num_tokens - 1} (no overlap, inside the prompt)"
+            )
+        start = position + span.offset - index
+        media_3M = span.grid_positions() + start
+        pieces += [_text(position, start), media_3M]
+        index, position = span.offset + span.num_tokens, int(media_3M.max()) + 1
+    pieces.append(_text(position, position + num_tokens - index))
+    positions_3L = torch.cat(pieces, dim=1)
+    return positions_3L, mrope_delta(positions_3L)
+
+
+def mrope_delta(positions_3L: Tensor) -> int:
+    """1 + the largest position on any axis - the number of tokens."""
+    return int(positions_3L.max()) + 1 - positions_3L.shape[1]
+
+
+def _text(start: int, stop: int) -> Tensor:
+    return torch.arange(start, stop).expand(3, -1)

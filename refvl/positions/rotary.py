@@ -1,0 +1,50 @@
+"""2-D rotary positions of the vision tower, in merge-block order.
+
+A head of K dimensions has K/2 rotation planes: the first K/4 turn with the patch's row, the other
+K/4 with its column. Rows of pixels, rotary angles and position tables all share one order: for each
+frame, block row, block column, then the m x m patches of the block - so that the merger can fold a
+block by a plain reshape.
+"""
+
+import torch
+from torch import Tensor
+
+from refvl.schema import as_grids, check_positive_int
+
+
+def merge_block_coordinates(grid_thw, *, spatial_merge_size: int = 2) -> Tensor:
+    """(N, 2) int64: (row, column) of every patch, items and frames one after the other, in merge-block order."""
+    m = spatial_merge_size
+    coordinates = [torch.empty(0, 2, dtype=torch.int64)]
+    for t, h, w in as_grids(grid_thw, spatial_merge_size=m):
+        rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+        grid_HW2 = torch.stack([rows, columns], dim=-1)
+        blocks = grid_HW2.view(h // m, m, w // m, m, 2).transpose(1, 2)  # (h/m, w/m, m, m, 2)
+        coordinates.append(blocks.reshape(-1, 2).repeat(t, 1))
+    return torch.cat(coordinates)
+
+
+def vision_rotary_cos_sin(
+    grid_thw, *, head_dim: int, spatial_merge_size: int = 2, theta: float = 10000.0
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (N, head_dim // 2) float32, merge-block order: h half, then w half.
+
+    head_dim must be a multiple of 4. Upstream: `rotary_pos_emb_thw`; transformers repeats each half
+    once more to head_dim columns before it applies them.
+    """
+    if check_positive_int(head_dim, "head_dim") % 4:
+        raise ValueError(
+            f"head_dim: must be a multiple of 4 (h and w take a quarter of the angles each), got {head_dim}"
+        )
+    exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
+    frequencies = 1.0 / theta**exponents  # (K/4,)
+    positions_N2 = merge_block_coordinates(grid_thw, spatial_merge_size=spatial_merge_size)
+    angles = (positions_N2[..., None] * frequencies).flatten(1)  # (N, 2, K/4) -> (N, K/2)
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(x_NHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate (N, H, K) by (N, K/2) angles, rotate-half form; computed in float32, returned in x's dtype."""
+    first, second = x_NHK.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]  # (N, 1, K/2)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_NHK.dtype)

@@ -1,0 +1,59 @@
+"""Windows: which merged tokens attend to each other in a windowed block.
+
+A window is a square of merged tokens inside one frame. The encoder sorts its tokens by window once,
+before the first block, so that every window is a contiguous segment of the sequence and a varlen
+kernel needs only cumulative lengths. One permutation goes in, its inverse comes out after the merger.
+"""
+
+import torch
+from torch import Tensor
+
+from refvl.schema import Grid, as_grids, check_positive_int
+
+
+def get_window_index(
+    grid_thw, *, window_size: int = 112, patch_size: int = 14, spatial_merge_size: int = 2
+) -> tuple[Tensor, Tensor]:
+    """Order merged tokens by window, over all items.
+
+    grid_thw: (t, h, w) per item, in patches (a ragged last row or column of patches makes no token: floor division).
+    window_size, patch_size: pixels.
+    Returns `window_index` (M,) int64, so that `x[window_index]` is in window order, and
+    `cu_window_seqlens` (W + 1,) int32, cumulative window lengths **in patches**, leading 0, no empty windows.
+    Upstream: `Qwen2_5_VisionTransformer.get_window_index_thw`, which pads each frame to whole windows
+    (an exact multiple gains a whole empty one) and drops the padding again; sorting needs no padding.
+
+    >>> get_window_index([(1, 4, 12)])[0].tolist()     # 2 x 6 merged tokens, windows of 4 x 4
+    [0, 1, 2, 3, 6, 7, 8, 9, 4, 5, 10, 11]
+    """
+    merge = check_positive_int(spatial_merge_size, "spatial_merge_size")
+    side = check_positive_int(window_size, "window_size") // merge // check_positive_int(patch_size, "patch_size")
+    if side < 1:
+        raise ValueError(
+            f"window_size: must hold at least one merged token of {patch_size * merge} px, got {window_size}"
+        )
+    indices, lengths, offset = [], [torch.zeros(1, dtype=torch.int64)], 0
+    for t, h, w in as_grids(grid_thw):
+        window_M = _window_of_each_token((t, h // merge, w // merge), side)
+        indices.append(torch.argsort(window_M, stable=True) + offset)
+        lengths.append(torch.bincount(window_M) * merge**2)
+        offset += window_M.numel()
+    window_index = torch.cat(indices) if indices else torch.empty(0, dtype=torch.int64)
+    return window_index, torch.cat(lengths).cumsum(0).to(torch.int32)
+
+
+def _window_of_each_token(merged_thw: Grid, side: int) -> Tensor:
+    """(M,) int64: the number of the window that each merged token falls into, frame by frame, row by row."""
+    t, h, w = merged_thw
+    rows, columns = -(-h // side), -(-w // side)
+    frame = torch.arange(t).view(t, 1, 1) * (rows * columns)
+    row = (torch.arange(h) // side).view(1, h, 1) * columns
+    column = (torch.arange(w) // side).view(1, 1, w)
+    return (frame + row + column).flatten()
+
+
+def invert_permutation(permutation: Tensor) -> Tensor:
+    """(M,) int64 `inverse` with `x[permutation][inverse] == x`."""
+    inverse = torch.empty_like(permutation)
+    inverse[permutation] = torch.arange(permutation.numel(), device=permutation.device)
+    return inverse

@@ -1,0 +1,79 @@
+"""Clear errors at the public border: name the argument, what came, what is allowed."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Grid = tuple[int, int, int]
+
+
+def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw") -> list[Grid]:
+    """Normalise `grid_thw` to a list of (t, h, w) tuples of Python ints, in patches.
+
+    Accepts a sequence of (t, h, w) or an integer tensor/array of shape (items, 3).
+    Raises TypeError for a wrong kind and ValueError for a wrong shape or value; h and w must be
+    multiples of `spatial_merge_size`, because a merged token needs its whole block of patches.
+    """
+    if isinstance(grid_thw, Tensor) or hasattr(grid_thw, "__array__"):
+        grid = torch.as_tensor(grid_thw)
+        if grid.is_floating_point() or grid.is_complex() or grid.dtype == torch.bool:
+            raise TypeError(f"{name}: expected integers, got dtype {grid.dtype}")
+        if grid.ndim != 2 or grid.shape[1] != 3:
+            raise ValueError(f"{name}: expected shape (items, 3), got {tuple(grid.shape)}")
+        grid_thw = grid.tolist()
+    if not isinstance(grid_thw, Sequence) or isinstance(grid_thw, str):
+        raise TypeError(f"{name}: expected a sequence of (t, h, w), got {type(grid_thw).__name__}")
+    return [_as_grid(item, i, spatial_merge_size, name) for i, item in enumerate(grid_thw)]
+
+
+def _as_grid(item, i: int, spatial_merge_size: int, name: str) -> Grid:
+    item = item.tolist() if hasattr(item, "tolist") else item
+    if not isinstance(item, Sequence) or isinstance(item, str) or len(item) != 3:
+        raise ValueError(f"{name}[{i}]: expected (t, h, w), got {item!r}")
+    if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in item):
+        raise TypeError(f"{name}[{i}]: expected three integers, got {item!r}")
+    t, h, w = (int(n) for n in item)
+    if min(t, h, w) < 1:
+        raise ValueError(f"{name}[{i}]: every extent must be at least 1, got {(t, h, w)}")
+    if h % spatial_merge_size or w % spatial_merge_size:
+        raise ValueError(
+            f"{name}[{i}]: h and w must be multiples of spatial_merge_size={spatial_merge_size}, got {(t, h, w)}"
+        )
+    return t, h, w
+
+
+def check_positive_int(value, name: str) -> int:
+    """Return `value` if it is an integer of at least 1; raise TypeError or ValueError naming `name`."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__} {value!r}")
+    if value < 1:
+        raise ValueError(f"{name}: must be at least 1, got {value}")
+    return int(value)
+
+
+def check_pruning_rate(q, name: str = "q") -> float:
+    """Return `q` as a float if 0 <= q < 1; raise TypeError or ValueError naming `name`."""
+    if isinstance(q, bool) or not isinstance(q, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {type(q).__name__}")
+    if not 0 <= q < 1:
+        raise ValueError(f"{name}: a pruning rate lies in [0, 1), got {q}")
+    return float(q)
+
+
+def check_shape(tensor, shape: Sequence[int | str | None], name: str) -> Tensor:
+    """Raise unless `tensor` is a Tensor whose shape matches `shape`, e.g. `("patches", 1176)`.
+
+    An int must be equal; a string or None stands for any size (the string names it in the message).
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    wanted = "(" + ", ".join(str(s) for s in shape) + ")"
+    if tensor.ndim != len(shape):
+        raise ValueError(f"{name}: expected {len(shape)} dimensions {wanted}, got shape {tuple(tensor.shape)}")
+    for axis, (size, want) in enumerate(zip(tensor.shape, shape, strict=True)):
+        if isinstance(want, int) and size != want:
+            raise ValueError(
+                f"{name}: dimension {axis} must be {want}, got {size} (shape {tuple(tensor.shape)}, wanted {wanted})"
+            )
+    return tensor
