@@ -1,0 +1,47 @@
+# Everything a newcomer needs: `make demo`, then `make test`. Each target sets up .venv when it is missing or outdated.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# An outer limit for the notebooks, where the system has `timeout`
+LIMIT  := $(if $(shell command -v timeout 2>/dev/null),timeout 900)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lab train clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## answer questions about a picture and a clip; print every stage, write its figures
+	$(BIN)/python -m refvl.demo --out outputs/demo
+
+test: $(STAMP) ## lint, test, and run every notebook from top to bottom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(LIMIT) $(BIN)/python -m pytest --nbmake --nbmake-timeout=120 -n 2 notebooks
+
+test-slow: $(STAMP) ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow
+
+lab: $(STAMP) ## open the notebooks in JupyterLab
+	$(BIN)/jupyter lab --notebook-dir=notebooks
+
+train: $(STAMP) ## train the small model again
+	$(BIN)/python data/train_tiny.py
+
+clean: ## remove .venv and everything that was generated
+	rm -rf $(VENV) outputs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+# torch goes first and by its pin alone, so that nothing else decides which build is taken
+$(STAMP): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "refvl needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1)."; \
+	  echo "Name another one, for example: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12"; exit 1; }
+	@echo "Setting up $(VENV): a few minutes, about 2 GB"
+	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) -c constraints.txt -e '.[notebooks,test]'
+	@touch $@
