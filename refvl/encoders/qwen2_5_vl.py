@@ -60,7 +60,10 @@ class Qwen2_5_VisionConfig:
 
     @classmethod
     def from_hf(cls, config) -> "Qwen2_5_VisionConfig":
-        """From a transformers vision config or the dict in `config.json`; unknown keys are ignored."""
+        """From a transformers vision config, the dict in `config.json`, or either of the whole model's.
+
+        Unknown keys are ignored.
+        """
         values = config_values(config, fields(cls), aliases={"in_chans": "in_channels"})
         if values.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act: the tower is written for 'silu', got {values['hidden_act']!r}")
@@ -191,7 +194,12 @@ class Qwen2_5_VisionTransformer(nn.Module):
         Reads the original naming (`visual.`), the one after transformers 4.52 (`model.visual.`), bare names, and
         separate q, k, v projections. Missing, unexpected and misshapen names are listed in one ValueError.
         """
-        return load_strict(self, weights, rename=checkpoint_to_module_name, fuse=("q", "k", "v"))
+        c = self.config
+        kernel = (c.hidden_size, c.in_channels, c.temporal_patch_size, c.patch_size, c.patch_size)
+        return load_strict(
+            self, weights, rename=checkpoint_to_module_name, fuse=("q", "k", "v"),
+            kernels={"patch_embed.proj.weight": kernel},
+        )  # fmt: skip
 
     def _permute_blocks(self, x_N: Tensor, index_M: Tensor) -> Tensor:
         """Reorder (N, ...) by whole merge blocks of m * m rows."""

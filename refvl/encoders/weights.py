@@ -1,7 +1,8 @@
 """Strict weight loading: every parameter filled once, or one error that lists all that is wrong."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +29,20 @@ def load_strict(
     *,
     rename: Callable[[str], str] = lambda name: name,
     fuse: tuple[str, ...] = (),
+    kernels: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> set[str]:
     """Copy (checkpoint name, tensor) pairs into `module`; returns the parameter names filled.
 
     rename: checkpoint name -> module name. fuse: e.g. ("q", "k", "v") lets `attn.q.weight`, `attn.k.weight`,
-    `attn.v.weight` fill the rows of `attn.qkv.weight`. A tensor may have another shape with the same number of
-    values only where the module stores a convolution kernel flattened (first size equal). Raises ValueError listing
-    missing, unexpected, repeated and misshapen names; nothing is copied for a misshapen one.
+    `attn.v.weight` fill the rows of `attn.qkv.weight`. kernels: module name -> the shape in which checkpoints store a
+    convolution kernel that the module keeps as a matrix. Raises ValueError listing all missing, unexpected, repeated
+    and misshapen names; the module is then left as it was: nothing is copied before everything fits.
     """
     parameters = dict(module.named_parameters()) | dict(_persistent_buffers(module))
+    if any(parameter.is_meta for parameter in parameters.values()):
+        raise ValueError(f"{type(module).__name__}: is on the meta device; give it memory first (`to_empty`)")
     filled: dict[str, set[str]] = {}
+    pairs: list[tuple[Tensor, Tensor]] = []
     report = _Report()
     for checkpoint_name, tensor in weights:
         name, part = _find(rename(checkpoint_name), parameters, fuse)
@@ -47,16 +52,19 @@ def load_strict(
         target = parameters[name]
         if part:
             target = target.chunk(len(fuse))[fuse.index(part)]
-        if part in filled.get(name, ()) or ("" in filled.get(name, ())) or (not part and name in filled):
+        seen = filled.setdefault(name, set())
+        if part in seen or "" in seen or (seen and not part):
             report.repeated.append(checkpoint_name)
-        elif not _fits(tensor, target):
-            report.misshapen.append(f"{checkpoint_name} is {tuple(tensor.shape)}, expected {tuple(target.shape)}")
+        elif misfit := _misfit(tensor, target, kernels.get(name)):
+            report.misshapen.append(f"{checkpoint_name} {misfit}")
         else:
-            with torch.no_grad():
-                target.copy_(tensor.reshape(target.shape))
-        filled.setdefault(name, set()).add(part)
+            pairs.append((target, tensor))
+        seen.add(part)
     report.missing = _missing(parameters, filled, fuse)
     report.raise_if_any(type(module).__name__)
+    with torch.no_grad():
+        for target, tensor in pairs:
+            target.copy_(tensor.reshape(target.shape))
     return set(filled)
 
 
@@ -74,9 +82,15 @@ def _find(name: str, parameters: dict, fuse: tuple[str, ...]) -> tuple[str | Non
     return (fused, last) if last in fuse and fused in parameters else (None, "")
 
 
-def _fits(tensor: Tensor, target: Tensor) -> bool:
-    is_flat_kernel = target.ndim == 2 and tensor.ndim > 2 and tensor.shape[0] == target.shape[0]
-    return tensor.shape == target.shape or (is_flat_kernel and tensor.numel() == target.numel())
+def _misfit(tensor, target: Tensor, kernel_shape: tuple[int, ...] | None) -> str | None:
+    """Why `tensor` cannot fill `target`; None when it can. Quantised integers are not weights to be cast."""
+    if not isinstance(tensor, Tensor):
+        return f"is a {type(tensor).__name__}, expected a torch.Tensor"
+    if tensor.shape not in (target.shape, kernel_shape):
+        return f"is {tuple(tensor.shape)}, expected {tuple(kernel_shape or target.shape)}"
+    if tensor.is_floating_point() != target.is_floating_point():
+        return f"holds {tensor.dtype}, expected {target.dtype}"
+    return None
 
 
 def _missing(parameters: dict, filled: dict[str, set[str]], fuse: tuple[str, ...]) -> list[str]:
@@ -88,13 +102,17 @@ def _missing(parameters: dict, filled: dict[str, set[str]], fuse: tuple[str, ...
 
 
 def config_values(config, wanted: tuple[Field, ...], aliases: dict[str, str]) -> dict:
-    """The values of a transformers config or a dict that name a wanted field (plus `hidden_act`, to be checked)."""
+    """The values of a transformers config or a dict that name a wanted field (plus `hidden_act`, to be checked).
+
+    Given the config of a whole model, its `vision_config` is read.
+    """
     if isinstance(config, dict):
         values = dict(config)
     elif hasattr(config, "to_dict"):
         values = config.to_dict()
     else:
         raise TypeError(f"config: expected a dict or a transformers config, got {type(config).__name__}")
+    values = values.get("vision_config", values)
     for old, new in aliases.items():
         if old in values:
             values.setdefault(new, values[old])
