@@ -12,7 +12,6 @@ Shape suffixes: N tokens of all segments, H heads, K head dimension, G segments 
 
 import functools
 import importlib.util
-import inspect
 
 import torch
 import torch.nn.functional as F
@@ -74,16 +73,20 @@ def varlen_attention(
 
     q, k, v: (N, H, K). cu_seqlens: (segments + 1,) int32 on the same device, leading 0. max_seqlen: the longest
     segment. groups: `group_segments(cu_seqlens)` from the plan, used by `sdpa` (computed here when None).
-    Returns (N, H, K). Raises ValueError for an unknown backend. Upstream: `MMEncoderAttention`.
+    Returns (N, H, K), zero in rows behind the last segment. Raises ValueError for an unknown backend or when the
+    shapes differ. Upstream: `MMEncoderAttention`.
     """
     check_shape(q_NHK, ("N", "H", "K"), "q_NHK")
+    check_shape(k_NHK, q_NHK.shape, "k_NHK")
+    check_shape(v_NHK, q_NHK.shape, "v_NHK")
     match backend:
         case "varlen":
-            return _torch_varlen(q_NHK, k_NHK, v_NHK, cu_seqlens, max_seqlen)
+            return _zero_padding(_torch_varlen(q_NHK, k_NHK, v_NHK, cu_seqlens, max_seqlen), cu_seqlens)
         case "flash":
             from flash_attn import flash_attn_varlen_func
 
-            return flash_attn_varlen_func(q_NHK, k_NHK, v_NHK, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+            out_NHK = flash_attn_varlen_func(q_NHK, k_NHK, v_NHK, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+            return _zero_padding(out_NHK, cu_seqlens)
         case "sdpa":
             return _grouped_sdpa(q_NHK, k_NHK, v_NHK, group_segments(cu_seqlens) if groups is None else groups)
     raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
@@ -114,19 +117,14 @@ def _varlen_attn():
     return varlen_attn
 
 
-@functools.cache
-def _varlen_non_causal_kwargs() -> dict:
-    """The keyword that asks for no causal mask was renamed between torch releases; the default is non-causal."""
-    parameters = inspect.signature(_varlen_attn()).parameters
-    return {"is_causal": False} if "is_causal" in parameters else {}
-
-
 def _torch_varlen(q_NHK, k_NHK, v_NHK, cu_seqlens, max_seqlen) -> Tensor:
-    out_NHK = _varlen_attn()(
-        q_NHK, k_NHK, v_NHK,
-        cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=max_seqlen, max_k=max_seqlen,
-        **_varlen_non_causal_kwargs(),
-    )  # fmt: skip
-    # Rows behind the last segment (padding) are left unwritten by the kernel: zero them, whatever memory held.
+    # Non-causal is the default of every release; how to ask for it by name changed in torch 2.11.
+    return _varlen_attn()(
+        q_NHK, k_NHK, v_NHK, cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=max_seqlen, max_k=max_seqlen
+    )
+
+
+def _zero_padding(out_NHK: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Rows behind the last segment (padding) are left unwritten by the kernels: zero them, whatever memory held."""
     is_padding = torch.arange(len(out_NHK), device=out_NHK.device) >= cu_seqlens[-1]
     return out_NHK.masked_fill(is_padding[:, None, None], 0)
