@@ -1,6 +1,7 @@
 """Clear errors at the public border: name the argument, what came, what is allowed."""
 
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ def check_positive_int(value, name: str) -> int:
 
 def check_pruning_rate(q, name: str = "q") -> float:
     """Return `q` as a float if 0 <= q < 1; raise TypeError or ValueError naming `name`."""
-    if isinstance(q, bool) or not isinstance(q, (int, float)):
+    if isinstance(q, bool) or not isinstance(q, Real):
         raise TypeError(f"{name}: expected a number, got {type(q).__name__}")
     if not 0 <= q < 1:
         raise ValueError(f"{name}: a pruning rate lies in [0, 1), got {q}")

@@ -66,6 +66,8 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
             [0, 1, 2, 1, 2, 3]]), -2)
     """
     num_tokens = check_positive_int(num_tokens, "num_tokens")
+    if wrong := [span for span in spans if not isinstance(span, MediaSpan)]:
+        raise TypeError(f"spans: expected MediaSpan, got {wrong[0]!r}")
     pieces, index, position = [], 0, 0
     for span in sorted(spans, key=lambda s: s.offset):
         if span.offset < index or span.offset + span.num_tokens > num_tokens:
