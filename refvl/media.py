@@ -1,0 +1,288 @@
+"""Pictures and clips, from disk or memory, to plain RGB.
+
+    load_image(path | PIL image | array | tensor) -> PIL.Image, mode RGB
+    load_video(path | frames | array | tensor)    -> Video: sampled frames (T, H, W, 3) uint8 and their times
+
+Decoding is Pillow's and PyAV's; what is ours is what they leave open: which way up a picture is, what stands behind a
+transparent pixel, how 16 bits become 8, which frames of a clip are looked at. Video is decoded forward once, without
+seeking, and only the frames that are asked for are kept.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from refvl.schema import check_positive_int
+
+DEFAULT_FPS = 2.0
+_KINDS = "a path, a PIL image, a numpy array or a torch tensor"
+
+
+def load_image(source) -> Image.Image:
+    """One picture as a PIL image of mode RGB.
+
+    source: a path; a PIL image; an array (H, W), (H, W, 1 | 3 | 4) or a tensor, which may also be (1 | 3 | 4, H, W),
+    of uint8, uint16, or floats in [0, 1].
+
+    The EXIF rotation is applied. Transparent pixels are blended onto white, as transformers does from 5.23 on; before,
+    it dropped the alpha channel, which shows whatever colour the file has where nothing was meant to be seen. 16-bit
+    grey is scaled to 8 bits (Pillow alone would clip it to white). Of an animation the first frame is taken.
+
+    Raises FileNotFoundError for a missing file, TypeError for another kind of source, ValueError for a file that is
+    truncated or not an image, an array of another shape, dtype or range, an empty picture, and one of a single pixel.
+    """
+    if isinstance(source, (str, Path)):
+        image = _open_image(Path(source))
+    elif isinstance(source, Image.Image):
+        image = source
+    elif isinstance(source, (np.ndarray, torch.Tensor)):
+        image = Image.fromarray(_as_uint8(_channels_last(source)))
+    else:
+        raise TypeError(f"image: expected {_KINDS}, got {type(source).__name__}")
+    _check_size(image.width, image.height, source)
+    return _to_rgb(ImageOps.exif_transpose(image))
+
+
+def _open_image(path: Path) -> Image.Image:
+    _check_is_file(path, "image")
+    try:
+        image = Image.open(path)
+    except UnidentifiedImageError as error:
+        raise ValueError(f"image: {path} is not a picture that Pillow can read") from error
+    try:
+        image.load()
+    except Exception as error:  # a damaged file makes Pillow's decoders raise all kinds of errors
+        raise ValueError(f"image: {path} is truncated or damaged ({error})") from error
+    return image
+
+
+def _check_is_file(path: Path, name: str) -> None:
+    if not path.exists():
+        raise FileNotFoundError(f"{name}: no such file: {path}")
+    if not path.is_file():
+        raise ValueError(f"{name}: expected a file, got the folder {path}")
+
+
+def _check_size(width: int, height: int, source) -> None:
+    if width * height <= 1:
+        where = source if isinstance(source, (str, Path)) else type(source).__name__
+        raise ValueError(f"image: {where} is {width} x {height} pixels; there must be at least two to see anything")
+
+
+def _channels_last(source) -> np.ndarray:
+    """A tensor or array as (H, W) or (H, W, 3 | 4); a tensor's channels may come first, as torch has them."""
+    array = source
+    if isinstance(source, torch.Tensor):
+        source = source.detach().cpu()
+        array = (source.float() if source.is_floating_point() else source).numpy()
+        if array.ndim == 3 and array.shape[0] in (1, 3, 4):
+            array = array.transpose(1, 2, 0)
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[-1] not in (1, 3, 4)):
+        allowed = "(H, W) or (H, W, 1 | 3 | 4)" + (", or (1 | 3 | 4, H, W)" if array is not source else "")
+        raise ValueError(f"image: expected an array of shape {allowed}, got {tuple(source.shape)}")
+    return array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array
+
+
+def _as_uint8(array: np.ndarray) -> np.ndarray:
+    """uint8 as it is, uint16 scaled by 1/257, floats in [0, 1] scaled by 255, both rounded."""
+    if array.dtype == np.uint8:
+        return np.ascontiguousarray(array)
+    if array.dtype.kind == "u" and array.dtype.itemsize == 2:
+        return ((array.astype(np.uint32) + 128) // 257).astype(np.uint8)
+    if array.dtype.kind != "f":
+        raise ValueError(f"image: expected dtype uint8, uint16 or float, got {array.dtype}")
+    if array.size and not (array.min() >= 0 and array.max() <= 1):  # written so that NaN fails
+        raise ValueError(f"image: floats must lie in [0, 1], got values from {array.min()} to {array.max()}")
+    return (array * 255).round().astype(np.uint8)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I") or image.mode == "F":  # more than 8 bits of grey
+        array = np.asarray(image)
+        if image.mode == "I" and array.min() >= 0 and array.max() <= 65535:  # Pillow's other way to hold 16 bits
+            array = array.astype(np.uint16)
+        image = Image.fromarray(_as_uint8(array))
+    if "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Video:
+    """The sampled frames of a clip and where they stand in it."""
+
+    frames: np.ndarray  # (T, H, W, 3) uint8
+    fps: float  # of the sampled frames; one temporal patch lasts temporal_patch_size / fps seconds
+    source_fps: float
+    indices: tuple[int, ...]  # of the sampled frames, among total_num_frames
+    total_num_frames: int
+    duration: float  # seconds, of the whole clip
+
+    @property
+    def timestamps(self) -> list[float]:
+        """Seconds from the start, one per sampled frame."""
+        return [index / self.source_fps for index in self.indices]
+
+
+def sample_frame_indices(
+    total_num_frames: int,
+    source_fps: float | None = None,
+    *,
+    fps: float | None = None,
+    num_frames: int | None = None,
+    min_frames: int = 4,
+    max_frames: int = 768,
+    temporal_patch_size: int = 2,
+) -> list[int]:
+    """Which frames of a clip are looked at: evenly spaced, `fps` per second (default 2), or `num_frames` in all.
+
+    The number is brought into [min_frames, max_frames], then down to a multiple of temporal_patch_size (num_frames is
+    rounded to the nearest one); frame i is `i * total // number`. This is the rule of transformers'
+    `Qwen2VLVideoProcessor.sample_frames`, which counts in floating point: there some lengths give one index past the
+    end (61 frames at num_frames=14), and beyond 16,000 frames single indices are one later. A clip shorter than
+    temporal_patch_size, which fails there, keeps its frames.
+
+    Raises ValueError when both fps and num_frames are given, or more frames are asked for than there are.
+
+    >>> sample_frame_indices(132, 25.0)
+    [0, 13, 26, 39, 52, 66, 79, 92, 105, 118]
+    """
+    total = check_positive_int(total_num_frames, "total_num_frames")
+    step = check_positive_int(temporal_patch_size, "temporal_patch_size")
+    if num_frames is not None:
+        if fps is not None:
+            raise ValueError(f"fps, num_frames: give one of them, got fps={fps} and num_frames={num_frames}")
+        if check_positive_int(num_frames, "num_frames") > total:
+            raise ValueError(f"num_frames: the clip has {total} frames, got {num_frames}")
+        wanted = round(num_frames / step) * step
+    else:
+        fps, source_fps = _check_rate(DEFAULT_FPS if fps is None else fps, "fps"), _check_rate(source_fps, "source_fps")
+        if max_frames < step:
+            raise ValueError(f"max_frames: must be at least temporal_patch_size={step}, got {max_frames}")
+        wanted = int(min(max(total / source_fps * fps, min_frames), max_frames, total)) // step * step
+    number = min(max(wanted, step), total // step * step) or total
+    return [i * total // number for i in range(number)]
+
+
+def _check_rate(value, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number of frames per second, got {value!r}")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name}: must be positive, got {value}")
+    return float(value)
+
+
+def load_video(
+    source,
+    *,
+    fps: float | None = None,
+    num_frames: int | None = None,
+    min_frames: int = 4,
+    max_frames: int = 768,
+    source_fps: float | None = None,
+) -> Video:
+    """The sampled frames of a clip.
+
+    source: a path; a list of frames, each anything `load_image` takes; an array (T, H, W, 3) or tensor, which may also
+    be (T, 3, H, W); or a Video, which is returned as it is. The sampling arguments are those of
+    `sample_frame_indices`. Frames given in memory count as sampled already, `fps` per second (default 2), unless
+    source_fps says how fast they were recorded or num_frames how many to take. source_fps overrides a file's own rate.
+
+    The rotation that phones write into a file is applied (transformers' PyAV reader ignores it).
+
+    Raises FileNotFoundError for a missing file, TypeError for another kind of source, ValueError for a file that is
+    damaged, truncated or has no video frames, and for frames of unequal size.
+    """
+    if isinstance(source, Video):
+        return source
+    options = {"fps": fps, "num_frames": num_frames, "min_frames": min_frames, "max_frames": max_frames}
+    if isinstance(source, (str, Path)):
+        return _decode(Path(source), source_fps, options)
+    frames = as_frames(source)
+    if source_fps is None and num_frames is None:
+        source_fps = DEFAULT_FPS if fps is None else fps
+        return _make_video(frames, range(len(frames)), len(frames), _check_rate(source_fps, "fps"))
+    source_fps = DEFAULT_FPS if source_fps is None else source_fps
+    indices = sample_frame_indices(len(frames), source_fps, **options)
+    return _make_video(frames[indices], indices, len(frames), source_fps)
+
+
+def as_frames(frames) -> np.ndarray:
+    """Frames in memory as one (T, H, W, 3) uint8 array; see `load_video` for what they may be."""
+    if isinstance(frames, Video):
+        return frames.frames
+    if isinstance(frames, np.ndarray) and frames.dtype == np.uint8 and frames.ndim == 4 and frames.shape[-1] == 3:
+        pass
+    elif isinstance(frames, (np.ndarray, torch.Tensor)) and frames.ndim != 4:
+        raise ValueError(f"video: expected an array of shape (T, H, W, 3), got {tuple(frames.shape)}")
+    elif isinstance(frames, (np.ndarray, torch.Tensor, Sequence)) and not isinstance(frames, (str, bytes)):
+        images = [load_image(frame) for frame in frames]
+        if len(sizes := {image.size for image in images}) > 1:
+            raise ValueError(f"video: all frames must have one size, got (width, height) {sorted(sizes)}")
+        frames = np.stack([np.asarray(image) for image in images]) if images else np.empty((0, 0, 0, 3), np.uint8)
+    else:
+        raise TypeError(f"video: expected a path, a list of frames, an array or a Video, got {type(frames).__name__}")
+    if len(frames) == 0:
+        raise ValueError("video: expected at least one frame, got none")
+    _check_size(frames.shape[2], frames.shape[1], frames)
+    return frames
+
+
+def _make_video(frames, indices: Sequence[int], total: int, source_fps: float) -> Video:
+    fps = len(indices) / total * source_fps
+    return Video(frames, fps, float(source_fps), tuple(indices), total, total / source_fps)
+
+
+def _decode(path: Path, source_fps: float | None, options: dict) -> Video:
+    av = _import_av()
+    _check_is_file(path, "video")
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise ValueError(f"video: {path} has no video stream")
+            stream = container.streams.video[0]
+            rate = stream.average_rate or stream.guessed_rate
+            source_fps = source_fps or (float(rate) if rate else None)
+            total = stream.frames
+        total = total or _count_frames(path)
+        if not total:
+            raise ValueError(f"video: {path} has no frames")
+        indices = sample_frame_indices(total, source_fps, **options)
+        frames = list(_frames_at(path, indices))
+    except av.error.FFmpegError as error:
+        raise ValueError(f"video: {path} cannot be decoded; it is truncated or not a video ({error})") from error
+    if len(frames) < len(indices):
+        raise ValueError(f"video: {path} is truncated: frame {indices[len(frames)]} of {total} is missing")
+    return _make_video(np.stack(frames), indices, total, source_fps)
+
+
+def _import_av():
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError("video: reading a clip from a file needs PyAV: pip install av") from error
+    return av
+
+
+def _count_frames(path: Path) -> int:
+    """For containers that do not say (Matroska, GIF): one decoding pass that keeps nothing."""
+    with _import_av().open(str(path)) as container:
+        return sum(1 for _ in container.decode(video=0))
+
+
+def _frames_at(path: Path, indices: Sequence[int]) -> Iterator[np.ndarray]:
+    """The frames with these increasing indices, (H, W, 3) uint8, upright."""
+    wanted = set(indices)
+    with _import_av().open(str(path)) as container:
+        container.streams.video[0].thread_type = "AUTO"
+        for i, frame in enumerate(container.decode(video=0)):
+            if i in wanted:
+                yield np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+            if i == indices[-1]:
+                return
