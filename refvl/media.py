@@ -8,7 +8,7 @@ transparent pixel, how 16 bits become 8, which frames of a clip are looked at. V
 seeking, and only the frames that are asked for are kept.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -201,6 +201,7 @@ def load_video(
     """
     if isinstance(source, Video):
         return source
+    source_fps = None if source_fps is None else _check_rate(source_fps, "source_fps")
     options = {"fps": fps, "num_frames": num_frames, "min_frames": min_frames, "max_frames": max_frames}
     if isinstance(source, (str, Path)):
         return _decode(Path(source), source_fps, options)
@@ -243,23 +244,15 @@ def _decode(path: Path, source_fps: float | None, options: dict) -> Video:
     av = _import_av()
     _check_is_file(path, "video")
     try:
-        with av.open(str(path)) as container:
-            if not container.streams.video:
-                raise ValueError(f"video: {path} has no video stream")
-            stream = container.streams.video[0]
-            rate = stream.average_rate or stream.guessed_rate
-            source_fps = source_fps or (float(rate) if rate else None)
-            total = stream.frames
-        total = total or _count_frames(path)
-        if not total:
-            raise ValueError(f"video: {path} has no frames")
+        total, rate = _probe(path)
+        source_fps = source_fps or rate
         indices = sample_frame_indices(total, source_fps, **options)
-        frames = list(_frames_at(path, indices))
+        frames, found = _read_frames(path, indices)
     except av.error.FFmpegError as error:
-        raise ValueError(f"video: {path} cannot be decoded; it is truncated or not a video ({error})") from error
-    if len(frames) < len(indices):
-        raise ValueError(f"video: {path} is truncated: frame {indices[len(frames)]} of {total} is missing")
-    return _make_video(np.stack(frames), indices, total, source_fps)
+        raise ValueError(f"video: {path} is truncated or not a video ({error})") from error
+    if found < len(indices):
+        raise ValueError(f"video: {path} is truncated: frame {indices[found]} of {total} is missing")
+    return _make_video(frames, indices, total, source_fps)
 
 
 def _import_av():
@@ -270,19 +263,39 @@ def _import_av():
     return av
 
 
+def _probe(path: Path) -> tuple[int, float]:
+    """Frames that decoding will show, and their rate per second (the average, as transformers takes it)."""
+    with _import_av().open(str(path)) as container:
+        if not container.streams.video:
+            raise ValueError(f"video: {path} has no video stream")
+        stream = container.streams.video[0]
+        total, rate = stream.frames, float(stream.average_rate or stream.guessed_rate or 0)
+        shown = float(stream.duration * stream.time_base) * rate if stream.duration else total
+    if not rate:
+        raise ValueError(f"video: {path} does not say its frame rate")
+    if not total or shown < total - 1:  # Matroska does not count; a trimmed phone clip hides frames behind an edit list
+        total = _count_frames(path)
+    if not total:
+        raise ValueError(f"video: {path} has no frames that can be decoded")
+    return total, rate
+
+
 def _count_frames(path: Path) -> int:
-    """For containers that do not say (Matroska, GIF): one decoding pass that keeps nothing."""
+    """One decoding pass that keeps nothing."""
     with _import_av().open(str(path)) as container:
         return sum(1 for _ in container.decode(video=0))
 
 
-def _frames_at(path: Path, indices: Sequence[int]) -> Iterator[np.ndarray]:
-    """The frames with these increasing indices, (H, W, 3) uint8, upright."""
-    wanted = set(indices)
+def _read_frames(path: Path, indices: Sequence[int]) -> tuple[np.ndarray | None, int]:
+    """The frames with these increasing indices, (T, H, W, 3) uint8, upright; and how many of them were there."""
+    wanted, frames, found = set(indices), None, 0
     with _import_av().open(str(path)) as container:
         container.streams.video[0].thread_type = "AUTO"
         for i, frame in enumerate(container.decode(video=0)):
             if i in wanted:
-                yield np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+                image = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+                frames = np.empty((len(indices), *image.shape), np.uint8) if frames is None else frames
+                frames[found], found = image, found + 1
             if i == indices[-1]:
-                return
+                break
+    return frames, found

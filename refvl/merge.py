@@ -1,0 +1,97 @@
+"""Embeddings into the prompt: which tokens a medium fills, and what stands there.
+
+Placeholder tokens mark the places. Here they are matched with the media - strictly: a prompt whose placeholders do
+not fit the grids is an error, never a shifted picture - and replaced by the encoder's rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from refvl.positions import MediaSpan
+from refvl.schema import check_shape
+
+
+@dataclass(frozen=True, slots=True)
+class MergedMedia:
+    """One medium as the language model sees it: merged-grid extents, and the scale of its time axis."""
+
+    kind: str  # "image" or "video"
+    thw: tuple[int, int, int]  # merged tokens
+    t_factor: float = 1.0
+
+    @property
+    def num_tokens(self) -> int:
+        t, h, w = self.thw
+        return t * h * w
+
+
+def expand_placeholders(input_ids: Sequence[int], media: Sequence[MergedMedia], token_ids: dict[str, int]) -> list[int]:
+    """Repeat each single placeholder as often as its medium has tokens.
+
+    input_ids: a prompt with one placeholder per medium. token_ids: {"image": id, "video": id}.
+    Raises ValueError when the placeholders do not match the media in number, kind and order.
+    """
+    kinds = {token: kind for kind, token in token_ids.items()}
+    found = [kinds[token] for token in input_ids if token in kinds]
+    if found != [item.kind for item in media]:
+        raise ValueError(f"prompt: its placeholders are {found}, but the media given are {[m.kind for m in media]}")
+    remaining, expanded = iter(media), []
+    for token in input_ids:
+        expanded += [token] * (next(remaining).num_tokens if token in kinds else 1)
+    return expanded
+
+
+def find_media_spans(input_ids: Tensor, media: Sequence[MergedMedia], token_ids: dict[str, int]) -> list[MediaSpan]:
+    """Where each medium stands in an expanded prompt (L,), in the order of `media`.
+
+    Media of one kind fill the placeholders of that kind in order; kinds may alternate in the prompt. Raises ValueError
+    when a run of placeholders is shorter than its medium, or placeholders or media are left over.
+    """
+    spans = {}
+    for kind, token in token_ids.items():
+        places = (input_ids == token).nonzero().flatten().tolist()
+        items = [(i, item) for i, item in enumerate(media) if item.kind == kind]
+        expected = sum(item.num_tokens for _, item in items)
+        if len(places) != expected:
+            raise ValueError(
+                f"input_ids: {len(places)} {kind} placeholders, but its {len(items)} {kind}s need {expected}"
+            )
+        used = 0
+        for i, item in items:
+            start, stop = places[used], places[used + item.num_tokens - 1]
+            if stop - start + 1 != item.num_tokens:
+                raise ValueError(f"input_ids: the {item.num_tokens} placeholders of {kind} {i} are not consecutive")
+            spans[i] = MediaSpan(start, *item.thw, item.t_factor)
+            used += item.num_tokens
+    return [spans[i] for i in range(len(media))]
+
+
+def merge_embeddings(text_embeds_LD: Tensor, spans: Sequence[MediaSpan], media_embeds: Sequence[Tensor]) -> Tensor:
+    """(L, D): the text embeddings with each span's rows replaced by its medium's (M, D) embeddings."""
+    merged_LD = text_embeds_LD.clone()
+    for span, embeds_MD in zip(spans, media_embeds, strict=True):
+        check_shape(embeds_MD, (span.num_tokens, text_embeds_LD.shape[1]), "media_embeds")
+        merged_LD[span.offset : span.offset + span.num_tokens] = embeds_MD.to(merged_LD)
+    return merged_LD
+
+
+def keep_in_prompt(num_tokens: int, spans: Sequence[MediaSpan], keep_masks: Sequence[Tensor | None]) -> Tensor:
+    """(L,) bool: all text, and of each medium the tokens that its (M,) mask keeps (None: all)."""
+    keep_L = torch.ones(num_tokens, dtype=torch.bool)
+    for span, mask in zip(spans, keep_masks, strict=True):
+        if mask is not None:
+            keep_L[span.offset : span.offset + span.num_tokens] = mask.cpu()
+    return keep_L
+
+
+def left_pad(rows: Sequence[Tensor], value=0) -> tuple[Tensor, Tensor]:
+    """Stack rows (L_i, ...) into (B, L, ...) with padding in front, and the (B, L) int64 attention mask."""
+    length = max(len(row) for row in rows)
+    batch = rows[0].new_full((len(rows), length, *rows[0].shape[1:]), value)
+    mask = torch.zeros(len(rows), length, dtype=torch.int64, device=rows[0].device)
+    for i, row in enumerate(rows):
+        batch[i, length - len(row) :], mask[i, length - len(row) :] = row, 1
+    return batch, mask

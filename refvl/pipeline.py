@@ -1,0 +1,362 @@
+"""OPEN FIRST. The whole path, as named calls; every other file is one of these rooms.
+
+decode media      media.py        file, array -> picture, sampled frames
+patchify          patches.py      -> patch rows (N, C*Tp*P*P) and their grid (t, h, w)
+plan              encoders/       grid -> window order, rotary angles, segment lengths (CPU)
+encode            encoders/       rows -> embeddings (M, D)
+prune             positions/evs   which video tokens stay (EVS)
+merge             merge.py        embeddings into the prompt's placeholders
+positions         positions/mrope (3, L) for every token, restricted to what stays
+prefill, decode   language.py     embeddings + positions -> token ids -> text
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Thread
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PretrainedConfig, TextIteratorStreamer
+
+from refvl import checkpoints
+from refvl.language import CausalTextModel, generate, load_language_model, random_language_model
+from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
+from refvl.positions import compute_retention_mask, get_mrope_input_positions, restrict_positions
+from refvl.schema import as_grids, check_positive_int, check_pruning_rate, check_shape
+from refvl.trace import TokenTimer, Trace
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_PATCHES_PER_FORWARD = 2**16  # longer encodes run in several forwards, with a progress bar
+
+
+class VLM:
+    """A vision-language model in three reachable parts: `processor`, `encoder`, `language_model`."""
+
+    def __init__(self, config: PretrainedConfig, processor, encoder, language_model: CausalTextModel):
+        self.config, self.processor, self.encoder, self.language_model = config, processor, encoder, language_model
+        self.token_ids = {"image": config.image_token_id, "video": config.video_token_id}
+
+    @property
+    def device(self) -> torch.device:
+        return self.encoder.device
+
+    @property
+    def max_context(self) -> int:
+        return self.language_model.config.max_position_embeddings
+
+    def chat(
+        self,
+        prompt: str | Sequence[dict],
+        *,
+        images: Sequence = (),
+        videos: Sequence = (),
+        max_new_tokens: int = 128,
+        pruning_rate: float = 0.0,
+        stream: bool = False,
+        **generate_kwargs,
+    ) -> str | Iterator[str]:
+        """Answer a question about pictures and clips; greedy unless `do_sample=True` and its options are given.
+
+        prompt: text, or messages in the transformers chat format with media anywhere in them. images, videos: paths,
+        PIL images, arrays, frame lists; they come before the text, images first. pruning_rate: EVS on videos, [0, 1).
+        stream: return a generator of text pieces. Errors: see `trace`.
+        """
+        if not stream:
+            return self.trace(
+                prompt, images=images, videos=videos, max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
+                **generate_kwargs,
+            ).text  # fmt: skip
+        trace = self._prefill_inputs(prompt, images, videos, pruning_rate)
+        return self._stream(trace, max_new_tokens, generate_kwargs)
+
+    def trace(
+        self,
+        prompt: str | Sequence[dict],
+        *,
+        images: Sequence = (),
+        videos: Sequence = (),
+        max_new_tokens: int = 128,
+        pruning_rate: float = 0.0,
+        **generate_kwargs,
+    ) -> Trace:
+        """The same run as `chat` with every stage kept, and the seconds each took.
+
+        Raises FileNotFoundError for missing files and ValueError or TypeError, naming the argument, for media that
+        cannot be read, placeholders that do not match the media, a pruning rate outside [0, 1), and a prompt longer
+        than the context.
+        """
+        trace = self._prefill_inputs(prompt, images, videos, pruning_rate)
+        timer = TokenTimer(self.device)
+        [trace.token_ids] = self._generate([trace], max_new_tokens, streamer=timer, **generate_kwargs).tolist()
+        trace.seconds["prefill"], trace.seconds["decode"] = timer.prefill_and_decode()
+        trace.text = self.processor.text(trace.token_ids)
+        return trace
+
+    def chat_batch(
+        self, requests: Sequence[dict], *, max_new_tokens: int = 128, pruning_rate: float = 0.0, **generate_kwargs
+    ) -> list[str]:
+        """Answers to several independent requests, decoded together with left padding.
+
+        requests: the arguments `prompt`, `images`, `videos` of `chat`, one dict each.
+        """
+        traces = [self._prefill_inputs(**request, pruning_rate=pruning_rate) for request in requests]
+        new_ids = self._generate(traces, max_new_tokens, **generate_kwargs) if traces else []
+        return [self.processor.text(ids) for ids in new_ids]
+
+    def _generate(self, traces: list[Trace], max_new_tokens: int, **generate_kwargs) -> Tensor:
+        """(B, new) ids of prompts that are ready, padded on the left to one length."""
+        device = self.language_model.device
+        pad_id = self.language_model.generation_config.pad_token_id or 0
+        input_ids, mask = left_pad([trace.input_ids.to(device) for trace in traces], pad_id)
+        embeds, _ = left_pad([trace.inputs_embeds for trace in traces])
+        positions, _ = left_pad([trace.positions.T.to(device) for trace in traces])
+        room = self.max_context - input_ids.shape[1]
+        max_new_tokens = min(check_positive_int(max_new_tokens, "max_new_tokens"), room)
+        positions = positions.permute(2, 0, 1)  # (B, L, 3) -> (3, B, L)
+        return generate(
+            self.language_model, input_ids, embeds, positions, mask, max_new_tokens=max_new_tokens, **generate_kwargs
+        )
+
+    def _prefill_inputs(self, prompt, images=(), videos=(), pruning_rate: float = 0.0) -> Trace:
+        """Every stage up to what the language model is given."""
+        q = check_pruning_rate(pruning_rate, "pruning_rate")
+        self._check_runnable()
+        trace = Trace(device=self.device)
+        messages = self.processor.messages(prompt, images, videos)
+        with trace.stage("decode media"):
+            trace.media = self.processor.decode(messages)
+        with trace.stage("patchify"):
+            trace.patches = self.processor.patchify(trace.media)
+        with trace.stage("plan"):
+            batches = _batches(trace.grids)
+            trace.metadata = [self.encoder.plan([trace.grids[i] for i in batch]) for batch in batches]
+        with trace.stage("encode"):
+            rows = [p.pixel_values for p in trace.patches]
+            trace.embeds = self._encode(rows, trace.grids, batches, trace.metadata)
+        merged = [p.merged for p in trace.patches]
+        with trace.stage("prune"):
+            trace.keep_masks = [_keep_mask(m, e, q) for m, e in zip(merged, trace.embeds, strict=True)]
+        with trace.stage("merge"):
+            trace.full_ids = torch.tensor(self.processor.tokenize(messages, merged))
+            self._merge(trace, merged)
+        with trace.stage("positions"):
+            self._position(trace)
+        return trace
+
+    def _merge(self, trace: Trace, merged: list[MergedMedia]) -> None:
+        """Match placeholders with media, drop what was pruned, embed text and put the media's rows in place."""
+        trace.spans = find_media_spans(trace.full_ids, merged, self.token_ids)
+        trace.keep = keep_in_prompt(len(trace.full_ids), trace.spans, trace.keep_masks)
+        trace.input_ids = trace.full_ids[trace.keep]
+        self._check_prompt(trace.input_ids)
+        embeds_LD = merge_embeddings(self._embed_text(trace.full_ids), trace.spans, trace.embeds)
+        trace.inputs_embeds = embeds_LD[trace.keep.to(embeds_LD.device)]
+
+    def _position(self, trace: Trace) -> None:
+        """Positions of the full layout, restricted to what is kept: at q = 0 nothing changes."""
+        trace.full_positions, _ = get_mrope_input_positions(len(trace.full_ids), trace.spans)
+        trace.positions, trace.delta = restrict_positions(trace.full_positions, trace.keep)
+
+    @torch.inference_mode()
+    def encode(self, images: Sequence = (), videos: Sequence = (), *, progress: bool = True) -> list[Tensor]:
+        """One (M, D) tensor per item, images first. Long encodes run in several forwards with a progress bar."""
+        messages = self.processor.messages("", images, videos)
+        patches = self.processor.patchify(self.processor.decode(messages))
+        grids = [p.grid_thw for p in patches]
+        return self._encode([p.pixel_values for p in patches], grids, _batches(grids), progress=progress)
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_grid_thw=None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw=None,
+        second_per_grid_ts: Sequence[float] | Tensor | None = None,
+        pruning_rate: float = 0.0,
+        max_new_tokens: int = 128,
+        **generate_kwargs,
+    ) -> Tensor:
+        """transformers' `generate` on tensors: (B, L) prompts in, (B, L + new) ids out, greedy by default.
+
+        input_ids: (B, L), left-padded where attention_mask (B, L) is 0, placeholders repeated. pixel_values:
+        (N, C*Tp*P*P) patch rows of all images of the batch in order, image_grid_thw: (images, 3) in patches; the same
+        for videos, second_per_grid_ts: seconds between two grid steps of each video (default 1). Raises ValueError
+        when rows, grids and placeholders do not match.
+        """
+        q = check_pruning_rate(pruning_rate, "pruning_rate")
+        self._check_runnable()
+        check_shape(input_ids, ("B", "L"), "input_ids")
+        attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        check_shape(attention_mask, tuple(input_ids.shape), "attention_mask")
+        generate_kwargs.pop("mm_token_type_ids", None)  # transformers' processors add it; the ids say the same
+        images = self._items("image", pixel_values, image_grid_thw)
+        videos = self._items("video", pixel_values_videos, video_grid_thw, second_per_grid_ts)
+        prompts = self._prompts(input_ids.cpu(), attention_mask.cpu(), images, videos, q)
+        new_ids = self._generate(prompts, max_new_tokens, **generate_kwargs)
+        return torch.cat([input_ids, new_ids.to(input_ids)], dim=1)
+
+    def _items(self, kind: str, pixel_values, grid_thw, second_per_grid_ts=None) -> list[tuple[MergedMedia, Tensor]]:
+        """(merged extents, embeddings) of every image or video of a batch."""
+        names = ("pixel_values", "image_grid_thw") if kind == "image" else ("pixel_values_videos", "video_grid_thw")
+        if (pixel_values is None) != (grid_thw is None):
+            raise ValueError(f"{names[0]}, {names[1]}: give both or neither")
+        if pixel_values is None:
+            return []
+        grids = as_grids(grid_thw, spatial_merge_size=self.config.vision_config.spatial_merge_size, name=names[1])
+        check_shape(pixel_values, (sum(t * h * w for t, h, w in grids), "C*Tp*P*P"), names[0])
+        seconds = [1.0] * len(grids) if second_per_grid_ts is None else [float(s) for s in second_per_grid_ts]
+        if len(seconds) != len(grids):
+            raise ValueError(
+                f"second_per_grid_ts: expected one number for each of {len(grids)} videos, got {len(seconds)}"
+            )
+        rows = pixel_values.split([t * h * w for t, h, w in grids])
+        embeds = self._encode(rows, grids, _batches(grids))
+        return [(self.processor.merged(kind, g, s), e) for g, s, e in zip(grids, seconds, embeds, strict=True)]
+
+    def _prompts(self, input_ids: Tensor, attention_mask: Tensor, images: list, videos: list, q: float) -> list[Trace]:
+        """Each prompt of a batch, merged and positioned; media are dealt out in order of their placeholders."""
+        queues, traces = {"image": iter(images), "video": iter(videos)}, []
+        for ids, mask in zip(input_ids, attention_mask, strict=True):
+            trace = Trace(full_ids=ids[mask.bool()])
+            items = [item for kind in queues for item in self._take(kind, queues[kind], trace.full_ids)]
+            trace.embeds = [embeds for _, embeds in items]
+            trace.keep_masks = [_keep_mask(merged, embeds, q) for merged, embeds in items]
+            self._merge(trace, [merged for merged, _ in items])
+            self._position(trace)
+            traces.append(trace)
+        if left := {kind: len(rest) for kind, queue in queues.items() if (rest := list(queue))}:
+            raise ValueError(f"input_ids: no placeholders are left for these media: {left}")
+        return traces
+
+    def _take(self, kind: str, queue: Iterator, ids: Tensor) -> list:
+        """The next media of `kind`, as many as this prompt's placeholders hold."""
+        wanted, taken = int((ids == self.token_ids[kind]).sum()), []
+        while wanted > 0:
+            item = next(queue, None)
+            if item is None:
+                raise ValueError(f"input_ids: {wanted} {kind} placeholders too many for the {kind}s given")
+            taken.append(item)
+            wanted -= item[0].num_tokens
+        return taken
+
+    @torch.inference_mode()
+    def _encode(self, rows: Sequence[Tensor], grids, batches, metadata=None, *, progress: bool = True) -> list[Tensor]:
+        embeds = []
+        for i, batch in enumerate(tqdm(batches, desc="encode", disable=not progress or len(batches) < 2, leave=False)):
+            planned = metadata[i] if metadata else self.encoder.plan([grids[j] for j in batch])
+            pixel_values = torch.cat([rows[j] for j in batch]).to(self.device)
+            sizes = [self.processor.merged("image", grids[j]).num_tokens for j in batch]
+            embeds += self.encoder(pixel_values, metadata=planned).split(sizes)
+        return embeds
+
+    @torch.inference_mode()
+    def _embed_text(self, ids: Tensor) -> Tensor:
+        return self.language_model.get_input_embeddings()(ids.to(self.language_model.device))
+
+    def _check_runnable(self) -> None:
+        if self.device.type == "meta":
+            raise ValueError("device: a model on 'meta' can plan, but not run; load it on 'cpu' or 'cuda'")
+
+    def _check_prompt(self, input_ids: Tensor) -> None:
+        if len(input_ids) >= self.max_context:
+            raise ValueError(f"prompt: {len(input_ids)} tokens do not fit the context of {self.max_context}")
+        if int(input_ids[-1]) in self.token_ids.values():
+            raise ValueError("prompt: must end in text, because later positions continue from its last token")
+
+    def _stream(self, trace: Trace, max_new_tokens: int, generate_kwargs: dict) -> Iterator[str]:
+        streamer = TextIteratorStreamer(self.processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        failures: list[BaseException] = []
+
+        def run():
+            try:
+                self._generate([trace], max_new_tokens, streamer=streamer, **generate_kwargs)
+            except BaseException as error:  # handed to the caller below: a thread's exception is otherwise lost
+                failures.append(error)
+                streamer.end()
+
+        thread = Thread(target=run, daemon=True)
+        thread.start()
+        yield from (piece for piece in streamer if piece)
+        thread.join()
+        if failures:
+            raise failures[0]
+
+
+def _batches(grids) -> list[list[int]]:
+    """Consecutive items per forward, so that a forward holds at most MAX_PATCHES_PER_FORWARD patches (or one item)."""
+    batches, size = [], 0
+    for i, (t, h, w) in enumerate(grids):
+        if not batches or size + t * h * w > MAX_PATCHES_PER_FORWARD:
+            batches, size = [*batches, []], 0
+        batches[-1].append(i)
+        size += t * h * w
+    return batches
+
+
+def _keep_mask(merged: MergedMedia, embeds: Tensor, q: float) -> Tensor | None:
+    """EVS for videos; pictures are never pruned."""
+    return compute_retention_mask(embeds, merged.thw, 1, q) if merged.kind == "video" and q > 0 else None
+
+
+def load(
+    path_or_id: str | Path | dict | PretrainedConfig,
+    *,
+    device="auto",
+    dtype="auto",
+    attention: str = "auto",
+    weights: str = "checkpoint",
+    progress: bool = True,
+    **model_kwargs,
+) -> VLM:
+    """A model from a local folder or a hub id in Hugging Face layout; the family comes from the config.
+
+    device: "auto" takes CUDA when there is one. dtype: a torch dtype or its name; "auto" is the checkpoint's own on
+    CUDA and float32 on a CPU. attention: backend of the vision tower (`refvl.attention`). weights: "checkpoint", or
+    "random" to build the true shape from a config alone (a folder, a JSON file, a dict) - on device "meta" it costs
+    no memory. model_kwargs go to transformers' text model (`attn_implementation`, `device_map`, ...).
+
+    Raises FileNotFoundError when nothing is there, ValueError for an unknown family or weights that do not fit.
+    """
+    if weights not in ("checkpoint", "random"):
+        raise ValueError(f"weights: expected 'checkpoint' or 'random', got {weights!r}")
+    from_folder = isinstance(path_or_id, (str, Path)) and not str(path_or_id).endswith(".json")
+    if weights == "checkpoint" and not from_folder:
+        raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
+    folder = checkpoints.find_checkpoint(path_or_id) if from_folder else None
+    config = checkpoints.read_config(folder or path_or_id)
+    options = {"device": (device := _resolve_device(device)), "dtype": _resolve_dtype(dtype, config, device)}
+    text_config = checkpoints.text_config_of(config)
+    if weights == "random":
+        encoder = checkpoints.random_encoder(config, attention=attention, **options)
+        language_model = random_language_model(text_config, **options, **model_kwargs)
+    else:
+        encoder = checkpoints.load_encoder(folder, config, attention=attention, progress=progress, **options)
+        language_model = load_language_model(folder, text_config, **options, **model_kwargs)
+    return VLM(config, checkpoints.load_processor(folder, config), encoder, language_model)
+
+
+def _resolve_device(device) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: {device!r} is no torch device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: {str(device)!r} was asked for, but this machine has no CUDA device")
+    return device
+
+
+def _resolve_dtype(dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        own = config.dtype or config.get_text_config().dtype or torch.float32
+        dtype = torch.float32 if device.type == "cpu" else own
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if resolved not in DTYPES:
+        raise ValueError(f"dtype: expected 'auto' or one of {[str(d) for d in DTYPES]}, got {dtype!r}")
+    return resolved

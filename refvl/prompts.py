@@ -1,0 +1,143 @@
+"""From a question and media to token ids: the chat template, tokenizer and limits of the checkpoint's folder.
+
+prompt, images, videos -> chat messages -> decoded media -> patch rows + grids -> text -> ids with placeholders
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+from transformers import AutoTokenizer, PretrainedConfig
+
+from refvl.media import Video, load_image, load_video
+from refvl.merge import MergedMedia, expand_placeholders
+from refvl.patches import PatchConfig, patchify_image, patchify_video
+from refvl.schema import Grid
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patches:
+    """One medium, patchified: what the encoder eats, and where it came from."""
+
+    source: Image.Image | Video
+    pixel_values: Tensor  # (N, C*Tp*P*P) float32
+    grid_thw: Grid  # patches
+    merged: MergedMedia
+
+
+class Qwen2_5_VLProcessor:
+    """Everything between a user's words and the models' tensors, for Qwen2.5-VL."""
+
+    def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
+        """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
+        self.config, self.tokenizer = config, tokenizer
+        self.image_config = image_config or PatchConfig()
+        self.video_config = video_config or PatchConfig.for_video()
+        self.token_ids = {"image": config.image_token_id, "video": config.video_token_id}
+
+    @classmethod
+    def from_folder(cls, folder: Path, config: PretrainedConfig) -> "Qwen2_5_VLProcessor":
+        """Tokenizer, chat template and preprocessing limits from a checkpoint folder."""
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer.chat_template = tokenizer.chat_template or _chat_template(folder)
+        image_config, video_config = (PatchConfig.from_folder(folder, kind) for kind in ("image", "video"))
+        return cls(config, tokenizer, image_config, video_config)
+
+    def messages(self, prompt: str | Sequence[dict], images: Sequence = (), videos: Sequence = ()) -> list[dict]:
+        """One user message with images, videos and the text, in that order; or a list of messages, checked."""
+        if isinstance(prompt, str):
+            media = [{"type": "image", "image": i} for i in _as_list(images, "images")]
+            media += [{"type": "video", "video": v} for v in _as_list(videos, "videos")]
+            return [{"role": "user", "content": [*media, {"type": "text", "text": prompt}]}]
+        if len(images) or len(videos):
+            raise ValueError("prompt: a list of messages carries its own media; give no images or videos beside it")
+        return _check_messages(prompt)
+
+    def decode(self, messages: list[dict]) -> list[Image.Image | Video]:
+        """The media of the messages in order of appearance, decoded (videos are sampled while decoding)."""
+        return [
+            load_image(source) if kind == "image" else load_video(source, **self._sampling(options))
+            for kind, source, options in _media_of(messages)
+        ]
+
+    def _sampling(self, options: dict) -> dict:
+        """How to sample a clip: the checkpoint's rate and limits, unless the message says otherwise."""
+        config = self.video_config
+        rate = {} if "num_frames" in options else {"fps": config.fps}
+        return rate | {"min_frames": config.min_frames, "max_frames": config.max_frames} | options
+
+    def patchify(self, media: Sequence[Image.Image | Video]) -> list[Patches]:
+        """Resize, normalise and cut each medium into patch rows."""
+        return [self._patchify_video(m) if isinstance(m, Video) else self._patchify_image(m) for m in media]
+
+    def _patchify_image(self, image: Image.Image) -> Patches:
+        pixel_values, grid = patchify_image(image, self.image_config)
+        return Patches(image, pixel_values, grid, self.merged("image", grid))
+
+    def _patchify_video(self, video: Video) -> Patches:
+        pixel_values, grid = patchify_video(video.frames, self.video_config)
+        second_per_grid = self.video_config.temporal_patch_size / video.fps
+        return Patches(video, pixel_values, grid, self.merged("video", grid, second_per_grid))
+
+    def merged(self, kind: str, grid_thw: Sequence[int], second_per_grid: float = 1.0) -> MergedMedia:
+        """How the language model sees a medium of `grid_thw` patches; only a video's time axis is scaled."""
+        vision, (t, h, w) = self.config.vision_config, grid_thw
+        m = vision.spatial_merge_size
+        t_factor = float(second_per_grid) * vision.tokens_per_second if kind == "video" else 1.0
+        return MergedMedia(kind, (t, h // m, w // m), t_factor)
+
+    def tokenize(self, messages: list[dict], media: Sequence[MergedMedia]) -> list[int]:
+        """Prompt ids with every placeholder repeated; raises ValueError when placeholders and media do not match."""
+        if self.tokenizer is None:
+            raise ValueError("prompt: this model was built from a config alone; a tokenizer needs a checkpoint folder")
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return expand_placeholders(self.tokenizer(text)["input_ids"], media, self.token_ids)
+
+    def text(self, token_ids) -> str:
+        """Token ids back to text, special tokens left out."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def _chat_template(folder: Path) -> str | None:
+    """Older checkpoints keep the template in chat_template.json."""
+    file = folder / "chat_template.json"
+    return json.loads(file.read_text())["chat_template"] if file.is_file() else None
+
+
+def _as_list(media, name: str) -> list:
+    """A single picture, path or clip array is a list of one."""
+    if isinstance(media, (str, Path, Image.Image, Video)):
+        return [media]
+    if isinstance(media, np.ndarray):
+        raise TypeError(f"{name}: expected a list of media, got one array; put it into a list")
+    return list(media)
+
+
+def _check_messages(messages: Sequence[dict]) -> list[dict]:
+    if not isinstance(messages, Sequence) or not messages:
+        raise ValueError(f"prompt: expected a string or a non-empty list of messages, got {messages!r}")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ValueError(f"prompt[{i}]: a message is a dict with 'role' and 'content', got {message!r}")
+    return list(messages)
+
+
+def _media_of(messages: list[dict]):
+    """(kind, source, load options) of every medium in the messages, in order of appearance."""
+    for i, message in enumerate(messages):
+        if isinstance(message["content"], str):
+            continue
+        for part in message["content"]:
+            kind = part.get("type")
+            if kind not in ("text", "image", "video"):
+                raise ValueError(f"prompt[{i}]: content type must be text, image or video, got {kind!r}")
+            if kind != "text":
+                keys = [key for key in (kind, "path", "url") if key in part]
+                if not keys:
+                    raise ValueError(f"prompt[{i}]: the {kind} has no source; give it under the key {kind!r}")
+                options = {key: part[key] for key in ("fps", "num_frames", "min_frames", "max_frames") if key in part}
+                yield kind, part[keys[0]], options

@@ -1,0 +1,107 @@
+"""What a run leaves behind: every stage's tensors, shapes and seconds."""
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from refvl.media import Video
+from refvl.positions import MediaSpan
+from refvl.prompts import Patches
+
+
+@dataclass(slots=True, eq=False)
+class Trace:
+    """One run with every stage kept. L_full counts the prompt before pruning, L what the language model saw."""
+
+    device: torch.device | None = None  # whose queued work the clock waits for
+    media: list = field(default_factory=list)  # PIL images and `Video`s, decoded
+    patches: list[Patches] = field(default_factory=list)  # pixel_values (N, C*Tp*P*P), grid_thw, merged extents
+    metadata: list = field(default_factory=list)  # what `encoder.plan` made, one per forward
+    embeds: list[Tensor] = field(default_factory=list)  # (M, D) per medium, before pruning
+    keep_masks: list[Tensor | None] = field(default_factory=list)  # (M,) bool per medium; None: not pruned
+    spans: list[MediaSpan] = field(default_factory=list)  # where each medium stands in the full prompt
+    full_ids: Tensor | None = None  # (L_full,) the prompt with all placeholders
+    full_positions: Tensor | None = None  # (3, L_full)
+    keep: Tensor | None = None  # (L_full,) bool
+    input_ids: Tensor | None = None  # (L,) full_ids[keep]
+    inputs_embeds: Tensor | None = None  # (L, D)
+    positions: Tensor | None = None  # (3, L)
+    delta: int = 0  # decode step k sits at L + k + delta
+    token_ids: list[int] = field(default_factory=list)  # generated
+    text: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)  # per stage, in order
+
+    @contextmanager
+    def stage(self, name: str):
+        """Time a stage into `seconds`."""
+        start = synchronized_time(self.device)
+        yield
+        self.seconds[name] = synchronized_time(self.device) - start
+
+    @property
+    def grids(self) -> list[tuple[int, int, int]]:
+        return [p.grid_thw for p in self.patches]
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token: every stage but the decoding of the others."""
+        return sum(s for stage, s in self.seconds.items() if stage != "decode")
+
+    def rows(self) -> list[tuple[str, str, float]]:
+        """(stage, shapes, seconds) of every stage, for tables."""
+        return [(stage, self._shapes(stage), seconds) for stage, seconds in self.seconds.items()]
+
+    def _shapes(self, stage: str) -> str:
+        match stage:
+            case "decode media":
+                return ", ".join(_media_size(m) for m in self.media) or "text only"
+            case "patchify":
+                return ", ".join(f"{tuple(p.pixel_values.shape)} grid {p.grid_thw}" for p in self.patches)
+            case "plan":
+                return ", ".join(
+                    f"{len(m.cu_window_seqlens) - 1} windows, {len(m.cu_seqlens) - 1} frames" for m in self.metadata
+                )
+            case "encode":
+                return ", ".join(str(tuple(e.shape)) for e in self.embeds)
+            case "prune":
+                return ", ".join(f"{int(k.sum())} of {len(k)} kept" for k in self.keep_masks if k is not None)
+            case "merge":
+                return f"prompt ({len(self.input_ids)},), embeddings {tuple(self.inputs_embeds.shape)}"
+            case "positions":
+                return f"{tuple(self.positions.shape)}, delta {self.delta}"
+            case "prefill":
+                return "1 token"
+            case "decode":
+                return f"{len(self.token_ids) - 1} tokens"
+        return ""
+
+
+class TokenTimer(BaseStreamer):
+    """When tokens came: transformers calls `put` with the prompt when generation begins, then with every new token."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.times = device, []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(synchronized_time(self.device))
+
+    def end(self) -> None:
+        pass
+
+    def prefill_and_decode(self) -> tuple[float, float]:
+        return self.times[1] - self.times[0], self.times[-1] - self.times[1]
+
+
+def synchronized_time(device: torch.device | None) -> float:
+    """Seconds on a clock that has waited for the device's queued work."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _media_size(medium) -> str:
+    return f"frames {medium.frames.shape}" if isinstance(medium, Video) else f"{medium.width} x {medium.height} px"
