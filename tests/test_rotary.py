@@ -1,0 +1,119 @@
+"""2-D rotary angles: against a loop over patches, transformers, and the properties of a rotation."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refvl.positions import apply_rotary, merge_block_coordinates, vision_rotary_cos_sin
+
+GRIDS = [(1, 4, 6), (2, 2, 2), (3, 8, 4)]
+
+
+def blocks_slowly(grids, merge):
+    """(row, column) of every patch: for each frame, block row, block column, row and column inside the block."""
+    return [
+        (block_row * merge + row, block_column * merge + column)
+        for t, h, w in grids
+        for _ in range(t)
+        for block_row in range(h // merge)
+        for block_column in range(w // merge)
+        for row in range(merge)
+        for column in range(merge)
+    ]
+
+
+@st.composite
+def grids_and_merge(draw):
+    merge, extent = draw(st.integers(1, 3)), st.integers(1, 6)
+    grids = draw(st.lists(st.tuples(st.integers(1, 3), extent, extent), min_size=1, max_size=3))
+    return [(t, h * merge, w * merge) for t, h, w in grids], merge
+
+
+@settings(max_examples=50, deadline=None)
+@given(grids_and_merge(), st.sampled_from([4, 8, 20, 64, 72, 80]), st.sampled_from([100.0, 10000.0]))
+def test_equals_the_slow_formula(problem, head_dim, theta):
+    """Oracle: per patch, position / theta^(2i / (head_dim / 2)) for the row, then for the column, in float64."""
+    grids, merge = problem
+    frequencies = [theta ** (-2 * i / (head_dim // 2)) for i in range(head_dim // 4)]
+    angles = [[p * f for p in patch for f in frequencies] for patch in blocks_slowly(grids, merge)]
+    cos, sin = vision_rotary_cos_sin(grids, head_dim=head_dim, spatial_merge_size=merge, theta=theta)
+    assert cos.dtype == sin.dtype == torch.float32
+    torch.testing.assert_close(cos, torch.tensor([[math.cos(a) for a in row] for row in angles]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(sin, torch.tensor([[math.sin(a) for a in row] for row in angles]), atol=1e-5, rtol=0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(grids_and_merge())
+def test_coordinates_equal_transformers(problem):
+    """Oracle: `transformers.vision_utils.get_vision_position_ids`."""
+    oracle = pytest.importorskip("transformers.vision_utils").get_vision_position_ids
+    grids, merge = problem
+    assert torch.equal(merge_block_coordinates(grids, spatial_merge_size=merge), oracle(torch.tensor(grids), merge))
+
+
+def test_one_merge_block_is_m_by_m_neighbours():
+    """Every m * m consecutive rows are one block: the merger can fold them by a reshape."""
+    blocks = merge_block_coordinates(GRIDS, spatial_merge_size=2).view(-1, 4, 2)
+    assert torch.equal(blocks - blocks[:, :1], torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]]).expand_as(blocks))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_application_equals_transformers(dtype):
+    """Oracle: `apply_rotary_pos_emb_vision`, which takes each angle twice; float32 inside, so all bits agree."""
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
+
+    cos, sin = vision_rotary_cos_sin(GRIDS, head_dim=16)
+    q, k = torch.randn(2, len(cos), 3, 16).to(dtype)
+    want = apply_rotary_pos_emb_vision(q, k, torch.cat([cos, cos], dim=1), torch.cat([sin, sin], dim=1))
+    for got, expected in zip((apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)), want, strict=True):
+        assert got.dtype == dtype
+        assert torch.equal(got, expected)
+
+
+def test_scores_depend_on_the_distance_alone():
+    """<R(a) q, R(b) k> is one number for all pairs of patches (a, b) with the same offset, in either axis."""
+    torch.manual_seed(0)
+    cos, sin = vision_rotary_cos_sin([(1, 6, 6)], head_dim=16, spatial_merge_size=1)
+    q, k = torch.randn(2, 1, 1, 16).double().expand(2, 36, 1, 16)
+    scores = apply_rotary(q, cos, sin)[:, 0] @ apply_rotary(k, cos, sin)[:, 0].T
+    position = merge_block_coordinates([(1, 6, 6)], spatial_merge_size=1)
+    offset = (position[:, None] - position[None]).flatten(0, 1)
+    for distance in offset.unique(dim=0):
+        same = scores.flatten()[(offset == distance).all(dim=1)]
+        torch.testing.assert_close(same, same[:1].expand_as(same), atol=1e-4, rtol=0)
+    assert scores.std() > 0.1
+
+
+def test_rotation_keeps_lengths_and_the_origin():
+    cos, sin = vision_rotary_cos_sin([(1, 8, 8)], head_dim=32)
+    x = torch.randn(len(cos), 2, 32)
+    rotated = apply_rotary(x, cos, sin)
+    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1))
+    assert torch.equal(rotated[0], x[0])
+    assert not torch.allclose(rotated[1:], x[1:], atol=1e-2)
+
+
+def test_no_items_no_angles():
+    cos, sin = vision_rotary_cos_sin([], head_dim=16)
+    assert cos.shape == sin.shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "error", "message"),
+    [
+        (6, ValueError, "head_dim: must be a multiple of 4 .* got 6"),
+        (0, ValueError, "head_dim: must be at least 1, got 0"),
+        (16.0, TypeError, "head_dim: expected an integer, got float"),
+    ],
+)
+def test_a_bad_head_dim_is_named(head_dim, error, message):
+    with pytest.raises(error, match=message):
+        vision_rotary_cos_sin([(1, 2, 2)], head_dim=head_dim)
+
+
+def test_a_grid_that_leaves_half_blocks_is_named():
+    with pytest.raises(ValueError, match=r"grid_thw\[0\]: h and w must be multiples of spatial_merge_size=2"):
+        vision_rotary_cos_sin([(1, 4, 5)], head_dim=16)
