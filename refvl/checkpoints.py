@@ -17,7 +17,8 @@ from transformers import AutoConfig, PretrainedConfig
 from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionTransformer
 from refvl.prompts import Qwen2_5_VLProcessor
 
-HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
+WEIGHT_FILES = ["*.safetensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +53,27 @@ def find_family(config: PretrainedConfig | dict) -> Family:
     raise ValueError(f"model_type: {model_type!r} is of no family that refvl knows; known: {known}")
 
 
-def find_checkpoint(path_or_id: str | Path) -> Path:
+def find_checkpoint(path_or_id: str | Path, *, weights: bool = True) -> Path:
     """The local folder of a checkpoint; a hub id (`owner/name`) is downloaded into the hub's cache first.
 
+    weights=False downloads configs and tokenizer only.
     Raises FileNotFoundError for a path that does not exist or holds no config.json.
     """
     folder = Path(path_or_id).expanduser()
     if not folder.exists():
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path_or_id)):
             raise FileNotFoundError(f"path_or_id: no folder {folder} (a hub id has the form owner/name)")
-        folder = _download(str(path_or_id))
+        folder = _download(str(path_or_id), CONFIG_FILES + WEIGHT_FILES * weights)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"path_or_id: {folder} holds no config.json")
     return folder
 
 
-def _download(repo_id: str) -> Path:
+def _download(repo_id: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(repo_id, allow_patterns=patterns))
     except Exception as error:  # offline, gated, misspelt: one sentence, the cause kept
         reason = str(error).splitlines()[0]
         raise FileNotFoundError(f"path_or_id: {repo_id!r} is no local folder, and the hub said: {reason}") from error

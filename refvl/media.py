@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from refvl.schema import check_positive_int
 
@@ -28,9 +28,9 @@ def load_image(source) -> Image.Image:
     source: a path; a PIL image; an array (H, W), (H, W, 1 | 3 | 4) or a tensor, which may also be (1 | 3 | 4, H, W),
     of uint8, uint16, or floats in [0, 1].
 
-    The EXIF rotation is applied. Transparent pixels are blended onto white, as transformers does from 5.23 on; before,
-    it dropped the alpha channel, which shows whatever colour the file has where nothing was meant to be seen. 16-bit
-    grey is scaled to 8 bits (Pillow alone would clip it to white). Of an animation the first frame is taken.
+    The EXIF rotation is applied. Transparent pixels are blended onto white, as transformers 5.23 does; 5.17 drops the
+    alpha channel, which shows whatever colour the file has where nothing was meant to be seen. 16-bit grey is scaled to
+    8 bits (Pillow alone would clip it to white). Of an animation the first frame is taken.
 
     Raises FileNotFoundError for a missing file, TypeError for another kind of source, ValueError for a file that is
     truncated or not an image, an array of another shape, dtype or range, an empty picture, and one of a single pixel.
@@ -43,21 +43,21 @@ def load_image(source) -> Image.Image:
         image = Image.fromarray(_as_uint8(_channels_last(source)))
     else:
         raise TypeError(f"image: expected {_KINDS}, got {type(source).__name__}")
-    _check_size(image.width, image.height, source)
+    name = str(source) if isinstance(source, (str, Path)) else f"the {type(source).__name__}"
+    _check_size(image.width, image.height, f"image: {name}")
+    try:
+        image.load()
+    except Exception as error:  # a damaged file makes Pillow's decoders raise all kinds of errors
+        raise ValueError(f"image: {name} is truncated or damaged ({error})") from error
     return _to_rgb(ImageOps.exif_transpose(image))
 
 
 def _open_image(path: Path) -> Image.Image:
     _check_is_file(path, "image")
     try:
-        image = Image.open(path)
-    except UnidentifiedImageError as error:
-        raise ValueError(f"image: {path} is not a picture that Pillow can read") from error
-    try:
-        image.load()
-    except Exception as error:  # a damaged file makes Pillow's decoders raise all kinds of errors
-        raise ValueError(f"image: {path} is truncated or damaged ({error})") from error
-    return image
+        return Image.open(path)
+    except (OSError, Image.DecompressionBombError) as error:
+        raise ValueError(f"image: {path} is not a picture that Pillow can read ({error})") from error
 
 
 def _check_is_file(path: Path, name: str) -> None:
@@ -67,10 +67,9 @@ def _check_is_file(path: Path, name: str) -> None:
         raise ValueError(f"{name}: expected a file, got the folder {path}")
 
 
-def _check_size(width: int, height: int, source) -> None:
+def _check_size(width: int, height: int, what: str) -> None:
     if width * height <= 1:
-        where = source if isinstance(source, (str, Path)) else type(source).__name__
-        raise ValueError(f"image: {where} is {width} x {height} pixels; there must be at least two to see anything")
+        raise ValueError(f"{what} is {width} x {height} pixels; there must be at least two to see anything")
 
 
 def _channels_last(source) -> np.ndarray:
@@ -97,7 +96,7 @@ def _as_uint8(array: np.ndarray) -> np.ndarray:
         raise ValueError(f"image: expected dtype uint8, uint16 or float, got {array.dtype}")
     if array.size and not (array.min() >= 0 and array.max() <= 1):  # written so that NaN fails
         raise ValueError(f"image: floats must lie in [0, 1], got values from {array.min()} to {array.max()}")
-    return (array * 255).round().astype(np.uint8)
+    return (array.astype(np.float64) * 255).round().astype(np.uint8)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -194,7 +193,9 @@ def load_video(
     `sample_frame_indices`. Frames given in memory count as sampled already, `fps` per second (default 2), unless
     source_fps says how fast they were recorded or num_frames how many to take. source_fps overrides a file's own rate.
 
-    The rotation that phones write into a file is applied (transformers' PyAV reader ignores it).
+    The rotation that phones write into a file is applied (transformers' PyAV reader ignores it). A container that does
+    not count its frames (Matroska) is decoded twice, and as far as it goes; otherwise decoding stops at the last frame
+    that is wanted.
 
     Raises FileNotFoundError for a missing file, TypeError for another kind of source, ValueError for a file that is
     damaged, truncated or has no video frames, and for frames of unequal size.
@@ -231,7 +232,7 @@ def as_frames(frames) -> np.ndarray:
         raise TypeError(f"video: expected a path, a list of frames, an array or a Video, got {type(frames).__name__}")
     if len(frames) == 0:
         raise ValueError("video: expected at least one frame, got none")
-    _check_size(frames.shape[2], frames.shape[1], frames)
+    _check_size(frames.shape[2], frames.shape[1], "video: a frame")
     return frames
 
 

@@ -38,6 +38,10 @@ class VLM:
         self.token_ids = {"image": config.image_token_id, "video": config.video_token_id}
 
     @property
+    def family(self) -> checkpoints.Family:
+        return checkpoints.find_family(self.config)
+
+    @property
     def device(self) -> torch.device:
         return self.encoder.device
 
@@ -327,7 +331,7 @@ def load(
     from_folder = isinstance(path_or_id, (str, Path)) and not str(path_or_id).endswith(".json")
     if weights == "checkpoint" and not from_folder:
         raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
-    folder = checkpoints.find_checkpoint(path_or_id) if from_folder else None
+    folder = checkpoints.find_checkpoint(path_or_id, weights=weights == "checkpoint") if from_folder else None
     config = checkpoints.read_config(folder or path_or_id)
     options = {"device": (device := _resolve_device(device)), "dtype": _resolve_dtype(dtype, config, device)}
     text_config = checkpoints.text_config_of(config)

@@ -1,0 +1,3 @@
+from refvl.cli import main
+
+main()

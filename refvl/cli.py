@@ -1,0 +1,102 @@
+"""`python -m refvl`: chat, trace, info. A user's mistake prints one line and exits with status 1."""
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split(". ")[0]
+)
+
+Checkpoint = Annotated[str, typer.Argument(help="a checkpoint folder or a hub id (owner/name)")]
+Prompt = Annotated[str, typer.Argument(help="the question")]
+Images = Annotated[list[str] | None, typer.Option("--image", "-i", help="a picture; may be repeated")]
+Videos = Annotated[list[str] | None, typer.Option("--video", "-v", help="a clip; may be repeated")]
+MaxNewTokens = Annotated[int, typer.Option(help="stop after this many tokens")]
+PruningRate = Annotated[float, typer.Option(help="share of video tokens that EVS drops, in [0, 1)")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
+Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, flash, sdpa")]
+
+
+@app.command()
+def chat(
+    checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
+    max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0,
+    device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto",
+):  # fmt: skip
+    """Answer a question about pictures and clips; the text streams as it is generated."""
+    model = _load(checkpoint, device, dtype, attention)
+    pieces = model.chat(
+        prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
+        stream=True,
+    )  # fmt: skip
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+
+
+@app.command()
+def trace(
+    checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
+    max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0,
+    device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto",
+):  # fmt: skip
+    """The same run, with every stage's shapes and seconds."""
+    model = _load(checkpoint, device, dtype, attention)
+    run = model.trace(
+        prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate
+    )
+    console = Console()
+    console.print(stage_table(run))
+    console.print(f"first token after {run.ttft:.3f} s")
+    console.print(f"answer: {run.text}", markup=False)
+
+
+@app.command()
+def info(
+    checkpoint: Annotated[str, typer.Argument(help="a checkpoint folder, a hub id, or a config's JSON file")],
+    image: Images = None, video: Videos = None, dtype: Annotated[str, typer.Option(help="for memory")] = "bfloat16",
+):  # fmt: skip
+    """Family, sizes, tokens for given media, and the memory needed. Reads no weights."""
+    from refvl.media import load_image, load_video
+    from refvl.pipeline import load
+    from refvl.planning import describe
+
+    model = load(checkpoint, weights="random", device="meta", dtype=dtype)
+    media = [load_image(i) for i in image or ()] + [load_video(v) for v in video or ()]
+    table = Table(show_header=False, title=checkpoint)
+    for row in describe(model, media).items():
+        table.add_row(*row)
+    Console().print(table)
+
+
+def stage_table(run) -> Table:
+    """A `Trace` as a table of stages, shapes and seconds."""
+    table = Table("stage", "shapes", title="the path")
+    table.add_column("seconds", justify="right")
+    for stage, shapes, seconds in run.rows():
+        table.add_row(stage, shapes, f"{seconds:.4f}")
+    return table
+
+
+def _load(checkpoint: str, device: str, dtype: str, attention: str):
+    from refvl.pipeline import load
+
+    return load(checkpoint, device=device, dtype=dtype, attention=attention, progress=sys.stderr.isatty())
+
+
+def main() -> None:
+    """Run the command line; mistakes of the user (and missing files) become one line on stderr and status 1."""
+    try:
+        app()
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        print(f"refvl: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

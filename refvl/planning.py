@@ -1,0 +1,98 @@
+"""What a model costs before it is loaded: parameters, memory, tokens - from the config and sizes alone."""
+
+from dataclasses import dataclass
+
+import torch
+
+from refvl.media import Video
+from refvl.patches import plan_size
+from refvl.pipeline import VLM
+from refvl.schema import Grid
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPlan:
+    """What a picture or clip becomes. `patches` go through the encoder, `tokens` through the language model."""
+
+    kind: str
+    size: str  # as decoded
+    resized: tuple[int, int]  # height, width in pixels
+    grid_thw: Grid  # patches
+    patches: int
+    tokens: int
+
+
+def plan_media(vlm: VLM, medium) -> MediaPlan:
+    """Plan a decoded picture (PIL) or a `Video`."""
+    processor = vlm.processor
+    if isinstance(medium, Video):
+        frames, height, width = medium.frames.shape[:3]
+        kind, config, size = "video", processor.video_config, f"{frames} frames of {width} x {height} px"
+    else:
+        frames, kind, config = 1, "image", processor.image_config
+        width, height = medium.size
+        size = f"{width} x {height} px"
+    resized = plan_size(height, width, config, num_frames=frames)
+    grid = (-(-frames // config.temporal_patch_size), *(side // config.patch_size for side in resized))
+    patches = grid[0] * grid[1] * grid[2]
+    return MediaPlan(kind, size, resized, grid, patches, processor.merged(kind, grid).num_tokens)
+
+
+def parameter_count(module: torch.nn.Module) -> int:
+    """Parameters, a shared one counted once."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
+    """Keys and values of all layers for one token."""
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    return 2 * text_config.num_hidden_layers * text_config.num_key_value_heads * head_dim * dtype.itemsize
+
+
+def encoder_activation_bytes(vision_config, patches: int, dtype: torch.dtype) -> int:
+    """An estimate of the tower's peak: residual, normed input, q, k, v and output, and the two halves of the MLP."""
+    width = 6 * vision_config.hidden_size + 2 * vision_config.intermediate_size
+    return patches * width * dtype.itemsize
+
+
+def describe(vlm: VLM, media=()) -> dict[str, str]:
+    """Rows for a table: family, sizes, tokens and memory of `media`; `vlm` may live on `meta`."""
+    vision, text = vlm.config.vision_config, vlm.language_model.config
+    dtype = vlm.encoder.dtype
+    encoder, language = parameter_count(vlm.encoder), parameter_count(vlm.language_model)
+    plans = [plan_media(vlm, medium) for medium in media]
+    rows = {
+        "family": vlm.family.name,
+        "vision tower": f"{vision.depth} blocks of width {vision.hidden_size}, {vision.num_heads} heads: {_count(encoder)}",
+        "language model": f"{text.num_hidden_layers} layers of width {text.hidden_size}, "
+        f"{text.num_attention_heads} heads ({text.num_key_value_heads} kv): {_count(language)}",
+        "context": f"{vlm.max_context:,} tokens",
+        f"weights in {str(dtype).removeprefix('torch.')}": _bytes((encoder + language) * dtype.itemsize),
+        "kv cache": f"{_bytes(kv_cache_bytes_per_token(text, dtype))} a token",
+    }
+    for i, plan in enumerate(plans):
+        height, width = plan.resized
+        rows[f"{plan.kind} {i + 1}"] = (
+            f"{plan.size} -> {width} x {height} px -> grid {plan.grid_thw} = {plan.patches:,} patches "
+            f"-> {plan.tokens:,} tokens"
+        )
+    if plans:
+        patches, tokens = sum(p.patches for p in plans), sum(p.tokens for p in plans)
+        peak = encoder_activation_bytes(vision, patches, dtype)
+        cache = tokens * kv_cache_bytes_per_token(text, dtype)
+        total = (encoder + language) * dtype.itemsize + peak + cache
+        rows["memory for these media"] = f"kv cache {_bytes(cache)}, tower activations about {_bytes(peak)}"
+        rows["memory needed"] = f"about {_bytes(total)}"
+    return rows
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B parameters" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M parameters"
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
