@@ -30,7 +30,7 @@ lab: $(STAMP) ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir=notebooks
 
 train: $(STAMP) ## train the small model again
-	$(BIN)/python data/train_tiny.py
+	$(BIN)/python -m data.train_tiny
 
 clean: ## remove .venv and everything that was generated
 	rm -rf $(VENV) outputs build *.egg-info .pytest_cache .ruff_cache .hypothesis
