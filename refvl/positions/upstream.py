@@ -1,0 +1,63 @@
+"""What released software computes where it differs from us: to be shown beside the rules of refvl, never to be used.
+
+Each function is named after what it shows and says where it was found. Notebooks 02 and 03 draw the consequences.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_delta
+
+
+def second_per_grid_truncated(span: MediaSpan, tokens_per_second: float = 2.0) -> MediaSpan:
+    """The span with its seconds per grid step cut to an integer: a clip at more than 2 frames per second stands still.
+
+    Found in transformers up to 5.17 (`get_rope_index`), and in vLLM 0.33.0 when pruning is on
+    (`_postprocess_video_embeds_evs`). Images are left alone, as there.
+
+    >>> second_per_grid_truncated(MediaSpan(0, t=4, h=2, w=2, t_factor=2 * 0.5)).t_factor
+    0.0
+    """
+    if span.t == 1:
+        return span
+    return replace(span, t_factor=tokens_per_second * int(span.t_factor / tokens_per_second))
+
+
+def larger_side_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
+    """Positions (3, L) and delta when a medium costs max(h, w) positions, however far its time axis reaches.
+
+    The rule of transformers 5.17 to 5.23: behind a long clip, text gets positions that the clip has used already.
+    """
+    return _positions_with_cost(num_tokens, spans, lambda span: max(span.h, span.w))
+
+
+def width_offset_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
+    """Positions (3, L) and delta when a medium costs w positions, neither its height nor its time counting.
+
+    The rule of vLLM 0.33.0 for pruned prompts (`recompute_mrope_positions`): text behind a portrait picture gets
+    positions of the picture's lower rows. There it is applied to the tokens kept: restrict the result to them.
+    """
+    return _positions_with_cost(num_tokens, spans, lambda span: span.w)
+
+
+def bfloat16_position_channels(positions: Tensor) -> Tensor:
+    """Integer positions after a trip through bfloat16, which has 8 significant bits: above 256 the odd ones are lost.
+
+    vLLM 0.33.0 appends the positions of pruned media to their embeddings as four more channels.
+
+    >>> bfloat16_position_channels(torch.tensor([255, 256, 257, 259, 515])).tolist()
+    [255, 256, 256, 260, 516]
+    """
+    return positions.to(torch.bfloat16).to(positions.dtype)
+
+
+def _positions_with_cost(num_tokens: int, spans: Sequence[MediaSpan], cost: Callable) -> tuple[Tensor, int]:
+    """Our positions, with all that follows a medium moved so that the medium costs `cost(span)` positions."""
+    positions, _ = get_mrope_input_positions(num_tokens, spans)
+    for span in spans:
+        used = int(span.grid_positions().max()) + 1
+        positions[:, span.offset + span.num_tokens :] += cost(span) - used
+    return positions, mrope_delta(positions)
