@@ -1,0 +1,47 @@
+"""Fixtures that several test files share, and what must happen before any of them imports transformers."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from refvl.paths import DATA
+
+
+def _complete_torchvision():
+    """Let torchvision be imported where it was installed alone, as an oracle: without its compiled operators.
+
+    Its import then fails for want of two operators, and with it that of transformers; empty definitions are enough.
+    Returns what must stay alive.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        return None
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return library
+
+
+TORCHVISION_OPERATORS = _complete_torchvision()
+
+
+@pytest.fixture(scope="session")
+def clip() -> Path:
+    """A real clip: 320 x 180, 132 frames, 25 per second."""
+    return DATA / "clips" / "bigbuckbunny.mp4"
+
+
+@pytest.fixture(scope="session")
+def torchvision_processor():
+    """transformers' `Qwen2VLVideoProcessor`, the class; skips where torchvision, which it needs, is missing."""
+    pytest.importorskip("torchvision")
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+    return Qwen2VLVideoProcessor
