@@ -1,0 +1,216 @@
+"""Every attention backend against one slow formula: N x N scores in float64, masked to the segments."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+
+from refvl.attention import available_backends, choose_backend, group_segments, varlen_attention
+
+HEAD_SIZES = (64, 72, 80, 128)
+SEGMENTS = {
+    "one token": [1],
+    "one segment": [37],
+    "equal windows": [16] * 5,
+    "windows of one image": [64, 64, 32, 64, 64, 32, 16, 16, 8],
+    "many lengths": [5, 1, 12, 3, 12, 40, 7, 2, 5],
+    "empty segments": [0, 9, 0, 0, 4, 9, 0],
+}
+# Outputs are averages of values of size 1. float32: rounding of sums over K and S. Half precision: the rounding of
+# the output and of the probabilities (2^-9 of up to 3 in bfloat16, 2^-12 in float16), with room for both.
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def slow_attention(q, k, v, lengths):
+    """softmax(q k^T / sqrt(K), masked to pairs of the same segment) v in float64, for the rows of the segments."""
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
+    n = len(segment)
+    q, k, v = (x[:n].double().transpose(0, 1) for x in (q, k, v))  # (H, n, K)
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    scores = scores.masked_fill(segment[:, None] != segment[None], float("-inf"))
+    return (scores.softmax(dim=-1) @ v).transpose(0, 1)  # (n, H, K)
+
+
+def cumulative(lengths, device="cpu"):
+    return F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0)).to(device)
+
+
+def random_qkv(n, heads, head_size, dtype=torch.float32, device="cpu", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(3, n, heads, head_size, generator=generator).to(device, dtype).unbind()
+
+
+def check_parity(backend, lengths, head_size, dtype, device):
+    q, k, v = random_qkv(sum(lengths), 3, head_size, dtype, device)
+    out = varlen_attention(q, k, v, cumulative(lengths, device), max(lengths), backend=backend)
+    assert (out.dtype, out.shape) == (dtype, q.shape)
+    torch.testing.assert_close(out.double(), slow_attention(q, k, v, lengths), atol=TOLERANCE[dtype], rtol=0)
+
+
+# --- on every machine -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_every_backend_of_the_cpu_equals_the_slow_formula(name, head_size):
+    """Oracle: `slow_attention`."""
+    for dtype in TOLERANCE:
+        for backend in available_backends("cpu", dtype):
+            check_parity(backend, SEGMENTS[name], head_size, dtype, "cpu")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(any), st.integers(0, 99))
+def test_any_lengths_with_and_without_the_plan_s_groups(lengths, seed):
+    """Oracle: `slow_attention`; groups computed ahead give the same bits as groups computed on the way."""
+    q, k, v = random_qkv(sum(lengths), 2, 8, seed=seed)
+    cu_seqlens = cumulative(lengths)
+    out = varlen_attention(q, k, v, cu_seqlens, max(lengths), backend="sdpa")
+    planned = varlen_attention(q, k, v, cu_seqlens, max(lengths), backend="sdpa", groups=group_segments(cu_seqlens))
+    assert torch.equal(out, planned)
+    torch.testing.assert_close(out.double(), slow_attention(q, k, v, lengths), atol=5e-6, rtol=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=12))
+def test_groups_hold_every_token_once(lengths):
+    """Each group is (segments, length): rows of consecutive tokens that start where a segment starts."""
+    cu_seqlens = cumulative(lengths)
+    groups = group_segments(cu_seqlens)
+    assert sorted(group.shape[1] for group in groups) == sorted(set(lengths) - {0})
+    rows = sorted((row.tolist() for group in groups for row in group), key=lambda row: row[0])
+    bounds = cu_seqlens.tolist()
+    assert rows == [list(range(a, b)) for a, b in pairwise(bounds) if a < b]
+
+
+class CountSdpa(TorchFunctionMode):
+    """Counts the calls of SDPA and notes the masks."""
+
+    def __init__(self):
+        super().__init__()
+        self.masks = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.scaled_dot_product_attention:
+            self.masks.append(args[3] if len(args) > 3 else (kwargs or {}).get("attn_mask"))
+        return function(*args, **(kwargs or {}))
+
+
+def test_one_call_per_distinct_length_and_no_mask():
+    """200 windows of 3 lengths are 3 SDPA calls: no loop over windows, no N x N mask."""
+    lengths = [16, 16, 8, 4] * 50
+    q, k, v = random_qkv(sum(lengths), 1, 8)
+    with CountSdpa() as calls:
+        varlen_attention(q, k, v, cumulative(lengths), 16, backend="sdpa")
+    assert calls.masks == [None] * 3
+
+
+@pytest.mark.parametrize("lengths", [[6], [4, 4, 4], [5, 0, 7]])
+def test_rows_behind_the_last_segment_are_zero_and_reach_nothing(lengths):
+    """Padding that holds NaN changes no valid row and comes out as zero."""
+    n = sum(lengths)
+    q, k, v = random_qkv(n + 5, 2, 8)
+    for x in (q, k, v):
+        x[n:] = float("nan")
+    out = varlen_attention(q, k, v, cumulative([*lengths, 0, 0]), 16, backend="sdpa")
+    torch.testing.assert_close(out[:n].double(), slow_attention(q, k, v, lengths), atol=5e-6, rtol=0)
+    assert torch.equal(out[n:], torch.zeros(5, 2, 8))
+
+
+def test_no_tokens():
+    q, k, v = random_qkv(0, 2, 8)
+    assert varlen_attention(q, k, v, cumulative([]), 0, backend="sdpa").shape == (0, 2, 8)
+
+
+def test_what_is_available():
+    assert available_backends("cpu", torch.float32) == available_backends("cpu", torch.bfloat16) == ["sdpa"]
+    assert available_backends("cuda", torch.float32) == ["sdpa"]
+    assert available_backends("cuda", torch.bfloat16)[-1] == "sdpa"
+
+
+def test_auto_takes_the_first_and_an_explicit_request_wins():
+    assert choose_backend("auto", "cpu", torch.float32) == "sdpa"
+    available = available_backends("cuda:0", torch.float16)
+    assert choose_backend("auto", "cuda:0", torch.float16) == available[0]
+    assert [choose_backend(name, "cuda:0", torch.float16) for name in available] == available
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "dtype", "message"),
+    [
+        ("flashy", "cpu", torch.float32, r"attention: expected one of \('auto', .* got 'flashy'"),
+        ("varlen", "cpu", torch.bfloat16, r"'varlen' cannot run on cpu with torch.bfloat16; available: \['sdpa'\]"),
+        ("flash", "cpu", torch.bfloat16, r"'flash' cannot run on cpu with torch.bfloat16; available: \['sdpa'\]"),
+        ("varlen", "cuda", torch.float32, r"'varlen' cannot run on cuda with torch.float32; available: \['sdpa'\]"),
+    ],
+)
+def test_a_backend_that_cannot_run_is_named(requested, device, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        choose_backend(requested, device, dtype)
+
+
+def test_wrong_arguments_are_named():
+    q, k, v = random_qkv(4, 2, 8)
+    with pytest.raises(ValueError, match=r"backend: expected one of .* got 'auto'"):
+        varlen_attention(q, k, v, cumulative([4]), 4, backend="auto")
+    with pytest.raises(ValueError, match=r"q_NHK: expected 3 dimensions \(N, H, K\), got shape \(4, 16\)"):
+        varlen_attention(q.flatten(1), k, v, cumulative([4]), 4, backend="sdpa")
+    with pytest.raises(ValueError, match="k_NHK: dimension 1 must be 2, got 1"):
+        varlen_attention(q, k[:, :1], v, cumulative([4]), 4, backend="sdpa")
+    with pytest.raises(ValueError, match="v_NHK: dimension 0 must be 4, got 3"):
+        varlen_attention(q, k, v[:3], cumulative([4]), 4, backend="sdpa")
+
+
+# --- with a GPU: python -m pytest -m gpu ------------------------------------------------------------------------------
+
+
+def gpu_backends():
+    """Every backend as a parameter; one that this machine does not have is skipped by `needs`."""
+    return [
+        pytest.param(backend, dtype, id=f"{backend}-{str(dtype).removeprefix('torch.')}", marks=pytest.mark.gpu)
+        for backend in ("varlen", "flash", "sdpa")
+        for dtype in (torch.bfloat16, torch.float16)
+    ]
+
+
+def needs(backend, dtype):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if backend not in available_backends("cuda", dtype):
+        pytest.skip(f"{backend} is not available here")
+
+
+def poison_free_memory(*shapes, dtype):
+    """Leave NaN in the blocks that the allocator will hand out next for tensors of these shapes."""
+    blocks = [torch.full(shape, float("nan"), dtype=dtype, device="cuda") for shape in shapes for _ in range(4)]
+    torch.cuda.synchronize()
+    del blocks
+
+
+@pytest.mark.parametrize(("backend", "dtype"), gpu_backends())
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_every_backend_of_the_gpu_equals_the_slow_formula(head_size, backend, dtype):
+    """Oracle: `slow_attention` on the same rounded inputs."""
+    needs(backend, dtype)
+    for lengths in SEGMENTS.values():
+        check_parity(backend, lengths, head_size, dtype, "cuda")
+
+
+@pytest.mark.parametrize(("backend", "dtype"), gpu_backends())
+def test_padding_rows_on_the_gpu_are_zero_whatever_memory_held(backend, dtype):
+    """As a captured graph runs it: more rows than segments fill, repeated cumulative lengths, a larger max_seqlen."""
+    needs(backend, dtype)
+    lengths, padding = SEGMENTS["windows of one image"], 48
+    n = sum(lengths)
+    q, k, v = random_qkv(n + padding, 2, 80, dtype, "cuda")
+    for x in (q, k, v):
+        x[n:] = float("nan")
+    cu_seqlens = cumulative([*lengths, 0, 0, 0], "cuda")
+    poison_free_memory(q.shape, dtype=dtype)
+    out = varlen_attention(q, k, v, cu_seqlens, 2 * max(lengths), backend=backend)
+    torch.testing.assert_close(out[:n].double(), slow_attention(q, k, v, lengths), atol=TOLERANCE[dtype], rtol=0)
+    assert torch.equal(out[n:], torch.zeros_like(out[n:]))
