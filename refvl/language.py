@@ -5,12 +5,14 @@ cache, sampling, streaming. What refvl adds is what a vision-language model need
 instead of ids, and with (3, B, L) M-RoPE positions that it did not compute - in a wrapper that holds no vision tower.
 """
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
 
 from refvl.schema import check_shape
 
@@ -67,21 +69,24 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
 
 
-def load_language_model(folder: Path, text_config, *, dtype: torch.dtype, device, **kwargs) -> CausalTextModel:
+def load_language_model(
+    folder: Path, text_config, *, dtype: torch.dtype, device, progress: bool = True, **kwargs
+) -> CausalTextModel:
     """The text part of the checkpoint in `folder`, strictly: missing and misshapen weights raise ValueError.
 
     kwargs (`device_map`, `tp_plan`, `attn_implementation`, ...) go to transformers' `from_pretrained`.
     """
-    model, info = CausalTextModel.from_pretrained(
-        folder,
-        config=text_config,
-        dtype=dtype,
-        key_mapping=KEY_MAPPING,
-        use_safetensors=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # so that they can be listed together with the missing ones
-        **kwargs,
-    )
+    with _progress_bars(progress):
+        model, info = CausalTextModel.from_pretrained(
+            folder,
+            config=text_config,
+            dtype=dtype,
+            key_mapping=KEY_MAPPING,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they can be listed together with the missing ones
+            **kwargs,
+        )
     problems = {kind: info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched")}
     lines = [
         f"  {kind} ({len(found)}): {', '.join(map(str, sorted(found)))}" for kind, found in problems.items() if found
@@ -89,6 +94,19 @@ def load_language_model(folder: Path, text_config, *, dtype: torch.dtype, device
     if lines:
         raise ValueError(f"{folder}: the weights do not match the text model\n" + "\n".join(lines))
     return model.eval() if {"device_map", "tp_plan"} & kwargs.keys() else model.eval().to(device)
+
+
+@contextmanager
+def _progress_bars(wanted: bool):
+    """transformers' own switch is global: put it back afterwards."""
+    were_on = logging.is_progress_bar_enabled()
+    if not wanted:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            logging.enable_progress_bar()
 
 
 def random_language_model(text_config, *, dtype: torch.dtype, device, seed: int = 0, **kwargs) -> CausalTextModel:

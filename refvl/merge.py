@@ -57,7 +57,7 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MergedMedia], token_ids:
         expected = sum(item.num_tokens for _, item in items)
         if len(places) != expected:
             raise ValueError(
-                f"input_ids: {len(places)} {kind} placeholders, but its {len(items)} {kind}s need {expected}"
+                f"input_ids: {len(places)} {kind} placeholders, but {len(items)} {kind}(s) need {expected}"
             )
         used = 0
         for i, item in items:

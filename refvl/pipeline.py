@@ -93,7 +93,7 @@ class VLM:
         trace = self._prefill_inputs(prompt, images, videos, pruning_rate)
         timer = TokenTimer(self.device)
         [trace.token_ids] = self._generate([trace], max_new_tokens, streamer=timer, **generate_kwargs).tolist()
-        trace.seconds["prefill"], trace.seconds["decode"] = timer.prefill_and_decode()
+        trace.seconds["prefill"], trace.seconds["decode tokens"] = timer.prefill_and_decode()
         trace.text = self.processor.text(trace.token_ids)
         return trace
 
@@ -105,7 +105,14 @@ class VLM:
         requests: the arguments `prompt`, `images`, `videos` of `chat`, one dict each.
         """
         traces = [self._prefill_inputs(**request, pruning_rate=pruning_rate) for request in requests]
-        new_ids = self._generate(traces, max_new_tokens, **generate_kwargs) if traces else []
+        return self.answers(traces, max_new_tokens=max_new_tokens, **generate_kwargs)
+
+    def answers(self, traces: Sequence[Trace], *, max_new_tokens: int = 128, **generate_kwargs) -> list[str]:
+        """Answers to prompts that are ready, decoded together: to see what a trace's positions do, change them first.
+
+        Only input_ids, inputs_embeds and positions of each trace are read.
+        """
+        new_ids = self._generate(list(traces), max_new_tokens, **generate_kwargs) if traces else []
         return [self.processor.text(ids) for ids in new_ids]
 
     def _generate(self, traces: list[Trace], max_new_tokens: int, **generate_kwargs) -> Tensor:
@@ -340,7 +347,7 @@ def load(
         language_model = random_language_model(text_config, **options, **model_kwargs)
     else:
         encoder = checkpoints.load_encoder(folder, config, attention=attention, progress=progress, **options)
-        language_model = load_language_model(folder, text_config, **options, **model_kwargs)
+        language_model = load_language_model(folder, text_config, progress=progress, **options, **model_kwargs)
     return VLM(config, checkpoints.load_processor(folder, config), encoder, language_model)
 
 

@@ -63,7 +63,8 @@ def describe(vlm: VLM, media=()) -> dict[str, str]:
     plans = [plan_media(vlm, medium) for medium in media]
     rows = {
         "family": vlm.family.name,
-        "vision tower": f"{vision.depth} blocks of width {vision.hidden_size}, {vision.num_heads} heads: {_count(encoder)}",
+        "vision tower": f"{vision.depth} blocks of width {vision.hidden_size}, {vision.num_heads} heads: "
+        f"{_count(encoder)}",
         "language model": f"{text.num_hidden_layers} layers of width {text.hidden_size}, "
         f"{text.num_attention_heads} heads ({text.num_key_value_heads} kv): {_count(language)}",
         "context": f"{vlm.max_context:,} tokens",

@@ -13,7 +13,7 @@ from refvl.positions import MediaSpan
 from refvl.prompts import Patches
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Trace:
     """One run with every stage kept. L_full counts the prompt before pruning, L what the language model saw."""
 
@@ -49,7 +49,7 @@ class Trace:
     @property
     def ttft(self) -> float:
         """Seconds to the first token: every stage but the decoding of the others."""
-        return sum(s for stage, s in self.seconds.items() if stage != "decode")
+        return sum(s for stage, s in self.seconds.items() if stage != "decode tokens")
 
     def rows(self) -> list[tuple[str, str, float]]:
         """(stage, shapes, seconds) of every stage, for tables."""
@@ -75,7 +75,7 @@ class Trace:
                 return f"{tuple(self.positions.shape)}, delta {self.delta}"
             case "prefill":
                 return "1 token"
-            case "decode":
+            case "decode tokens":
                 return f"{len(self.token_ids) - 1} tokens"
         return ""
 

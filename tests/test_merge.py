@@ -1,0 +1,65 @@
+"""Oracle: lists written out by hand."""
+
+import pytest
+import torch
+
+from refvl.merge import (
+    MergedMedia,
+    expand_placeholders,
+    find_media_spans,
+    keep_in_prompt,
+    left_pad,
+    merge_embeddings,
+)
+from refvl.positions import MediaSpan
+
+IDS = {"image": 100, "video": 200}
+IMAGE, VIDEO = MergedMedia("image", (1, 2, 2)), MergedMedia("video", (3, 1, 1), t_factor=1.5)
+
+
+def test_expand_then_find_spans_whatever_the_order_of_kinds():
+    prompt = [1, 200, 2, 100, 3]
+    expanded = expand_placeholders(prompt, [VIDEO, IMAGE], IDS)
+    assert expanded == [1, 200, 200, 200, 2, 100, 100, 100, 100, 3]
+    ids = torch.tensor(expanded)
+    assert find_media_spans(ids, [VIDEO, IMAGE], IDS) == [MediaSpan(1, 3, 1, 1, 1.5), MediaSpan(5, 1, 2, 2)]
+    assert find_media_spans(ids, [IMAGE, VIDEO], IDS) == [MediaSpan(5, 1, 2, 2), MediaSpan(1, 3, 1, 1, 1.5)]
+
+
+@pytest.mark.parametrize("media", [[], [IMAGE], [IMAGE, VIDEO], [VIDEO, IMAGE, IMAGE]])
+def test_expand_refuses_other_media_than_the_prompt_names(media):
+    with pytest.raises(ValueError, match=r"prompt: its placeholders are \['video', 'image'\], but the media given are"):
+        expand_placeholders([1, 200, 2, 100], media, IDS)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([100, 100, 100, 1], r"3 image placeholders, but 1 image\(s\) need 4"),
+        ([100] * 5, "5 image placeholders"),
+        ([100, 100, 1, 100, 100], "not consecutive"),
+        ([100] * 4 + [200], r"1 video placeholders, but 0 video\(s\) need 0"),
+    ],
+)
+def test_find_spans_refuses_runs_that_do_not_match(ids, message):
+    with pytest.raises(ValueError, match=message):
+        find_media_spans(torch.tensor(ids), [IMAGE], IDS)
+
+
+def test_merge_replaces_exactly_the_span():
+    text = torch.arange(12.0).view(6, 2)
+    merged = merge_embeddings(text, [MediaSpan(1, 1, 2, 2)], [torch.full((4, 2), -1.0)])
+    assert merged.tolist() == [[0, 1], *[[-1, -1]] * 4, [10, 11]]
+    assert text[1, 0] == 2, "the input is not written to"
+    with pytest.raises(ValueError, match="media_embeds: dimension 0 must be 4, got 3"):
+        merge_embeddings(text, [MediaSpan(1, 1, 2, 2)], [torch.zeros(3, 2)])
+
+
+def test_keep_marks_text_and_survivors():
+    keep = keep_in_prompt(6, [MediaSpan(1, 3, 1, 1), MediaSpan(4, 1, 1, 1)], [torch.tensor([True, False, True]), None])
+    assert keep.tolist() == [True, True, False, True, True, True]
+
+
+def test_left_pad():
+    batch, mask = left_pad([torch.tensor([1, 2, 3]), torch.tensor([4])], value=9)
+    assert batch.tolist() == [[1, 2, 3], [9, 9, 4]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
