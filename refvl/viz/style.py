@@ -10,6 +10,7 @@ TOKEN_COLORS = {"text": "#c9ced6", "image": "#3d5a80", "video": "#8d5a97"}
 KEPT, PRUNED = "#2a9d8f", "#e9e9e9"
 STAGE_COLORS = plt.get_cmap("tab10").colors
 SEQUENCE_CMAP = "viridis"  # order along a sequence, first to last
+HIGHLIGHT = "#ff7f0e"  # what a figure points at
 
 
 def axes_or_new(ax: Axes | None, *, figsize: tuple[float, float] = (6, 4)) -> Axes:

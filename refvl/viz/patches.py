@@ -1,0 +1,141 @@
+"""A picture as the encoder meets it: patches, merge blocks, rows of numbers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from matplotlib import patheffects
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.offsetbox import AnnotationBbox, OffsetImage
+from matplotlib.patches import Rectangle
+from torch import Tensor
+
+from refvl.media import load_image
+from refvl.patches import PatchConfig, plan_grid, resize_image, unpatchify
+from refvl.positions import merge_block_coordinates
+from refvl.schema import Grid, as_grids, check_shape
+from refvl.viz.style import HIGHLIGHT, axes_or_new, image_axes, interactive
+
+MIN_FONT_SIZE, MAX_FONT_SIZE = 4.5, 11  # points; numbers that would be smaller than the first are left out
+
+
+def plot_patches(
+    image, config: PatchConfig, *, numbers: bool = True, highlight: Sequence[int] = (0,), ax: Axes | None = None
+) -> Axes:
+    """The resized picture with its patches (thin lines) and merge blocks (thick lines).
+
+    image: anything `load_image` takes. numbers: write each patch's row number, where that is large enough to read.
+    highlight: merge blocks to frame, counted in reading order. Raises ValueError for a block that is not there.
+    """
+    ax, grid = show_resized(image, config, ax)
+    _, h, w = grid
+    draw_grid(ax, (h, w), config.patch_size, color="white", linewidth=0.4, alpha=0.7)
+    draw_grid(ax, (h // config.merge_size, w // config.merge_size), config.factor, color="white", linewidth=1.2)
+    _frame_blocks(ax, highlight, grid, config)
+    if numbers:
+        places = merge_block_coordinates([grid], spatial_merge_size=config.merge_size).tolist()
+        write_numbers(ax, dict(enumerate(places)), config.patch_size)
+    ax.set_xlabel(f"thin lines: patches of {config.patch_size} px; thick: merge blocks of {config.factor} px")
+    return ax
+
+
+def show_resized(image, config: PatchConfig, ax: Axes | None) -> tuple[Axes, Grid]:
+    """Draw the resized picture in its own pixels, titled with all sizes; its axes and its grid (1, h, w) in patches."""
+    picture = load_image(image)
+    resized = resize_image(picture, config)
+    t, h, w = grid = plan_grid(picture.height, picture.width, config)
+    title = (
+        f"{picture.width} x {picture.height} px, resized to {resized.width} x {resized.height} px\n"
+        f"grid {grid}: {t * h * w} patches, {t * h * w // config.merge_size**2} merged tokens"
+    )
+    ax = image_axes(ax, title, figsize=(6, 6 * resized.height / resized.width + 0.7))
+    ax.imshow(resized, extent=(0, resized.width, resized.height, 0))
+    return ax, grid
+
+
+def draw_grid(ax: Axes, shape: tuple[int, int], step: int, **style) -> None:
+    """The inner lines of (rows, columns) cells with sides of `step` pixels."""
+    rows, columns = shape
+    lines = [[(x * step, 0), (x * step, rows * step)] for x in range(1, columns)]
+    lines += [[(0, y * step), (columns * step, y * step)] for y in range(1, rows)]
+    ax.add_collection(LineCollection(lines, **style), autolim=False)
+
+
+def write_numbers(ax: Axes, places: dict[int, Sequence[int]], step: int) -> None:
+    """Write each number into its (row, column) cell of `step` pixels, unless the cells are too small to read."""
+    columns = max(column for _, column in places.values()) + 1
+    points_per_cell = 72 * ax.figure.get_figwidth() * ax.get_position().width / columns
+    size = min(MAX_FONT_SIZE, 0.42 * points_per_cell)
+    if size < MIN_FONT_SIZE:
+        return
+    outline = [patheffects.withStroke(linewidth=1.5, foreground="black")]
+    for number, (row, column) in places.items():
+        x, y = (column + 0.5) * step, (row + 0.5) * step
+        ax.text(x, y, str(number), size=size, color="white", ha="center", va="center", path_effects=outline)
+
+
+def _frame_blocks(ax: Axes, blocks: Sequence[int], grid: Grid, config: PatchConfig) -> None:
+    _, h, w = grid
+    count = h * w // config.merge_size**2
+    for block in blocks:
+        if not 0 <= block < count:
+            raise ValueError(f"highlight: the grid {grid} has merge blocks 0 to {count - 1}, got {block}")
+        row, column = divmod(block, w // config.merge_size)
+        corner = (column * config.factor, row * config.factor)
+        ax.add_patch(
+            Rectangle(corner, config.factor, config.factor, fill=False, edgecolor=HIGHLIGHT, linewidth=2.5, zorder=3)
+        )
+
+
+def plot_patch_rows(
+    patches: Tensor, grid: Sequence[int], config: PatchConfig, *, count: int = 8, ax: Axes | None = None
+) -> Axes:
+    """The first patch rows: on the left each as the picture it is, on the right its C * Tp * P * P values in order.
+
+    patches: (N, C*Tp*P*P), normalised, of one item with this grid (t, h, w).
+    """
+    [(t, h, w)] = as_grids([grid], spatial_merge_size=config.merge_size, name="grid")
+    check_shape(patches, (t * h * w, config.patch_values), "patches")
+    places = merge_block_coordinates([(t, h, w)], spatial_merge_size=config.merge_size)[:count].tolist()
+    ax = axes_or_new(ax, figsize=(9, 0.42 * len(places) + 1))
+    values = ax.imshow(patches[: len(places)].float(), aspect="auto", cmap="gray", interpolation="nearest")
+    ax.figure.colorbar(values, ax=ax, label="normalised value", pad=0.01)
+    ax.set_yticks(range(len(places)), [f"row {i}: patch ({r}, {c})" for i, (r, c) in enumerate(places)])
+    ax.tick_params(axis="y", pad=34, length=0)
+    for i in range(len(places)):
+        [picture, *_] = unpatchify(patches[i : i + 1], (1, 1, 1), replace(config, merge_size=1))
+        thumbnail = OffsetImage(picture, zoom=1.5, interpolation="nearest")
+        ax.add_artist(AnnotationBbox(thumbnail, (-0.5, i), xybox=(-18, 0), boxcoords="offset points", frameon=False))
+    _mark_channels(ax, config)
+    ax.set_title(f"patch rows: 3 channels x {config.temporal_patch_size} frames x P x P = {config.patch_values} values")
+    return ax
+
+
+def _mark_channels(ax: Axes, config: PatchConfig) -> None:
+    """Name the stretches of a row: channel first, then time."""
+    names = [f"{color}\nframe {i}" for color in ("red", "green", "blue") for i in range(config.temporal_patch_size)]
+    length = config.patch_size**2
+    ax.set_xticks([(i + 0.5) * length - 0.5 for i in range(len(names))], names)
+    for i in range(1, len(names)):
+        new_channel = i % config.temporal_patch_size == 0
+        ax.axvline(i * length - 0.5, color=HIGHLIGHT, linewidth=2 if new_channel else 0.8)
+    ax.tick_params(axis="x", length=0)
+
+
+def explore_resize(image, config: PatchConfig, *, max_tokens: int = 512):
+    """A slider over the pixel budget, in merged tokens: the resized picture with its blocks. Needs ipywidgets."""
+    import ipywidgets
+
+    def draw(budget: int) -> Axes:
+        return plot_patches(image, with_token_budget(config, budget), numbers=False, highlight=())
+
+    slider = ipywidgets.IntSlider(
+        value=max_tokens // 4, min=4, max=max_tokens, step=4, description="max tokens", continuous_update=False
+    )
+    return interactive(draw, budget=slider)
+
+
+def with_token_budget(config: PatchConfig, tokens: int) -> PatchConfig:
+    """The same preprocessing with room for at most `tokens` merged tokens per picture."""
+    max_pixels = tokens * config.factor**2
+    return replace(config, max_pixels=max_pixels, min_pixels=min(config.min_pixels, max_pixels))

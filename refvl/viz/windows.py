@@ -1,0 +1,136 @@
+"""Windows: which tokens share one, in what order they stand, who sees whom."""
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Rectangle
+from torch import Tensor
+
+from refvl.patches import PatchConfig
+from refvl.positions import get_window_index, invert_permutation
+from refvl.schema import check_shape
+from refvl.viz.patches import draw_grid, show_resized, with_token_budget, write_numbers
+from refvl.viz.style import PRUNED, SEQUENCE_CMAP, axes_or_new, interactive
+
+
+def plot_windows(
+    image, config: PatchConfig, *, window_size: int = 112, numbers: str = "windows", ax: Axes | None = None
+) -> Axes:
+    """The resized picture with its windows in the order of the sequence.
+
+    image: anything `load_image` takes. window_size: pixels. numbers: "windows" numbers the windows; "tokens" writes
+    into each merged token its place in window order, where that is large enough to read.
+    """
+    if numbers not in ("windows", "tokens"):
+        raise ValueError(f"numbers: expected 'windows' or 'tokens', got {numbers!r}")
+    ax, grid = show_resized(image, config, ax)
+    index_M, cu_seqlens = get_window_index(
+        [grid], window_size=window_size, patch_size=config.patch_size, spatial_merge_size=config.merge_size
+    )
+    shape = (grid[1] // config.merge_size, grid[2] // config.merge_size)
+    window_M = segment_numbers(cu_seqlens // config.merge_size**2)[invert_permutation(index_M)]
+    colors = sequence_colors(len(cu_seqlens) - 1)
+    extent = (0, shape[1] * config.factor, shape[0] * config.factor, 0)
+    ax.imshow(colors[window_M].reshape(*shape, 3), extent=extent, alpha=0.45, interpolation="nearest")
+    draw_grid(ax, shape, config.factor, color="white", linewidth=0.4, alpha=0.7)
+    centers = _outline_windows(ax, window_M.view(shape), config.factor)
+    if numbers == "windows":
+        for window, (x, y) in enumerate(centers):
+            ax.text(x, y, str(window), size=10, color="white", weight="bold", ha="center", va="center")
+    else:
+        places = [divmod(token, shape[1]) for token in index_M.tolist()]
+        write_numbers(ax, dict(enumerate(places)), config.factor)
+    what = "order of the windows" if numbers == "windows" else "place of each merged token"
+    ax.set_xlabel(f"{len(centers)} windows of at most {window_size} px; numbers: {what}")
+    return ax
+
+
+def segment_numbers(cu_seqlens: Tensor) -> Tensor:
+    """(segments + 1,) cumulative lengths -> for each token the number of its segment."""
+    return torch.arange(len(cu_seqlens) - 1).repeat_interleave(cu_seqlens.diff().long().cpu())
+
+
+def sequence_colors(count: int) -> np.ndarray:
+    """(count, 3) colours from first to last."""
+    return plt.get_cmap(SEQUENCE_CMAP)(np.linspace(0, 0.85, max(count, 1)))[:, :3]
+
+
+def _outline_windows(ax: Axes, window_HW: Tensor, step: int) -> list[tuple[float, float]]:
+    """Frame every window; returns their centres in pixels."""
+    centers = []
+    for window in range(int(window_HW.max()) + 1):
+        rows, columns = (window_HW == window).nonzero(as_tuple=True)
+        edges = (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
+        x, y, right, bottom = (int(edge) * step for edge in edges)
+        ax.add_patch(Rectangle((x, y), right - x, bottom - y, fill=False, edgecolor="white", linewidth=2))
+        centers.append(((x + right) / 2, (y + bottom) / 2))
+    return centers
+
+
+def plot_window_permutation(
+    window_index: Tensor, cu_window_seqlens: Tensor, *, spatial_merge_size: int = 2, ax: Axes | None = None
+) -> Axes:
+    """Reading order above, window order below, and where each merged token goes; for up to about 50 tokens.
+
+    window_index (M,), cu_window_seqlens (W + 1,) in patches: what `get_window_index` returns. The borders between the
+    windows carry their cumulative lengths.
+    """
+    check_shape(window_index, ("M",), "window_index")
+    count, block = len(window_index), spatial_merge_size**2
+    ax = axes_or_new(ax, figsize=(min(14, 0.3 * count + 2), 2.8))
+    in_window_order = sequence_colors(len(cu_window_seqlens) - 1)[segment_numbers(cu_window_seqlens // block)]
+    for place, (token, color) in enumerate(zip(window_index.tolist(), in_window_order, strict=True)):
+        for x, y in ((token, 1), (place, 0)):
+            ax.add_patch(Rectangle((x - 0.5, y - 0.13), 1, 0.26, facecolor=color, edgecolor="white"))
+            ax.text(x, y, str(token), size=7, color="white", ha="center", va="center")
+    arrows = [[(token, 0.87), (place, 0.13)] for place, token in enumerate(window_index.tolist())]
+    ax.add_collection(LineCollection(arrows, colors=in_window_order, linewidth=1.2))
+    borders = cu_window_seqlens / block - 0.5
+    ax.vlines(borders, -0.25, 0.25, color="black", linewidth=1.5)
+    ax.set_xticks(borders, [str(n) for n in cu_window_seqlens.tolist()])
+    ax.set_yticks([1, 0], ["reading order", "window order"])
+    ax.set(xlim=(-1, count), ylim=(-0.3, 1.2), xlabel="cu_window_seqlens (patches)")
+    ax.set_title(f"{count} merged tokens, {len(cu_window_seqlens) - 1} windows: x[window_index]")
+    ax.spines[:].set_visible(False)
+    return ax
+
+
+def plot_attention_segments(
+    cu_seqlens: Tensor, token_order: Tensor | None = None, *, name: str = "token", ax: Axes | None = None
+) -> Axes:
+    """Who sees whom: coloured where two tokens share a segment, grey where they do not.
+
+    cu_seqlens: (segments + 1,) cumulative lengths in tokens. token_order: the permutation that the segments stand in
+    (`window_index`), to draw the mask in reading order; None draws it in the order of the segments.
+    """
+    check_shape(cu_seqlens, ("segments + 1",), "cu_seqlens")
+    segment = segment_numbers(cu_seqlens)
+    segment = segment if token_order is None else segment[invert_permutation(token_order)]
+    sees = (segment[:, None] == segment[None, :]).numpy()
+    colors = np.where(sees[..., None], sequence_colors(len(cu_seqlens) - 1)[segment][:, None], to_rgb(PRUNED))
+    ax = axes_or_new(ax, figsize=(4.2, 4.4))
+    ax.imshow(colors, interpolation="nearest")
+    order = "segment order" if token_order is None else "reading order"
+    ax.set(xlabel=f"{name} that is seen ({order})", ylabel=f"{name} that looks")
+    count = len(cu_seqlens) - 1
+    ax.set_title(f"{count} segment{'s' * (count > 1)}, {sees.sum():,} of {sees.size:,} pairs ({sees.mean():.0%})")
+    return ax
+
+
+def explore_windows(image, config: PatchConfig, *, max_tokens: int = 512, window_sizes: Sequence[int] = (56, 112, 224)):
+    """Sliders over the pixel budget, in merged tokens, and the side of a window. Needs ipywidgets."""
+    import ipywidgets
+
+    def draw(budget: int, window_size: int) -> Axes:
+        return plot_windows(image, with_token_budget(config, budget), window_size=window_size)
+
+    budget = ipywidgets.IntSlider(
+        value=max_tokens // 4, min=4, max=max_tokens, step=4, description="max tokens", continuous_update=False
+    )
+    side = ipywidgets.SelectionSlider(options=list(window_sizes), value=112, description="window, px")
+    return interactive(draw, budget=budget, window_size=side)
