@@ -1,0 +1,178 @@
+"""Which video tokens survive, why, and what that costs.
+
+plot_keep_mask         frames of a clip, the pruned tokens covered
+plot_dissimilarity     how much each token changed since the frame before
+plot_pruned_positions  the full layout of a prompt above the layout of what is kept
+plot_accuracy_curve    accuracy and time to the first token against the pruning rate
+explore_keep_mask      the keep mask while the pruning rate changes
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
+from torch import Tensor
+
+from refvl.positions import MediaSpan, compute_retention_mask, restrict_positions
+from refvl.schema import Grid, check_shape
+from refvl.viz.positions import grid_of_axes, kind_of, plot_positions, shade_tokens
+from refvl.viz.style import KEPT, PRUNED, SEQUENCE_CMAP, axes_or_new, interactive
+
+_COVER = 0.86  # opacity of what covers a pruned token
+
+
+def plot_keep_mask(
+    frames: np.ndarray, keep_M: Tensor, merged_thw: Grid, *, columns: int = 5, title: str = "", ax=None
+) -> np.ndarray:
+    """The frames of a clip with pruned tokens covered and kept ones framed, one picture per grid step.
+
+    frames: (T, H, W, 3) uint8; of the frames of one grid step the first is shown. keep_M: (t*h*w,) bool.
+    ax: an array of t Axes, or None. Returns the t Axes as a flat array.
+    """
+    t, h, w = merged_thw
+    check_shape(keep_M, (t * h * w,), "keep_M")
+    keep = keep_M.reshape(t, h, w).cpu().numpy()
+    axes = _strip(ax, t, columns, _ratio(frames, merged_thw) * h / w)
+    for i, panel in enumerate(axes):
+        _show_frame(panel, frames, i, merged_thw)
+        cover = np.where(keep[i][..., None], to_rgba(KEPT, 0.0), to_rgba(PRUNED, _COVER))
+        panel.imshow(cover, extent=(0, w, h, 0), aspect=_ratio(frames, merged_thw), interpolation="nearest")
+        _outline(panel, keep[i])
+        panel.set_title(f"step {i}: {keep[i].sum()} of {h * w} kept", fontsize=9)
+    kept = f"{int(keep.sum())} of {keep.size} tokens kept"
+    axes[0].figure.suptitle(f"{title}: {kept}" if title else kept, fontsize=11)
+    return axes
+
+
+def _strip(ax, count: int, columns: int, height_to_width: float) -> np.ndarray:
+    """`count` Axes in reading order, `columns` in a row, of pictures with this ratio; unused ones are removed."""
+    if ax is not None:
+        return grid_of_axes(ax, 1, count, (1, 1))[0]
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    width = min(2.2, 9.5 / columns)
+    axes = grid_of_axes(None, rows, columns, (columns * width, rows * (width * height_to_width + 0.3) + 0.35)).flatten()
+    for unused in axes[count:]:
+        unused.remove()
+    return axes[:count]
+
+
+def _ratio(frames: np.ndarray, merged_thw: Grid) -> float:
+    """Height to width of one token on the frame as it is shown."""
+    _, h, w = merged_thw
+    return (frames.shape[1] / h) / (frames.shape[2] / w)
+
+
+def _show_frame(ax: Axes, frames: np.ndarray, step: int, merged_thw: Grid) -> None:
+    """The first frame of a grid step, in token coordinates; a clip's padded last step may have fewer frames."""
+    t, h, w = merged_thw
+    per_step = -(-len(frames) // t)
+    ax.imshow(frames[min(step * per_step, len(frames) - 1)], extent=(0, w, h, 0), aspect=_ratio(frames, merged_thw))
+    ax.set(xticks=[], yticks=[])
+
+
+def _outline(ax: Axes, keep_hw: np.ndarray) -> None:
+    """A line wherever a kept token borders on a pruned one or the edge."""
+    padded = np.pad(keep_hw, 1).astype(int)
+    for row, column in np.argwhere(np.diff(padded, axis=0)[:, 1:-1]):
+        ax.plot([column, column + 1], [row, row], color=KEPT, lw=1.6, clip_on=False)
+    for row, column in np.argwhere(np.diff(padded, axis=1)[1:-1]):
+        ax.plot([column, column], [row, row + 1], color=KEPT, lw=1.6, clip_on=False)
+
+
+def plot_dissimilarity(
+    dissimilarity_TN: Tensor, merged_thw: Grid, *, title: str = "", columns: int = 5, ax=None
+) -> np.ndarray:
+    """A map per grid step of how much each token differs from the one a frame earlier; step 0 has no such frame.
+
+    dissimilarity_TN: (t, h*w). ax: an array of t Axes, or None. Returns the t Axes as a flat array.
+    """
+    t, h, w = merged_thw
+    maps = check_shape(dissimilarity_TN, (t, h * w), "dissimilarity_TN").reshape(t, h, w).cpu().numpy()
+    axes = _strip(ax, t, columns, h / w)
+    high = float(maps[1:].max()) if t > 1 else 1.0
+    axes[0].imshow(np.ones((h, w)), cmap="Greys", vmin=0, vmax=8)
+    axes[0].text((w - 1) / 2, (h - 1) / 2, "always\nkept", ha="center", va="center", fontsize=9)
+    for panel, values in zip(axes[1:], maps[1:], strict=True):
+        image = panel.imshow(values, cmap=SEQUENCE_CMAP, vmin=0, vmax=high)
+    for i, panel in enumerate(axes):
+        panel.set(xticks=[], yticks=[])
+        panel.set_title(f"step {i}", fontsize=9)
+    if t > 1:
+        axes[0].figure.colorbar(image, ax=list(axes), shrink=0.8, pad=0.01)
+    axes[0].figure.suptitle(title or "dissimilarity to the frame before", fontsize=11)
+    return axes
+
+
+def plot_pruned_positions(
+    positions_3L: Tensor, keep_L: Tensor, spans: Sequence[MediaSpan], *, q: float | None = None, ax=None
+) -> np.ndarray:
+    """The full layout of a prompt, and below it the layout of the tokens kept: shorter, at the same heights.
+
+    positions_3L: (3, L) and keep_L: (L,) of the unpruned prompt. ax: an array of 2 Axes, or None. Returns those 2.
+    """
+    axes = grid_of_axes(ax, 2, 1, (9, 5.6)).flatten()
+    pruned_3K, delta = restrict_positions(positions_3L, keep_L)
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), keep_L.cumsum(0)]).tolist()  # kept tokens in front
+    plot_positions(positions_3L, spans, title=f"full layout: {len(keep_L)} tokens, the dropped in grey", ax=axes[0])
+    for index in (~keep_L).nonzero().flatten().tolist():
+        axes[0].axvspan(index - 0.5, index + 0.5, color=PRUNED, lw=0)
+    rate = "" if q is None else f" at q = {q:g}"
+    title = f"kept{rate}: {pruned_3K.shape[1]} tokens at the positions they had, delta {delta}"
+    plot_positions(pruned_3K, title=title, ax=axes[1])
+    for span in spans:
+        shade_tokens(axes[1], before[span.offset], before[span.offset + span.num_tokens], kind_of(span))
+    axes[1].get_legend().remove()
+    for panel in axes:
+        panel.set_xlim(-0.5, len(keep_L) - 0.5)
+    return axes
+
+
+def plot_accuracy_curve(
+    rates: Sequence[float],
+    accuracy: dict[str, Sequence[float]],
+    ttft: Sequence[float] | None = None,
+    *,
+    title: str = "accuracy and time to the first token against the pruning rate",
+    ax: Axes | None = None,
+) -> Axes:
+    """Accuracy (a line per kind of question, left) and time to the first token relative to the first rate (right).
+
+    rates: pruning rates q. accuracy: fractions, one per rate, by name. ttft: one time per rate in any unit, or None.
+    Returns the left Axes; the right one, if any, is the last of its figure.
+    """
+    ax = axes_or_new(ax, figsize=(7, 3.8))
+    for (name, values), marker in zip(accuracy.items(), "os^Dv" * len(accuracy), strict=False):
+        ax.plot(rates, 100 * np.asarray(values), marker=marker, ms=5, lw=2, label=f"accuracy: {name}")
+    ax.set(title=title, xlabel="pruning rate q", ylabel="accuracy (%)", ylim=(0, 104))
+    ax.grid(alpha=0.25)
+    handles, labels = ax.get_legend_handles_labels()
+    if ttft is not None:
+        right = ax.twinx()
+        relative = np.asarray(ttft) / ttft[0]
+        line = right.plot(rates, relative, color=KEPT, ls="--", marker="x", label="time to first token")
+        right.set(
+            ylabel=f"time to first token, q = {rates[0]:g} is 1", ylim=(0, 1.04 * max(1.0, float(relative.max())))
+        )
+        handles, labels = [*handles, *line], [*labels, "time to first token (right)"]
+    ax.legend(handles, labels, loc="lower left", fontsize=9)
+    return ax
+
+
+def draw_keep_mask(q: float, frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid) -> Axes:
+    """What `explore_keep_mask` draws: the tokens that EVS keeps of a clip at pruning rate q."""
+    keep_M = compute_retention_mask(embeds_MD, merged_thw, 1, q)
+    return plot_keep_mask(frames, keep_M, merged_thw, title=f"q = {q:g}")[0]
+
+
+def explore_keep_mask(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid, *, q: float = 0.5):
+    """A slider over the pruning rate. Arguments as in `plot_keep_mask`; embeds_MD: (M, D). Needs ipywidgets."""
+    import ipywidgets
+
+    return interactive(
+        partial(draw_keep_mask, frames=frames, embeds_MD=embeds_MD, merged_thw=merged_thw),
+        q=ipywidgets.FloatSlider(value=q, min=0, max=0.95, step=0.05, description="q", continuous_update=False),
+    )

@@ -1,0 +1,198 @@
+"""Where tokens stand: the 2-D rotary of the tower, and the three axes of the prompt.
+
+plot_rotary         cos of every rotation plane over the patches of a picture
+plot_positions      t, h, w along the prompt, the media shaded
+plot_position_grid  t, h, w of a medium's tokens, frame by frame
+plot_place_answers  which place the model names for which true place
+explore_positions   the prompt's positions while a clip's seconds and size change
+"""
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from torch import Tensor
+
+from refvl.positions import MediaSpan, get_mrope_input_positions, merge_block_coordinates, vision_rotary_cos_sin
+from refvl.schema import check_shape
+from refvl.viz.style import AXIS_COLORS, TOKEN_COLORS, axes_or_new, interactive
+
+_NAMES = {"t": "time", "h": "height", "w": "width"}
+_LINE_WIDTHS = {"t": 5.5, "h": 3.2, "w": 1.5}  # where the axes agree, the thinner line lies on the thicker one
+
+
+def grid_of_axes(ax, rows: int, columns: int, figsize: tuple[float, float]) -> np.ndarray:
+    """(rows, columns) Axes: those given, as one Axes or an array of the right number, or those of a new figure."""
+    if ax is None:
+        return plt.subplots(rows, columns, figsize=figsize, layout="constrained", squeeze=False)[1]
+    given = np.asarray(ax, dtype=object)
+    if given.size != rows * columns:
+        raise ValueError(f"ax: this figure needs {rows} x {columns} axes, got {given.size}")
+    return given.reshape(rows, columns)
+
+
+def axis_cmap(axis: str) -> LinearSegmentedColormap:
+    """White to the colour of one position axis: "t", "h" or "w"."""
+    return LinearSegmentedColormap.from_list(axis, ["#ffffff", AXIS_COLORS[axis]])
+
+
+def plot_rotary(
+    grid_hw: tuple[int, int], *, head_dim: int = 24, spatial_merge_size: int = 2, theta: float = 10000.0, ax=None
+) -> np.ndarray:
+    """cos of each rotation plane over an (h, w) grid of patches: the h half turns with the row, the w half does not.
+
+    ax: an array of 2 x (head_dim / 4) Axes, or None. Returns that array: row 0 the h half, row 1 the w half.
+    """
+    (h, w), planes = grid_hw, head_dim // 4
+    options = {"spatial_merge_size": spatial_merge_size}
+    cos, _ = vision_rotary_cos_sin([(1, h, w)], head_dim=head_dim, theta=theta, **options)
+    rows, columns = merge_block_coordinates([(1, h, w)], **options).T.numpy()
+    maps = np.zeros((2 * planes, h, w))
+    maps[:, rows, columns] = cos.T.numpy()  # from merge-block order back to the picture
+    size = 1.5 * max(1.0, w / h)
+    axes = grid_of_axes(ax, 2, planes, figsize=(planes * size + 1.2, 2 * size * h / w + 0.9))
+    for k, (panel, values) in enumerate(zip(axes.flat, maps, strict=True)):
+        half, frequency = "hw"[k // planes], theta ** -((k % planes) / planes)
+        image = panel.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1)
+        panel.set(xticks=[], yticks=[])
+        panel.set_title(f"{half} half, {_frequency(frequency)} rad/patch", fontsize=9)
+        panel.spines[:].set(color=AXIS_COLORS[half], linewidth=3)
+    axes[0, 0].set_ylabel(f"{h} patch rows")
+    axes[1, 0].set_xlabel(f"{w} patch columns")
+    axes[0, 0].figure.colorbar(image, ax=axes, label="cos(angle)", shrink=0.9)
+    return axes
+
+
+def _frequency(value: float) -> str:
+    return f"{value:.2g}" if value < 1 else f"{value:.0f}"
+
+
+def plot_positions(
+    positions_3L: Tensor,
+    spans: Sequence[MediaSpan] = (),
+    *,
+    kinds: Sequence[str] | None = None,
+    title: str = "positions along the prompt",
+    ax: Axes | None = None,
+) -> Axes:
+    """Three lines t, h, w over the prompt's tokens, the media shaded. positions_3L: (3, L).
+
+    kinds: "image" or "video" per span; by default a span of several frames is a video.
+    """
+    check_shape(positions_3L, (3, "L"), "positions_3L")
+    ax = axes_or_new(ax, figsize=(9, 4))
+    kinds = [kind_of(span) for span in spans] if kinds is None else kinds
+    for span, kind in zip(spans, kinds, strict=True):
+        shade_tokens(ax, span.offset, span.offset + span.num_tokens, kind)
+    for axis, line in zip("thw", positions_3L, strict=True):
+        ax.plot(line.numpy(), color=AXIS_COLORS[axis], lw=_LINE_WIDTHS[axis], label=axis, drawstyle="steps-mid")
+    ax.set(title=title, xlabel="prompt token", ylabel="position", xlim=(-0.5, positions_3L.shape[1] - 0.5))
+    ax.grid(alpha=0.25)
+    _legend(ax, kinds)
+    return ax
+
+
+def shade_tokens(ax: Axes, start: float, stop: float, kind: str) -> None:
+    """Shade prompt tokens [start, stop) in the colour of their kind."""
+    ax.axvspan(start - 0.5, stop - 0.5, color=TOKEN_COLORS[kind], alpha=0.22, lw=0)
+
+
+def kind_of(span: MediaSpan) -> str:
+    """A span of several frames is a video, any other an image."""
+    return "video" if span.t > 1 else "image"
+
+
+def _legend(ax: Axes, kinds: Sequence[str]) -> None:
+    handles = [Line2D([], [], color=AXIS_COLORS[a], lw=_LINE_WIDTHS[a], label=f"{a}: {_NAMES[a]}") for a in "thw"]
+    handles += [Patch(color=TOKEN_COLORS[kind], alpha=0.22, label=kind) for kind in dict.fromkeys(kinds)]
+    ax.legend(handles=handles, loc="upper left", fontsize=9, framealpha=0.9)
+
+
+def plot_position_grid(positions_3L: Tensor, span: MediaSpan, *, max_frames: int = 6, ax=None) -> np.ndarray:
+    """t, h and w of every token of a medium, one column per frame (at most `max_frames`, the first ones).
+
+    positions_3L: (3, L) of the whole prompt. ax: an array of 3 x frames Axes, or None. Returns that array.
+    """
+    check_shape(positions_3L, (3, "L"), "positions_3L")
+    grid = positions_3L[:, span.offset : span.offset + span.num_tokens].reshape(3, span.t, span.h, span.w).numpy()
+    frames = min(span.t, max_frames)
+    cell = min(0.34, 8.5 / (frames * span.w))  # inches per token
+    size = (frames * span.w * cell + 0.9, 3 * (span.h * cell + 0.22) + 0.3)
+    axes = grid_of_axes(ax, 3, frames, figsize=size)
+    low, high = int(grid.min()), int(grid.max())
+    for row, axis in enumerate("thw"):
+        for frame in range(frames):
+            panel, values = axes[row, frame], grid[row, frame]
+            panel.imshow(values, cmap=axis_cmap(axis), vmin=low - 0.15 * (high - low) - 1, vmax=high)
+            panel.set(xticks=[], yticks=[])
+            if cell >= 0.25:
+                _write_values(panel, values)
+        axes[row, 0].set_ylabel(_NAMES[axis], bbox={"facecolor": AXIS_COLORS[axis], "alpha": 0.5, "edgecolor": "none"})
+    for frame in range(frames):
+        axes[0, frame].set_title(f"grid step {frame}" if span.t > 1 else "image", fontsize=9)
+    return axes
+
+
+def _write_values(ax: Axes, values: np.ndarray) -> None:
+    for (row, column), value in np.ndenumerate(values):
+        ax.text(column, row, str(value), ha="center", va="center", fontsize=7, color="#1c1c1c")
+
+
+def plot_place_answers(
+    truths: Sequence[str], answers: Sequence[str], places: Sequence[str], *, title: str = "", ax: Axes | None = None
+) -> Axes:
+    """How often each place is answered (columns) for each true place (rows); other answers have a last column.
+
+    The diagonal is right. places: the names in order.
+    """
+    ax = axes_or_new(ax, figsize=(4.6, 4.2))
+    names = [*places, "other"]
+    counts = np.zeros((len(places), len(names)), dtype=int)
+    for truth, answer in zip(truths, answers, strict=True):
+        counts[names.index(truth), names.index(answer) if answer in places else -1] += 1
+    right = sum(counts[i, i] for i in range(len(places)))
+    ax.imshow(counts / counts.sum(axis=1, keepdims=True).clip(1), cmap="Greys", vmin=0, vmax=1)
+    for (row, column), count in np.ndenumerate(counts):
+        if count:
+            color = "white" if count > 0.5 * counts[row].sum() else "black"
+            ax.text(column, row, str(count), ha="center", va="center", fontsize=8, color=color)
+    ax.set(yticks=range(len(places)), xlabel="answer", ylabel="true place")
+    ax.set_yticks(range(len(places)), places, fontsize=8)
+    ax.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
+    ax.set_title(
+        f"{title}: {right} of {len(truths)} right" if title else f"{right} of {len(truths)} right", fontsize=10
+    )
+    return ax
+
+
+def clip_prompt(t: int, side: int, second_per_grid: float, tokens_per_second: float = 2.0, text: int = 8):
+    """(tokens, span) of a prompt with one square clip of t steps between two texts of `text` tokens."""
+    span = MediaSpan(text, t, side, side, second_per_grid * tokens_per_second)
+    return span.num_tokens + 2 * text, span
+
+
+def draw_clip_positions(second_per_grid: float, side: int, t: int = 6) -> Axes:
+    """What `explore_positions` draws: a clip of t grid steps of side x side tokens between two short texts."""
+    num_tokens, span = clip_prompt(t, side, second_per_grid)
+    positions, delta = get_mrope_input_positions(num_tokens, [span])
+    title = f"{t} steps of {side} x {side} tokens, {second_per_grid:.2f} s each: {num_tokens} tokens, delta {delta}"
+    ax = plot_positions(positions, [span], title=title)
+    ax.set_ylim(-1, 70)
+    return ax
+
+
+def explore_positions(second_per_grid: float = 1.0, side: int = 4):
+    """Sliders over the seconds of a grid step and the side of a clip's frames, in merged tokens. Needs ipywidgets."""
+    import ipywidgets
+
+    return interactive(
+        draw_clip_positions,
+        second_per_grid=ipywidgets.FloatSlider(
+            value=second_per_grid, min=0.1, max=5, step=0.1, description="s per step", continuous_update=False
+        ),
+        side=ipywidgets.IntSlider(value=side, min=1, max=10, description="side (tokens)", continuous_update=False),
+    )

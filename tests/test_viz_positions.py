@@ -1,0 +1,247 @@
+"""Figures of positions and pruning. Oracle: the functions of `refvl.positions` whose results they show."""
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from matplotlib.colors import to_rgba
+
+from refvl import viz
+from refvl.positions import (
+    MediaSpan,
+    compute_dissimilarity,
+    compute_retention_mask,
+    get_mrope_input_positions,
+    restrict_positions,
+    vision_rotary_cos_sin,
+)
+from refvl.viz.evs import draw_keep_mask
+from refvl.viz.positions import draw_clip_positions
+from refvl.viz.style import AXIS_COLORS, TOKEN_COLORS
+
+THW = (3, 2, 4)  # merged
+IMAGE, CLIP = MediaSpan(2, 1, 2, 3), MediaSpan(10, *THW, t_factor=2.0)
+POSITIONS, DELTA = get_mrope_input_positions(40, [IMAGE, CLIP])
+FRAMES = np.random.default_rng(0).integers(0, 255, (6, 56, 112, 3), dtype=np.uint8)
+EMBEDS = torch.randn(24, 8, generator=torch.Generator().manual_seed(0))
+MASK = compute_retention_mask(EMBEDS, THW, 1, 0.5)
+KEEP = torch.ones(40, dtype=torch.bool)
+KEEP[10:34] = MASK
+PLACES = ["left", "right"]
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def new_axes(rows: int, columns: int) -> np.ndarray:
+    return plt.subplots(rows, columns, squeeze=False)[1]
+
+
+def texts(ax) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+def image(ax, index: int = 0) -> np.ndarray:
+    return np.asarray(ax.images[index].get_array())
+
+
+SINGLE = {
+    "positions": lambda ax: viz.plot_positions(POSITIONS, [IMAGE, CLIP], ax=ax),
+    "places": lambda ax: viz.plot_place_answers(["left"], ["right"], PLACES, ax=ax),
+    "accuracy": lambda ax: viz.plot_accuracy_curve([0.0, 0.5], {"motion": [1.0, 0.5]}, [2.0, 1.0], ax=ax),
+}
+STRIPS = {
+    "rotary": ((2, 3), lambda ax: viz.plot_rotary((4, 6), head_dim=12, ax=ax)),
+    "position_grid": ((3, 3), lambda ax: viz.plot_position_grid(POSITIONS, CLIP, ax=ax)),
+    "keep_mask": ((1, 3), lambda ax: viz.plot_keep_mask(FRAMES, MASK, THW, ax=ax)),
+    "dissimilarity": ((1, 3), lambda ax: viz.plot_dissimilarity(compute_dissimilarity(EMBEDS, 3), THW, ax=ax)),
+    "pruned_positions": ((1, 2), lambda ax: viz.plot_pruned_positions(POSITIONS, KEEP, [IMAGE, CLIP], ax=ax)),
+}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_draws_onto_the_axes_given_or_its_own(name):
+    ax = new_axes(1, 1)[0, 0]
+    assert SINGLE[name](ax) is ax
+    assert SINGLE[name](None).figure is not ax.figure
+
+
+@pytest.mark.parametrize("name", STRIPS)
+def test_strips_draw_onto_the_axes_given_or_their_own(name):
+    (rows, columns), draw = STRIPS[name]
+    given = new_axes(rows, columns)
+    drawn = draw(given)
+    assert list(drawn.flat) == list(given.flat)
+    assert all(ax.has_data() for ax in given.flat)
+    assert draw(None).shape == drawn.shape
+
+
+@pytest.mark.parametrize("name", STRIPS)
+def test_a_wrong_number_of_axes_is_named(name):
+    (rows, columns), draw = STRIPS[name]
+    count = rows * columns
+    with pytest.raises(ValueError, match=rf"ax: this figure needs .* axes, got {count + 1}"):
+        draw(new_axes(1, count + 1))
+
+
+def test_lines_are_the_positions_in_the_colours_of_their_axes():
+    """Oracle: the positions themselves; the shading covers exactly the media's tokens."""
+    ax = viz.plot_positions(POSITIONS, [IMAGE, CLIP])
+    assert [line.get_ydata().tolist() for line in ax.lines] == POSITIONS.tolist()
+    assert [line.get_color() for line in ax.lines] == [AXIS_COLORS[axis] for axis in "thw"]
+    shades = [(patch.get_x(), patch.get_width(), patch.get_facecolor()[:3]) for patch in ax.patches]
+    assert shades == [
+        (1.5, 6, to_rgba(TOKEN_COLORS["image"])[:3]),
+        (9.5, 24, to_rgba(TOKEN_COLORS["video"])[:3]),
+    ]
+    assert [text.get_text() for text in ax.get_legend().get_texts()][3:] == ["image", "video"]
+
+
+def test_kinds_name_a_clip_of_one_step():
+    ax = viz.plot_positions(POSITIONS, [IMAGE], kinds=["video"])
+    assert ax.patches[0].get_facecolor()[:3] == to_rgba(TOKEN_COLORS["video"])[:3]
+
+
+def test_positions_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match="positions_3L: dimension 0 must be 3, got 2"):
+        viz.plot_positions(POSITIONS[:2])
+
+
+def test_rotary_maps_turn_with_rows_above_and_columns_below():
+    """Oracle: `vision_rotary_cos_sin` without merge blocks, which is in reading order."""
+    axes = viz.plot_rotary((4, 6), head_dim=12)
+    cos, _ = vision_rotary_cos_sin([(1, 4, 6)], head_dim=12, spatial_merge_size=1)
+    for ax, want in zip(axes.flat, cos.T.reshape(6, 4, 6), strict=True):
+        np.testing.assert_allclose(image(ax), want, atol=1e-6)
+    assert (np.ptp(image(axes[0, 0]), axis=1) == 0).all() and (np.ptp(image(axes[1, 0]), axis=0) == 0).all()
+
+
+def test_position_grid_writes_every_position():
+    axes = viz.plot_position_grid(POSITIONS, CLIP)
+    written = [[int(t) for t in texts(ax)] for ax in axes.flat]
+    assert written == POSITIONS[:, 10:34].reshape(9, 8).tolist()
+
+
+def test_position_grid_shows_no_more_frames_than_asked():
+    assert viz.plot_position_grid(POSITIONS, CLIP, max_frames=2).shape == (3, 2)
+
+
+def test_place_answers_count_pairs_and_put_the_rest_aside():
+    ax = viz.plot_place_answers(["left", "left", "right", "left"], ["left", "right", "red", "left"], PLACES, title="x")
+    assert texts(ax) == ["2", "1", "1"]
+    assert [(t.get_position()[1], t.get_position()[0]) for t in ax.texts] == [(0, 0), (0, 1), (1, 2)]
+    assert ax.get_title() == "x: 2 of 4 right"
+
+
+def test_keep_mask_covers_what_is_pruned():
+    """Oracle: `compute_retention_mask`; of each grid step the first frame is shown."""
+    axes = viz.plot_keep_mask(FRAMES, MASK, THW, title="q = 0.5")
+    for i, ax in enumerate(axes):
+        assert np.array_equal(image(ax, 0), FRAMES[2 * i])
+        assert np.array_equal(image(ax, 1)[..., 3] == 0, MASK.reshape(THW)[i].numpy())
+        assert ax.get_title() == f"step {i}: {int(MASK.reshape(THW)[i].sum())} of 8 kept"
+    assert axes[0].figure.get_suptitle() == "q = 0.5: 12 of 24 tokens kept"
+
+
+def test_keep_mask_outlines_kept_tokens():
+    """One kept token of a frame has four sides; a whole frame is outlined along its edge of 2 * (2 + 4)."""
+    mask = torch.zeros(24, dtype=torch.bool)
+    mask[:8], mask[8 + 5] = True, True
+    lines = [len(ax.lines) for ax in viz.plot_keep_mask(FRAMES, mask, THW)]
+    assert lines == [12, 4, 0]
+
+
+def test_long_clips_break_into_rows():
+    frames = np.zeros((7, 28, 28, 3), np.uint8)
+    axes = viz.plot_keep_mask(frames, torch.ones(7, dtype=torch.bool), (7, 1, 1), columns=5)
+    assert axes.shape == (7,) and len(axes[0].figure.axes) == 7
+    assert len({round(ax.get_position().y0, 3) for ax in axes}) == 2
+
+
+def test_a_mask_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="keep_M: dimension 0 must be 24, got 23"):
+        viz.plot_keep_mask(FRAMES, MASK[:-1], THW)
+
+
+def test_dissimilarity_maps_share_a_scale_and_the_first_has_none():
+    dissimilarity = compute_dissimilarity(EMBEDS, 3)
+    axes = viz.plot_dissimilarity(dissimilarity, THW, title="embeddings")
+    assert texts(axes[0]) == ["always\nkept"]
+    for i in (1, 2):
+        np.testing.assert_allclose(image(axes[i]).ravel(), dissimilarity[i])
+        assert axes[i].images[0].get_clim() == (0, float(dissimilarity[1:].max()))
+    assert axes[0].figure.get_suptitle() == "embeddings"
+
+
+def test_a_single_frame_has_no_scale():
+    viz.plot_dissimilarity(torch.full((1, 8), 255.0), (1, 2, 4))
+
+
+def test_pruned_positions_are_those_of_the_survivors():
+    """Oracle: `restrict_positions`; the lower layout is shorter and its clip shrinks to what is kept."""
+    full, pruned = viz.plot_pruned_positions(POSITIONS, KEEP, [IMAGE, CLIP], q=0.5)
+    want, delta = restrict_positions(POSITIONS, KEEP)
+    assert [line.get_ydata().tolist() for line in full.lines] == POSITIONS.tolist()
+    assert [line.get_ydata().tolist() for line in pruned.lines] == want.tolist()
+    assert [(patch.get_x(), patch.get_width()) for patch in pruned.patches] == [(1.5, 6), (9.5, 12)]
+    assert len(full.patches) == 2 + 12
+    assert pruned.get_title() == f"kept at q = 0.5: 28 tokens at the positions they had, delta {delta}"
+    assert full.get_xlim() == pruned.get_xlim()
+
+
+def test_accuracy_curve_is_in_percent_and_time_relative():
+    ax = viz.plot_accuracy_curve([0.0, 0.5], {"motion": [1.0, 0.75], "color": [0.5, 0.25]}, [4.0, 3.0])
+    assert [line.get_ydata().tolist() for line in ax.lines] == [[100, 75], [50, 25]]
+    right = ax.figure.axes[-1]
+    assert right is not ax and right.lines[0].get_ydata().tolist() == [1, 0.75]
+    assert len(ax.get_legend().get_texts()) == 3
+
+
+def png(view) -> bytes:
+    return bytes(view.children[-1].value)
+
+
+def test_sliders_redraw_the_keep_mask():
+    pytest.importorskip("ipywidgets")
+    view = viz.explore_keep_mask(FRAMES, EMBEDS, THW, q=0.5)
+    first = png(view)
+    assert first.startswith(b"\x89PNG")
+    view.children[0].value = 0.9
+    assert png(view) != first
+    view.children[0].value = 0.5
+    assert png(view) == first
+
+
+def test_sliders_redraw_the_positions():
+    pytest.importorskip("ipywidgets")
+    view = viz.explore_positions(second_per_grid=1.0, side=3)
+    seen = {png(view)}
+    for slider, value in zip(view.children, (2.0, 6), strict=False):
+        slider.value = value
+        seen.add(png(view))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("q", [0.0, 0.5, 0.95])
+def test_the_slider_over_q_draws_what_evs_keeps(q):
+    """The callback itself: exceptions inside a widget do not fail a notebook."""
+    ax = draw_keep_mask(q, FRAMES, EMBEDS, THW)
+    assert ax.figure.get_suptitle() == f"q = {q:g}: {max(8, int(24 * (1 - q)))} of 24 tokens kept"
+
+
+@pytest.mark.parametrize(("seconds", "side"), [(0.1, 1), (1.0, 4), (5.0, 10)])
+def test_the_sliders_over_a_clip_draw_its_positions(seconds, side):
+    """Oracle: `get_mrope_input_positions` of a clip of six steps between two texts of eight tokens."""
+    span = MediaSpan(8, 6, side, side, 2 * seconds)
+    want, delta = get_mrope_input_positions(span.num_tokens + 16, [span])
+    ax = draw_clip_positions(seconds, side)
+    assert [line.get_ydata().tolist() for line in ax.lines] == want.tolist()
+    assert f"delta {delta}" in ax.get_title()
+    assert ax.get_ylim()[1] >= want.max()
