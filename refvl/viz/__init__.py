@@ -1,15 +1,39 @@
 """Figures: static `plot_*(..., ax=None) -> Axes` and interactive `explore_*(...)`. viz computes nothing itself."""
 
+from refvl.viz.evs import (
+    explore_keep_mask,
+    plot_accuracy_curve,
+    plot_dissimilarity,
+    plot_keep_mask,
+    plot_pruned_positions,
+)
 from refvl.viz.patches import explore_resize, plot_patch_rows, plot_patches
+from refvl.viz.positions import (
+    explore_positions,
+    plot_place_answers,
+    plot_position_grid,
+    plot_positions,
+    plot_rotary,
+)
 from refvl.viz.timings import plot_stage_timings
 from refvl.viz.windows import explore_windows, plot_attention_segments, plot_window_permutation, plot_windows
 
 __all__ = [
+    "explore_keep_mask",
+    "explore_positions",
     "explore_resize",
     "explore_windows",
+    "plot_accuracy_curve",
     "plot_attention_segments",
+    "plot_dissimilarity",
+    "plot_keep_mask",
     "plot_patch_rows",
     "plot_patches",
+    "plot_place_answers",
+    "plot_position_grid",
+    "plot_positions",
+    "plot_pruned_positions",
+    "plot_rotary",
     "plot_stage_timings",
     "plot_window_permutation",
     "plot_windows",
