@@ -265,7 +265,7 @@ def unpatchify(patches: Tensor, grid: Sequence[int], config: PatchConfig) -> np.
     m, P, Tp = config.merge_size, config.patch_size, config.temporal_patch_size
     [(t, h, w)] = as_grids([grid], spatial_merge_size=m, name="grid")
     check_shape(patches, (t * h * w, config.patch_values), "patches")
-    blocks = patches.float().view(t, h // m, w // m, m, m, 3, Tp, P, P)
+    blocks = patches.detach().float().cpu().reshape(t, h // m, w // m, m, m, 3, Tp, P, P)
     pixels = blocks.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(t * Tp, h * P, w * P, 3)
     mean, std = torch.tensor(config.image_mean), torch.tensor(config.image_std)
     return ((pixels * std + mean) / config.rescale_factor).round().clamp(0, 255).to(torch.uint8).numpy()

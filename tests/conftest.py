@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from refvl.paths import DATA
 
@@ -30,6 +31,9 @@ def _complete_torchvision():
 
 
 TORCHVISION_OPERATORS = _complete_torchvision()
+
+settings.register_profile("shared machine", deadline=None)  # slow is not wrong
+settings.load_profile("shared machine")
 
 
 @pytest.fixture(scope="session")

@@ -109,7 +109,7 @@ def test_photos_bit_for_bit(path, config):
     assert_equals_pil_backend(load_image(path), config)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(height=st.integers(1, 90), width=st.integers(2, 90), seed=st.integers(0, 99))
 def test_any_size_bit_for_bit(height, width, seed):
     """Oracle: transformers' Pillow backend; sides below a patch, and shrinking as well as growing."""
@@ -140,7 +140,7 @@ def rows_by_loops(pixels, config):
     return torch.tensor(rows), (t, h, w)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(frames=st.integers(1, 5), P=st.integers(1, 3), Tp=st.integers(1, 3), m=st.integers(1, 3), data=st.data())
 def test_merge_block_order(frames, P, Tp, m, data):
     """Oracle: five nested loops; any patch, block and time size, frame counts that need padding."""
@@ -276,7 +276,7 @@ def test_patchify_video_errors(frames, error):
 # --- counting without pixels
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(height=st.integers(2, 60), width=st.integers(2, 60), frames=st.integers(1, 5))
 def test_count_tokens_is_what_patchify_gives(height, width, frames):
     """Oracle: the patch rows themselves, four to a token."""
