@@ -12,7 +12,8 @@ from refvl.paths import DATA
 
 CONFIGS = DATA / "configs"
 
-# size -> (hidden, layers, heads, kv heads, intermediate, vocabulary, tied embeddings, vision intermediate); sources in the README
+# size -> (hidden, layers, heads, kv heads, intermediate, vocabulary, tied embeddings, vision intermediate);
+# sources in data/configs/README.md
 SHAPES = {
     "3B": (2048, 36, 16, 2, 11008, 151936, True, 3420),
     "7B": (3584, 28, 28, 4, 18944, 152064, False, 3420),
