@@ -20,7 +20,6 @@ from refvl.positions import (
     vision_rotary_cos_sin,
 )
 from refvl.viz.evs import draw_keep_mask
-from refvl.viz.positions import draw_clip_positions
 from refvl.viz.style import AXIS_COLORS, TOKEN_COLORS
 
 THW = (3, 2, 4)  # merged
@@ -54,6 +53,7 @@ def image(ax, index: int = 0) -> np.ndarray:
 
 SINGLE = {
     "positions": lambda ax: viz.plot_positions(POSITIONS, [IMAGE, CLIP], ax=ax),
+    "clip": lambda ax: viz.plot_clip_positions(1.0, 3, ax=ax),
     "places": lambda ax: viz.plot_place_answers(["left"], ["right"], PLACES, ax=ax),
     "accuracy": lambda ax: viz.plot_accuracy_curve([0.0, 0.5], {"motion": [1.0, 0.5]}, [2.0, 1.0], ax=ax),
 }
@@ -241,7 +241,7 @@ def test_the_sliders_over_a_clip_draw_its_positions(seconds, side):
     """Oracle: `get_mrope_input_positions` of a clip of six steps between two texts of eight tokens."""
     span = MediaSpan(8, 6, side, side, 2 * seconds)
     want, delta = get_mrope_input_positions(span.num_tokens + 16, [span])
-    ax = draw_clip_positions(seconds, side)
+    ax = viz.plot_clip_positions(seconds, side)
     assert [line.get_ydata().tolist() for line in ax.lines] == want.tolist()
     assert f"delta {delta}" in ax.get_title()
     assert ax.get_ylim()[1] >= want.max()

@@ -10,6 +10,7 @@ from refvl.viz.evs import (
 from refvl.viz.patches import explore_resize, plot_patch_rows, plot_patches
 from refvl.viz.positions import (
     explore_positions,
+    plot_clip_positions,
     plot_place_answers,
     plot_position_grid,
     plot_positions,
@@ -25,6 +26,7 @@ __all__ = [
     "explore_windows",
     "plot_accuracy_curve",
     "plot_attention_segments",
+    "plot_clip_positions",
     "plot_dissimilarity",
     "plot_keep_mask",
     "plot_patch_rows",

@@ -4,7 +4,8 @@ plot_rotary         cos of every rotation plane over the patches of a picture
 plot_positions      t, h, w along the prompt, the media shaded
 plot_position_grid  t, h, w of a medium's tokens, frame by frame
 plot_place_answers  which place the model names for which true place
-explore_positions   the prompt's positions while a clip's seconds and size change
+plot_clip_positions positions around one clip, from its seconds and size
+explore_positions   the same with sliders
 """
 
 from collections.abc import Sequence
@@ -169,18 +170,17 @@ def plot_place_answers(
     return ax
 
 
-def clip_prompt(t: int, side: int, second_per_grid: float, tokens_per_second: float = 2.0, text: int = 8):
-    """(tokens, span) of a prompt with one square clip of t steps between two texts of `text` tokens."""
-    span = MediaSpan(text, t, side, side, second_per_grid * tokens_per_second)
-    return span.num_tokens + 2 * text, span
+def plot_clip_positions(
+    second_per_grid: float, side: int, *, t: int = 6, text: int = 8, ax: Axes | None = None
+) -> Axes:
+    """Positions of a clip of t grid steps of side x side merged tokens between two texts of `text` tokens.
 
-
-def draw_clip_positions(second_per_grid: float, side: int, t: int = 6) -> Axes:
-    """What `explore_positions` draws: a clip of t grid steps of side x side tokens between two short texts."""
-    num_tokens, span = clip_prompt(t, side, second_per_grid)
-    positions, delta = get_mrope_input_positions(num_tokens, [span])
-    title = f"{t} steps of {side} x {side} tokens, {second_per_grid:.2f} s each: {num_tokens} tokens, delta {delta}"
-    ax = plot_positions(positions, [span], title=title)
+    second_per_grid: seconds that a grid step lasts; two positions per second, as in the released checkpoints.
+    """
+    span = MediaSpan(text, t, side, side, t_factor=2.0 * second_per_grid)
+    positions, delta = get_mrope_input_positions(span.num_tokens + 2 * text, [span])
+    title = f"{t} steps of {side} x {side} tokens, {second_per_grid:g} s each: delta {delta}"
+    ax = plot_positions(positions, [span], kinds=["video"], title=title, ax=ax)
     ax.set_ylim(-1, 70)
     return ax
 
@@ -190,7 +190,7 @@ def explore_positions(second_per_grid: float = 1.0, side: int = 4):
     import ipywidgets
 
     return interactive(
-        draw_clip_positions,
+        plot_clip_positions,
         second_per_grid=ipywidgets.FloatSlider(
             value=second_per_grid, min=0.1, max=5, step=0.1, description="s per step", continuous_update=False
         ),

@@ -13,6 +13,14 @@ SEQUENCE_CMAP = "viridis"  # order along a sequence, first to last
 HIGHLIGHT = "#ff7f0e"  # what a figure points at
 
 
+def notebook_figures(quality: int = 85) -> None:
+    """Inline figures of a notebook as JPEG: a page full of photographs stays light."""
+    from matplotlib_inline.backend_inline import set_matplotlib_formats
+
+    set_matplotlib_formats("jpeg", pil_kwargs={"quality": quality})
+    plt.rcParams["figure.dpi"] = 90
+
+
 def axes_or_new(ax: Axes | None, *, figsize: tuple[float, float] = (6, 4)) -> Axes:
     """`ax` itself, or the axes of a new figure with constrained layout."""
     return plt.subplots(figsize=figsize, layout="constrained")[1] if ax is None else ax
