@@ -1,0 +1,117 @@
+"""refvl's Qwen2.5-VL tower against transformers', same weights, same run: `python -m benchmarks.tower`.
+
+Calls alternate between the two, so that a busy machine slows both; what counts is the ratio. Outputs are compared
+before anything is timed. Results go to data/measurements/tower_<cpu|cuda>.json, with device, versions and date.
+"""
+
+import argparse
+import statistics
+import time
+from dataclasses import asdict, replace
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+from benchmarks.report import environment, write_measurement
+from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
+
+TWO_BLOCKS = replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,))
+TOWERS = {"tiny": Qwen2_5_VisionConfig.tiny(), "full width, two blocks": TWO_BLOCKS, "7B": Qwen2_5_VisionConfig()}
+CASES = {  # (tower, label, grid): pictures of 14 px patches, a clip, a mixed batch
+    "cpu": [
+        ("tiny", "84 px", [(1, 6, 6)]),
+        ("tiny", "224 px", [(1, 16, 16)]),
+        ("tiny", "504 px", [(1, 36, 36)]),
+        ("tiny", "clip of 8 steps, 168 px", [(8, 12, 12)]),
+        ("full width, two blocks", "84 px", [(1, 6, 6)]),
+        ("full width, two blocks", "224 px", [(1, 16, 16)]),
+        ("full width, two blocks", "504 px", [(1, 36, 36)]),
+    ],
+    "cuda": [
+        ("7B", "224 px", [(1, 16, 16)]),
+        ("7B", "504 px", [(1, 36, 36)]),
+        ("7B", "1036 px", [(1, 74, 74)]),
+        ("7B", "8 pictures of 504 px", [(1, 36, 36)] * 8),
+        ("7B", "clip of 16 steps, 252 px", [(16, 18, 18)]),
+    ],
+}
+
+
+def build_pair(config: Qwen2_5_VisionConfig, device: str, dtype: torch.dtype):
+    """The same random tower twice: transformers' (SDPA attention) and refvl's."""
+    values = {name: value for name, value in asdict(config).items() if name != "norm_eps"}
+    theirs = Qwen2_5_VisionTransformerPretrainedModel._from_config(
+        Qwen2_5_VLVisionConfig(**values), attn_implementation="sdpa"
+    )
+    ours = Qwen2_5_VisionTransformer(config)
+    ours.load_weights(theirs.state_dict().items())
+    return theirs.to(device, dtype).eval(), ours.to(device, dtype).eval()
+
+
+def seconds_of(call, device: str) -> float:
+    """Wall seconds of one call, waiting for the device before and after."""
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - start
+
+
+@torch.inference_mode()
+def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dtype) -> dict:
+    """Median seconds of both over `repeats` alternating calls with new random pixels, planning included."""
+    patches = sum(t * h * w for t, h, w in grid)
+    grid_tensor = torch.tensor(grid, device=device)
+
+    def pixels():
+        return torch.randn(patches, ours.config.patch_values, device=device, dtype=dtype)
+
+    x = pixels()
+    reference, output = theirs(x, grid_tensor).pooler_output.float(), ours(x, grid).float()
+    difference = ((reference - output).norm() / reference.norm()).item()
+    times = {"transformers": [], "refvl": []}
+    for i in range(repeats + 2):
+        x = pixels()
+        pair = (
+            seconds_of(lambda x=x: theirs(x, grid_tensor), device),
+            seconds_of(lambda x=x: ours(x, grid), device),
+        )
+        if i >= 2:  # the first two warm up
+            for samples, value in zip(times.values(), pair, strict=True):
+                samples.append(value)
+    medians = {name: statistics.median(samples) for name, samples in times.items()}
+    ratio = medians["transformers"] / medians["refvl"]
+    return {"patches": patches, **{f"{k}_ms": v * 1e3 for k, v in medians.items()}, "ratio": ratio} | {
+        "relative_difference": difference
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=list(CASES))
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    arguments = parser.parse_args()
+    device, dtype = arguments.device, torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    rows, pairs = [], {}
+    table = Table("tower", "input", title=f"vision tower on {device}, {str(dtype).removeprefix('torch.')}")
+    for name in ("patches", "transformers ms", "refvl ms", "ratio"):
+        table.add_column(name, justify="right")
+    for tower, label, grid in CASES[device]:
+        pairs = pairs if tower in pairs else {tower: build_pair(TOWERS[tower], device, dtype)}
+        row = measure(*pairs[tower], grid, arguments.repeats, device, dtype)
+        rows.append({"tower": tower, "input": label, "grid_thw": grid} | row)
+        cells = f"{row['patches']}", f"{row['transformers_ms']:.2f}", f"{row['refvl_ms']:.2f}", f"{row['ratio']:.2f}"
+        table.add_row(tower, label, *cells)
+    Console().print(table)
+    if not arguments.no_write:
+        path = write_measurement(f"tower_{device}", environment(device) | {"repeats": arguments.repeats, "rows": rows})
+        print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
