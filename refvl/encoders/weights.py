@@ -107,12 +107,12 @@ def config_values(config, wanted: tuple[Field, ...], aliases: dict[str, str]) ->
     Given the config of a whole model, its `vision_config` is read.
     """
     if isinstance(config, dict):
-        values = dict(config)
+        values = config
     elif hasattr(config, "to_dict"):
         values = config.to_dict()
     else:
         raise TypeError(f"config: expected a dict or a transformers config, got {type(config).__name__}")
-    values = values.get("vision_config", values)
+    values = dict(values.get("vision_config", values))
     for old, new in aliases.items():
         if old in values:
             values.setdefault(new, values[old])
