@@ -1,6 +1,7 @@
 """`python -m refvl`: chat, trace, info. A user's mistake prints one line and exits with status 1."""
 
 import sys
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -8,7 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.split(". ")[0]
+    help="Run a vision-language model, or look at what happens on the way.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
 
 Checkpoint = Annotated[str, typer.Argument(help="a checkpoint folder or a hub id (owner/name)")]
@@ -89,13 +93,20 @@ def _load(checkpoint: str, device: str, dtype: str, attention: str):
     return load(checkpoint, device=device, dtype=dtype, attention=attention, progress=sys.stderr.isatty())
 
 
-def main() -> None:
-    """Run the command line; mistakes of the user (and missing files) become one line on stderr and status 1."""
+@contextmanager
+def report_mistakes():
+    """A user's mistake (and a missing file) becomes one line on stderr and exit status 1."""
     try:
-        app()
+        yield
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"refvl: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def main() -> None:
+    """Run the command line."""
+    with report_mistakes():
+        app()
 
 
 if __name__ == "__main__":

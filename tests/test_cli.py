@@ -4,7 +4,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from checkpoint_factory import make_checkpoint
+from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import refvl
 from refvl.media import load_image
@@ -81,6 +84,53 @@ def test_a_mistake_is_one_line_and_a_status(run, folder, arguments, message):
     status, out, err = run(*[folder if a == "FOLDER" else a for a in arguments])
     assert status == 1 and out == ""
     assert err.count("\n") == 1 and err.startswith("refvl: ") and message in err, err
+
+
+def damaged_media(folder) -> dict[str, str]:
+    """One file of each kind of damage; name -> part of the message it must give."""
+    Image.new("RGB", (1, 1)).save(folder / "one_pixel.png")
+    Image.new("RGB", (805, 4)).save(folder / "thin.png")
+    (folder / "cut.jpg").write_bytes(PHOTO.read_bytes()[:2000])
+    (folder / "text.png").write_text("no picture")
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "cut.mp4").write_bytes(CLIP.read_bytes()[:5000])
+    return {
+        "one_pixel.png": "1 x 1",
+        "thin.png": "200",
+        "cut.jpg": "cut.jpg",
+        "text.png": "text.png",
+        "empty.png": "empty.png",
+        "cut.mp4": "cut.mp4",
+        "missing.png": "missing.png",
+    }
+
+
+def test_every_damaged_medium_is_one_line(run, folder, tmp_path):
+    for name, message in damaged_media(tmp_path).items():
+        option = "--video" if name.endswith("mp4") else "--image"
+        status, out, err = run("chat", folder, "Hi", option, tmp_path / name)
+        assert (status, out, err.count("\n")) == (1, "", 1) and message in err, (name, err)
+
+
+def test_damaged_weights_are_one_line(run, tmp_path):
+    folder = make_checkpoint(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["visual.merger.ln_q.weight"] = torch.ones(7)
+    del weights["visual.blocks.0.norm1.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    status, _, err = run("chat", folder, "Hi")
+    assert status == 1 and err.count("\n") == 1
+    assert "missing (1): blocks.0.norm1.weight" in err and "misshapen (1): visual.merger.ln_q.weight is (7,)" in err
+
+
+def test_unknown_family_and_long_prompt_are_one_line(run, tmp_path):
+    folder = make_checkpoint(tmp_path, text_config={"max_position_embeddings": 64})
+    status, _, err = run("chat", folder, "Hi " * 100)
+    assert status == 1 and "do not fit the context of 64" in err and err.count("\n") == 1
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"qwen2_5_vl"', '"kosmos"', 1))
+    status, _, err = run("chat", folder, "Hi")
+    assert status == 1 and "model_type: 'kosmos' is of no family that refvl knows" in err
 
 
 def test_as_a_module():
