@@ -6,7 +6,6 @@ import re
 import struct
 import sys
 
-import av
 import numpy as np
 import pytest
 import torch
@@ -16,6 +15,8 @@ from PIL import Image
 
 from refvl.media import Video, as_frames, load_image, load_video, sample_frame_indices
 from refvl.paths import DATA
+
+av = pytest.importorskip("av")
 
 PHOTO = DATA / "pictures" / "astronaut.jpg"
 GRADIENT = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)  # no symmetry at all
