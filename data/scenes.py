@@ -1,0 +1,315 @@
+"""Scenes that a small model can be asked about: coloured shapes on a 3 x 3 grid of places.
+
+A picture is 84 x 84 px: with patch 14 and merge 2 that is 3 x 3 tokens of 28 px, one per place. A clip is six such
+frames, three temporal patches; one object waits during the first two frames and then moves. A scene is a
+function of (split, index) alone: every split has its own stream of random numbers, so a held-out scene is
+never drawn in training, and any scene can be drawn again.
+
+>>> scene = draw_scene("test", 0)
+>>> render(scene).shape
+(84, 84, 3)
+"""
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+SIDE, CELL, FRAMES, FPS = 84, 28, 6, 2.0
+SPLITS = {"train": 0, "select": 1, "test": 2, "demo": 3}  # "select" chose the recipe, "test" measures it
+SEED = 20260
+
+COLORS = {
+    "red": (215, 40, 40),
+    "green": (40, 165, 60),
+    "blue": (45, 80, 215),
+    "yellow": (235, 205, 40),
+    "purple": (145, 50, 185),
+    "black": (35, 35, 40),
+}
+SHAPES = ("circle", "square", "triangle", "cross", "star")
+PLACES = (
+    "top left", "top center", "top right",
+    "middle left", "center", "middle right",
+    "bottom left", "bottom center", "bottom right",
+)  # fmt: skip
+DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # (dx, dy), y points down
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """One object: what it is called, the place it starts in (0-8, reading order), and how it is drawn (px, degrees)."""
+
+    shape: str
+    color: str
+    place: int
+    center: tuple[float, float]
+    radius: float
+    angle: float
+    rgb: tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Objects on a background; in a clip the first object moves `distance` px in `direction` after two frames."""
+
+    things: tuple[Thing, ...]
+    background: tuple[float, float, float]
+    slope: tuple[float, float]  # brightness gained across the picture, along x and y
+    noise: float  # standard deviation, 0-255 scale
+    noise_seed: int
+    jpeg_quality: int | None  # lossy compression, as in files from elsewhere
+    direction: str | None = None  # None for a picture
+    distance: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """kind: color, shape, place, motion (the measured ones) or another word for helper questions."""
+
+    kind: str
+    text: str
+    answer: str
+
+
+def scene_rng(split: str, index: int) -> np.random.Generator:
+    """The random stream of one scene; streams of different splits or indices are independent."""
+    if split not in SPLITS:
+        raise ValueError(f"split: expected one of {tuple(SPLITS)}, got {split!r}")
+    return np.random.default_rng([SEED, SPLITS[split], index])
+
+
+def draw_scene(split: str, index: int, *, clip: bool = False, objects: tuple[int, int] = (1, 4)) -> Scene:
+    """Draw scene number `index` of a split: a picture, or a clip, with a number of objects in the given range."""
+    rng = scene_rng(split, 2 * index + clip)
+    count = int(rng.integers(objects[0], objects[1] + 1))
+    direction = str(rng.choice(list(DIRECTIONS))) if clip else None
+    places, room = _draw_places(rng, count, direction)
+    pairs = rng.permutation(len(SHAPES) * len(COLORS))[:count]
+    things = tuple(_draw_thing(rng, int(pair), int(place)) for pair, place in zip(pairs, places, strict=True))
+    base = rng.uniform(195, 245)
+    return Scene(
+        things=things,
+        background=tuple(float(v) for v in base + rng.uniform(-12, 12, 3)),
+        slope=tuple(float(v) for v in rng.uniform(-18, 18, 2)),
+        noise=float(rng.uniform(0, 5)),
+        noise_seed=int(rng.integers(2**31)),
+        jpeg_quality=int(rng.integers(40, 95)) if rng.random() < 0.25 else None,
+        direction=direction,
+        distance=float(rng.uniform(26, 28 * room)) if clip else 0.0,
+    )
+
+
+def _draw_places(rng, count: int, direction: str | None) -> tuple[list[int], int]:
+    """Distinct places, the mover's first, and how many cells it may cross; nobody stands in the mover's way."""
+    if direction is None:
+        return list(rng.permutation(9)[:count]), 0
+    dx, dy = DIRECTIONS[direction]
+    along, across = int(rng.integers(2)), int(rng.integers(3))  # steps from the edge it leaves, and the lane
+    start = along if dx + dy > 0 else 2 - along
+    column, row = (start, across) if dx else (across, start)
+    room = 2 - along
+    path = [(row + i * dy) * 3 + column + i * dx for i in range(room + 1)]
+    free = [place for place in rng.permutation(9) if place not in path]
+    return [path[0], *free[: count - 1]], room
+
+
+def _draw_thing(rng, pair: int, place: int) -> Thing:
+    shape, color = SHAPES[pair // len(COLORS)], list(COLORS)[pair % len(COLORS)]
+    row, column = divmod(place, 3)
+    jitter = rng.uniform(-2, 2, 2)
+    return Thing(
+        shape=shape,
+        color=color,
+        place=place,
+        center=(CELL * (column + 0.5) + float(jitter[0]), CELL * (row + 0.5) + float(jitter[1])),
+        radius=float(rng.uniform(9, 11.5)),
+        angle=float(rng.uniform(-10, 10)),
+        rgb=tuple(float(v) for v in np.clip(np.array(COLORS[color]) + rng.uniform(-18, 18, 3), 0, 255)),
+    )
+
+
+def render(scene: Scene) -> np.ndarray:
+    """uint8 RGB: (84, 84, 3) for a picture, (6, 84, 84, 3) for a clip. The same scene gives the same pixels."""
+    grid = np.linspace(-0.5, 0.5, SIDE, dtype=np.float32)
+    canvas = np.float32(scene.background) + (scene.slope[0] * grid[None, :] + scene.slope[1] * grid[:, None])[..., None]
+    if scene.noise:
+        noise_rng = np.random.default_rng(scene.noise_seed)
+        canvas = canvas + scene.noise * noise_rng.standard_normal(canvas.shape, dtype=np.float32)
+    still = scene.things if scene.direction is None else scene.things[1:]
+    for thing in still:
+        _paint(canvas, thing, thing.center)
+    if scene.direction is None:
+        return _finish(canvas, scene)
+    frames = []
+    for x, y in mover_centers(scene):
+        frame = canvas.copy()
+        _paint(frame, scene.things[0], (x, y))
+        frames.append(_finish(frame, scene))
+    return np.stack(frames)
+
+
+def mover_centers(scene: Scene) -> list[tuple[float, float]]:
+    """(x, y) of the moving object's centre in each of the six frames; it waits during the first two."""
+    (x, y), (dx, dy) = scene.things[0].center, DIRECTIONS[scene.direction]
+    progress = np.clip(np.arange(FRAMES) - 1, 0, None) / (FRAMES - 2)
+    return [(x + dx * scene.distance * p, y + dy * scene.distance * p) for p in progress.tolist()]
+
+
+def cell_labels(scene: Scene) -> np.ndarray:
+    """(t, 9, 3) int64: shape, color and movement seen in each place at each temporal patch; 0 is none of them.
+
+    An object counts for the place in which its centre lies on average during the two frames of the patch.
+    """
+    centers = np.array([[thing.center] * FRAMES for thing in scene.things])  # (things, frames, 2)
+    if scene.direction is not None:
+        centers[0] = mover_centers(scene)
+    patches = 1 if scene.direction is None else FRAMES // 2
+    cells = (centers.reshape(len(centers), FRAMES // 2, 2, 2).mean(2) // CELL).clip(0, 2).astype(int)
+    labels = np.zeros((patches, 9, 3), dtype=np.int64)
+    for i, thing in enumerate(scene.things):
+        for t in range(patches):
+            moves = scene.direction is not None and i == 0 and t > 0
+            move = 1 + list(DIRECTIONS).index(scene.direction) if moves else 0
+            place = cells[i, t, 1] * 3 + cells[i, t, 0]
+            labels[t, place] = 1 + SHAPES.index(thing.shape), 1 + list(COLORS).index(thing.color), move
+    return labels
+
+
+def _paint(canvas: np.ndarray, thing: Thing, center: tuple[float, float]) -> None:
+    """Blend a shape into the float canvas (84, 84, 3); the edge is one pixel soft."""
+    reach = thing.radius * 1.5 + 2
+    (x0, x1), (y0, y1) = (tuple(int(np.clip(c + s, 0, SIDE)) for s in (-reach, reach)) for c in center)
+    x, y = np.arange(x0, x1, dtype=np.float32) + 0.5 - center[0], np.arange(y0, y1, dtype=np.float32) + 0.5 - center[1]
+    cos, sin = np.cos(np.deg2rad(thing.angle)), np.sin(np.deg2rad(thing.angle))
+    u, v = cos * x[None, :] + sin * y[:, None], cos * y[:, None] - sin * x[None, :]
+    alpha = np.clip(0.5 - signed_distance(thing.shape, u, v, thing.radius), 0, 1)[..., None]
+    patch = canvas[y0:y1, x0:x1]
+    patch += alpha * (np.float32(thing.rgb) - patch)
+
+
+def signed_distance(shape: str, x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarray:
+    """About the distance in px to the outline, negative inside; x to the right, y down, the shape about the origin."""
+    match shape:
+        case "circle":
+            return np.hypot(x, y) - radius
+        case "square":
+            return np.maximum(abs(x), abs(y)) - 0.88 * radius
+        case "triangle":
+            return np.maximum(0.894 * abs(x) - 0.447 * (y + radius), y - 0.8 * radius)
+        case "cross":
+            return np.minimum(
+                np.maximum(abs(x) - radius, abs(y) - radius / 3), np.maximum(abs(y) - radius, abs(x) - radius / 3)
+            )
+        case "star":
+            outer, inner, step = 1.15 * radius, 0.5 * radius, np.pi / 5
+            from_tip = abs((np.arctan2(x, -y) + step) % (2 * step) - step)  # angle to the nearest tip, 0 to 36 degrees
+            distance = np.hypot(x, y)
+            along, across = distance * np.cos(from_tip), distance * np.sin(from_tip)
+            edge = np.array([inner * np.cos(step) - outer, inner * np.sin(step)])
+            return (edge[1] * (along - outer) - edge[0] * across) / np.hypot(*edge)
+    raise ValueError(f"shape: expected one of {SHAPES}, got {shape!r}")
+
+
+def _finish(canvas: np.ndarray, scene: Scene) -> np.ndarray:
+    pixels = np.clip(canvas + 0.5, 0, 255).astype(np.uint8)
+    if scene.jpeg_quality is None:
+        return pixels
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=scene.jpeg_quality)
+    return np.asarray(Image.open(buffer))
+
+
+# ---------------------------------------------------------------------------------------------- questions
+
+# The first phrase of a kind is the canonical one; {x} names the object.
+PHRASES = {
+    "color": ("What color is the {x}?", "What is the color of the {x}?", "Which color does the {x} have?"),
+    "shape": ("What shape is the {x}?", "What is the shape of the {x}?", "Which shape does the {x} have?"),
+    "place": ("Where is the {x}?", "In which place is the {x}?", "Where can you see the {x}?"),
+    "motion": ("Which way does the {x} move?", "In which direction does the {x} move?", "Where does the {x} go?"),
+    "row": ("Which row is the {x} in?",),
+    "column": ("Which column is the {x} in?",),
+    "color_at": ("What color is in the {x}?", "What color is the object in the {x}?"),
+    "shape_at": ("What shape is in the {x}?", "What shape is the object in the {x}?"),
+    "thing_at": ("What is in the {x}?",),
+    "mover": ("What moves?", "Which object moves?"),
+    "count": ("How many objects are there?",),
+    "what": ("What is in the picture?", "What does the picture show?", "What can you see in the picture?"),
+    "what_clip": ("What is in the clip?", "What does the clip show?", "What can you see in the clip?"),
+}
+COUNTS = ("no", "one", "two", "three", "four")
+ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "center", "right")
+
+
+def names_of(thing: Thing, things: tuple[Thing, ...], *, hide: str | None = None) -> list[str]:
+    """The ways to name one object that fit no other: "circle", "red object", "red circle".
+
+    hide="color" leaves out names that tell the colour, "shape" those that tell the shape.
+    """
+    others = [t for t in things if t is not thing]
+    names = []
+    if hide != "shape" and all(t.shape != thing.shape for t in others):
+        names.append(thing.shape)
+    if hide != "color" and all(t.color != thing.color for t in others):
+        names.append(f"{thing.color} object")
+    if hide is None:
+        names.append(f"{thing.color} {thing.shape}")
+    return names
+
+
+def all_questions(scene: Scene) -> dict[str, list[Question]]:
+    """Every unambiguous question about a scene, by kind; a kind that has none is absent."""
+    found: dict[str, list[Question]] = {}
+
+    def ask(kind, names, answer):
+        for name in names:
+            found.setdefault(kind, []).extend(Question(kind, phrase.format(x=name), answer) for phrase in PHRASES[kind])
+
+    things = scene.things
+    for thing in things:
+        ask("color", names_of(thing, things, hide="color"), thing.color)
+        ask("shape", names_of(thing, things, hide="shape"), thing.shape)
+        if scene.direction is None:
+            names = names_of(thing, things)
+            ask("place", names, PLACES[thing.place])
+            ask("row", names, ROWS[thing.place // 3])
+            ask("column", names, COLUMNS[thing.place % 3])
+            ask("color_at", [PLACES[thing.place]], thing.color)
+            ask("shape_at", [PLACES[thing.place]], thing.shape)
+            ask("thing_at", [PLACES[thing.place]], f"a {thing.color} {thing.shape}")
+    if scene.direction is None:
+        ask("count", [""], COUNTS[len(things)])
+        ask("what", [""], summary(things))
+    else:
+        ask("what_clip", [""], summary(things))
+        ask("motion", [*names_of(things[0], things), "object"], scene.direction)
+        ask("mover", [""], f"the {things[0].color} {things[0].shape}")
+    return found
+
+
+def summary(things: tuple[Thing, ...]) -> str:
+    """One or two objects by name, in reading order; more by number."""
+    if len(things) > 2:
+        return f"{COUNTS[len(things)]} objects"
+    return " and ".join(f"a {t.color} {t.shape}" for t in sorted(things, key=lambda t: t.place))
+
+
+def draw_questions(scene: Scene, kinds: list[str], rng: np.random.Generator) -> list[Question]:
+    """One question of each kind asked for, in that order; a kind without questions gives one of another kind."""
+    questions = all_questions(scene)
+    drawn = []
+    for kind in kinds:
+        pool = questions.get(kind) or questions["color" if "color" in questions else min(questions)]
+        drawn.append(pool[int(rng.integers(len(pool)))])
+    return drawn
+
+
+def all_phrases() -> list[tuple[str, str]]:
+    """(question, answer) texts that hold every word of every question and answer: the tokenizer learns from them."""
+    names = [*SHAPES, *(f"{c} object" for c in COLORS), *(f"{c} {s}" for c in COLORS for s in SHAPES)]
+    answers = [*COLORS, *SHAPES, *PLACES, *DIRECTIONS, *ROWS, *COUNTS, "three objects"]
+    answers += [f"{article} {name}" for article in ("a", "the") for name in names] + ["a red circle and a red square"]
+    questions = [phrase.format(x=x) for phrases in PHRASES.values() for phrase in phrases for x in (*names, *PLACES)]
+    return [(question, answers[i % len(answers)]) for i, question in enumerate(questions)]

@@ -1,0 +1,332 @@
+"""Train the tiny Qwen2.5-VL that ships with refvl: `python -m data.train_tiny`.
+
+Two things make a model of 1.4 million parameters learn this in minutes:
+
+1. **See, then speak.** For the first steps only the vision tower learns, with a linear probe on its output that names
+   shape, colour, movement and place of every cell. Nine labels per picture teach more than one answered question.
+   Then the language model joins; the probe stays as a small part of the loss and is not part of the checkpoint.
+2. **Questions share a scene, but not each other.** See `tiny_model.py`.
+
+Matrices are updated by Muon, everything else by AdamW; linear warm-up, cosine to zero. Two processes of one thread
+each take half of the scenes and average their gradients: the operations are too small to be worth splitting.
+What a step sees depends on (seed, step, worker) alone, so a run that was stopped continues as if it had not been.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from data import photos, scenes, tiny_checkpoint
+from data.tiny_model import Batch, PromptBuilder, TinyModel
+
+WORKERS = 2
+SECONDS_PER_GRID = 2 / scenes.FPS
+HELPERS = ("color_at", "shape_at", "thing_at", "count", "what")
+LABELS = (1 + len(scenes.SHAPES), 1 + len(scenes.COLORS), 1 + len(scenes.DIRECTIONS), len(scenes.PLACES))
+BY_ADAM = ("embed_tokens", "lm_head", "merger.mlp.0", "probe")  # tables, and a matrix too large for Muon's taste
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The defaults are those of the committed checkpoint. Counts of scenes are per step and worker."""
+
+    steps: int = 3000
+    see: int = 210  # steps in which only the tower learns
+    pictures: int = 16
+    clips: int = 4
+    seeing: float = 1.5  # times as many scenes while only the tower learns
+    picture_pool: int = 8000  # scenes of a worker; each is asked about again and again, with other questions
+    clip_pool: int = 2000
+    lr: float = 2e-3
+    muon_lr: float = 3e-3
+    warmup: int = 100
+    probe_weight: float = 0.3
+    clip_weight: float = 0.5
+    prune_up_to: float = 0.7  # every second step prunes its clips by EVS at random rates below this
+    photos: int = 6  # crops of photographs, every fourth step after seeing; the clip comes every eighth
+    photo_weight: float = 0.3
+    seed: int = 0
+    measure_every: int = 250
+    measure_on: int = 256  # held-out scenes
+
+
+class Learner(nn.Module):
+    """The model and the probe that helps its tower."""
+
+    def __init__(self, config: dict, seed: int):
+        super().__init__()
+        self.vlm = TinyModel(config)
+        self.vlm.init_weights(seed)
+        self.probe = nn.Linear(config["text_config"]["hidden_size"], sum(LABELS))
+        nn.init.zeros_(self.probe.weight)
+        nn.init.zeros_(self.probe.bias)
+
+    def cell_loss(self, media_BMD: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of the probe, summed over its four questions. labels: (B * M, 4)."""
+        logits = self.probe(media_BMD.flatten(0, 1).float()).split(LABELS, -1)
+        return sum(F.cross_entropy(x, labels[:, i]) for i, x in enumerate(logits))
+
+
+# ------------------------------------------------------------------------------------------------- scenes
+
+
+class Pool:
+    """Scenes of one worker, drawn and rendered when first asked for."""
+
+    def __init__(self, recipe: Recipe, rank: int):
+        self.sizes, self.rank, self.kept = (recipe.picture_pool, recipe.clip_pool), rank, {}
+
+    def draw(self, clip: bool, first: int, count: int) -> tuple[tuple, Tensor, Tensor]:
+        """Running numbers first, first + 1, ...: scenes, pixels (B, frames, 84, 84, 3) uint8, labels (B * M, 4)."""
+        drawn, pixels, labels = zip(*(self[clip, first + i] for i in range(count)), strict=True)
+        labels = np.stack(labels)
+        places = np.broadcast_to(np.arange(9)[:, None], (*labels.shape[:3], 1))
+        labels = torch.from_numpy(np.concatenate([labels, places], axis=-1)).flatten(0, 2)
+        return drawn, torch.from_numpy(np.stack(pixels)), labels
+
+    def __getitem__(self, key: tuple[bool, int]):
+        clip, number = key[0], key[1] % self.sizes[key[0]]
+        if (clip, number) not in self.kept:
+            scene = scenes.draw_scene("train", number * WORKERS + self.rank, clip=clip)
+            pixels = scenes.render(scene)
+            self.kept[clip, number] = scene, pixels if clip else pixels[None], scenes.cell_labels(scene)
+        return self.kept[clip, number]
+
+
+def expose(pixels: Tensor, rng: np.random.Generator) -> Tensor:
+    """Another exposure and white balance of each scene, so that one seen again is not the same picture."""
+    gain = torch.from_numpy(rng.uniform(0.88, 1.1, (len(pixels), 1, 1, 1, 3)).astype(np.float32))
+    return (pixels * gain).clamp(0, 255).to(torch.uint8)
+
+
+def kinds_to_ask(clip: bool, rng: np.random.Generator) -> list[str]:
+    if clip:
+        return ["motion", str(rng.choice(["color", "shape"])), str(rng.choice(["mover", "mover", "what_clip"]))]
+    return ["color", "shape", "place", str(rng.choice(["place", "row", "column"])), str(rng.choice(HELPERS))]
+
+
+def ask_about(builder: PromptBuilder, drawn, pixels: Tensor, clip: bool, rng: np.random.Generator) -> Batch:
+    questions = [scenes.draw_questions(scene, kinds_to_ask(clip, rng), rng) for scene in drawn]
+    return builder.batch(pixels, questions, seconds_per_grid=SECONDS_PER_GRID if clip else None)
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+class Trainer:
+    """One of the workers; all hold the same weights."""
+
+    def __init__(self, recipe: Recipe, rank: int):
+        self.recipe, self.rank, self.step = recipe, rank, 0
+        self.tokenizer = tiny_checkpoint.train_tokenizer()
+        self.config = tiny_checkpoint.tiny_config(self.tokenizer)
+        self.builder = PromptBuilder(self.tokenizer, self.config)
+        self.learner, self.pool = Learner(self.config, recipe.seed), Pool(recipe, rank)
+        self.optimizers = make_optimizers(self.learner, recipe)
+        self.peaks = [group["lr"] for group in self._groups()]
+
+    def train_step(self) -> Tensor:
+        """One step; returns the workers' mean losses: pictures' answers and cells, clips' answers and cells, photos."""
+        r = self.recipe
+        losses = []
+        for clip in (False, True):
+            rng = np.random.default_rng([r.seed, clip, self.step, self.rank])
+            part = self._see(clip, rng) if self.step < r.see else self._speak(clip, rng)
+            loss = part[0] + r.probe_weight * part[1] if self.step >= r.see else part[1]
+            (loss * (r.clip_weight if clip else 1)).backward()
+            losses += [x.detach() for x in part]
+        losses.append(self._recognise(np.random.default_rng([r.seed, 2, self.step, self.rank])))
+        losses = average_gradients(self.learner, torch.stack(losses))
+        nn.utils.clip_grad_norm_(self.learner.parameters(), 1.0)
+        for group, peak in zip(self._groups(), self.peaks, strict=True):
+            group["lr"] = peak * learning_rate(self.step, r)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        return losses
+
+    def _see(self, clip: bool, rng) -> tuple[Tensor, Tensor]:
+        r = self.recipe
+        count = int((r.clips if clip else r.pictures) * r.seeing)
+        _, pixels, labels = self.pool.draw(clip, self.step * count, count)
+        with torch.autocast("cpu", torch.bfloat16):
+            media_BMD = self.learner.vlm.encode(expose(pixels, rng), (3 if clip else 1, 6, 6))
+        return torch.zeros(()), self.learner.cell_loss(media_BMD, labels)
+
+    def _speak(self, clip: bool, rng) -> tuple[Tensor, Tensor]:
+        r = self.recipe
+        count = r.clips if clip else r.pictures
+        drawn, pixels, labels = self.pool.draw(clip, self.step * count, count)
+        batch = ask_about(self.builder, drawn, expose(pixels, rng), clip, rng)
+        prune = torch.from_numpy(rng.uniform(0, r.prune_up_to, count)) if clip and self.step % 2 else None
+        with torch.autocast("cpu", torch.bfloat16):
+            logits, media_BMD = self.learner.vlm(batch, prune=prune)
+        return F.cross_entropy(logits.float(), batch.targets), self.learner.cell_loss(media_BMD, labels)
+
+    def _recognise(self, rng) -> Tensor:
+        """Photographs, now and then; adds to the gradients and returns the loss (0 when it is not their turn)."""
+        seconds = photos.SECONDS_PER_GRID if self.step % 8 == 2 else None
+        if self.step < self.recipe.see or not (self.step % 4 == 0 or seconds):
+            return torch.zeros(())
+        drawn = photos.draw_clip(rng) if seconds else photos.draw_pictures(rng, self.recipe.photos)
+        batch = self.builder.batch(expose(torch.from_numpy(drawn[0]), rng), drawn[1], seconds_per_grid=seconds)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits, _ = self.learner.vlm(batch)
+        loss = F.cross_entropy(logits.float(), batch.targets)
+        (self.recipe.photo_weight * loss).backward()
+        return loss.detach()
+
+    def _groups(self) -> list[dict]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def save_state(self, path: Path) -> None:
+        """Everything that `load_state` needs, written so that an interruption leaves the old file or the new one."""
+        state = {"step": self.step, "recipe": self.recipe, "learner": self.learner.state_dict()}
+        state["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers]
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def load_state(self, path: Path) -> None:
+        with torch.serialization.safe_globals([Recipe]):
+            state = torch.load(path, weights_only=True)
+        if state["recipe"] != self.recipe:
+            raise ValueError(f"resume: the state in {path} belongs to another recipe: {state['recipe']}")
+        self.step = state["step"]
+        self.learner.load_state_dict(state["learner"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+
+
+def make_optimizers(learner: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the blocks, AdamW for embeddings, the head, norms and biases."""
+    matrices, rest = [], []
+    for name, parameter in learner.named_parameters():
+        is_inner = parameter.ndim == 2 and not any(part in name for part in BY_ADAM)
+        (matrices if is_inner else rest).append(parameter)
+    return [
+        torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01),
+    ]
+
+
+def learning_rate(step: int, recipe: Recipe) -> float:
+    """Share of the highest rate: a linear rise, then a cosine down to zero."""
+    if step < recipe.warmup:
+        return (step + 1) / recipe.warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)))
+
+
+def average_gradients(learner: nn.Module, losses: Tensor) -> Tensor:
+    """Mean of the gradients over the workers, in one message; returns the mean of `losses` (1-D) as well."""
+    gradients = [p.grad for p in learner.parameters() if p.grad is not None]
+    message = torch.cat([losses, *(g.flatten() for g in gradients)])
+    dist.all_reduce(message)
+    losses, *means = (message / WORKERS).split([len(losses), *(g.numel() for g in gradients)])
+    for gradient, mean in zip(gradients, means, strict=True):
+        gradient.copy_(mean.view_as(gradient))
+    return losses
+
+
+@torch.no_grad()
+def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int, *, q: float = 0.0) -> dict[str, float]:
+    """Share of questions answered exactly right by kind, on the first `count` scenes of a held-out split.
+
+    The answer is teacher-forced: every token is the most likely one exactly when greedy decoding gives the answer.
+    """
+    hits: dict[str, list[bool]] = {}
+    for clip, kinds in ((False, ["color", "shape", "place"]), (True, ["motion"])):
+        for first in range(0, count, 64):
+            drawn = [scenes.draw_scene(split, i, clip=clip) for i in range(first, min(count, first + 64))]
+            rng = np.random.default_rng([first, clip])
+            questions = [scenes.draw_questions(scene, kinds, rng) for scene in drawn]
+            pixels = np.stack([scenes.render(scene) for scene in drawn])
+            pixels = pixels if clip else pixels[:, None]
+            batch = builder.batch(pixels, questions, seconds_per_grid=SECONDS_PER_GRID if clip else None)
+            right = model(batch, prune=torch.full((len(drawn),), q) if clip and q else None)[0].argmax(-1)
+            right = right == batch.targets
+            for number, question in enumerate(q for row in questions for q in row):
+                if question.kind in kinds:
+                    hits.setdefault(question.kind, []).append(bool(right[batch.question_of_target == number].all()))
+    return {kind: round(sum(h) / len(h), 4) for kind, h in hits.items()}
+
+
+# ------------------------------------------------------------------------------------------------- running
+
+
+def run_worker(rank: int, recipe: Recipe, out: Path, rendezvous: str, resume: bool, stop: int | None) -> None:
+    """Train in one process; rank 0 also shows progress, measures, and writes state, log and checkpoint."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORKERS)
+    trainer, state = Trainer(recipe, rank), out / "training_state.pt"
+    if resume:
+        trainer.load_state(state)
+    last, begin = min(recipe.steps, stop or recipe.steps), time.time()
+    with tqdm(initial=trainer.step, total=recipe.steps, disable=rank > 0, mininterval=2) as bar:
+        while trainer.step < last:
+            losses = trainer.train_step()
+            bar.set_postfix(loss="/".join(f"{x:.3f}" for x in losses.tolist()), refresh=False)
+            bar.update()
+            is_due = trainer.step % recipe.measure_every == 0 or trainer.step == last
+            if rank == 0 and is_due:
+                report(trainer, out, losses, time.time() - begin)
+                trainer.save_state(state)
+    dist.barrier()
+    if rank == 0 and trainer.step == recipe.steps:
+        state.unlink()
+    dist.destroy_process_group()
+
+
+def report(trainer: Trainer, out: Path, losses: Tensor, seconds: float) -> None:
+    """A line of the log, and the checkpoint as it is now."""
+    model = trainer.learner.vlm
+    tiny_checkpoint.write_checkpoint(out, trainer.config, trainer.tokenizer, model.checkpoint_weights())
+    row = {"step": trainer.step, "seconds": round(seconds), "loss": [round(x, 4) for x in losses.tolist()]}
+    if trainer.step > trainer.recipe.see:
+        row |= accuracy(model, trainer.builder, "select", trainer.recipe.measure_on)
+    with (out / "training_log.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    tqdm.write(json.dumps(row))
+
+
+def train(recipe: Recipe, out: Path, *, resume: bool = False, stop: int | None = None) -> None:
+    """Train into the folder `out`. resume: continue from its `training_state.pt`; stop: pause after this many steps.
+
+    Raises FileNotFoundError when there is nothing to resume, ValueError when it belongs to another recipe.
+    """
+    if resume and not (out / "training_state.pt").exists():
+        raise FileNotFoundError(f"resume: {out / 'training_state.pt'} does not exist")
+    out.mkdir(parents=True, exist_ok=True)
+    if not resume:
+        (out / "training_log.jsonl").unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (recipe, out, f"{folder}/rendezvous", resume, stop)
+        torch.multiprocessing.spawn(run_worker, args=arguments, nprocs=WORKERS)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for field in fields(Recipe):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, default=field.default)
+    parser.add_argument("--out", type=Path, default=tiny_checkpoint.FOLDER, help="the checkpoint folder to write")
+    parser.add_argument("--resume", action="store_true", help="continue a run that was stopped")
+    parser.add_argument("--stop", type=int, help="pause after this many steps")
+    args = vars(parser.parse_args())
+    out, resume, stop = args.pop("out"), args.pop("resume"), args.pop("stop")
+    train(Recipe(**args), out, resume=resume, stop=stop)
+
+
+if __name__ == "__main__":
+    main()
