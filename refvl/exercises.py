@@ -9,10 +9,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from refvl.merge import merge_embeddings
+from refvl.patches import PatchConfig, count_tokens, patch_rows
 from refvl.positions import (
     MediaSpan,
     compute_retention_mask,
     get_mrope_input_positions,
+    get_window_index,
     restrict_positions,
 )
 from refvl.positions.mrope import grid_positions
@@ -73,11 +76,12 @@ def check_retention_mask(function: Callable) -> str:
     """`function(video_embeds (M, D), merged_thw, q) -> (M,) bool`: what EVS keeps of a clip."""
     generator = torch.Generator().manual_seed(0)
     moving = torch.randn(4 * 6, 8, generator=generator)
+    still = torch.eye(6).repeat(4, 1)  # unit vectors: their cosine is exactly 1, however it is computed
     cases = {
         "everything changes": (moving, (4, 2, 3), 0.5),
         "q = 0 keeps all": (moving, (4, 2, 3), 0.0),
         "the first frame always stays": (moving, (4, 2, 3), 0.95),
-        "nothing changes: ties go to the earlier token": (moving[:6].repeat(4, 1), (4, 2, 3), 0.6),
+        "nothing changes: ties go to the earlier token": (still, (4, 2, 3), 0.6),
         "one frame": (moving[:6], (1, 2, 3), 0.5),
     }
     for case, (embeds, thw, q) in cases.items():
@@ -101,4 +105,55 @@ def check_restrict_positions(function: Callable) -> str:
     }
     for case, mask in cases.items():
         _check_positions_and_delta(case, function(positions, mask), restrict_positions(positions, mask))
+    return f"right in {len(cases)} cases"
+
+
+def check_count_tokens(function: Callable) -> str:
+    """`function(height, width) -> int`: merged tokens of a picture with the limits of `PatchConfig()`."""
+    sizes = [(56, 56), (427, 640), (300, 451), (41, 43), (10, 1000), (2000, 3000), (14, 14)]
+    for height, width in sizes:
+        want, got = count_tokens(height, width, PatchConfig()), function(height, width)
+        if got != want:
+            raise AssertionError(f"{height} x {width} pixels (height x width): should be {want} tokens, got {got}")
+    return f"right in {len(sizes)} cases"
+
+
+def check_merge_embeddings(function: Callable) -> str:
+    """`function(text_embeds (L, D), spans, media_embeds) -> (L, D)`; the text embeddings given stay as they are."""
+    text = torch.arange(20.0).view(10, 2)
+    cases = {
+        "text alone": [],
+        "one picture": [MediaSpan(2, 1, 2, 2)],
+        "two pictures": [MediaSpan(1, 1, 1, 2), MediaSpan(5, 1, 2, 2)],
+        "the second medium stands first": [MediaSpan(6, 1, 1, 3), MediaSpan(0, 2, 1, 1)],
+    }
+    for case, spans in cases.items():
+        media = [-torch.arange(1.0, 2 * span.num_tokens + 1).view(-1, 2) - 100 * i for i, span in enumerate(spans)]
+        given = text.clone()
+        _check(case, function(given, spans, media), merge_embeddings(text, spans, media))
+        _check(f"{case}: the text embeddings were changed in place", given, text)
+    return f"right in {len(cases)} cases"
+
+
+def check_patch_rows(function: Callable) -> str:
+    """`function(pixels (T, C, H, W), config) -> (N, C*Tp*P*P)` in merge-block order; T is a multiple of Tp."""
+    cases = {
+        "one block": ((2, 3, 28, 28), PatchConfig()),
+        "one row of blocks": ((2, 3, 28, 84), PatchConfig()),
+        "two rows of blocks": ((2, 3, 56, 84), PatchConfig()),
+        "a clip": ((4, 3, 56, 28), PatchConfig()),
+        "small patches": ((6, 3, 24, 12), PatchConfig(patch_size=2, merge_size=3, temporal_patch_size=3)),
+    }
+    for case, (shape, config) in cases.items():
+        pixels = torch.arange(float(torch.tensor(shape).prod())).view(shape)
+        _check(case, function(pixels, config), patch_rows(pixels, config)[0])
+    return f"right in {len(cases)} cases"
+
+
+def check_window_index(function: Callable) -> str:
+    """`function(h, w, side) -> (h*w,)`: merged tokens of one frame in window order; sizes count merged tokens."""
+    cases = [(2, 4, 2), (4, 4, 2), (2, 6, 4), (5, 7, 4), (8, 8, 4), (3, 3, 8)]
+    for h, w, side in cases:
+        want, _ = get_window_index([(1, h, w)], window_size=side, patch_size=1, spatial_merge_size=1)
+        _check(f"h={h}, w={w}, side={side}", function(h, w, side), want)
     return f"right in {len(cases)} cases"

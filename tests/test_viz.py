@@ -222,3 +222,14 @@ def test_token_budget_bounds_the_tokens(tokens):
     config = viz.patches.with_token_budget(CONFIG, tokens)
     assert count_tokens(196, 280, config) <= tokens
     assert plan_grid(196, 280, viz.patches.with_token_budget(CONFIG, 10**6)) == (1, 14, 20)
+
+
+def test_inline_figures_are_encoded_once_as_the_lighter_format():
+    """A photograph as JPEG, a drawing as PNG; oracle: the first bytes of the two formats."""
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (300, 400, 3), dtype=np.uint8))
+    photo = viz.plot_patches(noise, CONFIG, numbers=False).figure
+    drawing = viz.plot_attention_segments(torch.tensor([0, 4, 9])).figure
+    encode = viz.style.encode_if_lighter
+    assert encode("png", photo) is None and encode("jpeg", photo).startswith(b"\xff\xd8")
+    assert encode("jpeg", drawing) is None and encode("png", drawing).startswith(b"\x89PNG")
+    plt.close("all")

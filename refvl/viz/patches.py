@@ -48,7 +48,7 @@ def show_resized(image, config: PatchConfig, ax: Axes | None) -> tuple[Axes, Gri
         f"{picture.width} x {picture.height} px, resized to {resized.width} x {resized.height} px\n"
         f"grid {grid}: {t * h * w} patches, {t * h * w // config.merge_size**2} merged tokens"
     )
-    ax = image_axes(ax, title, figsize=(6, 6 * resized.height / resized.width + 0.7))
+    ax = image_axes(ax, title, figsize=(5.4, 5.4 * resized.height / resized.width + 0.7))
     ax.imshow(resized, extent=(0, resized.width, resized.height, 0))
     return ax, grid
 

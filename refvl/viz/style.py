@@ -1,9 +1,13 @@
 """One figure language: the same thing has the same colour in every notebook."""
 
+import io
 from collections.abc import Callable
+from functools import partial
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
 
 AXIS_COLORS = {"t": "#d1495b", "h": "#00798c", "w": "#edae49"}  # time, height, width
 TOKEN_COLORS = {"text": "#c9ced6", "image": "#3d5a80", "video": "#8d5a97"}
@@ -13,12 +17,29 @@ SEQUENCE_CMAP = "viridis"  # order along a sequence, first to last
 HIGHLIGHT = "#ff7f0e"  # what a figure points at
 
 
-def notebook_figures(quality: int = 85) -> None:
-    """Inline figures of a notebook as JPEG: a page full of photographs stays light."""
+def notebook_figures(dpi: int = 80) -> None:
+    """Make a notebook's inline figures light: photographs become JPEG, drawings PNG of few colours."""
+    from IPython import get_ipython
     from matplotlib_inline.backend_inline import set_matplotlib_formats
 
-    set_matplotlib_formats("jpeg", pil_kwargs={"quality": quality})
-    plt.rcParams["figure.dpi"] = 90
+    plt.rcParams["figure.dpi"] = dpi
+    if (shell := get_ipython()) is not None:
+        set_matplotlib_formats("png")  # settles the backend, which would otherwise replace the formatters below
+        for kind in ("png", "jpeg"):
+            formatter = shell.display_formatter.formatters[f"image/{kind}"]
+            formatter.for_type(Figure, partial(encode_if_lighter, kind))
+
+
+def encode_if_lighter(kind: str, figure: Figure) -> bytes | None:
+    """The figure as "png" or "jpeg", or None when the other one is smaller."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", bbox_inches="tight")
+    picture = Image.open(buffer).convert("RGB")
+    encoded = {"png": io.BytesIO(), "jpeg": io.BytesIO()}
+    picture.quantize(128, dither=Image.Dither.NONE).save(encoded["png"], "png", optimize=True)
+    picture.save(encoded["jpeg"], "jpeg", quality=72, optimize=True)
+    sizes = {name: len(data.getvalue()) for name, data in encoded.items()}
+    return encoded[kind].getvalue() if kind == min(sizes, key=sizes.get) else None
 
 
 def axes_or_new(ax: Axes | None, *, figsize: tuple[float, float] = (6, 4)) -> Axes:
@@ -39,8 +60,6 @@ def interactive(draw: Callable, **widgets):
     The figure is rendered to PNG and closed, which is quicker than a live canvas and leaves no widget output behind.
     Returns the ipywidgets container, with the controls in order.
     """
-    import io
-
     import ipywidgets
 
     picture = ipywidgets.Image(format="png")
