@@ -55,7 +55,7 @@ SINGLE = {
     "positions": lambda ax: viz.plot_positions(POSITIONS, [IMAGE, CLIP], ax=ax),
     "clip": lambda ax: viz.plot_clip_positions(1.0, 3, ax=ax),
     "places": lambda ax: viz.plot_place_answers(["left"], ["right"], PLACES, ax=ax),
-    "accuracy": lambda ax: viz.plot_accuracy_curve([0.0, 0.5], {"motion": [1.0, 0.5]}, [2.0, 1.0], ax=ax),
+    "accuracy": lambda ax: viz.plot_accuracy_curve({"motion": {0.0: 1.0}}, {"ttft": {0.0: 2.0}}, ax=ax),
 }
 STRIPS = {
     "rotary": ((2, 3), lambda ax: viz.plot_rotary((4, 6), head_dim=12, ax=ax)),
@@ -197,11 +197,20 @@ def test_pruned_positions_are_those_of_the_survivors():
 
 
 def test_accuracy_curve_is_in_percent_and_time_relative():
-    ax = viz.plot_accuracy_curve([0.0, 0.5], {"motion": [1.0, 0.75], "color": [0.5, 0.25]}, [4.0, 3.0])
-    assert [line.get_ydata().tolist() for line in ax.lines] == [[100, 75], [50, 25]]
+    """Rates of the two may differ; time is relative to the smallest rate, wherever it stands."""
+    accuracy = {"motion": {0.0: 1.0, 0.5: 0.75}, "color": {0.0: 0.5, 0.5: 0.25}}
+    ax = viz.plot_accuracy_curve(accuracy, {"first token": {0.9: 3.0, 0.0: 4.0}})
+    assert [list(line.get_ydata()) for line in ax.lines] == [[100, 75], [50, 25]]
     right = ax.figure.axes[-1]
-    assert right is not ax and right.lines[0].get_ydata().tolist() == [1, 0.75]
-    assert len(ax.get_legend().get_texts()) == 3
+    assert right is not ax
+    assert right.lines[0].get_xydata().tolist() == [[0.9, 0.75], [0.0, 1.0]]
+    names = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert names == ["motion", "color", "first token (right)"]
+
+
+def test_accuracy_curve_without_times_has_one_axis():
+    ax = viz.plot_accuracy_curve({"motion": {0.0: 1.0}})
+    assert ax.figure.axes == [ax]
 
 
 def png(view) -> bytes:

@@ -53,7 +53,7 @@ def _strip(ax, count: int, columns: int, height_to_width: float) -> np.ndarray:
         return grid_of_axes(ax, 1, count, (1, 1))[0]
     columns = min(columns, count)
     rows = -(-count // columns)
-    width = min(2.2, 9.5 / columns)
+    width = min(2.2, 8.5 / columns)
     axes = grid_of_axes(None, rows, columns, (columns * width, rows * (width * height_to_width + 0.3) + 0.35)).flatten()
     for unused in axes[count:]:
         unused.remove()
@@ -132,33 +132,30 @@ def plot_pruned_positions(
 
 
 def plot_accuracy_curve(
-    rates: Sequence[float],
-    accuracy: dict[str, Sequence[float]],
-    ttft: Sequence[float] | None = None,
+    accuracy: dict[str, dict[float, float]],
+    ttft: dict[str, dict[float, float]] | None = None,
     *,
-    title: str = "accuracy and time to the first token against the pruning rate",
+    title: str = "accuracy and time to the first token",
     ax: Axes | None = None,
 ) -> Axes:
-    """Accuracy (a line per kind of question, left) and time to the first token relative to the first rate (right).
+    """Accuracy (left) and time to the first token relative to the smallest rate (right), against the pruning rate.
 
-    rates: pruning rates q. accuracy: fractions, one per rate, by name. ttft: one time per rate in any unit, or None.
+    accuracy: {name: {q: fraction}}. ttft: {name: {q: time in any unit}}, or None.
     Returns the left Axes; the right one, if any, is the last of its figure.
     """
     ax = axes_or_new(ax, figsize=(7, 3.8))
-    for (name, values), marker in zip(accuracy.items(), "os^Dv" * len(accuracy), strict=False):
-        ax.plot(rates, 100 * np.asarray(values), marker=marker, ms=5, lw=2, label=f"accuracy: {name}")
+    lines = []
+    for name, curve in accuracy.items():
+        lines += ax.plot(list(curve), [100 * v for v in curve.values()], lw=2, marker="o", label=name)
     ax.set(title=title, xlabel="pruning rate q", ylabel="accuracy (%)", ylim=(0, 104))
     ax.grid(alpha=0.25)
-    handles, labels = ax.get_legend_handles_labels()
-    if ttft is not None:
+    if ttft:
         right = ax.twinx()
-        relative = np.asarray(ttft) / ttft[0]
-        line = right.plot(rates, relative, color=KEPT, ls="--", marker="x", label="time to first token")
-        right.set(
-            ylabel=f"time to first token, q = {rates[0]:g} is 1", ylim=(0, 1.04 * max(1.0, float(relative.max())))
-        )
-        handles, labels = [*handles, *line], [*labels, "time to first token (right)"]
-    ax.legend(handles, labels, loc="lower left", fontsize=9)
+        for (name, curve), style in zip(ttft.items(), ("--", ":", "-.") * len(ttft), strict=False):
+            relative = [v / curve[min(curve)] for v in curve.values()]
+            lines += right.plot(list(curve), relative, color=KEPT, ls=style, marker="x", label=f"{name} (right)")
+        right.set(ylabel="relative to no pruning", ylim=(0, 1.04 * max(1.0, right.dataLim.y1)))
+    ax.legend(handles=lines, loc="lower left", fontsize=9)
     return ax
 
 

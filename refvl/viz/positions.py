@@ -121,7 +121,7 @@ def plot_position_grid(positions_3L: Tensor, span: MediaSpan, *, max_frames: int
     check_shape(positions_3L, (3, "L"), "positions_3L")
     grid = positions_3L[:, span.offset : span.offset + span.num_tokens].reshape(3, span.t, span.h, span.w).numpy()
     frames = min(span.t, max_frames)
-    cell = min(0.34, 8.5 / (frames * span.w))  # inches per token
+    cell = min(0.32, 8.5 / (frames * span.w))  # inches per token
     size = (frames * span.w * cell + 0.9, 3 * (span.h * cell + 0.22) + 0.3)
     axes = grid_of_axes(ax, 3, frames, figsize=size)
     low, high = int(grid.min()), int(grid.max())
