@@ -200,6 +200,11 @@ class Pruned:
         cut = [p[:, max(start - offset, 0) : max(stop - offset, 0)] for offset, p in self.media]
         return [piece for piece in cut if piece.shape[1]]
 
+    def text_behind(self, stop):
+        """[start, stop) of the text behind the last medium that has begun to arrive; its extent is known already."""
+        ends = [offset + p.shape[1] for offset, p in self.media if offset < stop]
+        return ends[-1] if ends else 0, [*(offset for offset, _ in self.media), len(self.ids)][len(ends)]
+
     def step(self, pieces, positions, start):
         return recompute_mrope_positions(self.ids, pieces, positions, start, VISION_START, IMAGE, VIDEO)
 
@@ -239,6 +244,8 @@ def test_any_chunking_gives_the_definition(prompt, from_full_layout, data):
         positions, delta = prompt.step(pieces, positions, start)
         assert torch.equal(positions[:, :stop], prompt.want[:, :stop])
         assert torch.equal(positions[:, :start], before[:, :start])
+        behind, until = prompt.text_behind(stop)
+        assert torch.equal(positions[:, behind:until], prompt.want[:, behind:until])
     assert torch.equal(positions, prompt.want)
     assert delta == prompt.want_delta
 
