@@ -1,5 +1,5 @@
-"""The checks of notebooks 00 and 01. Oracle: they pass refvl's own functions and the printed solutions, and say where a
-wrong one differs first."""
+"""The checks of the notebooks' exercises. Oracle: they pass refvl's own functions and the printed solutions, and say
+where a wrong one differs first."""
 
 import re
 from dataclasses import replace
@@ -12,7 +12,15 @@ import torch
 from refvl import exercises
 from refvl.merge import merge_embeddings
 from refvl.patches import PatchConfig, count_tokens, patch_rows
-from refvl.positions import get_window_index
+from refvl.positions import (
+    compute_retention_mask,
+    get_mrope_input_positions,
+    get_window_index,
+    mrope_delta,
+    restrict_positions,
+)
+from refvl.positions.mrope import grid_positions
+from refvl.positions.upstream import larger_side_positions, width_offset_positions
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 
@@ -35,12 +43,36 @@ def reading_order(h, w, side):
     return torch.arange(h * w)
 
 
+def retention_mask(embeds, thw, q):
+    return compute_retention_mask(embeds, thw, 1, q)
+
+
+def last_ones_first(embeds, thw, q):
+    """Ties go to the later token."""
+    t, h, w = thw
+    flipped = embeds.reshape(t, h * w, -1).flip(1).flatten(0, 1)
+    return retention_mask(flipped, thw, q).reshape(t, -1).flip(1).flatten()
+
+
+def cut_to_length(positions, keep):
+    kept = positions[:, : int(keep.sum())]
+    return kept, mrope_delta(kept)
+
+
+def delta_of_the_full_prompt(positions, keep):
+    return positions[:, keep], mrope_delta(positions)
+
+
 @pytest.mark.parametrize(
     ("check", "function"),
     [
         (exercises.check_count_tokens, lambda height, width: count_tokens(height, width, PatchConfig())),
+        (exercises.check_grid_positions, grid_positions),
         (exercises.check_merge_embeddings, merge_embeddings),
+        (exercises.check_mrope_positions, get_mrope_input_positions),
         (exercises.check_patch_rows, lambda pixels, config: patch_rows(pixels, config)[0]),
+        (exercises.check_restrict_positions, restrict_positions),
+        (exercises.check_retention_mask, retention_mask),
         (exercises.check_window_index, window_index),
     ],
 )
@@ -52,9 +84,28 @@ def test_the_library_passes(check, function):
     ("check", "function", "message"),
     [
         (exercises.check_count_tokens, lambda h, w: (h // 28) * (w // 28), "427 x 640 .*should be 345 tokens, got 330"),
+        (
+            exercises.check_grid_positions,
+            lambda t, h, w, f: grid_positions(t, h, w, int(f)),
+            r"t=4, h=1, w=2, t_factor=1.4: element \[0, 6\] should be 4, got 3",
+        ),
         (exercises.check_merge_embeddings, merge_in_place, "one picture: the text embeddings were changed in place"),
         (exercises.check_merge_embeddings, lambda t, s, m: t.clone(), r"element \[2, 0\] should be -1.0, got 4.0"),
+        (
+            exercises.check_mrope_positions,
+            width_offset_positions,
+            r"a tall picture: element \[0, 10\] should be 6, got 4",
+        ),
+        (exercises.check_mrope_positions, larger_side_positions, r"a long clip: element \[0, 25\] should be 12, got 3"),
+        (exercises.check_mrope_positions, lambda n, s: torch.arange(n), r"expected \(positions, delta\), got Tensor"),
         (exercises.check_patch_rows, line_by_line, r"one row of blocks: element \[2, 0\] should be 1176.0, got 28.0"),
+        (exercises.check_restrict_positions, cut_to_length, r"some tokens pruned: element \[0, 9\] should be 7, got 5"),
+        (exercises.check_restrict_positions, delta_of_the_full_prompt, "some tokens .* delta should be -7, got -11"),
+        (
+            exercises.check_retention_mask,
+            last_ones_first,
+            r"nothing changes.*: element \[6\] should be True, got False",
+        ),
         (exercises.check_window_index, reading_order, r"h=2, w=4, side=2: element \[2\] should be 4, got 2"),
         (exercises.check_window_index, lambda h, w, side: torch.arange(5), r"expected shape \(8,\), got \(5,\)"),
         (exercises.check_window_index, lambda h, w, side: [0], "expected a tensor, got list"),
