@@ -1,11 +1,12 @@
 """One variable-length attention over explicit backends.
 
 The encoder lays all segments (windows, or whole frames) end to end in one sequence; `cu_seqlens` says
-where each begins. Tokens attend within their segment only. No N x N mask is ever built:
+where each begins. Tokens attend within their segment only. No N x N mask is built, but for graphs without varlen:
 
 - `varlen`: `torch.nn.attention.varlen` (CUDA, half precision)
 - `flash`:  flash-attn 2, when installed and asked for (CUDA, half precision)
 - `sdpa`:   every device and dtype: segments of equal length form one batch, one SDPA call per distinct length
+- `masked`: every device and dtype: for captured graphs where varlen cannot run; see `_masked_sdpa`
 
 Shape suffixes: N tokens of all segments, H heads, K head dimension, G segments of a group, S their length.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from refvl.schema import check_shape
 
-BACKENDS = ("varlen", "flash", "sdpa")
+BACKENDS = ("varlen", "flash", "sdpa", "masked")
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -29,7 +30,7 @@ def available_backends(device, dtype: torch.dtype) -> list[str]:
     found = ["varlen"] if on_cuda_in_half and _varlen_attn() is not None else []
     if on_cuda_in_half and importlib.util.find_spec("flash_attn") is not None:
         found.append("flash")
-    return [*found, "sdpa"]
+    return [*found, "sdpa", "masked"]
 
 
 def choose_backend(requested: str, device, dtype: torch.dtype) -> str:
@@ -89,6 +90,8 @@ def varlen_attention(
             return _zero_padding(out_NHK, cu_seqlens)
         case "sdpa":
             return _grouped_sdpa(q_NHK, k_NHK, v_NHK, group_segments(cu_seqlens) if groups is None else groups)
+        case "masked":
+            return _masked_sdpa(q_NHK, k_NHK, v_NHK, cu_seqlens)
     raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
 
 
@@ -101,6 +104,20 @@ def _grouped_sdpa(q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, groups: tuple[Ten
         out_GSHK = _batched_sdpa(q_NHK[index_GS], k_NHK[index_GS], v_NHK[index_GS])
         out_NHK = out_NHK.index_copy(0, index_GS.flatten(), out_GSHK.flatten(0, 1))
     return out_NHK
+
+
+def _masked_sdpa(q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Every shape follows from N and the length of `cu_seqlens`, no value is read back: a graph can hold it.
+
+    The price is the N x N mask. Rows behind the last segment are emptied first: masked out they would weigh zero, but
+    zero times nan is nan.
+    """
+    token_N = torch.arange(len(q_NHK), device=q_NHK.device)
+    segment_N = torch.searchsorted(cu_seqlens.long(), token_N, right=True)
+    is_padding = (token_N >= cu_seqlens[-1])[:, None, None]
+    q, k, v = (x.masked_fill(is_padding, 0).transpose(0, 1) for x in (q_NHK, k_NHK, v_NHK))  # (H, N, K)
+    out_HNK = F.scaled_dot_product_attention(q, k, v, attn_mask=segment_N[:, None] == segment_N)
+    return out_HNK.transpose(0, 1).masked_fill(is_padding, 0)
 
 
 def _batched_sdpa(q_GSHK: Tensor, k_GSHK: Tensor, v_GSHK: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from refvl.attention import choose_backend, group_segments, varlen_attention
 from refvl.encoders.weights import config_values, load_strict
 from refvl.positions.rotary import apply_rotary, vision_rotary_cos_sin
-from refvl.positions.windows import get_window_index, invert_permutation
-from refvl.schema import as_grids, check_shape
+from refvl.positions.windows import get_window_index, invert_permutation, max_window_count
+from refvl.schema import Grid, as_grids, check_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ class VisionMetadata:
     reverse_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64
     cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (frames + 1,) int32, patches
     cu_window_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (windows + 1,) int32, patches
-    frame_groups: tuple[Tensor, ...]  # equal-length frames, for the sdpa backend
-    window_groups: tuple[Tensor, ...]  # equal-length windows, for the sdpa backend
+    frame_groups: tuple[Tensor, ...] = field(metadata={"pad": "empty"})  # equal-length frames, for the sdpa backend
+    window_groups: tuple[Tensor, ...] = field(metadata={"pad": "empty"})  # equal-length windows, for the sdpa backend
     max_seqlen: int  # patches in the longest frame
     max_window_seqlen: int  # patches in the longest window
 
@@ -165,17 +165,59 @@ class Qwen2_5_VisionTransformer(nn.Module):
             max_window_seqlen=int(cu_window_seqlens.diff().max()) if grids else 0,
         )
 
-    def forward(self, pixel_values: Tensor, grid_thw=None, *, metadata: VisionMetadata | None = None) -> Tensor:
+    def item_size(self, grid: Grid) -> tuple[int, int, int]:
+        """(patch rows, output tokens, frames) of one item of `grid` patches."""
+        t, h, w = grid
+        return t * h * w, t * h * w // self.config.spatial_merge_size**2, t
+
+    def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
+        """Metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need, for a capture.
+
+        Cumulative lengths say "one frame, one window, all patches", so that a warm-up runs on legal values. Windows are
+        bounded by `max_window_count`; a window holds at most its square of tokens, a frame at most all of them.
+        """
+        c, unit = self.config, self.config.spatial_merge_size**2
+        side = c.window_size // c.spatial_merge_size // c.patch_size
+        patches, frames = max_tokens * unit, min(max_frames, max_tokens)
+        windows = max_window_count(max_tokens, frames, side)
+
+        def full(length: int) -> Tensor:
+            lengths = torch.full((length + 1,), patches, dtype=torch.int32, device=self.device)
+            lengths[0] = 0
+            return lengths
+
+        index_M = torch.arange(max_tokens, device=self.device)
+        angles = torch.zeros(patches, c.head_dim // 2, device=self.device)
+        return VisionMetadata(
+            cos=angles, sin=angles.clone(), window_index=index_M, reverse_index=index_M.clone(),
+            cu_seqlens=full(frames), cu_window_seqlens=full(windows), frame_groups=(), window_groups=(),
+            max_seqlen=patches, max_window_seqlen=min(side**2, max_tokens) * unit,
+        )  # fmt: skip
+
+    def pixel_buffer(self, max_tokens: int) -> Tensor:
+        """(patch rows, C*Tp*P*P) zeros for `max_tokens` output tokens."""
+        rows = max_tokens * self.config.spatial_merge_size**2
+        return torch.zeros(rows, self.config.patch_values, dtype=self.dtype, device=self.device)
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        grid_thw=None,
+        *,
+        metadata: VisionMetadata | None = None,
+        attention: str | None = None,
+    ) -> Tensor:
         """(N, C*Tp*P*P) patch rows of all items -> (M, D) embeddings, items in order.
 
-        Give `grid_thw` to plan here, or the `metadata` of an earlier `plan`. Raises ValueError when the rows do not
+        Give `grid_thw` to plan here, or the `metadata` of an earlier `plan`; `attention` overrides the tower's backend
+        (a capture asks for one with static shapes). Raises ValueError when the rows do not
         match. In float16 the last blocks can overflow on long inputs; then values are clamped to the finite range.
         """
         if (metadata is None) == (grid_thw is None):
             raise ValueError("forward: give exactly one of grid_thw and metadata")
         metadata = self.plan(grid_thw) if metadata is None else metadata
         check_shape(pixel_values, (len(metadata.cos), self.config.patch_values), "pixel_values")
-        backend = choose_backend(self.attention, pixel_values.device, self.dtype)
+        backend = choose_backend(attention or self.attention, pixel_values.device, self.dtype)
 
         x_NE = self.patch_embed(pixel_values.to(self.dtype))
         x_NE = self._permute_blocks(x_NE, metadata.window_index)

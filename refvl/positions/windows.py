@@ -52,6 +52,16 @@ def _window_of_each_token(merged_thw: Grid, side: int) -> Tensor:
     return (frame + row + column).flatten()
 
 
+def max_window_count(max_tokens: int, max_frames: int, side: int) -> int:
+    """The most windows that `max_tokens` merged tokens in at most `max_frames` frames can fall into.
+
+    A frame of n tokens has at most ceil(n / side) windows - a strip one token high reaches that - and rounding up
+    costs a frame at most side - 1 tokens. side: of a window, in merged tokens.
+    """
+    frames = min(max_frames, max_tokens)
+    return min(max_tokens, (max_tokens + frames * (side - 1)) // side)
+
+
 def invert_permutation(permutation: Tensor) -> Tensor:
     """(M,) int64 `inverse` with `x[permutation][inverse] == x`."""
     inverse = torch.empty_like(permutation)

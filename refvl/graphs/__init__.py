@@ -1,0 +1,18 @@
+"""Encoder graphs: budgets, capture, replay, packing. Knows encoders only through plan, forward and metadata fields."""
+
+from refvl.graphs.budgets import Batch, Limits, generate_budgets, infer_limits, plan_batches
+from refvl.graphs.manager import EncoderGraphManager, GraphEncoder, GraphStats
+from refvl.graphs.recorder import CaptureError, TraceGraph
+
+__all__ = [
+    "Batch",
+    "CaptureError",
+    "EncoderGraphManager",
+    "GraphEncoder",
+    "GraphStats",
+    "Limits",
+    "TraceGraph",
+    "generate_budgets",
+    "infer_limits",
+    "plan_batches",
+]

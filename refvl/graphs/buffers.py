@@ -1,0 +1,71 @@
+"""Static buffers: fixed addresses, changing contents.
+
+A captured graph reads the same memory at every replay. Here that memory is the encoder's own metadata dataclass at full
+capacity, plus pixels. Before a replay each field is filled by the padding rule that stands on it, so that nothing of
+the batch before survives; a field without a rule is a TypeError, not stale data. Integers were baked in at capture:
+they are capacities, and a batch must stay below them.
+
+    rule          what stands behind the contents
+    zero          0
+    repeat_last   the last value: cumulative lengths continue with empty segments
+    identity      the index itself: a permutation stays one
+    empty         nothing; the field (a tuple) is not used inside a graph
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+
+def _zero(buffer: Tensor, count: int) -> None:
+    buffer[count:].zero_()
+
+
+def _repeat_last(buffer: Tensor, count: int) -> None:
+    buffer[count:].copy_(buffer[count - 1].expand_as(buffer[count:]))
+
+
+def _identity(buffer: Tensor, count: int) -> None:
+    torch.arange(count, len(buffer), out=buffer[count:])
+
+
+PAD_RULES: dict[str, Callable[[Tensor, int], None]] = {
+    "zero": _zero,
+    "repeat_last": _repeat_last,
+    "identity": _identity,
+}
+
+
+def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
+    """Copy `values` (n, ...) into the front of `buffer` (capacity, ...) in place and pad the rest by `rule`.
+
+    Raises ValueError when the values do not fit, TypeError for an unknown rule.
+    """
+    if rule not in PAD_RULES:
+        raise TypeError(f"{name}: no padding rule {rule!r}; known: {sorted(PAD_RULES)}")
+    if len(values) > len(buffer) or values.shape[1:] != buffer.shape[1:]:
+        raise ValueError(f"{name}: shape {tuple(values.shape)} does not fit the captured {tuple(buffer.shape)}")
+    buffer[: len(values)].copy_(values, non_blocking=True)
+    if len(values) < len(buffer):
+        PAD_RULES[rule](buffer, len(values))
+
+
+def fill_metadata(buffers, metadata) -> None:
+    """Fill a metadata dataclass at capacity (`buffers`) with the planned `metadata` of a batch, field by field.
+
+    Tensors are copied and padded, integers compared with their capacity, tuples left out. Raises TypeError for a field
+    of another class or without a padding rule, ValueError when something exceeds what was captured.
+    """
+    if type(buffers) is not type(metadata):
+        raise TypeError(f"metadata: expected {type(buffers).__name__}, got {type(metadata).__name__}")
+    for field in fields(buffers):
+        buffer, value = getattr(buffers, field.name), getattr(metadata, field.name)
+        if isinstance(buffer, Tensor):
+            fill_padded(buffer, value, field.metadata.get("pad", "none"), field.name)
+        elif isinstance(buffer, int):
+            if value > buffer:
+                raise ValueError(f"{field.name}: {value} exceeds the captured capacity of {buffer}")
+        elif field.metadata.get("pad") != "empty":
+            raise TypeError(f"{field.name}: a {type(buffer).__name__} cannot be part of a graph")

@@ -1,0 +1,213 @@
+"""The manager: captures one graph per budget, packs arriving items, replays, and hands outputs back in order.
+
+    items (pixels, grids) -> plan_batches -> for each batch: plan -> fill static buffers -> replay -> clone -> split
+                                     too large for every budget: the same encoder, eagerly
+
+It knows an encoder only through `GraphEncoder`: plan, forward, metadata at capacity, and the sizes of an item.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from refvl.graphs.budgets import Batch, infer_limits, plan_batches
+from refvl.graphs.buffers import fill_metadata, fill_padded
+from refvl.graphs.cuda import CudaGraph
+from refvl.graphs.recorder import TraceGraph
+from refvl.schema import Grid, as_grids, check_shape
+
+BACKENDS = ("cuda", "trace")
+ATTENTION = {"cuda": "varlen", "trace": "masked"}  # attention whose shapes do not depend on the lengths
+MIN_BUDGET, MAX_BUDGET = 64, 4096  # tokens: a 224 px picture; four pictures of about 900 px
+CACHED_PLANS = 256
+
+
+class GraphEncoder(Protocol):
+    """What an encoder has to offer to be captured."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def item_size(self, grid: Grid) -> tuple[int, int, int]:
+        """(patch rows, output tokens, frames) of one item."""
+
+    def plan(self, grid_thw) -> object:
+        """Metadata of a batch: a frozen dataclass of tensors and integers, with a padding rule on each tensor."""
+
+    def plan_capacity(self, max_tokens: int, max_frames: int) -> object:
+        """The same dataclass with every tensor as long, and every integer as large, as any batch within the limits."""
+
+    def pixel_buffer(self, max_tokens: int) -> Tensor:
+        """(patch rows, values) zeros for `max_tokens` output tokens."""
+
+    def __call__(self, pixel_values: Tensor, *, metadata, attention: str | None = None) -> Tensor:
+        """Patch rows -> (tokens, D)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CapturedBudget:
+    """One graph and everything it reads and writes: strong references, or the memory would be handed out again."""
+
+    graph: CudaGraph | TraceGraph
+    pixel_values: Tensor
+    metadata: object
+    output: Tensor
+
+
+@dataclass(slots=True)
+class GraphStats:
+    """Counters since the capture. Items that ran eagerly are misses; waste counts tokens of replays only."""
+
+    hits: int = 0
+    misses: int = 0
+    tokens: int = 0
+    budget_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of items that a graph encoded; 0 before the first."""
+        return self.hits / max(1, self.hits + self.misses)
+
+    @property
+    def padding_waste(self) -> float:
+        """Share of replayed tokens that were padding; 0 before the first."""
+        return 1 - self.tokens / self.budget_tokens if self.budget_tokens else 0.0
+
+
+class EncoderGraphManager:
+    """Graphs of one encoder. Outputs are clones: the next replay overwrites what a graph returned."""
+
+    def __init__(
+        self,
+        encoder: GraphEncoder,
+        *,
+        budgets: Sequence[int] | None = None,
+        max_items: int | None = None,
+        max_frames: int | None = None,
+        backend: str = "auto",
+        policy: str = "optimal",
+        progress: bool = True,
+    ):
+        """budgets: output tokens per graph. max_items, max_frames: per replay. What is None is inferred.
+
+        backend: "cuda", "trace" (any device), or "auto" for the one of the encoder's device. policy: see
+        `plan_batches`. Raises ValueError when limits contradict each other or the backend cannot run here.
+        """
+        if backend not in ("auto", *BACKENDS):
+            raise ValueError(f"backend: expected one of {('auto', *BACKENDS)}, got {backend!r}")
+        on_cuda = encoder.device.type == "cuda"
+        self.backend = ("cuda" if on_cuda else "trace") if backend == "auto" else backend
+        if self.backend == "cuda" and not on_cuda:
+            raise ValueError(f"backend: 'cuda' needs an encoder on CUDA, this one is on {encoder.device}")
+        self.encoder, self.policy, self.progress = encoder, policy, progress
+        self.limits = infer_limits(MIN_BUDGET, MAX_BUDGET, budgets=budgets, max_items=max_items, max_frames=max_frames)
+        plan_batches([], self.limits.budgets, self.limits.max_items, policy=policy)  # refuses an unknown policy now
+        self.captured: dict[int, CapturedBudget] = {}
+        self.last_batches: list[Batch] = []
+        self._stats, self._plans = GraphStats(), OrderedDict()
+
+    def capture(self) -> None:
+        """Capture every budget, largest first, so that smaller graphs reuse its memory. Shows a progress bar."""
+        pool = torch.cuda.graph_pool_handle() if self.backend == "cuda" else None
+        bar = tqdm(sorted(self.limits.budgets, reverse=True), desc="capture", unit="graph", disable=not self.progress)
+        for budget in bar:
+            if budget not in self.captured:
+                self.captured[budget] = self._capture(budget, pool)
+            bar.set_postfix_str(f"budget {budget}{self._memory()}")
+
+    def _capture(self, budget: int, pool) -> CapturedBudget:
+        metadata = self.encoder.plan_capacity(budget, self.limits.max_frames)
+        pixel_values = self.encoder.pixel_buffer(budget)
+        graph = CudaGraph(pool) if self.backend == "cuda" else TraceGraph()
+        attention = ATTENTION[self.backend]
+        output = graph.capture(lambda: self.encoder(pixel_values, metadata=metadata, attention=attention))
+        return CapturedBudget(graph, pixel_values, metadata, output)
+
+    @torch.inference_mode()
+    def execute(self, pixel_values: Tensor, grid_thw) -> list[Tensor]:
+        """Encode items, images and videos mixed; one (M, D) tensor each, in the caller's order.
+
+        pixel_values: (N, values) patch rows of all items in order. grid_thw: (t, h, w) per item in patches. Captures
+        first when that has not happened. `last_batches` says afterwards how the items were packed.
+        """
+        grids = as_grids(grid_thw)
+        sizes = [self.encoder.item_size(grid) for grid in grids]
+        check_shape(pixel_values, (sum(patches for patches, _, _ in sizes), "values"), "pixel_values")
+        if not self.captured:
+            self.capture()
+        rows = pixel_values.split([patches for patches, _, _ in sizes])
+        self.last_batches = plan_batches(
+            [tokens for _, tokens, _ in sizes], self.limits.budgets, self.limits.max_items,
+            policy=self.policy, frames=[frames for _, _, frames in sizes], max_frames=self.limits.max_frames,
+        )  # fmt: skip
+        outputs: dict[int, Tensor] = {}
+        for batch in self.last_batches:
+            batch_rows, batch_grids = [rows[i] for i in batch.indices], tuple(grids[i] for i in batch.indices)
+            tokens = [sizes[i][1] for i in batch.indices]
+            embeds = (
+                self._eager(batch_rows, batch_grids)
+                if batch.budget is None
+                else self._replay(batch.budget, batch_rows, batch_grids)
+            )
+            outputs |= zip(batch.indices, embeds[: sum(tokens)].split(tokens), strict=True)
+            self._count(batch, sum(tokens))
+        return [outputs[i] for i in range(len(grids))]
+
+    def _replay(self, budget: int, rows: list[Tensor], grids: tuple[Grid, ...]) -> Tensor:
+        captured = self.captured[budget]
+        pixel_values = torch.cat(rows).to(captured.pixel_values)
+        fill_padded(captured.pixel_values, pixel_values, "zero", "pixel_values")
+        fill_metadata(captured.metadata, self._plan(grids))
+        return captured.graph.replay().clone()
+
+    def _eager(self, rows: list[Tensor], grids: tuple[Grid, ...]) -> Tensor:
+        return self.encoder(torch.cat(rows).to(self.encoder.device), metadata=self._plan(grids))
+
+    def _plan(self, grids: tuple[Grid, ...]):
+        """Plans depend on sizes alone, and sizes repeat: the most recent ones are kept."""
+        plan = self._plans.pop(grids, None) or self.encoder.plan(grids)
+        self._plans[grids] = plan
+        if len(self._plans) > CACHED_PLANS:
+            self._plans.popitem(last=False)
+        return plan
+
+    def _count(self, batch: Batch, tokens: int) -> None:
+        if batch.budget is None:
+            self._stats.misses += len(batch.indices)
+        else:
+            self._stats.hits += len(batch.indices)
+            self._stats.tokens += tokens
+            self._stats.budget_tokens += batch.budget
+
+    def stats(self) -> GraphStats:
+        """Hits, misses, hit rate and padding waste since the capture."""
+        return self._stats
+
+    def memory_bytes(self) -> int:
+        """Bytes that the graphs hold: on CUDA what the allocator has reserved, else recorded outputs and buffers."""
+        if self.backend == "cuda":
+            return torch.cuda.memory_reserved(self.encoder.device)
+        return sum(c.graph.memory_bytes() + _bytes(c) for c in self.captured.values())
+
+    def clear(self) -> None:
+        """Drop all graphs and buffers and give their memory back; the next `execute` captures again."""
+        self.captured.clear()
+        self._plans.clear()
+        self._stats = GraphStats()
+        if self.backend == "cuda":
+            torch.cuda.empty_cache()
+
+    def _memory(self) -> str:
+        if self.backend != "cuda":
+            return ""
+        return f", {torch.cuda.memory_reserved(self.encoder.device) / 2**30:.2f} GiB"
+
+
+def _bytes(captured: CapturedBudget) -> int:
+    tensors = [captured.pixel_values, *(getattr(captured.metadata, f.name) for f in fields(captured.metadata))]
+    return sum(t.nbytes for t in tensors if isinstance(t, Tensor))
