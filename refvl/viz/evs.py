@@ -19,7 +19,7 @@ from torch import Tensor
 from refvl.positions import MediaSpan, compute_retention_mask, restrict_positions
 from refvl.schema import Grid, check_shape
 from refvl.viz.positions import grid_of_axes, kind_of, plot_positions, shade_tokens
-from refvl.viz.style import KEPT, PRUNED, SEQUENCE_CMAP, axes_or_new, interactive
+from refvl.viz.style import HIGHLIGHT, KEPT, PRUNED, SEQUENCE_CMAP, axes_or_new, interactive
 
 _COVER = 0.86  # opacity of what covers a pruned token
 
@@ -53,7 +53,7 @@ def _strip(ax, count: int, columns: int, height_to_width: float) -> np.ndarray:
         return grid_of_axes(ax, 1, count, (1, 1))[0]
     columns = min(columns, count)
     rows = -(-count // columns)
-    width = min(2.2, 8.5 / columns)
+    width = min(2.2, 11 / columns)
     axes = grid_of_axes(None, rows, columns, (columns * width, rows * (width * height_to_width + 0.3) + 0.35)).flatten()
     for unused in axes[count:]:
         unused.remove()
@@ -133,14 +133,14 @@ def plot_pruned_positions(
 
 def plot_accuracy_curve(
     accuracy: dict[str, dict[float, float]],
-    ttft: dict[str, dict[float, float]] | None = None,
+    relative: dict[str, dict[float, float]] | None = None,
     *,
     title: str = "accuracy and time to the first token",
     ax: Axes | None = None,
 ) -> Axes:
-    """Accuracy (left) and time to the first token relative to the smallest rate (right), against the pruning rate.
+    """Accuracy (left), and times or token counts relative to the smallest rate (right), against the pruning rate.
 
-    accuracy: {name: {q: fraction}}. ttft: {name: {q: time in any unit}}, or None.
+    accuracy: {name: {q: fraction}}. relative: {name: {q: value in any unit}}, or None.
     Returns the left Axes; the right one, if any, is the last of its figure.
     """
     ax = axes_or_new(ax, figsize=(7, 3.8))
@@ -149,11 +149,11 @@ def plot_accuracy_curve(
         lines += ax.plot(list(curve), [100 * v for v in curve.values()], lw=2, marker="o", label=name)
     ax.set(title=title, xlabel="pruning rate q", ylabel="accuracy (%)", ylim=(0, 104))
     ax.grid(alpha=0.25)
-    if ttft:
+    if relative:
         right = ax.twinx()
-        for (name, curve), style in zip(ttft.items(), ("--", ":", "-.") * len(ttft), strict=False):
-            relative = [v / curve[min(curve)] for v in curve.values()]
-            lines += right.plot(list(curve), relative, color=KEPT, ls=style, marker="x", label=f"{name} (right)")
+        for i, (name, curve) in enumerate(relative.items()):
+            shares, color = [v / curve[min(curve)] for v in curve.values()], (KEPT, HIGHLIGHT, "dimgrey")[i % 3]
+            lines += right.plot(list(curve), shares, color=color, ls="--", marker="x", label=f"{name} (right)")
         right.set(ylabel="relative to no pruning", ylim=(0, 1.04 * max(1.0, right.dataLim.y1)))
     ax.legend(handles=lines, loc="lower left", fontsize=9)
     return ax

@@ -179,7 +179,7 @@ def plot_clip_positions(
     """
     span = MediaSpan(text, t, side, side, t_factor=2.0 * second_per_grid)
     positions, delta = get_mrope_input_positions(span.num_tokens + 2 * text, [span])
-    title = f"{t} steps of {side} x {side} tokens, {second_per_grid:g} s each: delta {delta}"
+    title = f"{t} steps of {side} x {side} tokens,\n{second_per_grid:g} s each: delta {delta}"
     ax = plot_positions(positions, [span], kinds=["video"], title=title, ax=ax)
     ax.set_ylim(-1, 70)
     return ax
