@@ -23,6 +23,7 @@ MaxNewTokens = Annotated[int, typer.Option(help="stop after this many tokens")]
 PruningRate = Annotated[float, typer.Option(help="share of video tokens that EVS drops, in [0, 1)")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
+Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower in graphs first")]
 Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, flash, sdpa")]
 
 
@@ -30,10 +31,10 @@ Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto,
 def chat(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0,
-    device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto",
+    device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
     """Answer a question about pictures and clips; the text streams as it is generated."""
-    model = _load(checkpoint, device, dtype, attention)
+    model = _load(checkpoint, device, dtype, attention, graphs)
     pieces = model.chat(
         prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
         stream=True,
@@ -47,10 +48,10 @@ def chat(
 def trace(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0,
-    device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto",
+    device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
     """The same run, with every stage's shapes and seconds."""
-    model = _load(checkpoint, device, dtype, attention)
+    model = _load(checkpoint, device, dtype, attention, graphs)
     run = model.trace(
         prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate
     )
@@ -87,10 +88,11 @@ def stage_table(run) -> Table:
     return table
 
 
-def _load(checkpoint: str, device: str, dtype: str, attention: str):
+def _load(checkpoint: str, device: str, dtype: str, attention: str, graphs: bool):
     from refvl.pipeline import load
 
-    return load(checkpoint, device=device, dtype=dtype, attention=attention, progress=sys.stderr.isatty())
+    options = {"device": device, "dtype": dtype, "attention": attention, "graphs": graphs}
+    return load(checkpoint, **options, progress=sys.stderr.isatty())
 
 
 @contextmanager

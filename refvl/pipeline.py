@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from transformers import PretrainedConfig, TextIteratorStreamer
 
 from refvl import checkpoints
+from refvl.graphs.manager import MIN_BUDGET, EncoderGraphManager
 from refvl.language import CausalTextModel, generate, load_language_model, random_language_model
 from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
 from refvl.positions import compute_retention_mask, get_mrope_input_positions, restrict_positions
@@ -35,6 +36,7 @@ class VLM:
 
     def __init__(self, config: PretrainedConfig, processor, encoder, language_model: CausalTextModel):
         self.config, self.processor, self.encoder, self.language_model = config, processor, encoder, language_model
+        self.graphs: EncoderGraphManager | None = None  # when set, it encodes instead of the eager encoder
         self.token_ids = {"image": config.image_token_id, "video": config.video_token_id}
 
     @property
@@ -132,19 +134,20 @@ class VLM:
     def _prefill_inputs(self, prompt, images=(), videos=(), pruning_rate: float = 0.0) -> Trace:
         """Every stage up to what the language model is given."""
         q = check_pruning_rate(pruning_rate, "pruning_rate")
-        self._check_runnable()
+        self.check_runnable()
         trace = Trace(device=self.device)
         messages = self.processor.messages(prompt, images, videos)
         with trace.stage("decode media"):
             trace.media = self.processor.decode(messages)
         with trace.stage("patchify"):
             trace.patches = self.processor.patchify(trace.media)
-        with trace.stage("plan"):
+        with trace.stage("plan"):  # graphs plan for themselves, batch by batch
             batches = _batches(trace.grids)
-            trace.metadata = [self.encoder.plan([trace.grids[i] for i in batch]) for batch in batches]
+            trace.metadata = [] if self.graphs else [self.encoder.plan([trace.grids[i] for i in b]) for b in batches]
         with trace.stage("encode"):
             rows = [p.pixel_values for p in trace.patches]
             trace.embeds = self._encode(rows, trace.grids, batches, trace.metadata)
+            trace.graph_batches = list(self.graphs.last_batches) if self.graphs and rows else []
         merged = [p.merged for p in trace.patches]
         with trace.stage("prune"):
             trace.keep_masks = [_keep_mask(m, e, q) for m, e in zip(merged, trace.embeds, strict=True)]
@@ -200,7 +203,7 @@ class VLM:
         when rows, grids and placeholders do not match.
         """
         q = check_pruning_rate(pruning_rate, "pruning_rate")
-        self._check_runnable()
+        self.check_runnable()
         check_shape(input_ids, ("B", "L"), "input_ids")
         attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         check_shape(attention_mask, tuple(input_ids.shape), "attention_mask")
@@ -259,8 +262,11 @@ class VLM:
     def _encode(self, rows: Sequence[Tensor], grids, batches, metadata=None, *, progress: bool = True) -> list[Tensor]:
         embeds = []
         for i, batch in enumerate(tqdm(batches, desc="encode", disable=not progress or len(batches) < 2, leave=False)):
-            planned = metadata[i] if metadata else self.encoder.plan([grids[j] for j in batch])
             pixel_values = torch.cat([rows[j] for j in batch]).to(self.device)
+            if self.graphs:
+                embeds += self.graphs.execute(pixel_values, [grids[j] for j in batch])
+                continue
+            planned = metadata[i] if metadata else self.encoder.plan([grids[j] for j in batch])
             sizes = [self.processor.merged("image", grids[j]).num_tokens for j in batch]
             embeds += self.encoder(pixel_values, metadata=planned).split(sizes)
         return embeds
@@ -269,7 +275,8 @@ class VLM:
     def _embed_text(self, ids: Tensor) -> Tensor:
         return self.language_model.get_input_embeddings()(ids.to(self.language_model.device))
 
-    def _check_runnable(self) -> None:
+    def check_runnable(self) -> None:
+        """Raise ValueError on the meta device."""
         if self.device.type == "meta":
             raise ValueError("device: a model on 'meta' can plan, but not run; load it on 'cpu' or 'cuda'")
 
@@ -321,6 +328,7 @@ def load(
     dtype="auto",
     attention: str = "auto",
     weights: str = "checkpoint",
+    graphs: bool | dict | None = None,
     progress: bool = True,
     **model_kwargs,
 ) -> VLM:
@@ -329,7 +337,9 @@ def load(
     device: "auto" takes CUDA when there is one. dtype: a torch dtype or its name; "auto" is the checkpoint's own on
     CUDA and float32 on a CPU. attention: backend of the vision tower (`refvl.attention`). weights: "checkpoint", or
     "random" to build the true shape from a config alone (a folder, a JSON file, a dict) - on device "meta" it costs
-    no memory. model_kwargs go to transformers' text model (`attn_implementation`, `device_map`, ...).
+    no memory. graphs: True captures the encoder in graphs now (CUDA graphs, or their stand-in elsewhere); a dict gives
+    the options of `EncoderGraphManager`. model_kwargs go to transformers' text model (`attn_implementation`,
+    `device_map`, ...).
 
     Raises FileNotFoundError when nothing is there, ValueError for an unknown family or weights that do not fit.
     """
@@ -348,7 +358,21 @@ def load(
     else:
         encoder = checkpoints.load_encoder(folder, config, attention=attention, progress=progress, **options)
         language_model = load_language_model(folder, text_config, progress=progress, **options, **model_kwargs)
-    return VLM(config, checkpoints.load_processor(folder, config), encoder, language_model)
+    vlm = VLM(config, checkpoints.load_processor(folder, config), encoder, language_model)
+    if graphs:
+        vlm.graphs = _capture_graphs(vlm, {} if graphs is True else graphs, progress)
+    return vlm
+
+
+def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphManager:
+    """The smallest inferred budget is the checkpoint's largest picture where that is small, as in the tiny models."""
+    vlm.check_runnable()
+    largest_picture = vlm.processor.image_config.max_pixels // vlm.processor.image_config.factor**2
+    manager = EncoderGraphManager(
+        vlm.encoder, **({"min_budget": min(MIN_BUDGET, largest_picture), "progress": progress} | options)
+    )
+    manager.capture()
+    return manager
 
 
 def _resolve_device(device) -> torch.device:

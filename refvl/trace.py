@@ -21,6 +21,7 @@ class Trace:
     media: list = field(default_factory=list)  # PIL images and `Video`s, decoded
     patches: list[Patches] = field(default_factory=list)  # pixel_values (N, C*Tp*P*P), grid_thw, merged extents
     metadata: list = field(default_factory=list)  # what `encoder.plan` made, one per forward
+    graph_batches: list = field(default_factory=list)  # how graphs packed the media; empty when run eagerly
     embeds: list[Tensor] = field(default_factory=list)  # (M, D) per medium, before pruning
     keep_masks: list[Tensor | None] = field(default_factory=list)  # (M,) bool per medium; None: not pruned
     spans: list[MediaSpan] = field(default_factory=list)  # where each medium stands in the full prompt
@@ -66,7 +67,7 @@ class Trace:
                     f"{len(m.cu_window_seqlens) - 1} windows, {len(m.cu_seqlens) - 1} frames" for m in self.metadata
                 )
             case "encode":
-                return ", ".join(str(tuple(e.shape)) for e in self.embeds)
+                return ", ".join(str(tuple(e.shape)) for e in self.embeds) + self._graph_report()
             case "prune":
                 return ", ".join(f"{int(k.sum())} of {len(k)} kept" for k in self.keep_masks if k is not None)
             case "merge":
@@ -78,6 +79,15 @@ class Trace:
             case "decode tokens":
                 return f"{len(self.token_ids) - 1} tokens"
         return ""
+
+    def _graph_report(self) -> str:
+        """What each replay held: hit or miss, budget, waste."""
+        lines = []
+        for batch in self.graph_batches:
+            tokens = sum(len(self.embeds[i]) for i in batch.indices)
+            waste = f"graph of {batch.budget}, {1 - tokens / batch.budget:.0%} padding" if batch.budget else "eager"
+            lines.append(f"media {', '.join(str(i + 1) for i in batch.indices)}: {waste}")
+        return "; " + "; ".join(lines) if lines else ""
 
 
 class TokenTimer(BaseStreamer):

@@ -23,7 +23,8 @@ from refvl.schema import Grid, as_grids, check_shape
 
 BACKENDS = ("cuda", "trace")
 ATTENTION = {"cuda": "varlen", "trace": "masked"}  # attention whose shapes do not depend on the lengths
-MIN_BUDGET, MAX_BUDGET = 64, 4096  # tokens: a 224 px picture; four pictures of about 900 px
+MIN_BUDGET = 64  # tokens: a picture of 224 px
+MAX_BUDGET = {"cuda": 4096, "trace": 256}  # the masked attention of traces is quadratic in the budget
 CACHED_PLANS = 256
 
 
@@ -89,11 +90,13 @@ class EncoderGraphManager:
         budgets: Sequence[int] | None = None,
         max_items: int | None = None,
         max_frames: int | None = None,
+        min_budget: int = MIN_BUDGET,
         backend: str = "auto",
         policy: str = "optimal",
         progress: bool = True,
     ):
-        """budgets: output tokens per graph. max_items, max_frames: per replay. What is None is inferred.
+        """budgets: output tokens per graph. max_items, max_frames: per replay. What is None is inferred; inferred
+        budgets double from `min_budget`.
 
         backend: "cuda", "trace" (any device), or "auto" for the one of the encoder's device. policy: see
         `plan_batches`. Raises ValueError when limits contradict each other or the backend cannot run here.
@@ -105,7 +108,9 @@ class EncoderGraphManager:
         if self.backend == "cuda" and not on_cuda:
             raise ValueError(f"backend: 'cuda' needs an encoder on CUDA, this one is on {encoder.device}")
         self.encoder, self.policy, self.progress = encoder, policy, progress
-        self.limits = infer_limits(MIN_BUDGET, MAX_BUDGET, budgets=budgets, max_items=max_items, max_frames=max_frames)
+        self.limits = infer_limits(
+            min_budget, MAX_BUDGET[self.backend], budgets=budgets, max_items=max_items, max_frames=max_frames
+        )
         plan_batches([], self.limits.budgets, self.limits.max_items, policy=policy)  # refuses an unknown policy now
         self.captured: dict[int, CapturedBudget] = {}
         self.last_batches: list[Batch] = []

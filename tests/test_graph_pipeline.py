@@ -1,0 +1,88 @@
+"""The whole path with graphs; oracle: the same path without them. The gpu-marked half is the same on CUDA."""
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_factory import make_checkpoint
+
+import refvl
+from refvl.paths import DATA
+
+PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")]
+FRAMES = np.random.default_rng(0).integers(0, 256, (6, 90, 120, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def both(folder, **options):
+    eager = refvl.load(folder, progress=False, **options)
+    return eager, refvl.load(folder, progress=False, graphs={"budgets": [16, 32, 64]}, **options)
+
+
+def ask(vlm, **media):
+    return vlm.trace("What is it?", max_new_tokens=8, **media)
+
+
+@pytest.mark.parametrize(
+    "media",
+    [{}, {"images": PHOTOS}, {"videos": [FRAMES]}, {"images": PHOTOS[:1], "videos": [FRAMES], "pruning_rate": 0.5}],
+    ids=["text", "pictures", "clip", "picture and pruned clip"],
+)
+def test_graphs_change_no_id(folder, media):
+    eager, graphed = both(folder, device="cpu")
+    expected, trace = ask(eager, **media), ask(graphed, **media)
+    assert trace.token_ids == expected.token_ids
+    for ours, theirs in zip(trace.embeds, expected.embeds, strict=True):
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+    for ours, theirs in zip(trace.keep_masks, expected.keep_masks, strict=True):
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+
+
+def test_the_trace_says_which_graph_ran(folder):
+    _, graphed = both(folder, device="cpu")
+    trace = ask(graphed, images=PHOTOS)
+    assert sorted(i for batch in trace.graph_batches for i in batch.indices) == [0, 1, 2]
+    row = next(shapes for stage, shapes, _ in trace.rows() if stage == "encode")
+    for batch in trace.graph_batches:
+        tokens = sum(len(trace.embeds[i]) for i in batch.indices)
+        assert f"graph of {batch.budget}, {1 - tokens / batch.budget:.0%} padding" in row
+    assert graphed.graphs.stats().hits == 3
+    assert ask(graphed).graph_batches == []
+
+
+def test_true_infers_budgets_from_the_checkpoint(folder):
+    graphed = refvl.load(folder, device="cpu", progress=False, graphs=True)
+    assert graphed.graphs.limits.budgets == (16, 32, 64, 128, 256)
+    assert set(graphed.graphs.captured) == {16, 32, 64, 128, 256}
+
+
+def test_graphs_need_a_device_that_runs():
+    with pytest.raises(ValueError, match="'meta' can plan, but not run"):
+        refvl.load(DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json", weights="random", device="meta", graphs=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnCuda:
+    def test_float32_answers_equal_the_cpu(self, folder):
+        """float32 on both; sampling noise is far below the gaps between the logits of these wide weights."""
+        media = {"images": PHOTOS, "videos": [FRAMES]}
+        on_cpu = ask(refvl.load(folder, device="cpu", progress=False), **media)
+        on_cuda = ask(refvl.load(folder, device="cuda", dtype="float32", progress=False), **media)
+        assert on_cuda.token_ids == on_cpu.token_ids
+
+    def test_bfloat16_embeddings_with_and_without_graphs(self, folder):
+        """The same varlen kernel on the same rows: equal up to the order of sums, 2 % of the norm in bfloat16."""
+        eager, graphed = both(folder, device="cuda", dtype="bfloat16")
+        expected, trace = ask(eager, images=PHOTOS, videos=[FRAMES]), ask(graphed, images=PHOTOS, videos=[FRAMES])
+        for ours, theirs in zip(trace.embeds, expected.embeds, strict=True):
+            assert (ours.float() - theirs.float()).norm() <= 0.02 * theirs.float().norm()
+        assert graphed.graphs.backend == "cuda" and graphed.graphs.stats().hits == 4
+
+    def test_pruning_composes_with_graphs(self, folder):
+        _, graphed = both(folder, device="cuda", dtype="bfloat16")
+        trace = ask(graphed, videos=[FRAMES], pruning_rate=0.5)
+        assert len(trace.input_ids) < len(trace.full_ids) and graphed.graphs.stats().misses == 0
