@@ -8,6 +8,7 @@ prompt, greedy decoding, text. An answer counts when the text is the expected on
 
 import argparse
 import datetime
+import hashlib
 import json
 import math
 import platform
@@ -112,6 +113,11 @@ def pruning_curve(model: refvl.VLM, count: int) -> list[dict]:
     return rows
 
 
+def checksum(folder: Path) -> str:
+    """Of the weights that were measured."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
 def versions() -> dict[str, str]:
     return {
         "refvl": refvl.__version__,
@@ -128,6 +134,7 @@ def main():
     parser.add_argument("-q", type=float, default=0.0, help="EVS pruning rate of clips")
     parser.add_argument("--split", default="test", choices=[s for s in scenes.SPLITS if s != "train"])
     parser.add_argument("--batch", type=int, default=50)
+    parser.add_argument("--dtype", default="auto", help="of the computation; the weights are stored in bfloat16")
     parser.add_argument("--curve", action="store_true", help="also motion against the pruning rate")
     parser.add_argument(
         "--write", type=Path, nargs="?", const=MEASUREMENTS, help=f"JSON file (default {MEASUREMENTS.name})"
@@ -135,7 +142,7 @@ def main():
     parser.add_argument("--mistakes", action="store_true", help="print every wrong answer")
     args = parser.parse_args()
 
-    model, console = refvl.load(args.checkpoint), Console()
+    model, console = refvl.load(args.checkpoint, dtype=args.dtype), Console()
     table, accuracy = Table("kind", "right", "of", "accuracy", "95 % interval"), {}
     for kind in KINDS:
         asked = evaluate(model, kind, args.n, q=args.q, split=args.split, batch=args.batch)
@@ -158,6 +165,7 @@ def main():
         args.write.parent.mkdir(parents=True, exist_ok=True)
         record = {"what": "share of held-out questions answered exactly, greedy decoding", "split": args.split}
         record |= {"seed": scenes.SEED, "n": args.n, "q": args.q, "date": datetime.date.today().isoformat()}
+        record |= {"dtype": str(model.encoder.dtype), "weights_sha256": checksum(args.checkpoint)}
         record |= {"versions": versions(), "accuracy": accuracy, "evs_curve": curve}
         args.write.write_text(json.dumps(record, indent=2) + "\n")
         console.print(f"written: {args.write}")

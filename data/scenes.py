@@ -80,13 +80,21 @@ def scene_rng(split: str, index: int) -> np.random.Generator:
     return np.random.default_rng([SEED, SPLITS[split], index])
 
 
-def draw_scene(split: str, index: int, *, clip: bool = False, objects: tuple[int, int] = (1, 4)) -> Scene:
-    """Draw scene number `index` of a split: a picture, or a clip, with a number of objects in the given range."""
+def draw_scene(
+    split: str, index: int, *, clip: bool = False, objects: tuple[int, int] = (1, 4), alike: bool = False
+) -> Scene:
+    """Draw scene number `index` of a split: a picture, or a clip, with a number of objects in the given range.
+
+    alike: objects that are easily confused - three shapes and three colours at most, and (in a picture) as many
+    objects as fit in one row or one column.
+    """
     rng = scene_rng(split, 2 * index + clip)
     count = int(rng.integers(objects[0], objects[1] + 1))
     direction = str(rng.choice(list(DIRECTIONS))) if clip else None
-    places, room = _draw_places(rng, count, direction)
-    pairs = rng.permutation(len(SHAPES) * len(COLORS))[:count]
+    places, room = _draw_places(rng, count, direction, alike)
+    shapes, colors = rng.permutation(len(SHAPES)), rng.permutation(len(COLORS))
+    pairs = np.add.outer(shapes[: 3 if alike else None] * len(COLORS), colors[: 3 if alike else None]).flatten()
+    pairs = rng.permutation(pairs)[:count]
     things = tuple(_draw_thing(rng, int(pair), int(place)) for pair, place in zip(pairs, places, strict=True))
     base = rng.uniform(195, 245)
     return Scene(
@@ -101,10 +109,13 @@ def draw_scene(split: str, index: int, *, clip: bool = False, objects: tuple[int
     )
 
 
-def _draw_places(rng, count: int, direction: str | None) -> tuple[list[int], int]:
+def _draw_places(rng, count: int, direction: str | None, alike: bool) -> tuple[list[int], int]:
     """Distinct places, the mover's first, and how many cells it may cross; nobody stands in the mover's way."""
     if direction is None:
-        return list(rng.permutation(9)[:count]), 0
+        places, line = rng.permutation(9), int(rng.integers(3))
+        lined_up = (places // 3 == line) if rng.random() < 0.5 else (places % 3 == line)
+        order = np.argsort(~lined_up, kind="stable") if alike else slice(None)
+        return list(places[order][:count]), 0
     dx, dy = DIRECTIONS[direction]
     along, across = int(rng.integers(2)), int(rng.integers(3))  # steps from the edge it leaves, and the lane
     start = along if dx + dy > 0 else 2 - along

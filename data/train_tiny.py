@@ -1,11 +1,14 @@
 """Train the tiny Qwen2.5-VL that ships with refvl: `python -m data.train_tiny`.
 
-Two things make a model of 1.4 million parameters learn this in minutes:
+Three things make a model of 1.4 million parameters learn this in minutes:
 
 1. **See, then speak.** For the first steps only the vision tower learns, with a linear probe on its output that names
    shape, colour, movement and place of every cell. Nine labels per picture teach more than one answered question.
    Then the language model joins; the probe stays as a small part of the loss and is not part of the checkpoint.
 2. **Questions share a scene, but not each other.** See `tiny_model.py`.
+3. **Every second scene is a confusing one**: objects in one row or column, few shapes and colours. Without them the
+   second word of "bottom left" is guessed from whatever else stands in the bottom row: place stayed at 85 % for as
+   long as we looked, and rose to 98 % within 300 steps of confusing scenes.
 
 Matrices are updated by Muon, everything else by AdamW; linear warm-up, cosine to zero. Two processes of one thread
 each take half of the scenes and average their gradients: the operations are too small to be worth splitting.
@@ -32,7 +35,7 @@ from data.tiny_model import Batch, PromptBuilder, TinyModel
 
 WORKERS = 2
 SECONDS_PER_GRID = 2 / scenes.FPS
-HELPERS = ("color_at", "shape_at", "thing_at", "count", "what")
+HELPERS = ("row", "column", "color_at", "shape_at", "thing_at", "thing_at", "count", "what")
 LABELS = (1 + len(scenes.SHAPES), 1 + len(scenes.COLORS), 1 + len(scenes.DIRECTIONS), len(scenes.PLACES))
 BY_ADAM = ("embed_tokens", "lm_head", "merger.mlp.0", "probe")  # tables, and a matrix too large for Muon's taste
 
@@ -41,7 +44,7 @@ BY_ADAM = ("embed_tokens", "lm_head", "merger.mlp.0", "probe")  # tables, and a 
 class Recipe:
     """The defaults are those of the committed checkpoint. Counts of scenes are per step and worker."""
 
-    steps: int = 3000
+    steps: int = 2700
     see: int = 210  # steps in which only the tower learns
     pictures: int = 16
     clips: int = 4
@@ -53,7 +56,7 @@ class Recipe:
     warmup: int = 100
     probe_weight: float = 0.3
     clip_weight: float = 0.5
-    prune_up_to: float = 0.7  # every second step prunes its clips by EVS at random rates below this
+    prune_up_to: float = 0.6  # every second step prunes its clips by EVS at random rates below this
     photos: int = 6  # crops of photographs, every fourth step after seeing; the clip comes every eighth
     photo_weight: float = 0.3
     seed: int = 0
@@ -98,7 +101,8 @@ class Pool:
     def __getitem__(self, key: tuple[bool, int]):
         clip, number = key[0], key[1] % self.sizes[key[0]]
         if (clip, number) not in self.kept:
-            scene = scenes.draw_scene("train", number * WORKERS + self.rank, clip=clip)
+            how = {"objects": (1, 4)} if number % 2 else {"objects": (2, 4), "alike": True}
+            scene = scenes.draw_scene("train", number * WORKERS + self.rank, clip=clip, **how)
             pixels = scenes.render(scene)
             self.kept[clip, number] = scene, pixels if clip else pixels[None], scenes.cell_labels(scene)
         return self.kept[clip, number]
@@ -113,7 +117,7 @@ def expose(pixels: Tensor, rng: np.random.Generator) -> Tensor:
 def kinds_to_ask(clip: bool, rng: np.random.Generator) -> list[str]:
     if clip:
         return ["motion", str(rng.choice(["color", "shape"])), str(rng.choice(["mover", "mover", "what_clip"]))]
-    return ["color", "shape", "place", str(rng.choice(["place", "row", "column"])), str(rng.choice(HELPERS))]
+    return ["color", "shape", "place", "place", str(rng.choice(HELPERS))]
 
 
 def ask_about(builder: PromptBuilder, drawn, pixels: Tensor, clip: bool, rng: np.random.Generator) -> Batch:
