@@ -62,7 +62,7 @@ def interactive(draw: Callable, **widgets):
     """
     import ipywidgets
 
-    picture = ipywidgets.Image(format="png")
+    picture = ipywidgets.Image(format="png", layout={"align_self": "flex-start", "max_width": "100%"})  # not stretched
 
     def redraw(*_):
         figure = draw(**{name: widget.value for name, widget in widgets.items()}).figure
