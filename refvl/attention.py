@@ -24,27 +24,31 @@ BACKENDS = ("varlen", "flash", "sdpa", "masked")
 HALF = (torch.float16, torch.bfloat16)
 
 
-def available_backends(device, dtype: torch.dtype) -> list[str]:
-    """The backends that can run on `device` with `dtype`, fastest first; `sdpa` is always among them."""
-    on_cuda_in_half = torch.device(device).type == "cuda" and dtype in HALF
-    found = ["varlen"] if on_cuda_in_half and _varlen_attn() is not None else []
-    if on_cuda_in_half and importlib.util.find_spec("flash_attn") is not None:
+def available_backends(device, dtype: torch.dtype, head_dim: int = 64) -> list[str]:
+    """The backends that can run on `device` with `dtype`, fastest first; `sdpa` and `masked` always can.
+
+    The flash kernels behind `varlen` and `flash` take head dimensions up to 256 that are multiples of 8.
+    """
+    has_kernel = torch.device(device).type == "cuda" and dtype in HALF and head_dim % 8 == 0 and head_dim <= 256
+    found = ["varlen"] if has_kernel and _varlen_attn() is not None else []
+    if has_kernel and importlib.util.find_spec("flash_attn") is not None:
         found.append("flash")
     return [*found, "sdpa", "masked"]
 
 
-def choose_backend(requested: str, device, dtype: torch.dtype) -> str:
-    """Resolve "auto" to the best backend for device and dtype; check an explicit request.
+def choose_backend(requested: str, device, dtype: torch.dtype, head_dim: int = 64) -> str:
+    """Resolve "auto" to the best backend for device, dtype and head dimension; check an explicit request.
 
     Raises ValueError when the requested backend is unknown or cannot run there.
     """
     if requested not in ("auto", *BACKENDS):
         raise ValueError(f"attention: expected one of {('auto', *BACKENDS)}, got {requested!r}")
-    available = available_backends(device, dtype)
+    available = available_backends(device, dtype, head_dim)
     if requested == "auto":
         return available[0]
     if requested not in available:
-        raise ValueError(f"attention: {requested!r} cannot run on {device} with {dtype}; available: {available}")
+        where = f"{device} with {dtype} and heads of {head_dim}"
+        raise ValueError(f"attention: {requested!r} cannot run on {where}; available: {available}")
     return requested
 
 

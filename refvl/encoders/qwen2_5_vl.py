@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.attention import choose_backend, group_segments, varlen_attention
+from refvl.attention import available_backends, choose_backend, group_segments, varlen_attention
 from refvl.encoders.weights import config_values, load_strict
 from refvl.positions.rotary import apply_rotary, vision_rotary_cos_sin
 from refvl.positions.windows import get_window_index, invert_permutation, max_window_count
@@ -165,6 +165,12 @@ class Qwen2_5_VisionTransformer(nn.Module):
             max_window_seqlen=int(cu_window_seqlens.diff().max()) if grids else 0,
         )
 
+    @property
+    def graph_attention(self) -> str:
+        """The backend for a capture: one whose shapes do not depend on the lengths of the segments."""
+        available = available_backends(self.device, self.dtype, self.config.head_dim)
+        return "varlen" if "varlen" in available else "masked"
+
     def item_size(self, grid: Grid) -> tuple[int, int, int]:
         """(patch rows, output tokens, frames) of one item of `grid` patches."""
         t, h, w = grid
@@ -217,7 +223,7 @@ class Qwen2_5_VisionTransformer(nn.Module):
             raise ValueError("forward: give exactly one of grid_thw and metadata")
         metadata = self.plan(grid_thw) if metadata is None else metadata
         check_shape(pixel_values, (len(metadata.cos), self.config.patch_values), "pixel_values")
-        backend = choose_backend(attention or self.attention, pixel_values.device, self.dtype)
+        backend = choose_backend(attention or self.attention, pixel_values.device, self.dtype, self.config.head_dim)
 
         x_NE = self.patch_embed(pixel_values.to(self.dtype))
         x_NE = self._permute_blocks(x_NE, metadata.window_index)

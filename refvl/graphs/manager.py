@@ -22,9 +22,8 @@ from refvl.graphs.recorder import TraceGraph
 from refvl.schema import Grid, as_grids, check_shape
 
 BACKENDS = ("cuda", "trace")
-ATTENTION = {"cuda": "varlen", "trace": "masked"}  # attention whose shapes do not depend on the lengths
 MIN_BUDGET = 64  # tokens: a picture of 224 px
-MAX_BUDGET = {"cuda": 4096, "trace": 256}  # the masked attention of traces is quadratic in the budget
+MAX_BUDGET = {"varlen": 4096, "masked": 256}  # masked attention is quadratic in the budget
 CACHED_PLANS = 256
 
 
@@ -33,6 +32,7 @@ class GraphEncoder(Protocol):
 
     device: torch.device
     dtype: torch.dtype
+    graph_attention: str  # "varlen" or "masked": the backend to capture
 
     def item_size(self, grid: Grid) -> tuple[int, int, int]:
         """(patch rows, output tokens, frames) of one item."""
@@ -109,7 +109,7 @@ class EncoderGraphManager:
             raise ValueError(f"backend: 'cuda' needs an encoder on CUDA, this one is on {encoder.device}")
         self.encoder, self.policy, self.progress = encoder, policy, progress
         self.limits = infer_limits(
-            min_budget, MAX_BUDGET[self.backend], budgets=budgets, max_items=max_items, max_frames=max_frames
+            min_budget, MAX_BUDGET[encoder.graph_attention], budgets=budgets, max_items=max_items, max_frames=max_frames
         )
         plan_batches([], self.limits.budgets, self.limits.max_items, policy=policy)  # refuses an unknown policy now
         self.captured: dict[int, CapturedBudget] = {}
@@ -129,7 +129,7 @@ class EncoderGraphManager:
         metadata = self.encoder.plan_capacity(budget, self.limits.max_frames)
         pixel_values = self.encoder.pixel_buffer(budget)
         graph = CudaGraph(pool) if self.backend == "cuda" else TraceGraph()
-        attention = ATTENTION[self.backend]
+        attention = self.encoder.graph_attention
         output = graph.capture(lambda: self.encoder(pixel_values, metadata=metadata, attention=attention))
         return CapturedBudget(graph, pixel_values, metadata, output)
 
