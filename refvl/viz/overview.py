@@ -1,0 +1,35 @@
+"""The picture at the top of the README: one photo and one clip on their way to the language model."""
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from refvl.patches import PatchConfig
+from refvl.trace import Trace
+from refvl.viz.evs import plot_keep_mask
+from refvl.viz.patches import plot_patches, with_token_budget
+from refvl.viz.positions import plot_positions
+from refvl.viz.windows import plot_windows
+
+FRAMES_SHOWN = 4
+
+
+def plot_overview(photo, config: PatchConfig, clip: Trace, *, tokens: int = 110) -> Figure:
+    """Patches and windows of `photo` at about `tokens` tokens; what a pruned `clip` keeps, and its positions."""
+    figure = plt.figure(figsize=(13, 6), layout="constrained")
+    pictures, below = figure.subfigures(2, 1, height_ratios=(1.6, 1))
+    left, right = pictures.subplots(1, 2)
+    budget = with_token_budget(config, tokens)
+    plot_patches(photo, budget, numbers=False, ax=left)
+    left.set_title("1. patchify: patches, folded into blocks of 2 x 2")
+    plot_windows(photo, budget, ax=right)
+    right.set_title("2. encode: attention inside windows, in this order")
+    frames, lines = below.subfigures(1, 2, width_ratios=(2, 1))
+    (patches,), (mask,), (video,) = clip.patches, clip.keep_masks, clip.media
+    t, h, w = patches.merged.thw
+    shown = min(FRAMES_SHOWN, t)
+    mask = mask.reshape(t, h * w)[:shown].flatten()
+    panels = frames.subplots(1, shown)
+    plot_keep_mask(video.frames[: shown * len(video.frames) // t], mask, (shown, h, w), ax=panels)
+    frames.suptitle("3. prune: keep what changed since the frame before", fontsize=12)
+    plot_positions(clip.positions, title="4. positions: three for every token kept", ax=lines.subplots())
+    return figure
