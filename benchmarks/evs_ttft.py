@@ -6,23 +6,24 @@ median of patch rows to first token, so the encoder, which sees the whole clip a
 data/measurements/evs_ttft_<cpu|cuda>.json.
 """
 
-import argparse
 import json
 import statistics
 
 import numpy as np
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 
 import refvl
-from benchmarks.report import environment, write_measurement
+from benchmarks.report import Device, Repeats, Write, environment, resolve_device, write_measurement
 from refvl.media import load_video
 from refvl.paths import DATA
 from refvl.positions import compute_retained_tokens_count
 from refvl.trace import synchronized_time
 
 RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
+CPU_LAYERS = 4  # of tower and language model; on CUDA all of them
 CONFIG = DATA / "configs" / "Qwen2.5-VL-3B-Instruct.json"
 
 
@@ -71,25 +72,20 @@ def measure(vlm: refvl.VLM, repeats: int) -> list[dict]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=None, help="default: 4 on a CPU, all on CUDA")
-    parser.add_argument("--no-write", action="store_true", help="print only")
-    arguments = parser.parse_args()
-    layers = arguments.layers or (4 if arguments.device == "cpu" else None)
-    rows = measure(build(arguments.device, layers), arguments.repeats)
+def run(device: Device = "auto", repeats: Repeats = 5, write: Write = True) -> None:
+    """Time to the first token against the pruning rate."""
+    device = resolve_device(device)
+    layers = CPU_LAYERS if device == "cpu" else None
+    rows = measure(build(device, layers), repeats)
     table = Table("q", "prompt tokens", "first token after", "relative to q = 0")
     for row in rows:
-        table.add_row(
-            f"{row['q']}", f"{row['prompt_tokens']}", f"{row['ttft_ms']:.0f} ms", f"{row['relative_to_q0']:.2f}"
-        )
+        cells = f"{row['ttft_ms']:.0f} ms", f"{row['relative_to_q0']:.2f}"
+        table.add_row(f"{row['q']}", f"{row['prompt_tokens']}", *cells)
     Console().print(table)
-    if not arguments.no_write:
-        result = environment(arguments.device) | {"layers": layers or "all", "repeats": arguments.repeats, "rows": rows}
-        print(f"written to {write_measurement(f'evs_ttft_{arguments.device}', result)}")
+    if write:
+        result = environment(device) | {"layers": layers or "all", "repeats": repeats, "rows": rows}
+        write_measurement(f"evs_ttft_{device}", result)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(run)

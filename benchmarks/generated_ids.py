@@ -1,21 +1,24 @@
 """refvl's generated ids beside transformers', on one checkpoint: `python -m benchmarks.generated_ids`.
 
-Both load the same folder in float32 and decode greedily. The clip is short enough that all releases of transformers
-place the text behind it as refvl does. Results go to data/measurements/generated_ids.json.
+Both load the same folder in float32 and decode greedily. Behind a clip whose time reaches further than its height and
+width, transformers 5.17 to 5.23 continue the text at another position than vLLM, earlier releases and refvl: such a
+clip is compared as it is and with refvl's positions given to transformers. Results go to
+data/measurements/generated_ids.json.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 import refvl
-from benchmarks.report import environment, write_measurement
+from benchmarks.report import Write, environment, write_measurement
 from refvl.paths import DATA
 
+CHECKPOINT = DATA / "checkpoints" / "tiny-qwen2_5_vl"
 SCENE, PHOTOS = DATA / "pictures" / "scene.png", [DATA / "pictures" / f"{n}.jpg" for n in ("coffee", "chelsea")]
 CLIP = DATA / "clips" / "scene.mp4"
 
@@ -36,6 +39,7 @@ CASES = {
     "pictures between text": [
         text("Here:"), image(PHOTOS[1]), text("and here:"), image(SCENE), text("What shape is in the middle?"),
     ],
+    "a clip of two frames": [{"type": "video", "video": str(CLIP), "num_frames": 2}, text("What color is the circle?")],
     "a clip": [{"type": "video", "video": str(CLIP)}, text("Which way does the circle move?")],
     "a clip and a picture": [
         {"type": "video", "video": str(CLIP)}, image(SCENE), text("What color is the circle in the picture?"),
@@ -63,35 +67,48 @@ def transformers_inputs(vlm: refvl.VLM, trace: refvl.Trace) -> dict:
     return inputs
 
 
-def compare(vlm: refvl.VLM, oracle, content: list[dict], new_tokens: int) -> dict:
-    """Generate with both; eos is switched off so that every case compares `new_tokens` ids."""
+def compare(vlm: refvl.VLM, oracle, content: list[dict], new_tokens: int) -> list[dict]:
+    """Generate with both; eos is switched off so that every case compares `new_tokens` ids.
+
+    One row with transformers' own positions; a second one with refvl's where the two differ.
+    """
     trace = vlm.trace([{"role": "user", "content": content}], max_new_tokens=new_tokens, eos_token_id=None)
     inputs = transformers_inputs(vlm, trace)
     options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
-    theirs = oracle.generate(**inputs, **options)[0, len(trace.full_ids) :].tolist()
-    return {"prompt_tokens": len(trace.full_ids), "refvl": trace.token_ids, "transformers": theirs}
+    own = transformers_positions(oracle, inputs)
+    given = {"their own": {}}
+    if not torch.equal(own, trace.full_positions):
+        given["refvl's"] = {"position_ids": trace.full_positions[:, None]}
+    rows = []
+    for whose, positions in given.items():
+        theirs = oracle.generate(**inputs, **positions, **options)[0, len(trace.full_ids) :].tolist()
+        row = {"positions": whose, "prompt_tokens": len(trace.full_ids), "equal": theirs == trace.token_ids}
+        rows.append(row | {"refvl": trace.token_ids, "transformers": theirs})
+    return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkpoint", default=DATA / "checkpoints" / "tiny-qwen2_5_vl", type=Path)
-    parser.add_argument("--new-tokens", type=int, default=24)
-    parser.add_argument("--no-write", action="store_true", help="print only")
-    arguments = parser.parse_args()
-    vlm = refvl.load(arguments.checkpoint, device="cpu", dtype="float32", progress=False)
-    oracle = Qwen2_5_VLForConditionalGeneration.from_pretrained(arguments.checkpoint, dtype=torch.float32).eval()
-    table = Table("prompt", "prompt tokens", "refvl's first ids", "transformers' first ids", "equal")
+def transformers_positions(oracle, inputs: dict) -> torch.Tensor:
+    """(3, L): where the installed release puts the tokens of one prompt."""
+    names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+    return oracle.model.get_rope_index(**{name: inputs[name] for name in names if name in inputs})[0][:, 0]
+
+
+def run(checkpoint: Path = CHECKPOINT, new_tokens: int = 24, write: Write = True) -> None:
+    """refvl's generated ids beside transformers', on one checkpoint, in float32 on the CPU."""
+    vlm = refvl.load(checkpoint, device="cpu", dtype="float32", progress=False)
+    oracle = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    table = Table("prompt", "transformers' positions", "prompt tokens", "first ids", "theirs", "equal")
     rows = []
     for name, content in CASES.items():
-        row = compare(vlm, oracle, content, arguments.new_tokens)
-        equal = row["refvl"] == row["transformers"]
-        rows.append({"prompt": name, "equal": equal} | row)
-        first = [" ".join(map(str, row[side][:6])) for side in ("refvl", "transformers")]
-        table.add_row(name, str(row["prompt_tokens"]), *first, f"all {arguments.new_tokens}" if equal else "NO")
+        for row in compare(vlm, oracle, content, new_tokens):
+            rows.append({"prompt": name} | row)
+            first = [" ".join(map(str, row[side][:4])) for side in ("refvl", "transformers")]
+            equal = f"all {new_tokens}" if row["equal"] else "no"
+            table.add_row(name, row["positions"], str(row["prompt_tokens"]), *first, equal)
     Console().print(table)
-    if not arguments.no_write:
-        print(f"written to {write_measurement('generated_ids', environment('cpu') | {'rows': rows})}")
+    if write:
+        write_measurement("generated_ids", environment("cpu") | {"rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(run)

@@ -5,11 +5,24 @@ import json
 import os
 import platform
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import transformers
+import typer
 
 from refvl.paths import DATA
+
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+Repeats = Annotated[int, typer.Option(help="timed calls; every figure is their median")]
+Write = Annotated[bool, typer.Option(help="keep the result under data/measurements")]
+
+
+def resolve_device(device: str) -> str:
+    """ "cpu" or "cuda"; "auto" is CUDA where there is one. Raises ValueError for anything else."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device: expected auto, cpu or cuda, got {device!r}")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def environment(device: str) -> dict:
@@ -25,10 +38,11 @@ def environment(device: str) -> dict:
 
 
 def write_measurement(name: str, result: dict) -> Path:
-    """Write data/measurements/NAME.json whole or not at all; a result of another device has another name."""
+    """Write data/measurements/NAME.json whole or not at all, and say so; the device is part of a timing's name."""
     path = DATA / "measurements" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(result, indent=2) + "\n")
     partial.replace(path)
+    print(f"written to {path.relative_to(DATA.parent)}")
     return path

@@ -4,18 +4,18 @@ Calls alternate between the two, so that a busy machine slows both; what counts 
 before anything is timed. Results go to data/measurements/tower_<cpu|cuda>.json, with device, versions and date.
 """
 
-import argparse
 import statistics
 import time
 from dataclasses import asdict, replace
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-from benchmarks.report import environment, write_measurement
+from benchmarks.report import Device, Repeats, Write, environment, resolve_device, write_measurement
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 
 TWO_BLOCKS = replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,))
@@ -90,28 +90,24 @@ def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dt
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=list(CASES))
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--no-write", action="store_true", help="print only")
-    arguments = parser.parse_args()
-    device, dtype = arguments.device, torch.bfloat16 if arguments.device == "cuda" else torch.float32
+def run(device: Device = "auto", repeats: Repeats = 15, write: Write = True) -> None:
+    """refvl's vision tower against transformers', same weights, same run."""
+    device = resolve_device(device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rows, pairs = [], {}
     table = Table("tower", "input", title=f"vision tower on {device}, {str(dtype).removeprefix('torch.')}")
     for name in ("patches", "transformers ms", "refvl ms", "ratio"):
         table.add_column(name, justify="right")
     for tower, label, grid in CASES[device]:
         pairs = pairs if tower in pairs else {tower: build_pair(TOWERS[tower], device, dtype)}
-        row = measure(*pairs[tower], grid, arguments.repeats, device, dtype)
+        row = measure(*pairs[tower], grid, repeats, device, dtype)
         rows.append({"tower": tower, "input": label, "grid_thw": grid} | row)
         cells = f"{row['patches']}", f"{row['transformers_ms']:.2f}", f"{row['refvl_ms']:.2f}", f"{row['ratio']:.2f}"
         table.add_row(tower, label, *cells)
     Console().print(table)
-    if not arguments.no_write:
-        path = write_measurement(f"tower_{device}", environment(device) | {"repeats": arguments.repeats, "rows": rows})
-        print(f"written to {path}")
+    if write:
+        write_measurement(f"tower_{device}", environment(device) | {"repeats": repeats, "rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(run)
