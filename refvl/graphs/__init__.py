@@ -1,6 +1,6 @@
 """Encoder graphs: budgets, capture, replay, packing. Knows encoders only through plan, forward and metadata fields."""
 
-from refvl.graphs.budgets import Batch, Limits, generate_budgets, infer_limits, plan_batches
+from refvl.graphs.budgets import Batch, Limits, generate_budgets, infer_limits, padding_waste, plan_batches
 from refvl.graphs.manager import EncoderGraphManager, GraphEncoder, GraphStats
 from refvl.graphs.recorder import CaptureError, TraceGraph
 
@@ -14,5 +14,6 @@ __all__ = [
     "TraceGraph",
     "generate_budgets",
     "infer_limits",
+    "padding_waste",
     "plan_batches",
 ]

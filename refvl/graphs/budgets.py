@@ -107,6 +107,19 @@ def plan_batches(
     return [Batch(tuple(group), packing.budget_for(group)) for group in groups] + eager
 
 
+def padding_waste(batches: Sequence[Batch], output_tokens: Sequence[int]) -> float:
+    """Share of the tokens computed by replays that is padding; items that run eagerly do not count.
+
+    output_tokens: tokens of each item, as in `plan_batches`. 0 without replays.
+
+    >>> padding_waste([Batch((0, 1), 64), Batch((2,), None)], [30, 18, 999])
+    0.25
+    """
+    replays = [batch for batch in batches if batch.budget is not None]
+    computed = sum(batch.budget for batch in replays)
+    return 1 - sum(output_tokens[i] for batch in replays for i in batch.indices) / computed if computed else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class _Packing:
     tokens: Sequence[int]
