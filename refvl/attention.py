@@ -119,9 +119,9 @@ def _masked_sdpa(q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens: Tensor
     token_N = torch.arange(len(q_NHK), device=q_NHK.device)
     segment_N = torch.searchsorted(cu_seqlens.long(), token_N, right=True)
     is_padding = (token_N >= cu_seqlens[-1])[:, None, None]
-    q, k, v = (x.masked_fill(is_padding, 0).transpose(0, 1) for x in (q_NHK, k_NHK, v_NHK))  # (H, N, K)
-    out_HNK = F.scaled_dot_product_attention(q, k, v, attn_mask=segment_N[:, None] == segment_N)
-    return out_HNK.transpose(0, 1).masked_fill(is_padding, 0)
+    q, k, v = (x.masked_fill(is_padding, 0).transpose(0, 1)[None] for x in (q_NHK, k_NHK, v_NHK))  # (1, H, N, K)
+    out_1HNK = F.scaled_dot_product_attention(q, k, v, attn_mask=segment_N[:, None] == segment_N)
+    return out_1HNK[0].transpose(0, 1).masked_fill(is_padding, 0)
 
 
 def _batched_sdpa(q_GSHK: Tensor, k_GSHK: Tensor, v_GSHK: Tensor) -> Tensor:

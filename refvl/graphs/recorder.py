@@ -3,8 +3,8 @@
 While a forward runs once, a dispatch mode writes down every ATen operation together with the tensors it touched.
 Replay runs that list again, in place over the same tensors: Python is not executed, sizes and scalars are baked in,
 outputs keep their addresses, and what is not copied into a static buffer is stale. So the mistakes that break a CUDA
-graph break this one too, where they can be looked at. It does not show speed, the shared memory pool, or the silent
-use of freed memory.
+graph break this one too, where they can be looked at. It does not show speed, the shared memory pool, the silent use
+of freed memory, or copies between host and device.
 
 Views are not replayed: they alias a recorded tensor and see its new contents. `torch.fx` with `make_fx` was the
 alternative; it rebuilds a graph on fresh tensors at every call, so addresses change, nothing is ever stale or
@@ -12,6 +12,7 @@ overwritten, and `.tolist()` is baked without a word - the very things to be sho
 """
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +23,12 @@ from torch.utils._pytree import tree_leaves
 
 # Reading values back to Python does not always reach the dispatcher on a CPU: refuse it by name as well.
 READ_BACK = (
-    "item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__contains__",
+    "item", "tolist", "numpy", "cpu", "nonzero", "is_nonzero", "__bool__", "__int__", "__float__", "__index__",
+    "__contains__", "__array__", "__dlpack__", "__repr__",
 )  # fmt: skip
 FORBIDDEN_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+ATEN = torch.ops.aten
+INDEXING = (ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default, ATEN._index_put_impl_.default)
 
 
 class CaptureError(RuntimeError):
@@ -38,11 +42,22 @@ class Operation:
     function: Callable
     args: tuple
     kwargs: dict
-    outputs: tuple[Tensor, ...]  # empty for an operation that writes into its arguments
+    outputs: tuple[Tensor, ...]
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it writes into its arguments."""
+        return self.function._schema.is_mutable
+
+    def replay(self) -> None:
+        results = _tensors(self.function(*self.args, **self.kwargs))
+        for kept, new in zip(self.outputs, results, strict=True):
+            if new.data_ptr() != kept.data_ptr():  # equal where it wrote in place
+                kept.copy_(new)
 
     def __str__(self) -> str:
-        shapes = ", ".join(str(tuple(out.shape)) for out in self.outputs) or "in place"
-        return f"{self.function} -> {shapes}"
+        shapes = ", ".join(str(tuple(out.shape)) for out in self.outputs)
+        return f"{self.function} -> {shapes}" + ", in place" * self.is_in_place
 
 
 class TraceGraph:
@@ -55,13 +70,15 @@ class TraceGraph:
     def capture(self, function: Callable[[], Tensor]) -> Tensor:
         """Run `function` once and record it; copy new contents into the tensors it closes over before `replay`.
 
-        Raises CaptureError when it reads a value back or a shape depends on data.
+        Raises CaptureError when it reads a value back or a shape depends on data; then nothing was recorded.
         """
         if self.output is not None:
             raise CaptureError("capture: this graph already holds a recording")
-        with torch.inference_mode(), _RefuseReadBack(), _Recorder(self.operations):
-            self.output = function()
-        return self.output
+        operations: list[Operation] = []
+        with _Recorder(operations), refuse_read_back():
+            output = function()
+        self.operations, self.output = operations, output
+        return output
 
     def replay(self) -> Tensor:
         """Run the recorded operations on what the buffers hold now; returns the output, at its captured address."""
@@ -69,15 +86,24 @@ class TraceGraph:
             raise CaptureError("replay: nothing has been captured")
         with torch.inference_mode():
             for operation in self.operations:
-                results = operation.function(*operation.args, **operation.kwargs)
-                for kept, new in zip(operation.outputs, _tensors(results), strict=bool(operation.outputs)):
-                    kept.copy_(new)
+                operation.replay()
         return self.output
 
     def memory_bytes(self) -> int:
         """Bytes held by the recorded outputs, views counted once."""
-        storages = [out.untyped_storage() for operation in self.operations for out in operation.outputs]
+        fresh = [out for operation in self.operations if not operation.is_in_place for out in operation.outputs]
+        storages = [out.untyped_storage() for out in fresh]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@contextmanager
+def refuse_read_back():
+    """Raise CaptureError where something inside reads a value back to Python, or makes a shape depend on data.
+
+    Without inference mode composite operations arrive in parts, so that none hides a part that reads.
+    """
+    with torch.inference_mode(False), torch.no_grad(), _RefuseByName(), _RefuseByTag():
+        yield
 
 
 class _Recorder(TorchDispatchMode):
@@ -87,33 +113,38 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if any(tag in function.tags for tag in FORBIDDEN_TAGS) and not _is_integer_indexing(function, args):
-            raise CaptureError(f"capture: {function} needs a value of its input, which a graph cannot read")
         result = function(*args, **kwargs)
-        if function._schema.is_mutable:
-            self.operations.append(Operation(function, args, kwargs, ()))
-        elif not _aliases((args, kwargs), result):
+        if function._schema.is_mutable or not _aliases((args, kwargs), result):
             self.operations.append(Operation(function, args, kwargs, _tensors(result)))
         return result
 
 
-class _RefuseReadBack(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        name = getattr(function, "__name__", "")
-        if name in READ_BACK:
-            raise CaptureError(f"capture: Tensor.{name} reads a value back to Python, which a graph cannot do")
+class _RefuseByTag(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_indexing = function in INDEXING  # tagged or not for the sake of boolean masks; integers are known shapes
+        if _is_masked(args) if is_indexing else any(tag in function.tags for tag in FORBIDDEN_TAGS):
+            raise CaptureError(f"capture: {function} needs a value of its input, which a graph cannot read")
         return function(*args, **(kwargs or {}))
 
 
-def _is_integer_indexing(function, args: tuple) -> bool:
-    """`x[index]` is tagged for the sake of boolean masks; with integer indices its shape is known."""
-    is_indexing = function is torch.ops.aten.index.Tensor
-    return is_indexing and all(index is None or index.dtype != torch.bool for index in args[1])
+class _RefuseByName(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in READ_BACK or (function is torch.tensor and _tensors(args)):
+            raise CaptureError(f"capture: {name} reads a value back to Python, which a graph cannot do")
+        return function(*args, **(kwargs or {}))
+
+
+def _is_masked(args: tuple) -> bool:
+    """Whether `x[mask]` or `x[mask] = values` looks up a boolean mask; `x[mask] = 1` is `masked_fill` inside."""
+    indices, values = args[1], args[2:3]
+    has_mask = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+    return has_mask and not (values and values[0].numel() == 1)
 
 
 def _aliases(arguments, result) -> bool:
     """Whether the result is a view. The schema alone does not tell: `x.to(dtype)` returns x itself or a copy."""
-    memory = {tensor.untyped_storage().data_ptr() for tensor in _tensors(arguments)}
+    memory = {tensor.untyped_storage().data_ptr() for tensor in _tensors(arguments)} - {0}  # 0: an empty tensor
     return any(tensor.untyped_storage().data_ptr() in memory for tensor in _tensors(result))
 
 
