@@ -7,13 +7,14 @@
 Start reading at `refvl/pipeline.py`.
 """
 
+import importlib
+
 __version__ = "0.1.0"
 __all__ = ["VLM", "Trace", "load"]
+_HOME = {"VLM": "refvl.pipeline", "Trace": "refvl.trace", "load": "refvl.loading"}
 
 
 def __getattr__(name: str):  # transformers is slow to import: `import refvl.positions` should not pay for it
-    if name in __all__:
-        from refvl import pipeline
-
-        return getattr(pipeline, name)
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'refvl' has no attribute {name!r}")

@@ -1,7 +1,9 @@
-"""`python -m refvl`: chat, trace, info. A user's mistake prints one line and exits with status 1."""
+"""`python -m refvl`: chat, trace, info, bench. A user's mistake prints one line and exits with status 1."""
 
+import importlib
 import sys
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -25,6 +27,9 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
 Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower in graphs first")]
 Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, flash, sdpa")]
+
+
+Benchmark = StrEnum("Benchmark", ["tower", "graphs", "evs_ttft", "generated_ids"])
 
 
 @app.command()
@@ -67,8 +72,8 @@ def info(
     image: Images = None, video: Videos = None, dtype: Annotated[str, typer.Option(help="for memory")] = "bfloat16",
 ):  # fmt: skip
     """Family, sizes, tokens for given media, and the memory needed. Reads no weights."""
+    from refvl.loading import load
     from refvl.media import load_image, load_video
-    from refvl.pipeline import load
     from refvl.planning import describe
 
     model = load(checkpoint, weights="random", device="meta", dtype=dtype)
@@ -77,6 +82,29 @@ def info(
     for row in describe(model, media).items():
         table.add_row(*row)
     Console().print(table)
+
+
+@app.command()
+def bench(
+    name: Annotated[Benchmark, typer.Argument(help="what to measure")],
+    device: Device = "auto",
+    repeats: Annotated[int | None, typer.Option(help="timed calls; the default is the benchmark's own")] = None,
+    write: Annotated[bool, typer.Option(help="keep the result under data/measurements")] = True,
+):
+    """Measure on this machine: needs a clone of the repository."""
+    options = {} if name == Benchmark.generated_ids else {"device": device}
+    options |= {} if repeats is None or name == Benchmark.generated_ids else {"repeats": repeats}
+    _benchmark(name.value).run(write=write, **options)
+
+
+def _benchmark(name: str):
+    """The module benchmarks/NAME.py, which lies beside the package and is not installed with it."""
+    from refvl.paths import DATA
+
+    root = str(DATA.parent)
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    return importlib.import_module(f"benchmarks.{name}")
 
 
 def stage_table(run) -> Table:
@@ -89,7 +117,7 @@ def stage_table(run) -> Table:
 
 
 def _load(checkpoint: str, device: str, dtype: str, attention: str, graphs: bool):
-    from refvl.pipeline import load
+    from refvl.loading import load
 
     options = {"device": device, "dtype": dtype, "attention": attention, "graphs": graphs}
     return load(checkpoint, **options, progress=sys.stderr.isatty())

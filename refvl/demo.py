@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 
 from refvl.cli import Device, report_mistakes, stage_table
+from refvl.loading import load
 from refvl.patches import PatchConfig
 from refvl.paths import DATA
-from refvl.pipeline import VLM, load
+from refvl.pipeline import VLM
 from refvl.trace import Trace
 
 CHECKPOINT = DATA / "checkpoints" / "tiny-qwen2_5_vl"

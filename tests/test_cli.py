@@ -10,6 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import refvl
+from refvl.cli import Benchmark
 from refvl.media import load_image
 from refvl.paths import DATA
 
@@ -86,6 +87,13 @@ def test_a_mistake_is_one_line_and_a_status(run, folder, arguments, message):
     assert err.count("\n") == 1 and err.startswith("refvl: ") and message in err, err
 
 
+def test_bench_runs_a_benchmark_of_the_repository(run):
+    status, out, _ = run("bench", "generated_ids", "--no-write")
+    assert status == 0 and "all 24" in out
+    for name in Benchmark:
+        assert (DATA.parent / "benchmarks" / f"{name.value}.py").is_file()
+
+
 def damaged_media(folder) -> dict[str, str]:
     """One file of each kind of damage; name -> part of the message it must give."""
     Image.new("RGB", (1, 1)).save(folder / "one_pixel.png")
@@ -135,4 +143,4 @@ def test_unknown_family_and_long_prompt_are_one_line(run, tmp_path):
 
 def test_as_a_module():
     done = subprocess.run([sys.executable, "-m", "refvl", "--help"], capture_output=True, text=True, check=True)
-    assert all(command in done.stdout for command in ("chat", "trace", "info"))
+    assert all(command in done.stdout for command in ("chat", "trace", "info", "bench"))

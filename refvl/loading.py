@@ -1,0 +1,89 @@
+"""From a folder, a hub id or a config to a `VLM`: what goes where, in which dtype, with which weights."""
+
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from refvl import checkpoints
+from refvl.graphs.manager import MIN_BUDGET, EncoderGraphManager
+from refvl.language import load_language_model, random_language_model
+from refvl.pipeline import VLM
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def load(
+    path_or_id: str | Path | dict | PretrainedConfig,
+    *,
+    device="auto",
+    dtype="auto",
+    attention: str = "auto",
+    weights: str = "checkpoint",
+    graphs: bool | dict | None = None,
+    progress: bool = True,
+    **model_kwargs,
+) -> VLM:
+    """A model from a local folder or a hub id in Hugging Face layout; the family comes from the config.
+
+    device: "auto" takes CUDA when there is one. dtype: a torch dtype or its name; "auto" is the checkpoint's own on
+    CUDA and float32 on a CPU. attention: backend of the vision tower (`refvl.attention`). weights: "checkpoint", or
+    "random" to build the true shape from a config alone (a folder, a JSON file, a dict) - on device "meta" it costs
+    no memory. graphs: True captures the encoder in graphs now (CUDA graphs, or their stand-in elsewhere); a dict gives
+    the options of `EncoderGraphManager`. model_kwargs go to transformers' text model (`attn_implementation`,
+    `device_map`, ...).
+
+    Raises FileNotFoundError when nothing is there, ValueError for an unknown family or weights that do not fit.
+    """
+    if weights not in ("checkpoint", "random"):
+        raise ValueError(f"weights: expected 'checkpoint' or 'random', got {weights!r}")
+    from_folder = isinstance(path_or_id, (str, Path)) and not str(path_or_id).endswith(".json")
+    if weights == "checkpoint" and not from_folder:
+        raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
+    folder = checkpoints.find_checkpoint(path_or_id, weights=weights == "checkpoint") if from_folder else None
+    config = checkpoints.read_config(folder or path_or_id)
+    options = {"device": (device := _resolve_device(device)), "dtype": _resolve_dtype(dtype, config, device)}
+    text_config = checkpoints.text_config_of(config)
+    if weights == "random":
+        encoder = checkpoints.random_encoder(config, attention=attention, **options)
+        language_model = random_language_model(text_config, **options, **model_kwargs)
+    else:
+        encoder = checkpoints.load_encoder(folder, config, attention=attention, progress=progress, **options)
+        language_model = load_language_model(folder, text_config, progress=progress, **options, **model_kwargs)
+    vlm = VLM(config, checkpoints.load_processor(folder, config), encoder, language_model)
+    if graphs:
+        vlm.graphs = _capture_graphs(vlm, {} if graphs is True else graphs, progress)
+    return vlm
+
+
+def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphManager:
+    """The smallest inferred budget is the checkpoint's largest picture where that is small, as in the tiny models."""
+    vlm.check_runnable()
+    largest_picture = vlm.processor.image_config.max_pixels // vlm.processor.image_config.factor**2
+    manager = EncoderGraphManager(
+        vlm.encoder, **({"min_budget": min(MIN_BUDGET, largest_picture), "progress": progress} | options)
+    )
+    manager.capture()
+    return manager
+
+
+def _resolve_device(device) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: {device!r} is no torch device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: {str(device)!r} was asked for, but this machine has no CUDA device")
+    return device
+
+
+def _resolve_dtype(dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        own = config.dtype or config.get_text_config().dtype or torch.float32
+        dtype = torch.float32 if device.type == "cpu" else own
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if resolved not in DTYPES:
+        raise ValueError(f"dtype: expected 'auto' or one of {[str(d) for d in DTYPES]}, got {dtype!r}")
+    return resolved
