@@ -5,6 +5,7 @@ output and the largest allowed), and arriving items are packed into the smallest
 items leave free is computed for nothing: the padding waste.
 """
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,17 +33,18 @@ class Limits:
 
 
 def generate_budgets(min_budget: int, max_budget: int) -> list[int]:
-    """Doubling from `min_budget`; `max_budget` is always the last, unless it lies below the first.
+    """Doubling from `min_budget` while it stays below `max_budget`, which is always the last.
 
     >>> generate_budgets(64, 600)
     [64, 128, 256, 512, 600]
     """
     check_positive_int(min_budget, "min_budget")
     check_positive_int(max_budget, "max_budget")
-    budgets = [min_budget]
-    while 2 * budgets[-1] <= max_budget:
-        budgets.append(2 * budgets[-1])
-    return budgets + [max_budget] * (budgets[-1] < max_budget)
+    budgets = []
+    while min_budget < max_budget:
+        budgets.append(min_budget)
+        min_budget *= 2
+    return [*budgets, max_budget]
 
 
 def infer_limits(
@@ -56,17 +58,15 @@ def infer_limits(
     """Fill in what the user left open. min_budget, max_budget: what the model's sizes suggest.
 
     Every item needs at least one token in every graph, so `max_items` may not exceed the smallest budget; given alone,
-    it raises the smallest budget. Frames default to as many as items, at least 32. Raises ValueError when the
-    invariants do not hold. Upstream: the constructor of `EncoderCudaGraphManager`.
+    it raises the smallest budget. Budgets given twice count once. Frames default to as many as items, at least 32.
+    Raises ValueError when the invariants do not hold. Upstream: the constructor of `EncoderCudaGraphManager`.
     """
-    check_positive_int(min_budget, "min_budget")
-    check_positive_int(max_budget, "max_budget")
+    if check_positive_int(min_budget, "min_budget") > check_positive_int(max_budget, "max_budget"):
+        raise ValueError(f"min_budget: must not exceed max_budget, got {min_budget} and {max_budget}")
     if max_items is not None:
         check_positive_int(max_items, "max_items")
     if budgets is not None:
-        budgets = sorted({check_positive_int(b, f"budgets[{i}]") for i, b in enumerate(budgets)})
-        if not budgets:
-            raise ValueError("budgets: expected at least one, got none")
+        budgets = _check_budgets(budgets)
     else:
         budgets = generate_budgets(max(min_budget, max_items or 1), max_budget)
     if max_items is None:
@@ -88,23 +88,36 @@ def plan_batches(
 ) -> list[Batch]:
     """Pack items into batches, smallest items first.
 
-    output_tokens: tokens of each item. frames: frames of each item, bounded by `max_frames` per batch (optional).
-    policy "greedy": fill a batch while items fit the largest budget; "optimal": cut the sorted items into consecutive
-    groups so that the summed budgets are smallest, then the fewest groups. Items that fit no graph come last, alone,
-    with budget None. Every index appears once. Raises ValueError for an unknown policy.
+    output_tokens: tokens of each item (an empty item is one, too). frames: frames of each item, bounded by `max_frames`
+    per batch (optional). policy "greedy": fill a batch while items fit the largest budget; "optimal": cut the sorted
+    items into consecutive groups so that the summed budgets are smallest, then the fewest groups. Items that fit no
+    graph come last, alone, with budget None. Every index appears once. Raises ValueError (TypeError for a wrong kind)
+    naming the argument.
 
     >>> plan_batches([30, 30, 200], [64, 128, 256], max_items=8, policy="greedy")
     [Batch(indices=(0, 1), budget=64), Batch(indices=(2,), budget=256)]
     """
     if policy not in POLICIES:
         raise ValueError(f"policy: expected one of {POLICIES}, got {policy!r}")
-    tokens = [check_positive_int(n, f"output_tokens[{i}]") for i, n in enumerate(output_tokens)]
-    packing = _Packing(tokens, sorted(budgets), max_items, frames or [0] * len(tokens), max_frames)
+    tokens = _check_counts(output_tokens, "output_tokens")
+    frames = [0] * len(tokens) if frames is None else _check_counts(frames, "frames")
+    if len(frames) != len(tokens):
+        raise ValueError(f"frames: expected one per item, {len(tokens)}, got {len(frames)}")
+    max_frames = sum(frames) if max_frames is None else check_positive_int(max_frames, "max_frames")
+    max_items = check_positive_int(max_items, "max_items")
+    budgets = _check_budgets(budgets)
+
     order = sorted(range(len(tokens)), key=tokens.__getitem__)  # stable: equal sizes keep their order
-    fitting = [i for i in order if packing.budget_for([i]) is not None]
-    groups = _greedy(fitting, packing) if policy == "greedy" else _optimal(fitting, packing)
-    eager = [Batch((i,), None) for i in order if packing.budget_for([i]) is None]
-    return [Batch(tuple(group), packing.budget_for(group)) for group in groups] + eager
+    fits = [tokens[i] <= budgets[-1] and frames[i] <= max_frames for i in range(len(tokens))]
+    fitting = [i for i in order if fits[i]]
+    packing = _Packing(
+        budgets, max_items, max_frames,
+        tokens_before=list(itertools.accumulate((tokens[i] for i in fitting), initial=0)),
+        frames_before=list(itertools.accumulate((frames[i] for i in fitting), initial=0)),
+    )  # fmt: skip
+    cuts = _greedy(len(fitting), packing) if policy == "greedy" else _optimal(len(fitting), packing)
+    batches = [Batch(tuple(fitting[a:b]), packing.budget_for(a, b)) for a, b in itertools.pairwise(cuts)]
+    return batches + [Batch((i,), None) for i in order if not fits[i]]
 
 
 def padding_waste(batches: Sequence[Batch], output_tokens: Sequence[int]) -> float:
@@ -122,44 +135,57 @@ def padding_waste(batches: Sequence[Batch], output_tokens: Sequence[int]) -> flo
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
-    tokens: Sequence[int]
+    """Limits, and what the sorted items before each position sum to."""
+
     budgets: Sequence[int]
     max_items: int
-    frames: Sequence[int]
-    max_frames: int | None
+    max_frames: int
+    tokens_before: Sequence[int]
+    frames_before: Sequence[int]
 
-    def budget_for(self, group: Sequence[int]) -> int | None:
-        """The smallest budget that holds the group, None if none does."""
-        too_many_frames = self.max_frames is not None and sum(self.frames[i] for i in group) > self.max_frames
-        if len(group) > self.max_items or too_many_frames:
+    def budget_for(self, start: int, stop: int) -> int | None:
+        """The smallest budget that holds the sorted items from `start` to `stop`, None if none does."""
+        too_many_frames = self.frames_before[stop] - self.frames_before[start] > self.max_frames
+        if stop - start > self.max_items or too_many_frames:
             return None
-        total = sum(self.tokens[i] for i in group)
-        return next((budget for budget in self.budgets if total <= budget), None)
+        total = self.tokens_before[stop] - self.tokens_before[start]
+        return self.budgets[bisect.bisect_left(self.budgets, total)] if total <= self.budgets[-1] else None
 
 
-def _greedy(order: list[int], packing: _Packing) -> list[list[int]]:
-    groups: list[list[int]] = []
-    for i in order:
-        if groups and packing.budget_for([*groups[-1], i]) is not None:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
+def _greedy(count: int, packing: _Packing) -> list[int]:
+    """Where groups start, and `count`: a group ends where the next item no longer fits."""
+    cuts = [0]
+    for stop in range(1, count):
+        if packing.budget_for(cuts[-1], stop + 1) is None:
+            cuts.append(stop)
+    return [*cuts, count] if count else [0]
 
 
-def _optimal(order: list[int], packing: _Packing) -> list[list[int]]:
+def _optimal(count: int, packing: _Packing) -> list[int]:
     """Dynamic programming over cuts: best[k] = (summed budgets, groups, start of the last group) of the first k."""
     best: list[tuple[int, int, int]] = [(0, 0, 0)]
-    for stop in range(1, len(order) + 1):
+    for stop in range(1, count + 1):
         options = []
         for start in range(stop - 1, -1, -1):
-            budget = packing.budget_for(order[start:stop])
+            budget = packing.budget_for(start, stop)
             if budget is None:  # more items fit even less
                 break
             cost, groups, _ = best[start]
             options.append((cost + budget, groups + 1, start))
         best.append(min(options))
-    cuts = [len(order)]
+    cuts = [count]
     while cuts[-1]:
         cuts.append(best[cuts[-1]][2])
-    return [order[start:stop] for start, stop in itertools.pairwise(reversed(cuts))]
+    return cuts[::-1]
+
+
+def _check_budgets(budgets: Sequence[int]) -> list[int]:
+    """Sorted, each once; raises when one is no positive integer or there is none."""
+    checked = sorted({check_positive_int(budget, f"budgets[{i}]") for i, budget in enumerate(budgets)})
+    if not checked:
+        raise ValueError("budgets: expected at least one, got none")
+    return checked
+
+
+def _check_counts(counts: Sequence[int], name: str) -> list[int]:
+    return [count if count == 0 else check_positive_int(count, f"{name}[{i}]") for i, count in enumerate(counts)]
