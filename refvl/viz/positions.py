@@ -194,5 +194,5 @@ def explore_positions(second_per_grid: float = 1.0, side: int = 4):
         second_per_grid=ipywidgets.FloatSlider(
             value=second_per_grid, min=0.1, max=5, step=0.1, description="s per step", continuous_update=False
         ),
-        side=ipywidgets.IntSlider(value=side, min=1, max=10, description="side (tokens)", continuous_update=False),
+        side=ipywidgets.IntSlider(value=side, min=1, max=10, description="side", continuous_update=False),
     )
