@@ -172,32 +172,33 @@ class Qwen2_5_VisionTransformer(nn.Module):
         return "varlen" if "varlen" in available else "masked"
 
     def item_size(self, grid: Grid) -> tuple[int, int, int]:
-        """(patch rows, output tokens, frames) of one item of `grid` patches."""
-        t, h, w = grid
-        return t * h * w, t * h * w // self.config.spatial_merge_size**2, t
+        """(patch rows, output tokens, frames) of one item of `grid` patches; ValueError for sides that do not merge."""
+        (t, h, w), merge = grid, self.config.spatial_merge_size
+        if h % merge or w % merge:
+            raise ValueError(f"grid_thw: h and w must be multiples of spatial_merge_size={merge}, got {grid}")
+        return t * h * w, t * h * w // merge**2, t
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
         """Metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need, for a capture.
 
-        Cumulative lengths say "one frame, one window, all patches", so that a warm-up runs on legal values. Windows are
-        bounded by `max_window_count`; a window holds at most its square of tokens, a frame at most all of them.
+        Cumulative lengths say "one frame, windows filled one after the other", so that a warm-up runs on legal values.
+        Windows are bounded by `max_window_count`; a window holds at most its square of tokens, a frame all of them.
         """
         c, unit = self.config, self.config.spatial_merge_size**2
         side = c.window_size // c.spatial_merge_size // c.patch_size
         patches, frames = max_tokens * unit, min(max_frames, max_tokens)
         windows = max_window_count(max_tokens, frames, side)
 
-        def full(length: int) -> Tensor:
-            lengths = torch.full((length + 1,), patches, dtype=torch.int32, device=self.device)
-            lengths[0] = 0
-            return lengths
+        def filled(segments: int, length: int) -> Tensor:
+            steps = torch.arange(segments + 1, dtype=torch.int32, device=self.device)
+            return (steps * length).clamp(max=patches)
 
         index_M = torch.arange(max_tokens, device=self.device)
         angles = torch.zeros(patches, c.head_dim // 2, device=self.device)
         return VisionMetadata(
             cos=angles, sin=angles.clone(), window_index=index_M, reverse_index=index_M.clone(),
-            cu_seqlens=full(frames), cu_window_seqlens=full(windows), frame_groups=(), window_groups=(),
-            max_seqlen=patches, max_window_seqlen=min(side**2, max_tokens) * unit,
+            cu_seqlens=filled(frames, patches), cu_window_seqlens=filled(windows, side**2 * unit),
+            frame_groups=(), window_groups=(), max_seqlen=patches, max_window_seqlen=min(side**2, max_tokens) * unit,
         )  # fmt: skip
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:

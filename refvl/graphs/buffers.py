@@ -24,6 +24,8 @@ def _zero(buffer: Tensor, count: int) -> None:
 
 
 def _repeat_last(buffer: Tensor, count: int) -> None:
+    if count == 0:
+        raise ValueError("nothing to repeat: expected at least one value, got none")
     buffer[count:].copy_(buffer[count - 1].expand_as(buffer[count:]))
 
 
@@ -41,10 +43,12 @@ PAD_RULES: dict[str, Callable[[Tensor, int], None]] = {
 def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
     """Copy `values` (n, ...) into the front of `buffer` (capacity, ...) in place and pad the rest by `rule`.
 
-    Raises ValueError when the values do not fit, TypeError for an unknown rule.
+    Raises ValueError when the values do not fit, TypeError for an unknown rule or when there is no tensor.
     """
     if rule not in PAD_RULES:
         raise TypeError(f"{name}: no padding rule {rule!r}; known: {sorted(PAD_RULES)}")
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(values).__name__}")
     if len(values) > len(buffer) or values.shape[1:] != buffer.shape[1:]:
         raise ValueError(f"{name}: shape {tuple(values.shape)} does not fit the captured {tuple(buffer.shape)}")
     buffer[: len(values)].copy_(values, non_blocking=True)

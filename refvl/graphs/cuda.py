@@ -5,31 +5,62 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-WARM_UP_RUNS = 2  # lazy initialisation (cuBLAS handles, kernels compiled on first use) must not be captured
+from refvl.graphs.recorder import CaptureError, refuse_read_back
 
 
 class CudaGraph:
-    """`torch.cuda.CUDAGraph` with the interface of `TraceGraph`; all graphs of a manager share one memory pool."""
+    """`torch.cuda.CUDAGraph` with the interface of `TraceGraph`; graphs of one `pool` share memory."""
 
-    def __init__(self, pool=None):
-        self.pool, self.graph, self.output = pool, torch.cuda.CUDAGraph(), None
+    def __init__(self, pool: tuple[int, int] | None = None, device: torch.device | None = None):
+        self.pool, self.device = pool, device
+        self.graph, self.output = torch.cuda.CUDAGraph(), None
 
     def capture(self, function: Callable[[], Tensor]) -> Tensor:
-        """Warm up on a side stream, then capture one run of `function`.
+        """Warm up on a side stream, then capture one run of `function` there.
 
-        Reading a value back inside raises the driver's error. Every tensor it closes over must be kept alive.
+        Lazy initialisation (library handles, kernels compiled on first use) must not be captured, hence the warm-up.
+        Raises CaptureError when `function` reads a value back, before the driver sees it: a capture that fails inside
+        the driver would leave allocator and streams in its state. Every tensor that `function` closes over must be
+        kept alive as long as the graph.
         """
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            for _ in range(WARM_UP_RUNS):
+        if self.output is not None:
+            raise CaptureError("capture: this graph already holds a recording")
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.inference_mode(), torch.cuda.stream(stream):
                 function()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.inference_mode(), torch.cuda.graph(self.graph, pool=self.pool):
-            self.output = function()
-        return self.output
+                _check_capturable(function)
+                with torch.cuda.graph(self.graph, pool=self.pool, stream=stream):
+                    output = function()
+            torch.cuda.current_stream().wait_stream(stream)
+        self.output = output
+        return output
 
     def replay(self) -> Tensor:
         """Run the captured kernels on what the buffers hold now; returns the output, at its captured address."""
+        if self.output is None:
+            raise CaptureError("replay: nothing has been captured")
         self.graph.replay()
         return self.output
+
+
+def pool_bytes(pool: tuple[int, int]) -> int:
+    """Bytes of device memory that the allocator holds for the graphs of `pool`."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
+
+
+def _check_capturable(function: Callable[[], Tensor]) -> None:
+    """Run once under the rules of the trace backend, and where PyTorch reports that host waits for device."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with refuse_read_back():
+            function()
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        raise CaptureError(f"capture: {error}") from error
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)

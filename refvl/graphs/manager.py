@@ -8,7 +8,7 @@ It knows an encoder only through `GraphEncoder`: plan, forward, metadata at capa
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import torch
@@ -17,14 +17,14 @@ from tqdm.auto import tqdm
 
 from refvl.graphs.budgets import Batch, infer_limits, plan_batches
 from refvl.graphs.buffers import fill_metadata, fill_padded
-from refvl.graphs.cuda import CudaGraph
+from refvl.graphs.cuda import CudaGraph, pool_bytes
 from refvl.graphs.recorder import TraceGraph
 from refvl.schema import Grid, as_grids, check_shape
 
 BACKENDS = ("cuda", "trace")
 MIN_BUDGET = 64  # tokens: a picture of 224 px
 MAX_BUDGET = {"varlen": 4096, "masked": 256}  # masked attention is quadratic in the budget
-CACHED_PLANS = 256
+CACHED_PLANS = 32  # each up to 0.4 KiB of device memory per patch
 
 
 class GraphEncoder(Protocol):
@@ -113,22 +113,32 @@ class EncoderGraphManager:
         )
         plan_batches([], self.limits.budgets, self.limits.max_items, policy=policy)  # refuses an unknown policy now
         self.captured: dict[int, CapturedBudget] = {}
+        self._pool: tuple[int, int] | None = None
         self.last_batches: list[Batch] = []
         self._stats, self._plans = GraphStats(), OrderedDict()
 
     def capture(self) -> None:
-        """Capture every budget, largest first, so that smaller graphs reuse its memory. Shows a progress bar."""
-        pool = torch.cuda.graph_pool_handle() if self.backend == "cuda" else None
-        bar = tqdm(sorted(self.limits.budgets, reverse=True), desc="capture", unit="graph", disable=not self.progress)
-        for budget in bar:
-            if budget not in self.captured:
-                self.captured[budget] = self._capture(budget, pool)
-            bar.set_postfix_str(f"budget {budget}{self._memory()}")
+        """Capture every budget, largest first, so that smaller graphs reuse its memory. Shows a progress bar.
 
-    def _capture(self, budget: int, pool) -> CapturedBudget:
+        Does nothing when that has happened. Raises CaptureError when the encoder reads a value back; then no graph
+        is kept.
+        """
+        if self.captured:
+            return
+        self._pool = torch.cuda.graph_pool_handle() if self.backend == "cuda" else None
+        bar = tqdm(self.limits.budgets[::-1], desc="capture", unit="graph", disable=not self.progress)
+        try:
+            for budget in bar:
+                self.captured[budget] = self._capture(budget)
+                bar.set_postfix_str(f"budget {budget}, {self.memory_bytes() / 2**20:.0f} MiB")
+        except BaseException:
+            self.captured.clear()
+            raise
+
+    def _capture(self, budget: int) -> CapturedBudget:
         metadata = self.encoder.plan_capacity(budget, self.limits.max_frames)
         pixel_values = self.encoder.pixel_buffer(budget)
-        graph = CudaGraph(pool) if self.backend == "cuda" else TraceGraph()
+        graph = CudaGraph(self._pool, self.encoder.device) if self.backend == "cuda" else TraceGraph()
         attention = self.encoder.graph_attention
         output = graph.capture(lambda: self.encoder(pixel_values, metadata=metadata, attention=attention))
         return CapturedBudget(graph, pixel_values, metadata, output)
@@ -143,8 +153,7 @@ class EncoderGraphManager:
         grids = as_grids(grid_thw)
         sizes = [self.encoder.item_size(grid) for grid in grids]
         check_shape(pixel_values, (sum(patches for patches, _, _ in sizes), "values"), "pixel_values")
-        if not self.captured:
-            self.capture()
+        self.capture()
         rows = pixel_values.split([patches for patches, _, _ in sizes])
         self.last_batches = plan_batches(
             [tokens for _, tokens, _ in sizes], self.limits.budgets, self.limits.max_items,
@@ -157,18 +166,17 @@ class EncoderGraphManager:
             embeds = (
                 self._eager(batch_rows, batch_grids)
                 if batch.budget is None
-                else self._replay(batch.budget, batch_rows, batch_grids)
+                else self._replay(batch.budget, batch_rows, batch_grids, sum(tokens))
             )
-            outputs |= zip(batch.indices, embeds[: sum(tokens)].split(tokens), strict=True)
+            outputs |= zip(batch.indices, embeds.split(tokens), strict=True)
             self._count(batch, sum(tokens))
         return [outputs[i] for i in range(len(grids))]
 
-    def _replay(self, budget: int, rows: list[Tensor], grids: tuple[Grid, ...]) -> Tensor:
+    def _replay(self, budget: int, rows: list[Tensor], grids: tuple[Grid, ...], tokens: int) -> Tensor:
         captured = self.captured[budget]
-        pixel_values = torch.cat(rows).to(captured.pixel_values)
-        fill_padded(captured.pixel_values, pixel_values, "zero", "pixel_values")
+        fill_padded(captured.pixel_values, torch.cat(rows), "zero", "pixel_values")
         fill_metadata(captured.metadata, self._plan(grids))
-        return captured.graph.replay().clone()
+        return captured.graph.replay()[:tokens].clone()
 
     def _eager(self, rows: list[Tensor], grids: tuple[Grid, ...]) -> Tensor:
         return self.encoder(torch.cat(rows).to(self.encoder.device), metadata=self._plan(grids))
@@ -190,14 +198,15 @@ class EncoderGraphManager:
             self._stats.budget_tokens += batch.budget
 
     def stats(self) -> GraphStats:
-        """Hits, misses, hit rate and padding waste since the capture."""
-        return self._stats
+        """Hits, misses, hit rate and padding waste since the capture: a copy, later calls do not change it."""
+        return replace(self._stats)
 
     def memory_bytes(self) -> int:
-        """Bytes that the graphs hold: on CUDA what the allocator has reserved, else recorded outputs and buffers."""
+        """Bytes that the graphs hold: static buffers, and the shared pool on CUDA or all recorded outputs of traces."""
+        buffers = sum(_bytes(captured) for captured in self.captured.values())
         if self.backend == "cuda":
-            return torch.cuda.memory_reserved(self.encoder.device)
-        return sum(c.graph.memory_bytes() + _bytes(c) for c in self.captured.values())
+            return buffers + (pool_bytes(self._pool) if self.captured else 0)
+        return buffers + sum(captured.graph.memory_bytes() for captured in self.captured.values())
 
     def clear(self) -> None:
         """Drop all graphs and buffers and give their memory back; the next `execute` captures again."""
@@ -206,11 +215,6 @@ class EncoderGraphManager:
         self._stats = GraphStats()
         if self.backend == "cuda":
             torch.cuda.empty_cache()
-
-    def _memory(self) -> str:
-        if self.backend != "cuda":
-            return ""
-        return f", {torch.cuda.memory_reserved(self.encoder.device) / 2**30:.2f} GiB"
 
 
 def _bytes(captured: CapturedBudget) -> int:
