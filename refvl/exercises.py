@@ -5,10 +5,13 @@ raises AssertionError with the case, the place, what came and what was expected.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from refvl.graphs import Batch, TraceGraph, plan_batches
+from refvl.graphs.buffers import fill_padded
 from refvl.merge import merge_embeddings
 from refvl.patches import PatchConfig, count_tokens, patch_rows
 from refvl.positions import (
@@ -156,4 +159,86 @@ def check_window_index(function: Callable) -> str:
     for h, w, side in cases:
         want, _ = get_window_index([(1, h, w)], window_size=side, patch_size=1, spatial_merge_size=1)
         _check(f"h={h}, w={w}, side={side}", function(h, w, side), want)
+    return f"right in {len(cases)} cases"
+
+
+def check_fill_buffer(function: Callable) -> str:
+    """`function(buffer (capacity, ...), values (n, ...), rule)`: fills `buffer` in place, padding by `rule`."""
+    rows = torch.arange(1.0, 7.0).view(3, 2)
+    cumulative, permutation = torch.tensor([0, 4, 12, 16], dtype=torch.int32), torch.tensor([2, 0, 1])
+    cases = {
+        "rows, padded by zero": ((5, 2), rows, "zero"),
+        "cumulative lengths, padded by repeat_last": ((7,), cumulative, "repeat_last"),
+        "a permutation, padded by identity": ((6,), permutation, "identity"),
+        "a full buffer": ((4,), cumulative, "repeat_last"),
+    }
+    for case, (shape, values, rule) in cases.items():
+        buffer, want = torch.full(shape, 99, dtype=values.dtype), torch.empty(shape, dtype=values.dtype)
+        fill_padded(want, values, rule, "values")
+        function(buffer, values, rule)
+        _check(case, buffer, want)
+    return f"right in {len(cases)} cases"
+
+
+def check_replay(function: Callable) -> str:
+    """`function(operations)`: runs recorded operations again, so that their outputs hold the new results."""
+    cases = {
+        "two operations": lambda x: x * 2 + 1,
+        "an operation with two results": lambda x: torch.add(*x.sort()),
+        "an operation that works in place": lambda x: (x * 3).add_(x) * 2,
+    }
+    for case, forward in cases.items():
+        box, graph = torch.tensor([3.0, 1.0, 2.0]), TraceGraph()
+        graph.capture(partial(forward, box))
+        for values in ([5.0, 4.0, 6.0], [0.0, 9.0, 8.0]):
+            box.copy_(torch.tensor(values))
+            function(graph.operations)
+            _check(f"{case}, replayed on {values}", graph.output, forward(torch.tensor(values)))
+    return f"right in {len(cases)} cases"
+
+
+def _check_value(case: str, got, want) -> None:
+    if got != want:
+        raise AssertionError(f"{case}: should be {want}, got {got}")
+
+
+def check_greedy_batches(function: Callable) -> str:
+    """`function(output_tokens, budgets, max_items) -> list of Batch`, packed as policy "greedy" does."""
+    cases = [
+        ([30, 30, 200], [64, 128, 256], 8),
+        ([200, 30, 100, 30], [64, 128, 256], 8),
+        ([5, 5, 5, 5, 5], [16, 64], 2),
+        ([64, 300, 10], [64, 128], 4),
+        ([], [64], 4),
+    ]
+    for output_tokens, budgets, max_items in cases:
+        want = plan_batches(output_tokens, budgets, max_items, policy="greedy")
+        case = f"output_tokens={output_tokens}, budgets={budgets}, max_items={max_items}"
+        _check_batches(case, function(output_tokens, budgets, max_items), want)
+    return f"right in {len(cases)} cases"
+
+
+def _check_batches(case: str, got, want: list[Batch]) -> None:
+    if not isinstance(got, list):
+        raise AssertionError(f"{case}: expected a list of Batch, got {type(got).__name__}")
+    for i, (ours, theirs) in enumerate(zip(want, got, strict=False)):
+        _check_value(f"{case}: batch {i}", theirs, ours)
+    _check_value(f"{case}: number of batches", len(got), len(want))
+
+
+def check_smallest_budget_sum(function: Callable) -> str:
+    """`function(output_tokens, budgets, max_items) -> int`: the smallest summed budget of consecutive groups of the
+    sorted items; every item fits the largest budget."""
+    cases = [
+        ([60], [64, 128], 8),
+        ([60, 60, 60], [64, 128, 256], 8),
+        ([200, 10, 50, 60, 120], [64, 128, 256], 8),
+        ([40, 40, 40, 40, 40], [64, 256], 2),
+        ([33, 90, 7, 7, 120, 61, 250, 14, 80, 64], [64, 128, 256], 4),
+    ]
+    for output_tokens, budgets, max_items in cases:
+        batches = plan_batches(output_tokens, budgets, max_items, policy="optimal")
+        case = f"output_tokens={output_tokens}, budgets={budgets}, max_items={max_items}"
+        got = function(output_tokens, budgets, max_items)
+        _check_value(case, got, sum(batch.budget for batch in batches))
     return f"right in {len(cases)} cases"

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from refvl import exercises
+from refvl.graphs import plan_batches
+from refvl.graphs.buffers import fill_padded
 from refvl.merge import merge_embeddings
 from refvl.patches import PatchConfig, count_tokens, patch_rows
 from refvl.positions import (
@@ -63,16 +65,63 @@ def delta_of_the_full_prompt(positions, keep):
     return positions[:, keep], mrope_delta(positions)
 
 
+def fill_buffer(buffer, values, rule):
+    fill_padded(buffer, values, rule, "values")
+
+
+def fill_another_buffer(buffer, values, rule):
+    fill_buffer(buffer.clone(), values, rule)
+
+
+def pad_by_zero(buffer, values, rule):
+    fill_buffer(buffer, values, "zero")
+
+
+def replay(operations):
+    for operation in operations:
+        operation.replay()
+
+
+def run_without_writing(operations):
+    return [operation.function(*operation.args, **operation.kwargs) for operation in operations]
+
+
+def write_first_results(operations):
+    for operation in operations:
+        result = operation.function(*operation.args, **operation.kwargs)
+        operation.outputs[0].copy_(result[0] if isinstance(result, tuple) else result)
+
+
+def greedy_batches(output_tokens, budgets, max_items):
+    return plan_batches(output_tokens, budgets, max_items, policy="greedy")
+
+
+def alone(output_tokens, budgets, max_items):
+    return plan_batches(output_tokens, budgets, 1)
+
+
+def smallest_budget_sum(output_tokens, budgets, max_items):
+    return sum(batch.budget for batch in plan_batches(output_tokens, budgets, max_items, policy="optimal"))
+
+
+def greedy_budget_sum(output_tokens, budgets, max_items):
+    return sum(batch.budget for batch in greedy_batches(output_tokens, budgets, max_items))
+
+
 @pytest.mark.parametrize(
     ("check", "function"),
     [
         (exercises.check_count_tokens, lambda height, width: count_tokens(height, width, PatchConfig())),
+        (exercises.check_fill_buffer, fill_buffer),
+        (exercises.check_greedy_batches, greedy_batches),
         (exercises.check_grid_positions, grid_positions),
         (exercises.check_merge_embeddings, merge_embeddings),
         (exercises.check_mrope_positions, get_mrope_input_positions),
         (exercises.check_patch_rows, lambda pixels, config: patch_rows(pixels, config)[0]),
+        (exercises.check_replay, replay),
         (exercises.check_restrict_positions, restrict_positions),
         (exercises.check_retention_mask, retention_mask),
+        (exercises.check_smallest_budget_sum, smallest_budget_sum),
         (exercises.check_window_index, window_index),
     ],
 )
@@ -84,6 +133,19 @@ def test_the_library_passes(check, function):
     ("check", "function", "message"),
     [
         (exercises.check_count_tokens, lambda h, w: (h // 28) * (w // 28), "427 x 640 .*should be 345 tokens, got 330"),
+        (
+            exercises.check_fill_buffer,
+            fill_another_buffer,
+            r"padded by zero: element \[0, 0\] should be 1.0, got 99",
+        ),
+        (exercises.check_fill_buffer, pad_by_zero, r"padded by repeat_last: element \[4\] should be 16, got 0"),
+        (
+            exercises.check_greedy_batches,
+            alone,
+            r"\[30, 30, 200\].*: batch 0: should be Batch\(indices=\(0, 1\), budget=64\), got Batch\(indices=\(0,\)",
+        ),
+        (exercises.check_greedy_batches, lambda *_: [], r"\[30, 30, 200\].*: number of batches: should be 2, got 0"),
+        (exercises.check_greedy_batches, lambda *_: None, "expected a list of Batch, got NoneType"),
         (
             exercises.check_grid_positions,
             lambda t, h, w, f: grid_positions(t, h, w, int(f)),
@@ -99,6 +161,9 @@ def test_the_library_passes(check, function):
         (exercises.check_mrope_positions, larger_side_positions, r"a long clip: element \[0, 25\] should be 12, got 3"),
         (exercises.check_mrope_positions, lambda n, s: torch.arange(n), r"expected \(positions, delta\), got Tensor"),
         (exercises.check_patch_rows, line_by_line, r"one row of blocks: element \[2, 0\] should be 1176.0, got 28.0"),
+        (exercises.check_replay, run_without_writing, r"two operations, .*: element \[0\] should be 11.0, got 7.0"),
+        (exercises.check_replay, write_first_results, r"two results, .*: element \[1\] should be 5.0, got 7.0"),
+        (exercises.check_smallest_budget_sum, greedy_budget_sum, r"\[60, 60, 60\].*: should be 192, got 256"),
         (exercises.check_restrict_positions, cut_to_length, r"some tokens pruned: element \[0, 9\] should be 7, got 5"),
         (exercises.check_restrict_positions, delta_of_the_full_prompt, "some tokens .* delta should be -7, got -11"),
         (

@@ -7,6 +7,7 @@ from refvl.viz.evs import (
     plot_keep_mask,
     plot_pruned_positions,
 )
+from refvl.viz.graphs import explore_packing, plot_buffers, plot_packing, plot_recording, plot_waste
 from refvl.viz.patches import explore_resize, plot_patch_rows, plot_patches
 from refvl.viz.positions import (
     explore_positions,
@@ -21,22 +22,27 @@ from refvl.viz.windows import explore_windows, plot_attention_segments, plot_win
 
 __all__ = [
     "explore_keep_mask",
+    "explore_packing",
     "explore_positions",
     "explore_resize",
     "explore_windows",
     "plot_accuracy_curve",
     "plot_attention_segments",
+    "plot_buffers",
     "plot_clip_positions",
     "plot_dissimilarity",
     "plot_keep_mask",
+    "plot_packing",
     "plot_patch_rows",
     "plot_patches",
     "plot_place_answers",
     "plot_position_grid",
     "plot_positions",
     "plot_pruned_positions",
+    "plot_recording",
     "plot_rotary",
     "plot_stage_timings",
+    "plot_waste",
     "plot_window_permutation",
     "plot_windows",
 ]

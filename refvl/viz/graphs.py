@@ -1,0 +1,187 @@
+"""Encoder graphs: what was recorded, what stands in the buffers, who shares a replay, and what is wasted.
+
+plot_recording   the recorded operations in order, by kind, and which of them read a static buffer
+plot_buffers     static buffers before a replay: the batch in front, padding behind
+plot_packing     one bar per replay, its items side by side, the unused rest hatched
+plot_waste       padding waste against the number of graphs
+explore_packing  the packing while number and size of the arriving items change
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+
+import numpy as np
+from matplotlib.axes import Axes
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from refvl.graphs import Batch, TraceGraph, padding_waste, plan_batches
+from refvl.graphs.recorder import Operation
+from refvl.viz.positions import grid_of_axes
+from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, axes_or_new, interactive
+from refvl.viz.windows import sequence_colors
+
+_FREE = {"facecolor": "white", "edgecolor": "0.6", "hatch": "////", "linewidth": 0}  # computed for nothing
+
+
+def plot_recording(graph: TraceGraph, buffers: Mapping[str, Tensor], *, ax: Axes | None = None) -> Axes:
+    """Recorded operations from left to right, one row per kind; coloured where they read a static buffer.
+
+    buffers: {name: tensor}; a name may stand for several, as a tuple of tensors. Views of a buffer count as the buffer.
+    """
+    kinds = [_kind(operation) for operation in graph.operations]
+    rows = {kind: row for row, kind in enumerate(dict.fromkeys(kinds))}
+    ax = axes_or_new(ax, figsize=(10, 0.24 * len(rows) + 1.4))
+    ax.plot([rows[kind] for kind in kinds], "|", color="0.65", ms=7)
+    for (name, tensors), color in zip(buffers.items(), STAGE_COLORS, strict=False):
+        readers = [i for i, operation in enumerate(graph.operations) if _reads(operation, tensors)]
+        ax.plot(readers, [rows[kinds[i]] for i in readers], "o", color=color, ms=5, label=f"reads {name}")
+    ax.set_yticks(range(len(rows)), [f"{kind}  ({kinds.count(kind)})" for kind in rows], size=8)
+    ax.set(xlabel="place in the recording", title=f"{len(kinds)} recorded operations", ylim=(len(rows) - 0.4, -0.6))
+    ax.grid(axis="y", alpha=0.25)
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
+    return ax
+
+
+def _kind(operation: Operation) -> str:
+    """`aten.mul.Tensor` -> `mul`; very long names are cut."""
+    name = str(operation.function).split(".")[1].strip("_")
+    return name if len(name) <= 24 else f"{name[:23]}…"
+
+
+def _reads(operation: Operation, buffers) -> bool:
+    memory = {buffer.untyped_storage().data_ptr() for buffer in tree_leaves(buffers)}
+    tensors = [leaf for leaf in tree_leaves((operation.args, operation.kwargs)) if isinstance(leaf, Tensor)]
+    return any(tensor.untyped_storage().data_ptr() in memory for tensor in tensors)
+
+
+def plot_buffers(buffers, planned, names: Sequence[str] | None = None, *, ax=None) -> np.ndarray:
+    """What a graph would read now, one panel per field; the part behind the batch is shaded.
+
+    buffers: metadata at capacity, filled. planned: the metadata of the batch, which says how far the contents reach.
+    names: fields to show, by default all tensors. ax: an array of Axes, or None. Returns the Axes as a flat array.
+    """
+    rules = {field.name: field.metadata.get("pad") for field in fields(buffers)}
+    names = [name for name in rules if isinstance(getattr(buffers, name), Tensor)] if names is None else list(names)
+    panels = _panels(ax, len(names))
+    for panel, name in zip(panels, names, strict=True):
+        buffer, count = getattr(buffers, name).cpu(), len(getattr(planned, name))
+        _draw_buffer(panel, buffer)
+        panel.axvspan(count - 0.5, len(buffer) - 0.5, color=HIGHLIGHT, alpha=0.2, lw=0)
+        panel.set_xlim(-0.5, len(buffer) - 0.5)
+        panel.set_title(f"{name}: {count} of {len(buffer)} filled, padding: {rules[name]}", fontsize=9)
+    return panels
+
+
+def _panels(ax, count: int) -> np.ndarray:
+    """`count` Axes: those given, or new ones, two in a row."""
+    if ax is not None:
+        return grid_of_axes(ax, 1, count, (1, 1))[0]
+    rows, columns = -(-count // 2), min(2, count)
+    panels = grid_of_axes(None, rows, columns, (5.2 * columns, 2.1 * rows)).flatten()
+    for unused in panels[count:]:
+        unused.remove()
+    return panels[:count]
+
+
+def _draw_buffer(ax: Axes, buffer: Tensor) -> None:
+    if buffer.ndim == 1:
+        ax.plot(buffer.numpy(), ".", ms=4, color="0.2")
+        ax.set_ylabel("value", fontsize=8)
+    else:
+        rows = buffer.flatten(1).float().T
+        high = float(rows.nan_to_num().abs().max()) or 1.0
+        ax.imshow(rows, aspect="auto", cmap="RdBu_r", vmin=-high, vmax=high, interpolation="nearest")  # zero is white
+        ax.set_ylabel("column", fontsize=8)
+    ax.set_xlabel("place in the buffer", fontsize=8)
+    ax.tick_params(labelsize=8)
+
+
+def plot_packing(
+    output_tokens: Sequence[int], batches: Sequence[Batch], *, title: str = "", ax: Axes | None = None
+) -> Axes:
+    """One bar per replay, as long as its budget: items in it side by side, numbered as they arrived, the rest hatched.
+
+    output_tokens: tokens of each item. batches: what `plan_batches` made of them; an item without budget ran eagerly.
+    """
+    ax = axes_or_new(ax, figsize=(9, 0.34 * len(batches) + 1.3))
+    colors = sequence_colors(len(output_tokens))
+    tokens = [sum(output_tokens[i] for i in batch.indices) for batch in batches]
+    ends = [max(total, batch.budget or 0) for total, batch in zip(tokens, batches, strict=True)]
+    widest = max([1, *ends])
+    for row, (batch, total, end) in enumerate(zip(batches, tokens, ends, strict=True)):
+        left = 0
+        for i in batch.indices:
+            ax.barh(row, output_tokens[i], left=left, color=colors[i], edgecolor="white", height=0.7)
+            if output_tokens[i] >= 0.02 * widest:
+                ax.text(left + output_tokens[i] / 2, row, str(i), color="white", size=8, ha="center", va="center")
+            left += output_tokens[i]
+        if batch.budget is not None:
+            ax.barh(row, batch.budget - total, left=total, height=0.7, **_FREE)
+            ax.barh(row, batch.budget, height=0.7, facecolor="none", edgecolor="black", linewidth=1.3)
+        ax.text(end + 0.02 * widest, row, _row_report(batch, total), size=8, va="center")
+    labels = ["eager" if batch.budget is None else f"graph of {batch.budget}" for batch in batches]
+    ax.set_yticks(range(len(batches)), labels)
+    ax.set(xlabel="output tokens (hatched: padding)", xlim=(0, 1.32 * widest), ylim=(max(len(batches), 1) - 0.5, -0.5))
+    ax.set_title(_packing_report(output_tokens, batches, title), fontsize=10)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def _row_report(batch: Batch, tokens: int) -> str:
+    if batch.budget is None:
+        return f"{tokens} tokens, fits no graph"
+    return f"{tokens} tokens, {1 - tokens / batch.budget:.0%} padding"
+
+
+def _packing_report(output_tokens: Sequence[int], batches: Sequence[Batch], title: str) -> str:
+    budgets = [batch.budget for batch in batches if batch.budget is not None]
+    replays = f"{len(budgets)} replay{'s' * (len(budgets) != 1)}, budgets sum to {sum(budgets)}"
+    report = f"{replays}, {padding_waste(batches, output_tokens):.0%} padding"
+    return f"{title}: {report}" if title else report
+
+
+def plot_waste(waste: Mapping[str, Mapping[int, float]], *, title: str = "", ax: Axes | None = None) -> Axes:
+    """Padding waste in percent against the number of captured graphs.
+
+    waste: {name of a line: {number of graphs: share of the computed tokens that is padding}}.
+    """
+    ax = axes_or_new(ax, figsize=(6, 3.6))
+    for (name, curve), marker in zip(waste.items(), "osd^v<>", strict=False):
+        ax.plot(list(curve), [100 * share for share in curve.values()], marker=marker, lw=2, label=name)
+    ax.set(xlabel="captured graphs", ylabel="padding (% of computed tokens)", title=title or "padding waste")
+    ax.set_xticks(sorted({count for curve in waste.values() for count in curve}))
+    ax.set_ylim(bottom=0)
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize=9)
+    return ax
+
+
+def draw_packing(
+    items: int, scale: float, policy: str, output_tokens: Sequence[int], budgets: Sequence[int], max_items: int
+) -> Axes:
+    """What `explore_packing` draws: the first `items` arrivals, `scale` times as large, packed by `policy`."""
+    sizes = [max(1, round(scale * tokens)) for tokens in output_tokens[:items]]
+    batches = plan_batches(sizes, budgets, max_items, policy=policy)
+    ax = plot_packing(sizes, batches, title=policy, ax=axes_or_new(None, figsize=(9, 4.6)))
+    ax.set_xlim(0, 1.32 * max(*budgets, *sizes))  # the same ruler at every position of the sliders
+    ax.set_ylim(max(len(batches), 8) - 0.5, -0.5)
+    return ax
+
+
+def explore_packing(
+    output_tokens: Sequence[int], budgets: Sequence[int], *, max_items: int = 8, policy: str = "optimal"
+):
+    """Sliders over how many items arrive and how large they are, and a choice of the policy. Needs ipywidgets.
+
+    output_tokens: tokens of the arriving items at scale 1. budgets, max_items: as in `plan_batches`.
+    """
+    import ipywidgets
+
+    return interactive(
+        partial(draw_packing, output_tokens=list(output_tokens), budgets=list(budgets), max_items=max_items),
+        items=ipywidgets.IntSlider(value=len(output_tokens), min=1, max=len(output_tokens), description="items"),
+        scale=ipywidgets.FloatSlider(value=1.0, min=0.1, max=3.0, step=0.05, description="size x"),
+        policy=ipywidgets.ToggleButtons(value=policy, options=["greedy", "optimal"], description="policy"),
+    )

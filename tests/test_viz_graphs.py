@@ -1,0 +1,204 @@
+"""Figures of encoder graphs. Oracle: the recordings, buffers and plans that they show."""
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from matplotlib.colors import to_rgb
+
+from refvl import viz
+from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
+from refvl.graphs import Batch, TraceGraph, padding_waste, plan_batches
+from refvl.graphs.buffers import fill_metadata
+from refvl.viz.graphs import draw_packing
+from refvl.viz.style import HIGHLIGHT
+from refvl.viz.windows import sequence_colors
+
+TOKENS = [30, 200, 30, 600]
+BATCHES = [Batch((0, 2), 64), Batch((1,), 256), Batch((3,), None)]
+PLANNED_GRID = (1, 6, 10)  # 60 patches, 15 merged tokens, 6 windows of the tiny tower
+
+
+@pytest.fixture
+def ax():
+    figure, axes = plt.subplots()
+    yield axes
+    plt.close(figure)
+
+
+@pytest.fixture(scope="module")
+def toy():
+    """A recording of three operations over two buffers: mul and add read `a`, the last add reads a view of `b`."""
+    a, b, graph = torch.ones(2), torch.ones(2, 2), TraceGraph()
+    graph.capture(lambda: a * 2 + a + b[0])
+    return graph, a, b
+
+
+@pytest.fixture(scope="module")
+def filled():
+    """The tower's static buffers at 16 tokens and 4 frames, filled for one item, and its plan."""
+    tower = Qwen2_5_VisionTransformer(Qwen2_5_VisionConfig.tiny())
+    buffers, planned = tower.plan_capacity(16, 4), tower.plan([PLANNED_GRID])
+    fill_metadata(buffers, planned)
+    return buffers, planned
+
+
+def ticks(ax) -> list[str]:
+    return [label.get_text() for label in ax.get_yticklabels()]
+
+
+def texts(ax) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+def items(ax) -> list[tuple[float, float, float]]:
+    """(left, width, row) of the bars that are neither padding nor the outline of a budget."""
+    bars = [bar for bar in ax.patches if bar.get_facecolor()[3] and not bar.get_hatch()]
+    return [(bar.get_x(), bar.get_width(), bar.get_y() + bar.get_height() / 2) for bar in bars]
+
+
+def padding(ax) -> list[tuple[float, float]]:
+    """(left, width) of the hatched bars."""
+    return [(bar.get_x(), bar.get_width()) for bar in ax.patches if bar.get_hatch()]
+
+
+@pytest.mark.parametrize("name", ["recording", "packing", "waste"])
+def test_draws_onto_the_axes_given_and_makes_its_own_otherwise(name, ax, toy):
+    graph, a, b = toy
+    draw = {
+        "recording": lambda ax: viz.plot_recording(graph, {"a": a, "b": b}, ax=ax),
+        "packing": lambda ax: viz.plot_packing(TOKENS, BATCHES, ax=ax),
+        "waste": lambda ax: viz.plot_waste({"greedy": {1: 0.5}}, ax=ax),
+    }[name]
+    assert draw(ax) is ax and ax.get_title()
+    figures = plt.get_fignums()
+    own = draw(None)
+    assert own is not ax and own.figure.number not in figures and own.get_title() == ax.get_title()
+    plt.close(own.figure)
+
+
+def test_recording_shows_every_operation_in_the_row_of_its_kind(ax, toy):
+    graph, a, b = toy
+    viz.plot_recording(graph, {"a": a, "b": b}, ax=ax)
+    assert [str(operation.function) for operation in graph.operations] == [
+        "aten.mul.Tensor", "aten.add.Tensor", "aten.add.Tensor",
+    ]  # fmt: skip
+    assert ticks(ax) == ["mul  (1)", "add  (2)"]
+    assert ax.get_title() == "3 recorded operations"
+    everything, reads_a, reads_b = ax.lines
+    assert everything.get_ydata().tolist() == [0, 1, 1]
+    assert list(zip(reads_a.get_xdata(), reads_a.get_ydata(), strict=True)) == [(0, 0), (1, 1)]
+    assert list(zip(reads_b.get_xdata(), reads_b.get_ydata(), strict=True)) == [(2, 1)]  # a view of b is b
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["reads a", "reads b"]
+
+
+def test_several_buffers_may_share_a_name(ax, toy):
+    graph, a, b = toy
+    viz.plot_recording(graph, {"a and b": (a, b)}, ax=ax)
+    assert list(ax.lines[1].get_xdata()) == [0, 1, 2]
+
+
+def test_buffers_show_their_contents_and_shade_the_padding(filled):
+    buffers, planned = filled
+    names = ["window_index", "cu_window_seqlens", "cos"]
+    index, lengths, cos = viz.plot_buffers(buffers, planned, names)
+    assert index.get_title() == "window_index: 15 of 16 filled, padding: identity"
+    np.testing.assert_array_equal(index.lines[0].get_ydata(), buffers.window_index)
+    np.testing.assert_array_equal(lengths.lines[0].get_ydata(), buffers.cu_window_seqlens)
+    np.testing.assert_array_equal(cos.images[0].get_array(), buffers.cos.T)
+    for panel, name in zip((index, lengths, cos), names, strict=True):
+        [shade] = [patch for patch in panel.patches if to_rgb(patch.get_facecolor()) == to_rgb(HIGHLIGHT)]
+        count, capacity = len(getattr(planned, name)), len(getattr(buffers, name))
+        assert (shade.get_x(), shade.get_width()) == (count - 0.5, capacity - count)
+    plt.close("all")
+
+
+def test_buffers_default_to_all_tensors_and_take_axes(filled):
+    panels = viz.plot_buffers(*filled)
+    assert [panel.get_title().partition(":")[0] for panel in panels] == [
+        "cos", "sin", "window_index", "reverse_index", "cu_seqlens", "cu_window_seqlens",
+    ]  # fmt: skip
+    _, given = plt.subplots(1, 2)
+    assert viz.plot_buffers(*filled, ["cos", "sin"], ax=given).tolist() == given.tolist()
+    with pytest.raises(ValueError, match="needs 1 x 3 axes, got 2"):
+        viz.plot_buffers(*filled, ["cos", "sin", "cu_seqlens"], ax=given)
+    plt.close("all")
+
+
+def test_buffers_of_nan_can_be_drawn(filled):
+    buffers, planned = filled
+    buffers.cos[60:] = torch.nan
+    [panel] = viz.plot_buffers(buffers, planned, ["cos"])
+    assert panel.images[0].get_clim() == (-1, 1)  # a cosine of 1 is among the contents
+    plt.close("all")
+
+
+def test_packing_lays_items_end_to_end_and_hatches_the_rest(ax):
+    viz.plot_packing(TOKENS, BATCHES, ax=ax)
+    assert items(ax) == [(0, 30, 0), (30, 30, 0), (0, 200, 1), (0, 600, 2)]
+    assert padding(ax) == [(60, 4), (200, 56)]
+    outlines = [bar.get_width() for bar in ax.patches if not bar.get_facecolor()[3]]
+    assert outlines == [64, 256]
+    assert ticks(ax) == ["graph of 64", "graph of 256", "eager"]
+    assert [t for t in texts(ax) if "tokens" in t] == [
+        "60 tokens, 6% padding", "200 tokens, 22% padding", "600 tokens, fits no graph",
+    ]  # fmt: skip
+    assert ax.get_title() == "2 replays, budgets sum to 320, 19% padding"  # 1 - 260 / 320
+
+
+def test_packing_numbers_and_colors_are_those_of_the_arrival(ax):
+    viz.plot_packing(TOKENS, BATCHES, ax=ax)
+    assert [text for text in texts(ax) if text.isdigit()] == ["0", "2", "1", "3"]
+    colors = [bar.get_facecolor()[:3] for bar in ax.patches if bar.get_facecolor()[3] and not bar.get_hatch()]
+    np.testing.assert_allclose(colors, sequence_colors(4)[[0, 2, 1, 3]])
+
+
+def test_numbers_of_narrow_items_are_left_out(ax):
+    viz.plot_packing([1, 400], plan_batches([1, 400], [512], 8), title="greedy", ax=ax)
+    assert [text for text in texts(ax) if text.isdigit()] == ["1"]
+    assert ax.get_title().startswith("greedy: 1 replay, ")
+
+
+def test_nothing_arrived(ax):
+    assert viz.plot_packing([], [], ax=ax).get_title() == "0 replays, budgets sum to 0, 0% padding"
+
+
+def test_padding_waste_counts_replays_only():
+    """260 of 320 tokens are not padding; the eager 600 do not count."""
+    assert padding_waste(BATCHES, TOKENS) == 1 - 260 / 320
+    assert padding_waste([Batch((3,), None)], TOKENS) == 0
+
+
+def test_waste_is_drawn_in_percent(ax):
+    viz.plot_waste({"greedy": {1: 0.5, 2: 0.25}, "optimal": {1: 0.5, 4: 0.125}}, title="arrivals", ax=ax)
+    assert [list(line.get_xydata().flatten()) for line in ax.lines] == [[1, 50, 2, 25], [1, 50, 4, 12.5]]
+    assert ax.get_xticks().tolist() == [1, 2, 4] and ax.get_ylim()[0] == 0
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["greedy", "optimal"]
+    assert ax.get_title() == "arrivals"
+
+
+@pytest.mark.parametrize("policy", ["greedy", "optimal"])
+def test_the_view_packs_what_the_sliders_say(policy):
+    ax = draw_packing(2, 0.5, policy, TOKENS, [64, 128, 256], 8)
+    wanted = plan_batches([15, 100], [64, 128, 256], 8, policy=policy)
+    assert [width for _, width, _ in items(ax)] == [[15, 100][i] for batch in wanted for i in batch.indices]
+    assert ax.get_title().startswith(f"{policy}: ")
+    plt.close(ax.figure)
+
+
+def test_sliders_and_policy_redraw():
+    view = viz.explore_packing([60, 60, 60], [64, 128, 256], max_items=8)
+    count, scale, policy, picture = view.children
+    seen = {bytes(picture.value)}
+    policy.value = "greedy"
+    seen.add(bytes(picture.value))
+    scale.value = 0.5
+    seen.add(bytes(picture.value))
+    count.value = 2
+    seen.add(bytes(picture.value))
+    assert len(seen) == 4 and not plt.get_fignums()
+    assert all(png.startswith(b"\x89PNG") for png in seen)
