@@ -75,9 +75,9 @@ class Trace:
             case "positions":
                 return f"{tuple(self.positions.shape)}, delta {self.delta}"
             case "prefill":
-                return "1 token"
+                return "the first token"
             case "decode tokens":
-                return f"{len(self.token_ids) - 1} tokens"
+                return f"{len(self.token_ids) - 1} more"
         return ""
 
     def _graph_report(self) -> str:
