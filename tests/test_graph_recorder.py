@@ -1,0 +1,345 @@
+"""The trace backend keeps the contract of a CUDA graph: replay equals the function on what the buffers hold now."""
+
+import math
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from refvl.graphs import CaptureError, TraceGraph
+
+X = torch.arange(1.0, 7.0)
+MASK, COUNTS, ONE = X > 2, torch.tensor([1, 2, 0, 1, 1, 1]), torch.tensor(1)
+
+READS = {
+    "item": lambda: X.sum().item(),
+    "tolist": lambda: X.tolist(),
+    "cpu": lambda: X.cpu(),
+    "numpy": lambda: X.numpy(),
+    "np.asarray": lambda: np.asarray(X),
+    "np.from_dlpack": lambda: np.from_dlpack(X),
+    "float": lambda: float(X[0]),
+    "int": lambda: int(COUNTS.max()),
+    "complex": lambda: complex(X[0]),
+    "math.sqrt": lambda: math.sqrt(X[0]),
+    "print": lambda: str(X),
+    "format": lambda: f"{X.sum():.2f}",
+    "branch": lambda: X if X.sum() > 0 else -X,
+    "any": lambda: any(MASK),
+    "is_nonzero": lambda: torch.is_nonzero(ONE),
+    "in": lambda: 3 in X,
+    "range": lambda: range(ONE),
+    "slice": lambda: X[:ONE],
+    "index by a tensor without dimensions": lambda: X[ONE],
+    "size from a tensor": lambda: torch.zeros(int(ONE)),
+    "arange of a tensor": lambda: torch.arange(ONE),
+    "tensor of tensors": lambda: torch.tensor([X[0], X[1]]),
+    "tensor of a tensor": lambda: torch.tensor(X[0]),
+    "equal": lambda: torch.equal(X, X),
+    "allclose": lambda: torch.allclose(X, X),
+}
+SHAPES = {
+    "boolean index": lambda: X[MASK],
+    "assignment through a mask": lambda: X.clone().__setitem__(MASK, torch.ones(4)),
+    "nonzero": lambda: torch.nonzero(X),
+    "where without values": lambda: torch.where(MASK),
+    "argwhere": lambda: torch.argwhere(X),
+    "unique": lambda: torch.unique(X),
+    "unique_consecutive": lambda: torch.unique_consecutive(X),
+    "masked_select": lambda: X.masked_select(MASK),
+    "repeat_interleave": lambda: X.repeat_interleave(COUNTS),
+    "bincount": lambda: torch.bincount(COUNTS),
+    "one_hot": lambda: F.one_hot(COUNTS),
+}
+
+
+def recorded(function):
+    """A graph that has captured `function`."""
+    graph = TraceGraph()
+    graph.capture(function)
+    return graph
+
+
+def poison(graph):
+    """Overwrite everything that the graph computes: what it does not compute again would show."""
+    for operation in graph.operations:
+        for out in operation.outputs:
+            if not operation.is_in_place:
+                out.fill_(float("nan") if out.is_floating_point() else 1)
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.filterwarnings("ignore")
+def test_reading_a_value_back_is_refused(name):
+    """Host code would run once, at capture, and its value would be frozen without a word."""
+    READS[name]()  # runs well outside of a capture
+    with pytest.raises(CaptureError, match="capture: .* reads a value back|capture: aten.* needs a value of its input"):
+        TraceGraph().capture(READS[name])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_that_depends_on_data_is_refused(name):
+    SHAPES[name]()
+    with pytest.raises(CaptureError, match="capture: .* (reads|needs) a value"):
+        TraceGraph().capture(SHAPES[name])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: X[COUNTS],
+        lambda: X[None, 1:5:2],
+        lambda: X.masked_fill(MASK, 0),
+        lambda: torch.where(MASK, X, -X),
+        lambda: X.clone().index_put_((COUNTS,), X),
+        lambda: X.clone().__setitem__(MASK, 0),
+        lambda: X.split([2, 4])[1] + X[4:].sum(),
+        lambda: [row * 2 for row in X.view(2, 3)][1],
+        lambda: X.new_zeros(len(X), X.shape[0]),
+        lambda: X.repeat_interleave(3),
+        lambda: X.clamp(max=X[0]),
+    ],
+)
+def test_what_needs_no_value_is_not_refused(function):
+    """Sizes are Python's, not the tensor's; integer indices, `where` with values and masks that fill keep shapes."""
+    TraceGraph().capture(function)
+
+
+def test_a_refused_capture_leaves_nothing_and_the_graph_is_usable():
+    graph, x = TraceGraph(), torch.ones(3)
+    with pytest.raises(CaptureError, match="item"):
+        graph.capture(lambda: (x * 2 + 1).sum().item())
+    assert graph.operations == []
+    with pytest.raises(CaptureError, match="nothing has been captured"):
+        graph.replay()
+    assert graph.capture(lambda: x + 1).tolist() == [2, 2, 2]
+    assert len(graph.operations) == 1
+    assert X[MASK].tolist() == [3, 4, 5, 6]  # and nothing is refused outside
+
+
+def test_an_error_inside_the_function_leaves_nothing():
+    graph, x = TraceGraph(), torch.ones(3)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        graph.capture(lambda: x * 2 + torch.ones(2))
+    assert graph.operations == []
+
+
+def test_a_graph_holds_one_capture_and_replays_only_then():
+    graph = TraceGraph()
+    with pytest.raises(CaptureError, match="replay: nothing has been captured"):
+        graph.replay()
+    graph.capture(lambda: X * 2)
+    with pytest.raises(CaptureError, match="capture: this graph already holds a recording"):
+        graph.capture(lambda: X * 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_own_tower_is_refused():
+    """Its attention reads the lengths of the segments back to split its inputs."""
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+    config = Qwen2_5_VLVisionConfig(
+        depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=32, fullatt_block_indexes=[0]
+    )
+    tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(config, attn_implementation="sdpa").eval()
+    patches, grid = torch.randn(32, 1176), torch.tensor([[2, 4, 4]])
+    tower(patches, grid)
+    with pytest.raises(CaptureError, match="reads a value back|needs a value of its input"):
+        TraceGraph().capture(lambda: tower(patches, grid).pooler_output)
+
+
+# --- replayed ---------------------------------------------------------------------------------------------------------
+
+
+def test_replay_equals_the_function_on_new_contents_whatever_memory_held():
+    """A-B-A; matrix products, norms, softmax, gathers, concatenation, casts; all recorded memory poisoned between."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8)).eval()
+    x, index = torch.randn(5, 8), torch.tensor([3, 1, 0, 2, 4])
+
+    def function():
+        y = block(x)[index]
+        y = torch.cat([y, x.double().softmax(-1).float()], dim=-1)
+        return F.scaled_dot_product_attention(y[None], y[None], y[None])[0].reshape(10, 8)
+
+    graph = recorded(function)
+    a, b = (torch.randn(5, 8), torch.tensor([3, 1, 0, 2, 4])), (torch.randn(5, 8), torch.tensor([0, 0, 4, 1, 1]))
+    for new_x, new_index in (a, b, a):
+        x.copy_(new_x)
+        index.copy_(new_index)
+        poison(graph)
+        got = graph.replay().clone()
+        with torch.no_grad():
+            assert torch.equal(got, function())
+
+
+def test_the_output_keeps_its_address_and_the_next_replay_overwrites_it():
+    x = torch.ones(3)
+    graph = TraceGraph()
+    captured = graph.capture(lambda: x * 10)
+    x.fill_(2)
+    first = graph.replay()
+    x.fill_(3)
+    second = graph.replay()
+    assert captured.data_ptr() == first.data_ptr() == second.data_ptr()
+    assert first.tolist() == [30, 30, 30]
+
+
+def test_python_runs_once():
+    """Side effects, Python numbers and branches on them are those of the capture."""
+    calls, settings, x = [], {"scale": 2, "negate": False}, torch.ones(2)
+
+    def function():
+        calls.append(len(calls))
+        y = x * settings["scale"]
+        return -y if settings["negate"] else y
+
+    graph = recorded(function)
+    settings |= {"scale": 5, "negate": True}
+    assert [graph.replay().tolist() for _ in range(3)] == [[2, 2]] * 3
+    assert calls == [0]
+
+
+def test_a_buffer_that_is_rebound_instead_of_filled_is_stale():
+    held = {"x": torch.ones(2)}
+    graph = recorded(lambda: held["x"] + 1)
+    original = held["x"]
+    held["x"] = torch.full((2,), 9.0)
+    assert graph.replay().tolist() == [2, 2]
+    original.copy_(held["x"])
+    assert graph.replay().tolist() == [10, 10]
+
+
+def test_a_tensor_made_from_python_numbers_is_frozen():
+    numbers, x = [1.0, 2.0], torch.zeros(2)
+    graph = recorded(lambda: x + torch.tensor(numbers))
+    numbers[:] = [7.0, 8.0]
+    assert graph.replay().tolist() == [1, 2]
+
+
+def test_in_place_operations_happen_at_every_replay():
+    """On a buffer they accumulate; on what the graph computes they start anew, through views as well."""
+    counter, x = torch.zeros(1), torch.ones(4)
+
+    def function():
+        counter.add_(1)
+        y = x * 2
+        y[1:3].mul_(10)
+        y.view(2, 2)[0, 0] = 7
+        return F.relu_(y - 3) + counter
+
+    graph = recorded(function)
+    x.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert graph.replay().tolist() == [6, 39, 59, 7]  # relu([7, 40, 60, 8] - 3) + 2
+    assert graph.replay().tolist() == [7, 40, 60, 8]
+    assert counter.item() == 3
+
+
+def test_an_operation_that_writes_in_place_and_returns_something_new():
+    """Batch norm in training: running statistics move and the result is computed again."""
+    torch.manual_seed(0)
+    norm, reference, x = nn.BatchNorm1d(3), nn.BatchNorm1d(3), torch.randn(6, 3)
+    graph = recorded(lambda: norm(x))
+    reference(x)  # the capture was the first run
+    for _ in range(2):
+        x.copy_(torch.randn(6, 3))
+        poison(graph)
+        assert torch.equal(graph.replay(), reference(x))
+    assert torch.equal(norm.running_mean, reference.running_mean)
+
+
+def test_views_see_the_new_contents():
+    x = torch.arange(6.0)
+    graph = recorded(lambda: x.view(2, 3).T)
+    x.copy_(torch.arange(6.0) + 10)
+    assert graph.replay().tolist() == [[10, 13], [11, 14], [12, 15]]
+    assert graph.operations == []
+    assert graph.replay().data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_cast_is_a_view_or_a_copy(dtype):
+    """`x.to(dtype)` returns x itself when nothing changes: the schema is the same, the recording is not."""
+    x = torch.ones(3)
+    graph = recorded(lambda: x.to(dtype))
+    x.fill_(5)
+    assert graph.replay().tolist() == [5, 5, 5]
+    assert len(graph.operations) == (0 if dtype == x.dtype else 1)
+    y = torch.ones(2, 2)
+    graph = recorded(lambda: y.T.reshape(4).contiguous())
+    y.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert graph.replay().tolist() == [1, 3, 2, 4]
+
+
+def test_empty_tensors_are_no_views_of_each_other():
+    """All empty tensors share the null address; what is computed beside them is recorded all the same."""
+    nothing, x = torch.empty(0, 3), torch.ones(2, 3)
+    graph = recorded(lambda: torch.cat([nothing, x]) + torch.cat([x, nothing]))
+    x.fill_(4)
+    poison(graph)
+    assert graph.replay().tolist() == [[8, 8, 8]] * 2
+    assert recorded(lambda: nothing * 2).replay().shape == (0, 3)
+
+
+def test_random_numbers_are_drawn_at_every_replay():
+    """As CUDA graphs do with their generator."""
+    x = torch.zeros(1000)
+    graph = recorded(lambda: x + torch.rand(1000))
+    torch.manual_seed(0)
+    first, second = graph.replay().clone(), graph.replay().clone()
+    torch.manual_seed(0)
+    assert torch.equal(first, torch.rand(1000))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_any_grad_mode_around_capture_and_replay(mode):
+    """The weights of an encoder require gradients; its static buffers may stem from inference mode."""
+    with mode():
+        layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+        graph = recorded(lambda: layer(x))
+        assert not graph.output.requires_grad
+    x.data.fill_(3)
+    assert torch.equal(graph.replay(), layer(torch.full((1, 2), 3.0)).detach())
+
+
+def test_buffers_are_held_strongly_and_given_back_with_the_graph():
+    """Dropping every other reference leaves the graph usable; dropping the graph frees them."""
+    x = torch.ones(3)
+    alive = weakref.ref(x)
+    graph = recorded(lambda x=x: x + 1)
+    del x
+    assert alive() is not None
+    assert graph.replay().tolist() == [2, 2, 2]
+    del graph
+    assert alive() is None
+
+
+def test_memory_counts_what_is_computed_once_and_no_views():
+    """Two results of 4 x 8 float32; neither the view of the first nor the buffer written in place."""
+    x, buffer = torch.ones(4, 8), torch.zeros(100)
+
+    def function():
+        buffer.add_(1)
+        y = x + 1
+        return y.view(-1)[:8].sum() * 0 + y * 2
+
+    graph = recorded(function)
+    scalars = 2 * 4  # the sum, and it times zero
+    assert graph.memory_bytes() == 3 * 4 * 8 * 4 + scalars
+
+
+def test_operations_print_what_they_make():
+    x = torch.ones(2, 3)
+    graph = recorded(lambda: (x + 1).mul_(2))
+    assert [str(operation) for operation in graph.operations] == [
+        "aten.add.Tensor -> (2, 3)",
+        "aten.mul_.Tensor -> (2, 3), in place",
+    ]
