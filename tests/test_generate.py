@@ -10,6 +10,7 @@ from checkpoint_factory import make_checkpoint, transformers_model
 from packaging.version import Version
 
 import refvl
+from refvl import pipeline
 from refvl.media import load_image
 from refvl.patches import PatchConfig, patchify_image
 from refvl.paths import DATA
@@ -178,6 +179,16 @@ def test_evs_ids_equal_transformers_on_the_shortened_prompt(vlm, oracle):
         attention_mask=torch.ones(1, len(trace.input_ids)), max_new_tokens=NEW_TOKENS, do_sample=False,
     )  # fmt: skip
     assert trace.token_ids == theirs[0, len(trace.input_ids) :].tolist()
+
+
+def test_a_long_encode_runs_in_several_forwards_with_a_progress_bar(vlm, monkeypatch, capsys):
+    expected = vlm.encode(images=PHOTOS, videos=[DATA / "clips" / "bigbuckbunny.mp4"])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(pipeline, "MAX_PATCHES_PER_FORWARD", 100)
+    embeds = vlm.encode(images=PHOTOS, videos=[DATA / "clips" / "bigbuckbunny.mp4"])
+    assert "encode" in capsys.readouterr().err
+    for ours, whole in zip(embeds, expected, strict=True):
+        assert (ours - whole).norm() <= 1e-5 * whole.norm()
 
 
 def test_streamed_text_equals_chat(vlm):

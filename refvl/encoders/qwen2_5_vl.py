@@ -279,6 +279,8 @@ class PatchEmbed(nn.Module):
 
 
 class VisionBlock(nn.Module):
+    """Pre-norm: x + attn(norm1(x)), then x + mlp(norm2(x)); window or whole frame is the caller's choice of segments."""
+
     def __init__(self, config: Qwen2_5_VisionConfig):
         super().__init__()
         self.norm1 = RMSNorm(config.hidden_size, config.norm_eps)
@@ -292,6 +294,8 @@ class VisionBlock(nn.Module):
 
 
 class VisionAttention(nn.Module):
+    """Fused q, k, v with bias; rotary on q and k; every token attends within its own segment."""
+
     def __init__(self, config: Qwen2_5_VisionConfig):
         super().__init__()
         self.num_heads = config.num_heads
@@ -320,6 +324,8 @@ class VisionMLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
