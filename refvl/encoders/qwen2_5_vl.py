@@ -279,7 +279,7 @@ class PatchEmbed(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """Pre-norm: x + attn(norm1(x)), then x + mlp(norm2(x)); window or whole frame is the caller's choice of segments."""
+    """Pre-norm: x + attn(norm1(x)), then x + mlp(norm2(x)); the caller says which segments, windows or frames."""
 
     def __init__(self, config: Qwen2_5_VisionConfig):
         super().__init__()
