@@ -162,11 +162,11 @@ def draw_packing(
     items: int, scale: float, policy: str, output_tokens: Sequence[int], budgets: Sequence[int], max_items: int
 ) -> Axes:
     """What `explore_packing` draws: the first `items` arrivals, `scale` times as large, packed by `policy`."""
-    sizes = [max(1, round(scale * tokens)) for tokens in output_tokens[:items]]
-    batches = plan_batches(sizes, budgets, max_items, policy=policy)
-    ax = plot_packing(sizes, batches, title=policy, ax=axes_or_new(None, figsize=(9, 4.6)))
-    ax.set_xlim(0, 1.32 * max(*budgets, *sizes))  # the same ruler at every position of the sliders
-    ax.set_ylim(max(len(batches), 8) - 0.5, -0.5)
+    sizes = [max(1, round(scale * tokens)) for tokens in output_tokens]
+    batches = plan_batches(sizes[:items], budgets, max_items, policy=policy)
+    ax = plot_packing(sizes, batches, title=policy, ax=axes_or_new(None, figsize=(9, 3.8)))
+    ax.set_xlim(0, 1.32 * max(*budgets, *sizes))  # the same rulers while items come and go
+    ax.set_ylim(max(len(batches), 6) - 0.5, -0.5)
     return ax
 
 
