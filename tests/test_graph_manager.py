@@ -56,6 +56,7 @@ def assert_equal(outputs, wanted):
         torch.testing.assert_close(output, want, **TOLERANCE)
 
 
+@torch.inference_mode()
 def poison(manager):
     """NaN in every pixel buffer and in everything that the graphs compute; integers and masks get a wrong value."""
     for captured in manager.captured.values():

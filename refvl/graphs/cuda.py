@@ -9,14 +9,18 @@ from refvl.graphs.recorder import CaptureError, refuse_read_back
 
 
 class CudaGraph:
-    """`torch.cuda.CUDAGraph` with the interface of `TraceGraph`; graphs of one `pool` share memory."""
+    """`torch.cuda.CUDAGraph` with the interface of `TraceGraph`.
 
-    def __init__(self, pool: tuple[int, int] | None = None, device: torch.device | None = None):
-        self.pool, self.device = pool, device
+    Graphs of one `pool` share memory. stream: where to warm up and to capture, not the current one; libraries keep a
+    workspace per stream, so graphs should share that, too. None: a new one on the current device.
+    """
+
+    def __init__(self, pool: tuple[int, int] | None = None, stream: torch.cuda.Stream | None = None):
+        self.pool, self.stream = pool, stream or torch.cuda.Stream()
         self.graph, self.output = torch.cuda.CUDAGraph(), None
 
     def capture(self, function: Callable[[], Tensor]) -> Tensor:
-        """Warm up on a side stream, then capture one run of `function` there.
+        """Warm up on the side stream, then capture one run of `function` there.
 
         Lazy initialisation (library handles, kernels compiled on first use) must not be captured, hence the warm-up.
         Raises CaptureError when `function` reads a value back, before the driver sees it: a capture that fails inside
@@ -25,15 +29,14 @@ class CudaGraph:
         """
         if self.output is not None:
             raise CaptureError("capture: this graph already holds a recording")
-        with torch.cuda.device(self.device):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.inference_mode(), torch.cuda.stream(stream):
-                function()
-                _check_capturable(function)
-                with torch.cuda.graph(self.graph, pool=self.pool, stream=stream):
-                    output = function()
-            torch.cuda.current_stream().wait_stream(stream)
+        current = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(current)
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            function()
+            _check_capturable(function)
+            with torch.cuda.graph(self.graph, pool=self.pool, stream=self.stream):
+                output = function()
+        current.wait_stream(self.stream)
         self.output = output
         return output
 

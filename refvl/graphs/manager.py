@@ -113,7 +113,7 @@ class EncoderGraphManager:
         )
         plan_batches([], self.limits.budgets, self.limits.max_items, policy=policy)  # refuses an unknown policy now
         self.captured: dict[int, CapturedBudget] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool = self._stream = None
         self.last_batches: list[Batch] = []
         self._stats, self._plans = GraphStats(), OrderedDict()
 
@@ -125,7 +125,8 @@ class EncoderGraphManager:
         """
         if self.captured:
             return
-        self._pool = torch.cuda.graph_pool_handle() if self.backend == "cuda" else None
+        if self.backend == "cuda":
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.encoder.device)
         bar = tqdm(self.limits.budgets[::-1], desc="capture", unit="graph", disable=not self.progress)
         try:
             for budget in bar:
@@ -138,7 +139,7 @@ class EncoderGraphManager:
     def _capture(self, budget: int) -> CapturedBudget:
         metadata = self.encoder.plan_capacity(budget, self.limits.max_frames)
         pixel_values = self.encoder.pixel_buffer(budget)
-        graph = CudaGraph(self._pool, self.encoder.device) if self.backend == "cuda" else TraceGraph()
+        graph = CudaGraph(self._pool, self._stream) if self.backend == "cuda" else TraceGraph()
         attention = self.encoder.graph_attention
         output = graph.capture(lambda: self.encoder(pixel_values, metadata=metadata, attention=attention))
         return CapturedBudget(graph, pixel_values, metadata, output)

@@ -1,0 +1,254 @@
+"""The CUDA backend keeps the equations of test_graph_manager.py: `python -m pytest -m gpu`.
+
+Oracle: the eager encoder on the same device. Attention is the same kernel in both; matrix products of other heights may
+take other kernels, so each element differs by some roundings: the error is bounded relative to the norm. bfloat16
+rounds by 2^-9, and some twenty roundings of two blocks add up like their root; float32 runs the masked attention.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
+from refvl.graphs import Batch, CaptureError, EncoderGraphManager
+from refvl.graphs.cuda import CudaGraph, pool_bytes
+from refvl.positions import compute_retention_mask
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+CONFIG = replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,))  # the widths of the 7B tower
+BUDGETS, MAX_ITEMS, MAX_FRAMES = [16, 64, 128], 8, 8
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
+
+
+@pytest.fixture(scope="module", params=TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def encoder(request):
+    torch.manual_seed(0)
+    encoder = Qwen2_5_VisionTransformer(CONFIG).eval()
+    for parameter in encoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    return encoder.to("cuda", request.param)
+
+
+def new_manager(encoder, **options):
+    limits = {"budgets": BUDGETS, "max_items": MAX_ITEMS, "max_frames": MAX_FRAMES}
+    return EncoderGraphManager(encoder, **limits | options, progress=False)
+
+
+@pytest.fixture(scope="module")
+def manager(encoder):
+    manager = new_manager(encoder)
+    manager.capture()
+    yield manager
+    manager.clear()
+
+
+def patches_of(grids, encoder, seed=1):
+    count = sum(t * h * w for t, h, w in grids)
+    patches = torch.randn(count, CONFIG.patch_values, generator=torch.Generator().manual_seed(seed))
+    return patches.to(encoder.device, encoder.dtype)
+
+
+@torch.inference_mode()
+def eager(encoder, patches, grids):
+    counts = [t * h * w for t, h, w in grids]
+    return [encoder(rows, [grid]) for rows, grid in zip(patches.split(counts), grids, strict=True)]
+
+
+def assert_equal(outputs, wanted):
+    for output, want in zip(outputs, wanted, strict=True):
+        assert output.shape == want.shape
+        error = (output.double() - want.double()).norm() / want.double().norm()
+        assert error < TOLERANCE[output.dtype], error
+
+
+@torch.inference_mode()
+def poison(manager):
+    """NaN in pixel buffers, in outputs, and - by a graph that fills what is free there - in the shared pool.
+
+    Returns the bytes of the pool that were poisoned.
+    """
+    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(manager._pool)]
+    free = [block["size"] for s in segments for block in s["blocks"] if block["state"] == "inactive"]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=manager._pool):
+        tensors = [torch.full((size // 4,), float("nan"), device="cuda") for size in free]
+    graph.replay()
+    for captured in manager.captured.values():
+        captured.pixel_values.fill_(float("nan"))
+        captured.output.fill_(float("nan"))
+    torch.cuda.synchronize()
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+merged = st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(1, 9))
+batches = st.lists(merged.map(lambda thw: (thw[0], 2 * thw[1], 2 * thw[2])), max_size=10)
+
+
+# --- one graph --------------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_replays_on_new_contents_at_a_fixed_address():
+    x, graph = torch.ones(4, device="cuda"), CudaGraph()
+    with pytest.raises(CaptureError, match="replay: nothing has been captured"):
+        graph.replay()
+    output = graph.capture(lambda: x * 2 + 1)
+    for value in (3.0, 5.0, 3.0):
+        x.fill_(value)
+        replayed = graph.replay()
+        assert replayed.tolist() == [2 * value + 1] * 4
+        assert replayed.data_ptr() == output.data_ptr()
+    with pytest.raises(CaptureError, match="already holds a recording"):
+        graph.capture(lambda: x * 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["item", "branch", "cpu", "boolean index", "repeat_interleave", "nonzero", "copy from the host"]
+)
+def test_reading_back_and_waiting_are_refused_before_the_driver_sees_them(name):
+    """The stream, the mode and the allocator are as before, and the next capture works."""
+    x, counts = torch.arange(1.0, 5.0, device="cuda"), torch.tensor([1, 2, 0, 1], device="cuda")
+    function = {
+        "item": lambda: x * x.sum().item(),
+        "branch": lambda: x if x.sum() > 0 else -x,
+        "cpu": lambda: x.cpu(),
+        "boolean index": lambda: x[x > 2],
+        "repeat_interleave": lambda: x.repeat_interleave(counts),
+        "nonzero": lambda: torch.nonzero(x),
+        "copy from the host": lambda: x + torch.tensor([1.0, 2.0, 3.0, 4.0], device="cuda"),
+    }[name]
+    stream, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
+    with pytest.raises(CaptureError, match="capture: "):
+        CudaGraph().capture(function)
+    assert (torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()) == (stream, mode)
+    assert not torch.cuda.is_current_stream_capturing()
+    graph = CudaGraph()
+    graph.capture(lambda: x + 1)
+    assert graph.replay().tolist() == [2, 3, 4, 5]
+
+
+# --- the encoder ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(batches, st.integers(0, 1000))
+def test_any_batch_equals_the_eager_encoder(encoder, manager, grids, seed):
+    """Images and videos in any order and number, some larger than every budget."""
+    patches = patches_of(grids, encoder, seed)
+    outputs = manager.execute(patches, grids)
+    assert_equal(outputs, eager(encoder, patches, grids))
+    assert sorted(i for batch in manager.last_batches for i in batch.indices) == list(range(len(grids)))
+
+
+def test_a_b_a(encoder, manager):
+    """Equal inputs give equal bits, whatever the graph computed between."""
+    a, b = [(1, 12, 16)], [(2, 6, 10), (1, 4, 4)]
+    patches_a, patches_b = patches_of(a, encoder, 1), patches_of(b, encoder, 2)
+    first = manager.execute(patches_a, a)
+    assert_equal(first, eager(encoder, patches_a, a))
+    assert_equal(manager.execute(patches_b, b), eager(encoder, patches_b, b))
+    assert {batch.budget for batch in manager.last_batches} == {64}
+    assert torch.equal(manager.execute(patches_a, a)[0], first[0])
+
+
+def test_poisoned_memory_changes_no_bit(encoder):
+    """Padding, outputs and the free part of the pool hold NaN before the replay."""
+    manager, grids = new_manager(encoder), [(1, 8, 8), (2, 4, 6), (1, 2, 2)]
+    patches = patches_of(grids, encoder)
+    clean = manager.execute(patches, grids)
+    assert poison(manager) > 0
+    for output, want in zip(manager.execute(patches, grids), clean, strict=True):
+        assert torch.equal(output, want)
+    manager.clear()
+
+
+def test_the_largest_batch_of_every_budget(encoder, manager):
+    """The most tokens and windows, and as many frames and items as the limits allow."""
+    for budget in BUDGETS:
+        grids = [(1, 2, 2)] * 7 + [(1, 2, 2 * (budget - 7))]
+        patches = patches_of(grids, encoder)
+        assert_equal(manager.execute(patches, grids), eager(encoder, patches, grids))
+        assert manager.last_batches == [Batch(tuple(range(8)), budget)]
+
+
+def test_limits_send_items_to_the_eager_encoder(encoder):
+    """144 tokens exceed every budget, nine frames the limit; nine items need two replays; nothing needs none."""
+    manager = new_manager(encoder)
+    for grids, misses in [([(1, 24, 24)], 1), ([(9, 2, 2)], 2), ([(1, 2, 2)] * 9, 2), ([], 2)]:
+        patches = patches_of(grids, encoder)
+        assert_equal(manager.execute(patches, grids), eager(encoder, patches, grids))
+        assert manager.stats().misses == misses
+    assert manager.stats().hits == 9
+    manager.clear()
+
+
+def test_pixels_from_the_host(encoder, manager):
+    """Rows may come from the CPU in float32: what a processor makes."""
+    grids = [(1, 8, 8), (1, 4, 6)]
+    patches = patches_of(grids, encoder)
+    outputs = manager.execute(patches.float().cpu(), grids)
+    assert all(output.is_cuda for output in outputs)
+    assert_equal(outputs, eager(encoder, patches, grids))
+
+
+@pytest.mark.parametrize("q", [0.0, 0.5])
+def test_pruning_the_clone(encoder, manager, q):
+    """The rows kept are those of the clip, also after the graph encoded another."""
+    clip = (4, 8, 6)
+    (output,) = manager.execute(patches_of([clip], encoder, 3), [clip])
+    before = output.clone()
+    manager.execute(patches_of([clip], encoder, 4), [clip])
+    mask = compute_retention_mask(output, clip, 2, q)
+    assert mask.sum() == int(48 * (1 - q))
+    assert torch.equal(output[mask], before[mask])
+
+
+class ReadsBack(Qwen2_5_VisionTransformer):
+    def forward(self, pixel_values, grid_thw=None, *, metadata=None, attention=None):
+        out = super().forward(pixel_values, grid_thw, metadata=metadata, attention=attention)
+        return -out if out.sum() < 0 else out
+
+
+def test_an_encoder_that_reads_a_value_back_is_refused(encoder, manager):
+    """It still runs eagerly, and the graphs of another encoder still replay."""
+    reads, grids = ReadsBack(CONFIG).eval().to("cuda", encoder.dtype), [(1, 4, 4)]
+    patches = patches_of(grids, encoder)
+    refused = new_manager(reads)
+    with pytest.raises(CaptureError, match="__bool__ reads a value back"):
+        refused.execute(patches, grids)
+    assert refused.captured == {}
+    assert eager(reads, patches, grids)[0].isfinite().all()
+    assert_equal(manager.execute(patches, grids), eager(encoder, patches, grids))
+
+
+def test_clear_gives_the_memory_back(encoder):
+    """The pool is empty afterwards, the allocator holds as much as after the warm-up, and the next use captures."""
+    grids = [(1, 12, 16)]
+    patches = patches_of(grids, encoder)
+    wanted = eager(encoder, patches, grids)
+    manager = new_manager(encoder)
+    assert_equal(manager.execute(patches, grids), wanted)
+    pool, held = manager._pool, manager.memory_bytes()
+    assert held > pool_bytes(pool) > 0
+    reserved = torch.cuda.memory_reserved()
+    manager.clear()
+    assert (manager.memory_bytes(), pool_bytes(pool)) == (0, 0)
+    assert torch.cuda.memory_reserved() < reserved
+    assert_equal(manager.execute(patches, grids), wanted)
+    manager.clear()
+
+
+def test_smaller_graphs_reuse_the_memory_of_larger_ones(encoder):
+    """Three graphs in one pool hold less than twice what the largest holds alone."""
+    alone, together = new_manager(encoder, budgets=[128]), new_manager(encoder, budgets=[64, 96, 128])
+    alone.capture()
+    together.capture()
+    assert pool_bytes(together._pool) < 2 * pool_bytes(alone._pool)
+    alone.clear()
+    together.clear()
