@@ -181,6 +181,48 @@ def test_waste_is_drawn_in_percent(ax):
     assert ax.get_title() == "arrivals"
 
 
+def measured(px: int, images: int, floor_ms: float | None = None) -> dict:
+    """A row of a measurement: eager takes px ms, the other ways twice, three and four times that; tails 5 ms more."""
+    ways = ("eager", "planned", "doubling", "fitted")
+    medians = {f"{way}_ms": (i + 1) * px for i, way in enumerate(ways)}
+    return {"px": px, "images": images, "floor_ms": floor_ms} | medians | {
+        f"{way}_p99_ms": medians[f"{way}_ms"] + 5 for way in ways
+    }  # fmt: skip
+
+
+MEASUREMENT = {"device": "a GPU", "date": "2026-11-20", "rows": [measured(112, 1), measured(112, 4), measured(224, 1)]}
+
+
+def test_timings_are_medians_with_a_tail(ax):
+    """Oracle: the rows, and the errorbars' segments from the median to the 99th percentile."""
+    viz.plot_replay_timings(MEASUREMENT, ax=ax)
+    for i, container in enumerate(ax.containers):
+        line, _, [tails] = container.lines
+        assert line.get_xydata().tolist() == [[112, (i + 1) * 112], [224, (i + 1) * 224]]
+        assert [segment[:, 1].tolist() for segment in tails.get_segments()] == [
+            [(i + 1) * px, (i + 1) * px + 5] for px in (112, 224)
+        ]
+    assert [container.get_label() for container in ax.containers] == [
+        "eager", "eager, plan at hand", "replay, budgets that double", "replay, budgets that fit",
+    ]  # fmt: skip
+    assert ax.get_title() == "1 picture per call: a GPU, 2026-11-20" and ax.get_yscale() == "log"
+    assert ax.get_xticks().tolist() == [112, 224]
+
+
+def test_the_floor_is_drawn_where_it_is_known(ax):
+    viz.plot_replay_timings(MEASUREMENT, ax=ax)
+    assert len(ax.get_legend().get_texts()) == 4
+    figure = viz.plot_replay_timings(MEASUREMENT | {"rows": [measured(112, 2, 0.5), measured(224, 2, 2.0)]}, images=2)
+    assert figure.get_lines()[-1].get_ydata().tolist() == [0.5, 2.0]
+    assert len(figure.get_legend().get_texts()) == 5
+    plt.close(figure.figure)
+
+
+def test_a_batch_that_was_not_measured_is_refused(ax):
+    with pytest.raises(ValueError, match=r"images: expected one of the measured \[1, 4\], got 3"):
+        viz.plot_replay_timings(MEASUREMENT, images=3, ax=ax)
+
+
 @pytest.mark.parametrize("policy", ["greedy", "optimal"])
 def test_the_view_packs_what_the_sliders_say(policy):
     ax = draw_packing(2, 0.5, policy, TOKENS, [64, 128, 256], 8)

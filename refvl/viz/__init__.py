@@ -7,7 +7,14 @@ from refvl.viz.evs import (
     plot_keep_mask,
     plot_pruned_positions,
 )
-from refvl.viz.graphs import explore_packing, plot_buffers, plot_packing, plot_recording, plot_waste
+from refvl.viz.graphs import (
+    explore_packing,
+    plot_buffers,
+    plot_packing,
+    plot_recording,
+    plot_replay_timings,
+    plot_waste,
+)
 from refvl.viz.patches import explore_resize, plot_patch_rows, plot_patches
 from refvl.viz.positions import (
     explore_positions,
@@ -40,6 +47,7 @@ __all__ = [
     "plot_positions",
     "plot_pruned_positions",
     "plot_recording",
+    "plot_replay_timings",
     "plot_rotary",
     "plot_stage_timings",
     "plot_waste",

@@ -1,10 +1,11 @@
 """Encoder graphs: what was recorded, what stands in the buffers, who shares a replay, and what is wasted.
 
-plot_recording   the recorded operations in order, by kind, and which of them read a static buffer
-plot_buffers     static buffers before a replay: the batch in front, padding behind
-plot_packing     one bar per replay, its items side by side, the unused rest hatched
-plot_waste       padding waste against the number of graphs
-explore_packing  the packing while number and size of the arriving items change
+plot_recording       the recorded operations in order, by kind, and which of them read a static buffer
+plot_buffers         static buffers before a replay: the batch in front, padding behind
+plot_packing         one bar per replay, its items side by side, the unused rest hatched
+plot_waste           padding waste against the number of graphs
+plot_replay_timings  eager calls against replays, from a measurement file
+explore_packing      the packing while number and size of the arriving items change
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,12 @@ from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, axes_or_new, interactive
 from refvl.viz.windows import sequence_colors
 
+_WAYS = {  # columns of a measurement
+    "eager": "eager",
+    "planned": "eager, plan at hand",
+    "doubling": "replay, budgets that double",
+    "fitted": "replay, budgets that fit",
+}
 _FREE = {"facecolor": "white", "edgecolor": "0.6", "hatch": "////", "linewidth": 0}  # computed for nothing
 
 
@@ -155,6 +162,32 @@ def plot_waste(waste: Mapping[str, Mapping[int, float]], *, title: str = "", ax:
     ax.set_ylim(bottom=0)
     ax.grid(alpha=0.25)
     ax.legend(fontsize=9)
+    return ax
+
+
+def plot_replay_timings(measurement: Mapping, *, images: int = 1, ax: Axes | None = None) -> Axes:
+    """Milliseconds of one call by size of picture: median as a point, a line from it up to the 99th percentile.
+
+    measurement: what `benchmarks/graphs.py` writes. images: pictures per call. The arithmetic at the device's peak is
+    drawn where it is known. Raises ValueError for a number of images that was not measured.
+    """
+    rows = [row for row in measurement["rows"] if row["images"] == images]
+    if not rows:
+        known = sorted({row["images"] for row in measurement["rows"]})
+        raise ValueError(f"images: expected one of the measured {known}, got {images!r}")
+    ax = axes_or_new(ax, figsize=(7, 4))
+    sizes = [row["px"] for row in rows]
+    for (way, label), color in zip(_WAYS.items(), STAGE_COLORS, strict=False):
+        medians = [row[f"{way}_ms"] for row in rows]
+        tails = [[0.0] * len(rows), [max(0.0, row[f"{way}_p99_ms"] - row[f"{way}_ms"]) for row in rows]]
+        ax.errorbar(sizes, medians, tails, color=color, marker="o", ms=4, lw=1.8, capsize=3, label=label)
+    if all(row["floor_ms"] for row in rows):
+        ax.plot(sizes, [row["floor_ms"] for row in rows], "k:", label="arithmetic at the device's peak")
+    ax.set(yscale="log", xlabel="side of the picture (px)", ylabel="one call (ms)", xticks=sizes)
+    call = f"{images} picture{'s' * (images > 1)} per call"
+    ax.set_title(f"{call}: {measurement['device']}, {measurement['date']}", size=10)
+    ax.grid(alpha=0.25, which="both")
+    ax.legend(fontsize=8)
     return ax
 
 
