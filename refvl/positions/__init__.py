@@ -10,9 +10,12 @@ from refvl.positions.evs import (
 )
 from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_delta
 from refvl.positions.rotary import apply_rotary, merge_block_coordinates, vision_rotary_cos_sin
+from refvl.positions.tables import interpolate_position_table
+from refvl.positions.timestamps import FrameSample, sample_video_frames
 from refvl.positions.windows import get_window_index, invert_permutation
 
 __all__ = [
+    "FrameSample",
     "MediaSpan",
     "apply_rotary",
     "compute_dissimilarity",
@@ -21,10 +24,12 @@ __all__ = [
     "compute_retention_mask",
     "get_mrope_input_positions",
     "get_window_index",
+    "interpolate_position_table",
     "invert_permutation",
     "merge_block_coordinates",
     "mrope_delta",
     "recompute_mrope_positions",
     "restrict_positions",
+    "sample_video_frames",
     "vision_rotary_cos_sin",
 ]

@@ -1,0 +1,158 @@
+"""Which frames of a clip GLM looks at, and the seconds that stand beside them in the prompt.
+
+    duration, fps -> frame indices    about `target_fps` per second, by the rule of the variant
+                  -> even count       duplicates dropped in order, the last frame repeated when the count is odd
+                  -> timestamps       one per pair: a pair of frames is one step of the grid (t, h, w)
+
+    variant    releases               frames per second                             at most
+    glm4v      GLM-4.1V               2                                             600 (300 s; longer clips: spread)
+    glm46v     GLM-4.6V, GLM-OCR      6 up to 30 s, 2 up to 300 s, 1 beyond         640
+    glmga      GLM-GA                 2                                             640
+
+One sampler serves pixels and placeholders, so that they cannot disagree. Upstream: `sample_frames` of the video
+processors (transformers), `_get_video_second_idx_*` (vLLM), which returns no frame for clips under half a second.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+
+import numpy as np
+
+from refvl.schema import check_positive_int
+
+VARIANTS = ("glm4v", "glm46v", "glmga")
+GLM46V_RATES = ((30, 3), (300, 1), (2400, 0.5))  # clips up to so many seconds, grid steps per second
+
+
+@dataclass(frozen=True, slots=True)
+class FrameSample:
+    """indices: frames of the source clip, an even number of them. timestamps: whole seconds, one per two indices."""
+
+    indices: list[int]
+    timestamps: list[int]
+
+
+def sample_video_frames(
+    variant: str,
+    *,
+    fps: float,
+    total_num_frames: int,
+    duration: float | None = None,
+    frames_indices: Sequence[int] | None = None,
+    do_sample_frames: bool = True,
+    target_fps: float = 2.0,
+    max_duration: float = 300.0,
+    max_frames: int = 640,
+    temporal_patch_size: int = 2,
+) -> FrameSample:
+    """Choose frames of a clip of `total_num_frames` at `fps` frames per second; never none.
+
+    duration: seconds; taken from the number of frames when None. do_sample_frames=False keeps `frames_indices`, which
+    say where frames sampled elsewhere stood in the clip (and are read only then). The rest are settings of a video
+    processor: target_fps for "glm4v" and "glmga", max_duration (s) for "glm4v", max_frames for the other two,
+    temporal_patch_size for "glm46v".
+    Raises ValueError or TypeError for an unknown variant and for numbers that no clip can have.
+
+    >>> sample_video_frames("glm4v", fps=30, total_num_frames=75, duration=2.5)
+    FrameSample(indices=[0, 15, 30, 45, 60, 60], timestamps=[0, 1, 2])
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"variant: expected one of {VARIANTS}, got {variant!r}")
+    fps, total = _check_positive(fps, "fps"), check_positive_int(total_num_frames, "total_num_frames")
+    duration = round((total - 1) / fps) + 1 if duration is None else _check_positive(duration, "duration")
+    target_fps, max_duration = _check_positive(target_fps, "target_fps"), _check_positive(max_duration, "max_duration")
+    max_frames = check_positive_int(max_frames, "max_frames")
+    if not do_sample_frames:
+        indices = _check_indices(frames_indices, total)
+    elif variant == "glm4v":
+        indices = _sample_glm4v(fps, total, duration, target_fps, max_duration)
+    elif variant == "glm46v":
+        step = check_positive_int(temporal_patch_size, "temporal_patch_size")
+        indices = _sample_glm46v(fps, total, duration, max_frames, step)
+    else:
+        indices = _sample_glmga(fps, total, duration, max_frames, target_fps)
+    indices = _distinct_and_even(indices)
+    return FrameSample(indices, [int(index / fps) for index in indices[::2]])
+
+
+def _sample_glm4v(fps: float, total: int, duration: float, target_fps: float, max_duration: float) -> list[int]:
+    """Every 1 / target_fps seconds, rounded up to a frame; beyond max_duration as many as it would have, spread."""
+    if duration <= max_duration:
+        count = max(1, math.floor(duration * target_fps))
+        return [min(total - 1, math.ceil(i * fps / target_fps)) for i in range(count)]
+    count = max(1, int(max_duration * target_fps))
+    if count >= total:
+        return list(range(total))
+    return [min(total - 1, math.ceil(second * fps)) for second in np.linspace(0, duration, count)]
+
+
+def _sample_glm46v(fps: float, total: int, duration: float, max_frames: int, temporal_patch_size: int) -> list[int]:
+    """A rate that falls with the duration. Short clips at low fps have fewer frames than asked for."""
+    longest = GLM46V_RATES[-1][0]
+    rate = next(rate for seconds, rate in GLM46V_RATES if min(duration, longest) <= seconds) * temporal_patch_size
+    count = min(max(1, int(min(duration, longest) * rate)), max_frames)
+    if total < count:
+        return _spread(0, total - 1, count)
+    return _to_count(_walk(fps, total, 1 / rate, int(duration)), count, total)
+
+
+def _sample_glmga(fps: float, total: int, duration: float, max_frames: int, target_fps: float) -> list[int]:
+    """A fixed rate; the walk ends one step before the clip does."""
+    count = min(max(1, int(duration * target_fps)), max_frames)
+    if total < count:
+        return [math.floor(i * total / count) for i in range(count)]
+    return _to_count(_walk(fps, total, 1 / target_fps, duration - 1 / target_fps), count, total)
+
+
+def _walk(fps: float, total: int, step: float, stop: float) -> list[int]:
+    """The first frame at or behind each multiple of `step` seconds, until `stop` is reached.
+
+    The sums are rounded as upstream rounds them: one more correct digit would choose other frames.
+    """
+    chosen, second, frame_seconds = [], 0.0, 1 / fps
+    for index in range(total):
+        if index * frame_seconds >= second:
+            second += step
+            chosen.append(index)
+            if second >= stop:
+                break
+    return chosen
+
+
+def _to_count(indices: list[int], count: int, total: int) -> list[int]:
+    """Too few: spread over the same range. Too many: spread over the whole clip."""
+    if len(indices) < count:
+        return _spread(indices[0], indices[-1], count)
+    return indices if len(indices) == count else _spread(0, total - 1, count)
+
+
+def _spread(first: int, last: int, count: int) -> list[int]:
+    return np.linspace(first, last, count, dtype=int).tolist()
+
+
+def _distinct_and_even(indices: Sequence[int]) -> list[int]:
+    """[0, 0, 3, 5] -> [0, 3, 5, 5]: duplicates dropped in order, the last repeated when the count is odd."""
+    distinct = list(dict.fromkeys(indices))
+    return distinct + distinct[-1:] * (len(distinct) % 2)
+
+
+def _check_positive(value, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__} {value!r}")
+    if not 0 < value < math.inf:  # also refuses nan
+        raise ValueError(f"{name}: must be a finite number above 0, got {value}")
+    return value
+
+
+def _check_indices(indices, total: int) -> list[int]:
+    if indices is None:
+        raise ValueError("frames_indices: needed when do_sample_frames is False, got None")
+    indices = indices.tolist() if hasattr(indices, "tolist") else list(indices)
+    if wrong := [i for i in indices if isinstance(i, bool) or not hasattr(i, "__index__")]:
+        raise TypeError(f"frames_indices: expected integers, got {wrong[0]!r}")
+    indices = [int(i) for i in indices]
+    if not indices or min(indices) < 0 or max(indices) >= total:
+        raise ValueError(f"frames_indices: expected frames of 0 to {total - 1}, at least one, got {indices}")
+    return indices
