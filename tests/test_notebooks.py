@@ -11,7 +11,7 @@ import pytest
 nbformat = pytest.importorskip("nbformat")
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
-EXPECTED = ["00_image_to_text", "01_patches_and_windows", "02_mrope", "03_evs"]
+EXPECTED = ["00_image_to_text", "01_patches_and_windows", "02_mrope", "03_evs", "04_graph_capture"]
 PATHS = sorted(FOLDER.glob("*.ipynb"))
 MAX_BYTES = 300_000
 INSTALL_LOG = re.compile(r"Successfully installed|Requirement already satisfied|Collecting \S+|Downloading \S+\.whl")
@@ -35,7 +35,7 @@ def printed(cell) -> str:
     return "".join(output.get("text", "") for output in cell.outputs if output.output_type == "stream")
 
 
-def test_the_four_notebooks_are_there():
+def test_the_expected_notebooks_are_there():
     assert set(EXPECTED) <= {path.stem for path in PATHS}
 
 
