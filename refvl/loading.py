@@ -6,6 +6,7 @@ import torch
 from transformers import PretrainedConfig
 
 from refvl import checkpoints
+from refvl.attention import choose_backend
 from refvl.graphs.manager import MIN_BUDGET, EncoderGraphManager
 from refvl.language import load_language_model, random_language_model
 from refvl.pipeline import VLM
@@ -43,6 +44,8 @@ def load(
     folder = checkpoints.find_checkpoint(path_or_id, weights=weights == "checkpoint") if from_folder else None
     config = checkpoints.read_config(folder or path_or_id)
     options = {"device": (device := _resolve_device(device)), "dtype": _resolve_dtype(dtype, config, device)}
+    head_dim = config.vision_config.hidden_size // config.vision_config.num_heads
+    choose_backend(attention, options["device"], options["dtype"], head_dim)  # refuses now what cannot run later
     text_config = checkpoints.text_config_of(config)
     if weights == "random":
         encoder = checkpoints.random_encoder(config, attention=attention, **options)

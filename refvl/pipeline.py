@@ -258,15 +258,15 @@ class VLM:
 
     @torch.inference_mode()
     def _encode(self, rows: Sequence[Tensor], grids, batches, metadata=None, *, progress: bool = True) -> list[Tensor]:
+        """(M, D) per item: graphs pack for themselves; without them one forward per batch, planned here if need be."""
+        if self.graphs and rows:
+            return self.graphs.execute(torch.cat(list(rows)).to(self.device), grids)
         embeds = []
         for i, batch in enumerate(tqdm(batches, desc="encode", disable=not progress or len(batches) < 2, leave=False)):
-            pixel_values = torch.cat([rows[j] for j in batch]).to(self.device)
-            if self.graphs:
-                embeds += self.graphs.execute(pixel_values, [grids[j] for j in batch])
-                continue
             planned = metadata[i] if metadata else self.encoder.plan([grids[j] for j in batch])
-            sizes = [self.processor.merged("image", grids[j]).num_tokens for j in batch]
-            embeds += self.encoder(pixel_values, metadata=planned).split(sizes)
+            pixel_values = torch.cat([rows[j] for j in batch]).to(self.device)
+            tokens = [self.encoder.item_size(grids[j])[1] for j in batch]
+            embeds += self.encoder(pixel_values, metadata=planned).split(tokens)
         return embeds
 
     @torch.inference_mode()
