@@ -5,8 +5,8 @@
                   -> timestamps       one per pair: a pair of frames is one step of the grid (t, h, w)
 
     variant    releases               frames per second                             at most
-    glm4v      GLM-4.1V               2                                             600 (300 s; longer clips: spread)
-    glm46v     GLM-4.6V, GLM-OCR      6 up to 30 s, 2 up to 300 s, 1 beyond         640
+    glm4v      GLM-4.1V, GLM-4.5V     2                                             600 (300 s; longer clips: spread)
+    glm46v     GLM-4.6V               6 up to 30 s, 2 up to 300 s, 1 beyond         640
     glmga      GLM-GA                 2                                             640
 
 One sampler serves pixels and placeholders, so that they cannot disagree. Upstream: `sample_frames` of the video
