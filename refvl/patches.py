@@ -157,18 +157,60 @@ def smart_resize(
     (420, 644)
     """
     height, width = check_positive_int(height, "height"), check_positive_int(width, "width")
+    _check_aspect_ratio(height, width)
+    return _fit_budget(height, width, factor, min_pixels, max_pixels)
+
+
+def smart_resize_video(
+    num_frames: int,
+    height: int,
+    width: int,
+    *,
+    temporal_factor: int = 2,
+    factor: int = 28,
+    min_pixels: int = 112 * 112,
+    max_pixels: int = 28 * 28 * 2 * 6144,
+) -> tuple[int, int]:
+    """GLM's `smart_resize`: the budgets count the pixels of all frames, and tiny pictures are enlarged first.
+
+    num_frames: of the clip; a picture counts as `temporal_factor` frames. temporal_factor: frames per step of the grid,
+    of which the budgets count whole ones. Raises ValueError for fewer frames than that, and for an aspect ratio above
+    200. Upstream: `smart_resize` of GLM-4.1V (transformers).
+
+    >>> smart_resize_video(2, 480, 640), smart_resize_video(600, 480, 640)
+    ((476, 644), (84, 140))
+    """
+    num_frames = check_positive_int(num_frames, "num_frames")
+    height, width = check_positive_int(height, "height"), check_positive_int(width, "width")
+    if num_frames < check_positive_int(temporal_factor, "temporal_factor"):
+        raise ValueError(f"num_frames: must be at least temporal_factor={temporal_factor}, got {num_frames}")
+    if min(height, width) < factor:
+        enlarge = max(factor / height, factor / width)
+        height, width = int(height * enlarge), int(width * enlarge)
+    _check_aspect_ratio(height, width)
+    whole_steps = round(num_frames / temporal_factor) * temporal_factor
+    return _fit_budget(height, width, factor, min_pixels, max_pixels, num_frames, whole_steps)
+
+
+def _check_aspect_ratio(height: int, width: int) -> None:
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise ValueError(
             f"height, width: the aspect ratio may be at most {MAX_ASPECT_RATIO}, got {height} x {width} "
             f"({max(height, width) / min(height, width):.1f})"
         )
+
+
+def _fit_budget(
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: int = 1, counted_frames: int = 1
+) -> tuple[int, int]:
+    """Sides rounded to `factor`, then changed when `counted_frames` of them leave the budget that is for `frames`."""
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-    if new_height * new_width > max_pixels:
-        shrink = math.sqrt((height * width) / max_pixels)
+    if counted_frames * new_height * new_width > max_pixels:
+        shrink = math.sqrt((frames * height * width) / max_pixels)
         new_height = max(factor, math.floor(height / shrink / factor) * factor)
         new_width = max(factor, math.floor(width / shrink / factor) * factor)
-    elif new_height * new_width < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
+    elif counted_frames * new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (frames * height * width))
         new_height = math.ceil(height * grow / factor) * factor
         new_width = math.ceil(width * grow / factor) * factor
     return new_height, new_width

@@ -7,6 +7,7 @@ where torchvision is missing those tests are skipped, and the formulas of this f
 import itertools
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from transformers.models.glm4v import image_processing_pil_glm4v as upstream_glm
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as upstream
 
 from refvl.media import load_image, load_video
@@ -28,10 +30,12 @@ from refvl.patches import (
     resize_frames,
     resize_image,
     smart_resize,
+    smart_resize_video,
     unpatchify,
 )
 from refvl.paths import DATA
 
+GLM = json.loads((Path(__file__).parent / "golden" / "glm_video.json").read_text())
 PHOTOS = sorted((DATA / "pictures").iterdir())
 SMALL = PatchConfig(patch_size=2, min_pixels=16, max_pixels=400)  # merged tokens of 4 x 4 pixels
 
@@ -88,6 +92,54 @@ def test_aspect_ratio_above_200(height, width):
 def test_smart_resize_wants_positive_integers(height, error):
     with pytest.raises(error, match="height"):
         smart_resize(height, 100)
+
+
+@given(
+    num_frames=st.integers(1, 700),
+    height=st.integers(1, 3000),
+    width=st.integers(1, 3000),
+    temporal_factor=st.integers(1, 4),
+    min_pixels=st.integers(1, 300_000),
+    extra=st.integers(0, 50_000_000),
+)
+def test_smart_resize_video_is_transformers(num_frames, height, width, temporal_factor, min_pixels, extra):
+    """Oracle: `smart_resize` of transformers' GLM-4.1V, errors included."""
+    budget = {"temporal_factor": temporal_factor, "min_pixels": min_pixels, "max_pixels": min_pixels + extra}
+    arguments = (num_frames, height, width)
+    assert outcome(smart_resize_video, *arguments, **budget) == outcome(upstream_glm.smart_resize, *arguments, **budget)
+
+
+def test_smart_resize_video_is_golden():
+    """Oracle: the function that vLLM 0.33.0 calls."""
+    for case in GLM["smart_resize"]:
+        arguments = {name: value for name, value in case.items() if name != "out"}
+        want = tuple(case["out"]) if isinstance(case["out"], list) else ValueError
+        assert outcome(smart_resize_video, **arguments) == want, arguments
+
+
+def test_token_counts_of_glm_are_golden():
+    """Oracle: vLLM's `_get_vision_info`, where frames are padded to whole steps; a picture counts as two frames."""
+    rows = [row for row in GLM["vision_info"] if row[3] == 2]  # released towers have two frames per step
+    for _, P, m, Tp, width, height, frames, max_pixels, _, (new_width, new_height, tokens) in rows:
+        arguments = (max(frames, Tp), height, width)
+        size = smart_resize_video(*arguments, temporal_factor=Tp, factor=P * m, max_pixels=max_pixels)
+        assert size == (new_height, new_width), arguments
+        assert -(-frames // Tp) * (new_height // P) * (new_width // P) // m**2 == tokens
+    assert len(rows) > 100
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ((1, 28, 28), ValueError, "num_frames: must be at least temporal_factor=2, got 1"),
+        ((0, 28, 28), ValueError, "num_frames: must be at least 1, got 0"),
+        ((2, 28.0, 28), TypeError, "height: expected an integer, got float"),
+        ((2, 40, 8041), ValueError, "aspect ratio may be at most 200, got 40 x 8041"),
+    ],
+)
+def test_smart_resize_video_names_bad_input(arguments, error, message):
+    with pytest.raises(error, match=message):
+        smart_resize_video(*arguments)
 
 
 # --- images
