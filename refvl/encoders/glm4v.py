@@ -1,4 +1,4 @@
-"""The GLM-4.1V vision tower, read downward; GLM-4.5V, GLM-4.6V and GLM-GA have the same one.
+"""The GLM-4.1V vision tower, read downward; GLM-4.5V, GLM-4.6V and GLM-GA have the same one, GLM-OCR another.
 
     patch rows (N, C*Tp*P*P)                      one row per patch, merge-block order
        | patch_embed      one matrix product (a convolution whose stride is its kernel), RMSNorm
@@ -120,7 +120,7 @@ class Glm4vVisionTransformer(nn.Module):
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
         self.post_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.downsample = nn.Linear(config.hidden_size * config.spatial_merge_size**2, config.out_hidden_size)
-        self.merger = PatchMerger(config)
+        self.merger = PatchMerger(config.out_hidden_size, config.intermediate_size)
 
     @classmethod
     def from_config(cls, config, *, attention: str = "auto") -> "Glm4vVisionTransformer":
@@ -219,7 +219,7 @@ class Glm4vVisionTransformer(nn.Module):
         x_NE = x_NE + metadata.position_embeds
         for block in self.blocks:
             x_NE = block(x_NE, metadata, backend)
-        x_MD = self.downsample(self._fold_blocks(self.post_layernorm(x_NE)))
+        x_MD = self.downsample(fold_blocks(self.post_layernorm(x_NE), self.config.spatial_merge_size))
         return self.merger(x_MD)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -238,10 +238,6 @@ class Glm4vVisionTransformer(nn.Module):
         return load_strict(
             self, split_gate_up(weights), rename=checkpoint_to_module_name, fuse=("q", "k", "v"), kernels=kernels
         )
-
-    def _fold_blocks(self, x_NE: Tensor) -> Tensor:
-        """(N, E) -> (M, E*m*m): one row per merge block, channel first, as the downsampling kernel is flattened."""
-        return x_NE.unflatten(0, (-1, self.config.spatial_merge_size**2)).transpose(1, 2).flatten(1)
 
 
 class PatchEmbed(nn.Module):
@@ -276,7 +272,7 @@ class VisionBlock(nn.Module):
         self.norm1 = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm2 = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attn = VisionAttention(config)
-        self.mlp = VisionMLP(config)
+        self.mlp = VisionMLP(config.hidden_size, config.out_hidden_size)
 
     def forward(self, x_NE: Tensor, metadata: VisionMetadata, backend: str) -> Tensor:
         x_NE = x_NE + self.attn(self.norm1(x_NE), metadata, backend)
@@ -303,13 +299,13 @@ class VisionAttention(nn.Module):
 
 
 class VisionMLP(nn.Module):
-    """SwiGLU without biases, as wide as the language model."""
+    """SwiGLU; `intermediate_size` is the language model's width here, the config's own in GLM-OCR."""
 
-    def __init__(self, config: Glm4vVisionConfig):
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.out_hidden_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.out_hidden_size, bias=False)
-        self.down_proj = nn.Linear(config.out_hidden_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x_NE: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x_NE)) * self.up_proj(x_NE))
@@ -332,18 +328,22 @@ class RMSNorm(nn.Module):
 class PatchMerger(nn.Module):
     """Linear - LayerNorm - GELU, then SwiGLU, all at the language model's width."""
 
-    def __init__(self, config: Glm4vVisionConfig):
+    def __init__(self, size: int, intermediate_size: int):
         super().__init__()
-        size = config.out_hidden_size
         self.proj = nn.Linear(size, size, bias=False)
         self.post_projection_norm = nn.LayerNorm(size)
-        self.gate_proj = nn.Linear(size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, size, bias=False)
+        self.gate_proj = nn.Linear(size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, size, bias=False)
 
     def forward(self, x_MD: Tensor) -> Tensor:
         x_MD = F.gelu(self.post_projection_norm(self.proj(x_MD)))
         return self.down_proj(F.silu(self.gate_proj(x_MD)) * self.up_proj(x_MD))
+
+
+def fold_blocks(x_NE: Tensor, spatial_merge_size: int) -> Tensor:
+    """(N, E) -> (M, E*m*m): one row per merge block, channel first, as the downsampling kernel is flattened."""
+    return x_NE.unflatten(0, (-1, spatial_merge_size**2)).transpose(1, 2).flatten(1)
 
 
 def checkpoint_to_module_name(name: str) -> str:
