@@ -174,6 +174,11 @@ def test_optimal_equals_brute_force(sizes, limits):
     assert (summed_budgets(got), len(got)) == min(costs)
 
 
+def test_of_equal_sums_optimal_takes_the_fewest_batches():
+    """5 + 5 against 1 + 1 + 8."""
+    assert plan_batches([1, 1, 3, 5], [1, 5, 8], 3, policy="optimal") == [Batch((0, 1, 2), 5), Batch((3,), 5)]
+
+
 @settings(max_examples=200)
 @given(sizes, limits)
 def test_optimal_is_never_worse_than_greedy(sizes, limits):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.graphs import Batch, CaptureError, EncoderGraphManager
+from refvl.graphs.manager import CACHED_PLANS
 from refvl.positions import compute_retention_mask
 
 CONFIG = Qwen2_5_VisionConfig.tiny()  # windows of 2 x 2 merged tokens, frames in two of four blocks
@@ -68,7 +69,7 @@ def poison(manager):
 
 merged = st.tuples(st.integers(1, 3), st.integers(1, 7), st.integers(1, 7))
 batches = st.lists(merged.map(lambda thw: (thw[0], 2 * thw[1], 2 * thw[2])), max_size=7)
-same_manager = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+same_manager = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 
 
 # --- replay equals eager ----------------------------------------------------------------------------------------------
@@ -275,6 +276,17 @@ def test_clear_gives_everything_back_and_the_next_use_captures_again(encoder):
     assert_equal(outputs, wanted)  # clones outlive the graphs
     assert_equal(manager.execute(patches, grids), wanted)
     assert manager.stats().hits == 1
+
+
+def test_few_plans_are_kept(encoder, manager):
+    """Plans hold device memory: the most recent ones stay, and what was dropped is planned again."""
+    shapes = [(1, 2 * h, 2 * w) for h in range(1, 7) for w in range(1, 7)]
+    assert len(shapes) > CACHED_PLANS
+    for grid in [*shapes, shapes[0]]:
+        patches = patches_of([grid])
+        assert_equal(manager.execute(patches, [grid]), eager(encoder, patches, [grid]))
+        assert len(manager._plans) <= CACHED_PLANS
+    assert list(manager._plans)[-2:] == [(shapes[-1],), (shapes[0],)]
 
 
 def test_memory_is_at_least_the_buffers(encoder, manager):
