@@ -19,10 +19,16 @@ Write = Annotated[bool, typer.Option(help="keep the result under data/measuremen
 
 
 def resolve_device(device: str) -> str:
-    """ "cpu" or "cuda"; "auto" is CUDA where there is one. Raises ValueError for anything else."""
+    """The device to measure on; "auto" is CUDA where there is one. On a CPU one thread is used from here on.
+
+    Several threads wait for each other on a busy machine, and ratios blur. Raises ValueError for an unknown device.
+    """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device: expected auto, cpu or cuda, got {device!r}")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device == "cpu":
+        torch.set_num_threads(1)
+    return device
 
 
 def environment(device: str) -> dict:
