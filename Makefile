@@ -30,7 +30,8 @@ lab: $(STAMP) ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir=notebooks
 
 notebooks: $(STAMP) ## run the notebooks and keep their outputs
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=False notebooks/*.ipynb
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=False \
+	  --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 train: $(STAMP) ## train the small model again
 	$(BIN)/python -m data.train_tiny
