@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.graphs import Batch, CaptureError, EncoderGraphManager
-from refvl.graphs.manager import CACHED_PLANS
 from refvl.positions import compute_retention_mask
 
 CONFIG = Qwen2_5_VisionConfig.tiny()  # windows of 2 x 2 merged tokens, frames in two of four blocks
@@ -278,14 +277,14 @@ def test_clear_gives_everything_back_and_the_next_use_captures_again(encoder):
     assert manager.stats().hits == 1
 
 
-def test_few_plans_are_kept(encoder, manager):
-    """Plans hold device memory: the most recent ones stay, and what was dropped is planned again."""
+def test_few_plans_are_kept(encoder, manager, monkeypatch):
+    """Plans hold device memory per patch: the most recent ones stay, and what was dropped is planned again."""
+    monkeypatch.setattr("refvl.graphs.manager.CACHED_PATCHES", 300)
     shapes = [(1, 2 * h, 2 * w) for h in range(1, 7) for w in range(1, 7)]
-    assert len(shapes) > CACHED_PLANS
     for grid in [*shapes, shapes[0]]:
         patches = patches_of([grid])
         assert_equal(manager.execute(patches, [grid]), eager(encoder, patches, [grid]))
-        assert len(manager._plans) <= CACHED_PLANS
+        assert sum(h * w for ((_, h, w),) in manager._plans) <= 300
     assert list(manager._plans)[-2:] == [(shapes[-1],), (shapes[0],)]
 
 

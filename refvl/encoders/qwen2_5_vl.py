@@ -217,8 +217,8 @@ class Qwen2_5_VisionTransformer(nn.Module):
         """(N, C*Tp*P*P) patch rows of all items -> (M, D) embeddings, items in order.
 
         Give `grid_thw` to plan here, or the `metadata` of an earlier `plan`; `attention` overrides the tower's backend
-        (a capture asks for one with static shapes). Raises ValueError when the rows do not
-        match. In float16 the last blocks can overflow on long inputs; then values are clamped to the finite range.
+        (a capture asks for one with static shapes). Raises ValueError when the rows do not match. In float16 the last
+        blocks can overflow on long inputs; then values are clamped to the finite range.
         """
         if (metadata is None) == (grid_thw is None):
             raise ValueError("forward: give exactly one of grid_thw and metadata")

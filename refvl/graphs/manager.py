@@ -24,7 +24,7 @@ from refvl.schema import Grid, as_grids, check_shape
 BACKENDS = ("cuda", "trace")
 MIN_BUDGET = 64  # tokens: a picture of 224 px
 MAX_BUDGET = {"varlen": 4096, "masked": 256}  # masked attention is quadratic in the budget
-CACHED_PLANS = 32  # each up to 0.4 KiB of device memory per patch
+CACHED_PATCHES = 2**16  # of kept plans, together: at most 0.4 KiB of device memory each for Qwen, 3 KiB for GLM
 
 
 class GraphEncoder(Protocol):
@@ -186,9 +186,12 @@ class EncoderGraphManager:
         """Plans depend on sizes alone, and sizes repeat: the most recent ones are kept."""
         plan = self._plans.pop(grids, None) or self.encoder.plan(grids)
         self._plans[grids] = plan
-        if len(self._plans) > CACHED_PLANS:
+        while len(self._plans) > 1 and sum(map(self._patches, self._plans)) > CACHED_PATCHES:
             self._plans.popitem(last=False)
         return plan
+
+    def _patches(self, grids: tuple[Grid, ...]) -> int:
+        return sum(self.encoder.item_size(grid)[0] for grid in grids)
 
     def _count(self, batch: Batch, tokens: int) -> None:
         if batch.budget is None:
