@@ -120,6 +120,11 @@ class PatchConfig:
         """Values in one patch row: C * Tp * P * P."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
+    def fit(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
+        """`smart_resize` with the budget that each of `num_frames` frames has."""
+        budget = self.frame_budget(num_frames)
+        return smart_resize(height, width, factor=self.factor, min_pixels=self.min_pixels, max_pixels=budget)
+
     def frame_budget(self, num_frames: int) -> int:
         """The largest area one frame may have in a clip of `num_frames` (before padding)."""
         if not self.cap_pixels_per_frame:
@@ -127,6 +132,29 @@ class PatchConfig:
         clip_budget = int(self.max_video_tokens * self.factor**2 * 0.9)
         share = clip_budget * self.temporal_patch_size // num_frames
         return max(min(self.max_pixels, share), int(self.min_pixels * 1.05))
+
+
+@dataclass(frozen=True, slots=True)
+class Glm4vPatchConfig(PatchConfig):
+    """GLM's: budgets are areas over all frames, a picture counting as `temporal_patch_size` of them."""
+
+    min_pixels: int = 112 * 112
+    max_pixels: int = 28 * 28 * 15000
+    max_frames: int = 640
+    max_duration: float = 300.0  # seconds, beyond which GLM-4.1V spreads its frames
+
+    @classmethod
+    def for_video(cls, **changes) -> "Glm4vPatchConfig":
+        """The defaults of a clip: a larger budget, because it is for all frames."""
+        return cls(**({"max_pixels": 28 * 28 * 2 * 30000} | changes))
+
+    def fit(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
+        """`smart_resize_video`; frames count as they are padded, in whole steps of the grid."""
+        step = self.temporal_patch_size
+        return smart_resize_video(
+            math.ceil(num_frames / step) * step, height, width,
+            temporal_factor=step, factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels,
+        )  # fmt: skip
 
 
 def _check_supported(values: dict) -> None:
@@ -217,9 +245,8 @@ def _fit_budget(
 
 
 def plan_size(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> tuple[int, int]:
-    """`smart_resize` with the budget that `config` gives each of `num_frames` frames."""
-    budget = config.frame_budget(num_frames)
-    return smart_resize(height, width, factor=config.factor, min_pixels=config.min_pixels, max_pixels=budget)
+    """The (height, width) that `config` resizes a picture to, or each of `num_frames` frames."""
+    return config.fit(height, width, num_frames)
 
 
 def plan_grid(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> Grid:
