@@ -43,20 +43,20 @@ FAMILIES = (
         processor=Qwen2_5_VLProcessor,
     ),
     Family(
-        name="GLM-4.1V",  # GLM-4.6V-Flash as well, with another processor
+        name="GLM-4.1V, GLM-4.6V-Flash",
         model_types=("glm4v",),
         encoder=Glm4vVisionTransformer,
         processor=Glm4vProcessor,
     ),
     Family(
-        name="GLM-4.5V",  # GLM-4.6V as well, likewise
+        name="GLM-4.5V, GLM-4.6V",
         model_types=("glm4v_moe",),
         encoder=Glm4vVisionTransformer,
         processor=Glm4vProcessor,
         text_model=Glm4vMoeTextModel,
     ),
     Family(
-        name="GLM-4.6V",
+        name="GLM-4.6V (glm46v)",
         model_types=("glm46v",),
         encoder=Glm4vVisionTransformer,
         processor=Glm46VProcessor,

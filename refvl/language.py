@@ -74,13 +74,13 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
 class Glm4vMoeTextModel(CausalTextModel):
     """GLM-4.5V and GLM-4.6V."""
 
-    _keys_to_ignore_on_load_unexpected = [*CausalTextModel._keys_to_ignore_on_load_unexpected, r"layers\.(46|92)\."]
+    _keys_to_ignore_on_load_unexpected = [r"^(model\.)?visual\.", r"layers\.(46|92)\."]  # noqa: RUF012
 
 
 class GlmOcrTextModel(CausalTextModel):
     """GLM-OCR."""
 
-    _keys_to_ignore_on_load_unexpected = [*CausalTextModel._keys_to_ignore_on_load_unexpected, r"layers\.16\."]
+    _keys_to_ignore_on_load_unexpected = [r"^(model\.)?visual\.", r"layers\.16\."]  # noqa: RUF012
 
 
 # one tensor per expert in the checkpoint, one for all in the model: transformers knows it of the whole model only

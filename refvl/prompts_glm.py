@@ -1,17 +1,23 @@
 """GLM's prompts: a clip is a row of pictures, each followed by the second it was taken at.
 
-    <|begin_of_video|> <|begin_of_image|> tokens <|end_of_image|> 0 <|begin_of_image|> tokens <|end_of_image|> 1 ... <|end_of_video|>
+    <|begin_of_video|>
+        <|begin_of_image|> tokens <|end_of_image|> 0
+        <|begin_of_image|> tokens <|end_of_image|> 1
+        ...
+    <|end_of_video|>
 
-Which frames, how a second is written and which token fills the frames comes from the processor class that the
+Each frame is a medium of its own to the positions, and EVS may drop its tokens, but never its second. Which frames, how a second is written and which token fills the frames comes from the processor class that the
 checkpoint's files name, not from `model_type`: GLM-4.5V and GLM-4.6V share theirs.
 
     class               releases                              sampler    a second    token of a frame
     Glm4vProcessor      GLM-4.1V, GLM-4.5V                    glm4v      3           the video's
     Glm46VProcessor     GLM-4.6V, GLM-4.6V-Flash, GLM-OCR     glm46v     3.0 seconds the picture's
 
+Seconds are whole, as in vLLM; transformers writes 3.3 seconds where the frame was taken then.
+
 transformers (5.17 to 5.23) and vLLM 0.33 fill frames with the picture's token for both; its place is taken by
 embeddings, so a model cannot tell. Prompts made there are understood as well (`placeholders`).
-"""  # noqa: E501
+"""
 
 import json
 from collections.abc import Sequence
