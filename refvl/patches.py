@@ -102,12 +102,12 @@ class PatchConfig:
         if kind == "video":
             names.insert(0, "video_preprocessor_config.json")
         if (nested := folder / "processor_config.json").is_file():
-            section = _read_json(nested).get(f"{kind}_processor")
+            section = read_json(nested).get(f"{kind}_processor")
             if section is not None:
                 return cls.from_dict(section, kind)
         for path in (folder / name for name in names):
             if path.is_file():
-                return cls.from_dict(_read_json(path), kind)
+                return cls.from_dict(read_json(path), kind)
         raise FileNotFoundError(f"folder: {folder} has no {kind} settings (looked for processor_config.json, {names})")
 
     @property
@@ -163,7 +163,8 @@ def _check_supported(values: dict) -> None:
             raise ValueError(f"{name}: this preprocessing always has {name}={wanted!r}, got {values[name]!r}")
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """The object in a JSON file; ValueError, naming the file, for anything else."""
     try:
         values = json.loads(path.read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:

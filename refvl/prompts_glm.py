@@ -6,8 +6,9 @@
         ...
     <|end_of_video|>
 
-Each frame is a medium of its own to the positions, and EVS may drop its tokens, but never its second. Which frames, how a second is written and which token fills the frames comes from the processor class that the
-checkpoint's files name, not from `model_type`: GLM-4.5V and GLM-4.6V share theirs.
+A frame is two sampled frames, one step of the grid. To the positions each is a medium of its own, and EVS may drop its
+tokens, but never its second. Which frames are looked at, how a second is written and which token fills a frame comes
+from the processor class that the checkpoint's files name, not from `model_type`: GLM-4.5V and GLM-4.6V share theirs.
 
     class               releases                              sampler    a second    token of a frame
     Glm4vProcessor      GLM-4.1V, GLM-4.5V                    glm4v      3           the video's
@@ -19,7 +20,6 @@ transformers (5.17 to 5.23) and vLLM 0.33 fill frames with the picture's token f
 embeddings, so a model cannot tell. Prompts made there are understood as well (`placeholders`).
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from transformers import PretrainedConfig
 
 from refvl.media import Video, load_video
 from refvl.merge import FramewiseMedia, MergedMedia
-from refvl.patches import Glm4vPatchConfig, patchify_video
+from refvl.patches import Glm4vPatchConfig, patchify_video, read_json
 from refvl.positions.timestamps import sample_video_frames
 from refvl.prompts import ChatProcessor, Patches
 
@@ -124,6 +124,6 @@ class Glm46VProcessor(Glm4vProcessor):
 def _processor_class(folder: Path) -> str | None:
     """`processor_class`, from the first of the folder's files that has it."""
     for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
-        if (file := folder / name).is_file() and "processor_class" in (values := json.loads(file.read_text())):
+        if (file := folder / name).is_file() and "processor_class" in (values := read_json(file)):
             return values["processor_class"]
     return None

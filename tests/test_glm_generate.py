@@ -6,6 +6,7 @@ Glm4vProcessor: where a prompt goes to transformers, that token is exchanged fir
 """
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +24,7 @@ from refvl import checkpoints
 from refvl.cli import main
 from refvl.media import load_image, load_video
 from refvl.merge import FramewiseMedia, MergedMedia, find_media_spans
+from refvl.patches import Glm4vPatchConfig, plan_size, smart_resize_video
 from refvl.paths import DATA
 from refvl.planning import describe, plan_media
 from refvl.positions import MediaSpan
@@ -290,6 +292,26 @@ def test_pixels_are_those_of_the_sample(dense):
     assert all(torch.equal(p, pixels[0]) for p in pixels)
 
 
+def test_a_frame_given_twice_is_looked_at_once(dense):
+    """By hand: frames 0 0 1 1 2 2 of a clip at 2 a second are 0 1 2 2, at seconds 0 and 1."""
+    video = load_video(MOVING)
+    twice = replace(video, frames=MOVING[[0, 0, 1, 1, 2, 2]], indices=(0, 0, 1, 1, 2, 2))
+    once = replace(video, frames=MOVING[[0, 1, 2, 2]], indices=(0, 1, 2, 2))
+    ours, theirs = dense.processor.patchify([twice, once])
+    assert torch.equal(ours.pixel_values, theirs.pixel_values)
+    assert ours.merged == theirs.merged and ours.merged.timestamps == (0, 1)
+    assert ours.merged.thw[0] == 2
+
+
+@pytest.mark.parametrize("frames", [1, 3, 5, 9, 31])
+def test_an_odd_clip_is_planned_as_it_is_padded(frames):
+    config = Glm4vPatchConfig.for_video(max_pixels=200_000)
+    sizes = [(height, width) for height in range(60, 400, 37) for width in range(60, 400, 41)]
+    ours = [plan_size(*size, config, frames) for size in sizes]
+    budgets = {"min_pixels": 112 * 112, "max_pixels": 200_000}
+    assert ours == [smart_resize_video(frames + 1, *size, **budgets) for size in sizes]
+
+
 @pytest.mark.parametrize("photo", PHOTOS, ids=lambda p: p.stem)
 def test_pictures_equal_transformers_pillow_processor(folder, vlm, photo):
     theirs = Glm4vImageProcessorPil.from_pretrained(folder)(images=[load_image(photo)], return_tensors="pt")
@@ -383,6 +405,13 @@ def test_a_frame_with_too_few_tokens_is_refused(dense):
     moved = [*ids[:first], ids[first], *ids[first:second], *ids[second + 1 :]]
     with pytest.raises(ValueError, match="placeholders of video 0 are not consecutive"):
         dense.generate(**(inputs | {"input_ids": torch.tensor([moved])}))
+
+
+def test_a_damaged_processor_file_is_named(tmp_path):
+    folder = make_glm_checkpoint(tmp_path, *KINDS["4.1V"])
+    (folder / "preprocessor_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"preprocessor_config\.json: not a JSON file"):
+        load(folder)
 
 
 def test_a_video_token_in_the_question_is_refused(dense):
