@@ -14,8 +14,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoConfig, PretrainedConfig
 
-from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionTransformer
+from refvl.encoders import Glm4vVisionTransformer, GlmOcrVisionTransformer, Qwen2_5_VisionTransformer
+from refvl.language import CausalTextModel, Glm4vMoeTextModel, GlmOcrTextModel
 from refvl.prompts import Qwen2_5_VLProcessor
+from refvl.prompts_glm import Glm4vProcessor, Glm46VProcessor
 
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -29,7 +31,8 @@ class Family:
     model_types: tuple[str, ...]
     encoder: type
     processor: type
-    vision_prefix: str  # regular expression: which checkpoint names belong to the vision tower
+    vision_prefix: str = r"^(model\.)?visual\."  # regular expression: which checkpoint names are the vision tower's
+    text_model: type = CausalTextModel
 
 
 FAMILIES = (
@@ -38,7 +41,32 @@ FAMILIES = (
         model_types=("qwen2_5_vl",),
         encoder=Qwen2_5_VisionTransformer,
         processor=Qwen2_5_VLProcessor,
-        vision_prefix=r"^(model\.)?visual\.",
+    ),
+    Family(
+        name="GLM-4.1V, GLM-4.6V-Flash",
+        model_types=("glm4v",),
+        encoder=Glm4vVisionTransformer,
+        processor=Glm4vProcessor,
+    ),
+    Family(
+        name="GLM-4.5V, GLM-4.6V",
+        model_types=("glm4v_moe",),
+        encoder=Glm4vVisionTransformer,
+        processor=Glm4vProcessor,
+        text_model=Glm4vMoeTextModel,
+    ),
+    Family(
+        name="GLM-4.6V (glm46v)",
+        model_types=("glm46v",),
+        encoder=Glm4vVisionTransformer,
+        processor=Glm46VProcessor,
+    ),
+    Family(
+        name="GLM-OCR",
+        model_types=("glm_ocr",),
+        encoder=GlmOcrVisionTransformer,
+        processor=Glm46VProcessor,
+        text_model=GlmOcrTextModel,
     ),
 )
 

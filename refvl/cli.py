@@ -73,11 +73,10 @@ def info(
 ):  # fmt: skip
     """Family, sizes, tokens for given media, and the memory needed. Reads no weights."""
     from refvl.loading import load
-    from refvl.media import load_image, load_video
     from refvl.planning import describe
 
     model = load(checkpoint, weights="random", device="meta", dtype=dtype)
-    media = [load_image(i) for i in image or ()] + [load_video(v) for v in video or ()]
+    media = model.processor.decode(model.processor.messages("", image or (), video or ()))
     table = Table(show_header=False, title=checkpoint)
     for row in describe(model, media).items():
         table.add_row(*row)

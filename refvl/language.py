@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, GenerationMixin, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
@@ -69,15 +70,39 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
 
 
+# layers behind the last that predict several tokens at once: as transformers, refvl leaves them in the checkpoint
+class Glm4vMoeTextModel(CausalTextModel):
+    """GLM-4.5V and GLM-4.6V."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^(model\.)?visual\.", r"layers\.(46|92)\."]  # noqa: RUF012
+
+
+class GlmOcrTextModel(CausalTextModel):
+    """GLM-OCR."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^(model\.)?visual\.", r"layers\.16\."]  # noqa: RUF012
+
+
+# one tensor per expert in the checkpoint, one for all in the model: transformers knows it of the whole model only
+register_checkpoint_conversion_mapping("glm4v_moe_text", get_checkpoint_conversion_mapping("glm4v_moe"), overwrite=True)
+
+
 def load_language_model(
-    folder: Path, text_config, *, dtype: torch.dtype, device, progress: bool = True, **kwargs
+    folder: Path,
+    text_config,
+    *,
+    dtype: torch.dtype,
+    device,
+    model_class: type[CausalTextModel] = CausalTextModel,
+    progress: bool = True,
+    **kwargs,
 ) -> CausalTextModel:
     """The text part of the checkpoint in `folder`, strictly: missing and misshapen weights raise ValueError.
 
     kwargs (`device_map`, `tp_plan`, `attn_implementation`, ...) go to transformers' `from_pretrained`.
     """
     with _progress_bars(progress):
-        model, info = CausalTextModel.from_pretrained(
+        model, info = model_class.from_pretrained(
             folder,
             config=text_config,
             dtype=dtype,

@@ -46,13 +46,15 @@ def load(
     options = {"device": (device := _resolve_device(device)), "dtype": _resolve_dtype(dtype, config, device)}
     head_dim = config.vision_config.hidden_size // config.vision_config.num_heads
     choose_backend(attention, options["device"], options["dtype"], head_dim)  # refuses now what cannot run later
-    text_config = checkpoints.text_config_of(config)
+    family, text_config = checkpoints.find_family(config), checkpoints.text_config_of(config)
     if weights == "random":
         encoder = checkpoints.random_encoder(config, attention=attention, **options)
         language_model = random_language_model(text_config, **options, **model_kwargs)
     else:
         encoder = checkpoints.load_encoder(folder, config, attention=attention, progress=progress, **options)
-        language_model = load_language_model(folder, text_config, progress=progress, **options, **model_kwargs)
+        language_model = load_language_model(
+            folder, text_config, model_class=family.text_model, progress=progress, **options, **model_kwargs
+        )
     vlm = VLM(config, checkpoints.load_processor(folder, config), encoder, language_model)
     if graphs:
         vlm.graphs = _capture_graphs(vlm, {} if graphs is True else graphs, progress)

@@ -8,8 +8,9 @@ transparent pixel, how 16 bits become 8, which frames of a clip are looked at. V
 seeking, and only the frames that are asked for are kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -185,6 +186,7 @@ def load_video(
     min_frames: int = 4,
     max_frames: int = 768,
     source_fps: float | None = None,
+    sample: Callable[[int, float], Sequence[int]] | None = None,
 ) -> Video:
     """The sampled frames of a clip.
 
@@ -192,6 +194,7 @@ def load_video(
     be (T, 3, H, W); or a Video, which is returned as it is. The sampling arguments are those of
     `sample_frame_indices`. Frames given in memory count as sampled already, `fps` per second (default 2), unless
     source_fps says how fast they were recorded or num_frames how many to take. source_fps overrides a file's own rate.
+    sample: another rule for a file, from (total_num_frames, source_fps) to increasing indices.
 
     The rotation that phones write into a file is applied (transformers' PyAV reader ignores it). A container that does
     not count its frames (Matroska) is decoded twice, and as far as it goes; otherwise decoding stops at the last frame
@@ -205,7 +208,7 @@ def load_video(
     source_fps = None if source_fps is None else _check_rate(source_fps, "source_fps")
     options = {"fps": fps, "num_frames": num_frames, "min_frames": min_frames, "max_frames": max_frames}
     if isinstance(source, (str, Path)):
-        return _decode(Path(source), source_fps, options)
+        return _decode(Path(source), source_fps, sample or partial(sample_frame_indices, **options))
     frames = as_frames(source)
     if source_fps is None and num_frames is None:
         source_fps = DEFAULT_FPS if fps is None else fps
@@ -241,13 +244,13 @@ def _make_video(frames, indices: Sequence[int], total: int, source_fps: float) -
     return Video(frames, fps, float(source_fps), tuple(indices), total, total / source_fps)
 
 
-def _decode(path: Path, source_fps: float | None, options: dict) -> Video:
+def _decode(path: Path, source_fps: float | None, sample: Callable[[int, float], Sequence[int]]) -> Video:
     av = _import_av()
     _check_is_file(path, "video")
     try:
         total, rate = _probe(path)
         source_fps = source_fps or rate
-        indices = sample_frame_indices(total, source_fps, **options)
+        indices = sample(total, source_fps)
         frames, found = _read_frames(path, indices)
     except av.error.FFmpegError as error:
         raise ValueError(f"video: {path} is truncated or not a video ({error})") from error

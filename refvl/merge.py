@@ -4,7 +4,7 @@ Placeholder tokens mark the places. Here they are matched with the media - stric
 not fit the grids is an error, never a shifted picture - and replaced by the encoder's rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +27,38 @@ class MergedMedia:
         t, h, w = self.thw
         return t * h * w
 
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Extents of each run of consecutive placeholders that the medium fills: one run, everything."""
+        return [self.thw]
 
-def expand_placeholders(input_ids: Sequence[int], media: Sequence[MergedMedia], token_ids: dict[str, int]) -> list[int]:
+    def cut(self, rows: Tensor | None) -> list[Tensor | None]:
+        """(M, ...) rows of the medium, or None, as one piece per run."""
+        return [None] * len(self.runs) if rows is None else list(rows.split([t * h * w for t, h, w in self.runs]))
+
+
+@dataclass(frozen=True, slots=True)
+class FramewiseMedia(MergedMedia):
+    """A clip whose frames stand apart, with text between them: each is a run of its own. GLM's videos are these."""
+
+    timestamps: tuple[int, ...] = ()  # seconds, one per frame; empty where the prompt has been made elsewhere
+
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        t, h, w = self.thw
+        return [(1, h, w)] * t
+
+
+def expand_placeholders(
+    input_ids: Sequence[int],
+    media: Sequence[MergedMedia],
+    token_ids: dict[str, int],
+    expand: Callable[[int, MergedMedia], list[int]] = lambda token, medium: [token] * medium.num_tokens,
+) -> list[int]:
     """Repeat each single placeholder as often as its medium has tokens.
 
-    input_ids: a prompt with one placeholder per medium. token_ids: {"image": id, "video": id}.
+    input_ids: a prompt with one placeholder per medium. token_ids: {"image": id, "video": id}. expand: what stands for
+    a medium, where that is more than its placeholder repeated.
     Raises ValueError when the placeholders do not match the media in number, kind and order.
     """
     kinds = {token: kind for kind, token in token_ids.items()}
@@ -40,17 +67,17 @@ def expand_placeholders(input_ids: Sequence[int], media: Sequence[MergedMedia], 
         raise ValueError(f"prompt: its placeholders are {found}, but the media given are {[m.kind for m in media]}")
     remaining, expanded = iter(media), []
     for token in input_ids:
-        expanded += [token] * (next(remaining).num_tokens if token in kinds else 1)
+        expanded += expand(token, next(remaining)) if token in kinds else [token]
     return expanded
 
 
 def find_media_spans(input_ids: Tensor, media: Sequence[MergedMedia], token_ids: dict[str, int]) -> list[MediaSpan]:
-    """Where each medium stands in an expanded prompt (L,), in the order of `media`.
+    """Where each medium stands in an expanded prompt (L,), in the order of `media`: one span per run.
 
     Media of one kind fill the placeholders of that kind in order; kinds may alternate in the prompt. Raises ValueError
     when a run of placeholders is shorter than its medium, or placeholders or media are left over.
     """
-    spans = {}
+    spans = {i: [] for i in range(len(media))}
     for kind, token in token_ids.items():
         places = (input_ids == token).nonzero().flatten().tolist()
         items = [(i, item) for i, item in enumerate(media) if item.kind == kind]
@@ -60,17 +87,17 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MergedMedia], token_ids:
                 f"input_ids: {len(places)} {kind} placeholders, but {len(items)} {kind}(s) need {expected}"
             )
         used = 0
-        for i, item in items:
-            start, stop = places[used], places[used + item.num_tokens - 1]
-            if stop - start + 1 != item.num_tokens:
-                raise ValueError(f"input_ids: the {item.num_tokens} placeholders of {kind} {i} are not consecutive")
-            spans[i] = MediaSpan(start, *item.thw, item.t_factor)
-            used += item.num_tokens
-    return [spans[i] for i in range(len(media))]
+        for i, thw, t_factor in ((i, thw, item.t_factor) for i, item in items for thw in item.runs):
+            span = MediaSpan(places[used], *thw, t_factor)
+            if places[used + span.num_tokens - 1] - span.offset + 1 != span.num_tokens:
+                raise ValueError(f"input_ids: the {span.num_tokens} placeholders of {kind} {i} are not consecutive")
+            spans[i].append(span)
+            used += span.num_tokens
+    return [span for of_medium in spans.values() for span in of_medium]
 
 
 def merge_embeddings(text_embeds_LD: Tensor, spans: Sequence[MediaSpan], media_embeds: Sequence[Tensor]) -> Tensor:
-    """(L, D): the text embeddings with each span's rows replaced by its medium's (M, D) embeddings."""
+    """(L, D): the text embeddings with each span's rows replaced by the (M, D) embeddings for it."""
     merged_LD = text_embeds_LD.clone()
     for span, embeds_MD in zip(spans, media_embeds, strict=True):
         check_shape(embeds_MD, (span.num_tokens, text_embeds_LD.shape[1]), "media_embeds")
@@ -79,7 +106,7 @@ def merge_embeddings(text_embeds_LD: Tensor, spans: Sequence[MediaSpan], media_e
 
 
 def keep_in_prompt(num_tokens: int, spans: Sequence[MediaSpan], keep_masks: Sequence[Tensor | None]) -> Tensor:
-    """(L,) bool: all text, and of each medium the tokens that its (M,) mask keeps (None: all)."""
+    """(L,) bool: all text, and of each span the tokens that its (M,) mask keeps (None: all)."""
     keep_L = torch.ones(num_tokens, dtype=torch.bool)
     for span, mask in zip(spans, keep_masks, strict=True):
         if mask is not None:

@@ -102,12 +102,12 @@ class PatchConfig:
         if kind == "video":
             names.insert(0, "video_preprocessor_config.json")
         if (nested := folder / "processor_config.json").is_file():
-            section = _read_json(nested).get(f"{kind}_processor")
+            section = read_json(nested).get(f"{kind}_processor")
             if section is not None:
                 return cls.from_dict(section, kind)
         for path in (folder / name for name in names):
             if path.is_file():
-                return cls.from_dict(_read_json(path), kind)
+                return cls.from_dict(read_json(path), kind)
         raise FileNotFoundError(f"folder: {folder} has no {kind} settings (looked for processor_config.json, {names})")
 
     @property
@@ -120,6 +120,11 @@ class PatchConfig:
         """Values in one patch row: C * Tp * P * P."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
+    def fit(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
+        """`smart_resize` with the budget that each of `num_frames` frames has."""
+        budget = self.frame_budget(num_frames)
+        return smart_resize(height, width, factor=self.factor, min_pixels=self.min_pixels, max_pixels=budget)
+
     def frame_budget(self, num_frames: int) -> int:
         """The largest area one frame may have in a clip of `num_frames` (before padding)."""
         if not self.cap_pixels_per_frame:
@@ -129,13 +134,37 @@ class PatchConfig:
         return max(min(self.max_pixels, share), int(self.min_pixels * 1.05))
 
 
+@dataclass(frozen=True, slots=True)
+class Glm4vPatchConfig(PatchConfig):
+    """GLM's: budgets are areas over all frames, a picture counting as `temporal_patch_size` of them."""
+
+    min_pixels: int = 112 * 112
+    max_pixels: int = 28 * 28 * 15000
+    max_frames: int = 640
+    max_duration: float = 300.0  # seconds, beyond which GLM-4.1V spreads its frames
+
+    @classmethod
+    def for_video(cls, **changes) -> "Glm4vPatchConfig":
+        """The defaults of a clip: a larger budget, because it is for all frames."""
+        return cls(**({"max_pixels": 28 * 28 * 2 * 30000} | changes))
+
+    def fit(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
+        """`smart_resize_video`; frames count as they are padded, in whole steps of the grid."""
+        step = self.temporal_patch_size
+        return smart_resize_video(
+            math.ceil(num_frames / step) * step, height, width,
+            temporal_factor=step, factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels,
+        )  # fmt: skip
+
+
 def _check_supported(values: dict) -> None:
     for name, wanted in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", 3)):
         if values.get(name, wanted) not in (wanted, None):
             raise ValueError(f"{name}: this preprocessing always has {name}={wanted!r}, got {values[name]!r}")
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """The object in a JSON file; ValueError, naming the file, for anything else."""
     try:
         values = json.loads(path.read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -217,9 +246,8 @@ def _fit_budget(
 
 
 def plan_size(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> tuple[int, int]:
-    """`smart_resize` with the budget that `config` gives each of `num_frames` frames."""
-    budget = config.frame_budget(num_frames)
-    return smart_resize(height, width, factor=config.factor, min_pixels=config.min_pixels, max_pixels=budget)
+    """The (height, width) that `config` resizes a picture to, or each of `num_frames` frames."""
+    return config.fit(height, width, num_frames)
 
 
 def plan_grid(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> Grid:

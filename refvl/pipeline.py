@@ -158,11 +158,13 @@ class VLM:
 
     def _merge(self, trace: Trace, merged: list[MergedMedia]) -> None:
         """Match placeholders with media, drop what was pruned, embed text and put the media's rows in place."""
-        trace.spans = find_media_spans(trace.full_ids, merged, self.token_ids)
-        trace.keep = keep_in_prompt(len(trace.full_ids), trace.spans, trace.keep_masks)
+        trace.spans = find_media_spans(self.processor.placeholders(trace.full_ids), merged, self.token_ids)
+        keep_masks = [piece for m, mask in zip(merged, trace.keep_masks, strict=True) for piece in m.cut(mask)]
+        trace.keep = keep_in_prompt(len(trace.full_ids), trace.spans, keep_masks)
         trace.input_ids = trace.full_ids[trace.keep]
         self._check_prompt(trace.input_ids)
-        embeds_LD = merge_embeddings(self._embed_text(trace.full_ids), trace.spans, trace.embeds)
+        embeds = [piece for m, rows in zip(merged, trace.embeds, strict=True) for piece in m.cut(rows)]
+        embeds_LD = merge_embeddings(self._embed_text(trace.full_ids), trace.spans, embeds)
         trace.inputs_embeds = embeds_LD[trace.keep.to(embeds_LD.device)]
 
     def _position(self, trace: Trace) -> None:
@@ -197,8 +199,8 @@ class VLM:
 
         input_ids: (B, L), left-padded where attention_mask (B, L) is 0, placeholders repeated. pixel_values:
         (N, C*Tp*P*P) patch rows of all images of the batch in order, image_grid_thw: (images, 3) in patches; the same
-        for videos, second_per_grid_ts: seconds between two grid steps of each video (default 1). Raises ValueError
-        when rows, grids and placeholders do not match.
+        for videos, second_per_grid_ts: seconds between two grid steps of each video (default 1; not read by families
+        whose prompts say the time). Raises ValueError when rows, grids and placeholders do not match.
         """
         q = check_pruning_rate(pruning_rate, "pruning_rate")
         self.check_runnable()
@@ -247,7 +249,7 @@ class VLM:
 
     def _take(self, kind: str, queue: Iterator, ids: Tensor) -> list:
         """The next media of `kind`, as many as this prompt's placeholders hold."""
-        wanted, taken = int((ids == self.token_ids[kind]).sum()), []
+        wanted, taken = int((self.processor.placeholders(ids) == self.token_ids[kind]).sum()), []
         while wanted > 0:
             item = next(queue, None)
             if item is None:

@@ -49,10 +49,10 @@ def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
     return 2 * text_config.num_hidden_layers * text_config.num_key_value_heads * head_dim * dtype.itemsize
 
 
-def encoder_activation_bytes(vision_config, patches: int, dtype: torch.dtype) -> int:
+def encoder_activation_bytes(encoder, patches: int) -> int:
     """An estimate of the tower's peak: residual, normed input, q, k, v and output, and the two halves of the MLP."""
-    width = 6 * vision_config.hidden_size + 2 * vision_config.intermediate_size
-    return patches * width * dtype.itemsize
+    width = 6 * encoder.config.hidden_size + 2 * encoder.blocks[0].mlp.gate_proj.out_features
+    return patches * width * encoder.dtype.itemsize
 
 
 def describe(vlm: VLM, media=()) -> dict[str, str]:
@@ -79,7 +79,7 @@ def describe(vlm: VLM, media=()) -> dict[str, str]:
         )
     if plans:
         patches, tokens = sum(p.patches for p in plans), sum(p.tokens for p in plans)
-        peak = encoder_activation_bytes(vision, patches, dtype)
+        peak = encoder_activation_bytes(vlm.encoder, patches)
         cache = tokens * kv_cache_bytes_per_token(text, dtype)
         total = (encoder + language) * dtype.itemsize + peak + cache
         rows["memory for these media"] = f"kv cache {_bytes(cache)}, tower activations about {_bytes(peak)}"

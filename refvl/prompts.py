@@ -29,22 +29,24 @@ class Patches:
     merged: MergedMedia
 
 
-class Qwen2_5_VLProcessor:
-    """Everything between a user's words and the models' tensors, for Qwen2.5-VL."""
+class ChatProcessor:
+    """Everything between a user's words and the models' tensors; a family adds what its clips are."""
+
+    patch_config = PatchConfig
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
         """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
         self.config, self.tokenizer = config, tokenizer
-        self.image_config = image_config or PatchConfig()
-        self.video_config = video_config or PatchConfig.for_video()
+        self.image_config = image_config or self.patch_config()
+        self.video_config = video_config or self.patch_config.for_video()
         self.token_ids = {"image": config.image_token_id, "video": config.video_token_id}
 
     @classmethod
-    def from_folder(cls, folder: Path, config: PretrainedConfig) -> "Qwen2_5_VLProcessor":
+    def from_folder(cls, folder: Path, config: PretrainedConfig) -> "ChatProcessor":
         """Tokenizer, chat template and preprocessing limits from a checkpoint folder."""
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         tokenizer.chat_template = tokenizer.chat_template or _chat_template(folder)
-        image_config, video_config = (PatchConfig.from_folder(folder, kind) for kind in ("image", "video"))
+        image_config, video_config = (cls.patch_config.from_folder(folder, kind) for kind in ("image", "video"))
         return cls(config, tokenizer, image_config, video_config)
 
     def messages(self, prompt: str | Sequence[dict], images: Sequence = (), videos: Sequence = ()) -> list[dict]:
@@ -60,15 +62,13 @@ class Qwen2_5_VLProcessor:
     def decode(self, messages: list[dict]) -> list[Image.Image | Video]:
         """The media of the messages in order of appearance, decoded (videos are sampled while decoding)."""
         return [
-            load_image(source) if kind == "image" else load_video(source, **self._sampling(options))
+            load_image(source) if kind == "image" else self.load_video(source, options)
             for kind, source, options in _media_of(messages)
         ]
 
-    def _sampling(self, options: dict) -> dict:
-        """How to sample a clip: the checkpoint's rate and limits, unless the message says otherwise."""
-        config = self.video_config
-        rate = {} if "num_frames" in options else {"fps": config.fps}
-        return rate | {"min_frames": config.min_frames, "max_frames": config.max_frames} | options
+    def load_video(self, source, options: dict) -> Video:
+        """A clip, sampled by the checkpoint's rule; `options` of the message go first."""
+        raise NotImplementedError
 
     def patchify(self, media: Sequence[Image.Image | Video]) -> list[Patches]:
         """Resize, normalise and cut each medium into patch rows."""
@@ -79,27 +79,53 @@ class Qwen2_5_VLProcessor:
         return Patches(image, pixel_values, grid, self.merged("image", grid))
 
     def _patchify_video(self, video: Video) -> Patches:
-        pixel_values, grid = patchify_video(video.frames, self.video_config)
-        second_per_grid = self.video_config.temporal_patch_size / video.fps
-        return Patches(video, pixel_values, grid, self.merged("video", grid, second_per_grid))
+        raise NotImplementedError
 
     def merged(self, kind: str, grid_thw: Sequence[int], second_per_grid: float = 1.0) -> MergedMedia:
-        """How the language model sees a medium of `grid_thw` patches; only a video's time axis is scaled."""
-        vision, (t, h, w) = self.config.vision_config, grid_thw
-        m = vision.spatial_merge_size
-        t_factor = float(second_per_grid) * vision.tokens_per_second if kind == "video" else 1.0
-        return MergedMedia(kind, (t, h // m, w // m), t_factor)
+        """How the language model sees a medium of `grid_thw` patches; second_per_grid: of a video's time axis."""
+        raise NotImplementedError
+
+    def expand(self, token: int, medium: MergedMedia) -> list[int]:
+        """What stands in the prompt for a medium whose placeholder is `token`."""
+        return [token] * medium.num_tokens
+
+    def placeholders(self, input_ids: Tensor) -> Tensor:
+        """(L,) ids in which each kind's placeholders have that kind's id, and nothing else has."""
+        return input_ids
 
     def tokenize(self, messages: list[dict], media: Sequence[MergedMedia]) -> list[int]:
         """Prompt ids with every placeholder repeated; raises ValueError when placeholders and media do not match."""
         if self.tokenizer is None:
             raise ValueError("prompt: this model was built from a config alone; a tokenizer needs a checkpoint folder")
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return expand_placeholders(self.tokenizer(text)["input_ids"], media, self.token_ids)
+        return expand_placeholders(self.tokenizer(text)["input_ids"], media, self.token_ids, self.expand)
 
     def text(self, token_ids) -> str:
         """Token ids back to text, special tokens left out."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+class Qwen2_5_VLProcessor(ChatProcessor):
+    """Qwen2.5-VL: a clip is one block of tokens, and its seconds scale the time axis."""
+
+    def load_video(self, source, options: dict) -> Video:
+        """The checkpoint's rate and limits, unless the message says otherwise."""
+        config = self.video_config
+        rate = {} if "num_frames" in options else {"fps": config.fps}
+        limits = {"min_frames": config.min_frames, "max_frames": config.max_frames}
+        return load_video(source, **(rate | limits | options))
+
+    def _patchify_video(self, video: Video) -> Patches:
+        pixel_values, grid = patchify_video(video.frames, self.video_config)
+        second_per_grid = self.video_config.temporal_patch_size / video.fps
+        return Patches(video, pixel_values, grid, self.merged("video", grid, second_per_grid))
+
+    def merged(self, kind: str, grid_thw: Sequence[int], second_per_grid: float = 1.0) -> MergedMedia:
+        """Only a video's time axis is scaled."""
+        vision, (t, h, w) = self.config.vision_config, grid_thw
+        m = vision.spatial_merge_size
+        t_factor = float(second_per_grid) * vision.tokens_per_second if kind == "video" else 1.0
+        return MergedMedia(kind, (t, h // m, w // m), t_factor)
 
 
 def _chat_template(folder: Path) -> str | None:

@@ -24,7 +24,7 @@ class Trace:
     graph_batches: list = field(default_factory=list)  # how graphs packed the media; empty when run eagerly
     embeds: list[Tensor] = field(default_factory=list)  # (M, D) per medium, before pruning
     keep_masks: list[Tensor | None] = field(default_factory=list)  # (M,) bool per medium; None: not pruned
-    spans: list[MediaSpan] = field(default_factory=list)  # where each medium stands in the full prompt
+    spans: list[MediaSpan] = field(default_factory=list)  # where each medium stands in the full prompt, one per run
     full_ids: Tensor | None = None  # (L_full,) the prompt with all placeholders
     full_positions: Tensor | None = None  # (3, L_full)
     keep: Tensor | None = None  # (L_full,) bool
@@ -63,9 +63,7 @@ class Trace:
             case "patchify":
                 return ", ".join(f"{tuple(p.pixel_values.shape)} grid {p.grid_thw}" for p in self.patches)
             case "plan":
-                return ", ".join(
-                    f"{len(m.cu_window_seqlens) - 1} windows, {len(m.cu_seqlens) - 1} frames" for m in self.metadata
-                )
+                return ", ".join(m.summary for m in self.metadata)
             case "encode":
                 return ", ".join(str(tuple(e.shape)) for e in self.embeds) + self._graph_report()
             case "prune":

@@ -4,11 +4,12 @@ Weights are drawn wide, so that greedy decoding wanders through the vocabulary: 
 changes the ids.
 """
 
+import json
 from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
 from data.tiny_checkpoint import hf_config, tiny_config, train_tokenizer, write_checkpoint
 
@@ -45,3 +46,111 @@ def make_checkpoint(folder: Path, *, seed: int = 0, **changes) -> Path:
 def transformers_model(folder: Path) -> Qwen2_5_VLForConditionalGeneration:
     """The oracle: the same folder, loaded by transformers in float32."""
     return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+GLM_TEMPLATE = """\
+[gMASK]<sop>
+{%- for message in messages -%}
+{{- '<|' + message.role + '|>\\n' -}}
+{%- if message.content is string -%}
+{{- message.content -}}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}
+{{- '<|begin_of_image|><|image|><|end_of_image|>' -}}
+{%- elif part.type == 'video' -%}
+{{- '<|begin_of_video|><|video|><|end_of_video|>' -}}
+{%- elif part.type == 'text' -%}
+{{- part.text -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|assistant|>\\n' -}}
+{%- endif -%}
+"""
+GLM_SPECIAL_TOKENS = (
+    "<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|begin_of_image|>",
+    "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|image|>", "<|video|>",
+)  # fmt: skip
+GLM_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]}
+GLM_TEXT = {  # what the text models of each model_type have besides the common sizes
+    "glm4v": {},
+    "glm46v": {},
+    "glm4v_moe": {
+        "head_dim": 24, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    },
+    "glm_ocr": {
+        "head_dim": 24, "rope_parameters": GLM_ROPE | {"partial_rotary_factor": 1.0, "mrope_section": [4, 4, 4]},
+    },
+}  # fmt: skip
+
+
+@cache
+def glm_tokenizer():
+    tokenizer = train_tokenizer()
+    tokenizer.add_special_tokens(list(GLM_SPECIAL_TOKENS))
+    return tokenizer
+
+
+def glm_config(model_type: str) -> dict:
+    """The dict of a GLM config.json: two narrow layers, a position table of 6 x 6 places."""
+    token = glm_tokenizer().token_to_id
+    ends = {
+        f"{kind}_{end}_token_id": token(f"<|{word}_of_{kind}|>")
+        for kind in ("image", "video")
+        for end, word in (("start", "begin"), ("end", "end"))
+    }
+    text = {
+        "vocab_size": -(-glm_tokenizer().get_vocab_size() // 64) * 64, "hidden_size": 96, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+        "rope_parameters": GLM_ROPE, "pad_token_id": token("<|endoftext|>"), "eos_token_id": token("<|user|>"),
+    }  # fmt: skip
+    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 80, "num_heads": 4, "out_hidden_size": 96}
+    vision |= {} if model_type == "glm_ocr" else {"image_size": 84}
+    return {
+        "model_type": model_type,
+        "tie_word_embeddings": False,
+        "image_token_id": token("<|image|>"),
+        "video_token_id": token("<|video|>"),
+        **ends,
+        "text_config": text | GLM_TEXT[model_type],
+        "vision_config": vision,
+    }
+
+
+def make_glm_checkpoint(folder: Path, model_type: str, processor_class: str, *, seed: int = 0) -> Path:
+    """Write a random GLM checkpoint to `folder`, weights under the names that transformers saves."""
+    config = glm_config(model_type)
+    sizes = {name: value for name, value in config.items() if name != "model_type"}
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(model_type, **sizes))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3 if parameter.ndim > 1 else 1.0, generator=generator)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    glm_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(GLM_TEMPLATE)
+    ends = {name: config["text_config"][name] for name in ("pad_token_id", "eos_token_id")}
+    name = processor_class.removesuffix("Processor")
+    picture, clip = {"shortest_edge": 2 * 84**2, "longest_edge": 2 * 112**2}, {"shortest_edge": 84**2}
+    files = {
+        "config.json": config,
+        "generation_config.json": ends,
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<|endoftext|>"},
+        "preprocessor_config.json": {"image_processor_type": f"{name}ImageProcessor", "size": picture},
+        "video_preprocessor_config.json": {
+            "video_processor_type": f"{name}VideoProcessor", "size": clip | {"longest_edge": 10 * 90**2},
+        },
+    }  # fmt: skip
+    for file, values in files.items():
+        values = values | ({"processor_class": processor_class} if file.endswith("preprocessor_config.json") else {})
+        (folder / file).write_text(json.dumps(values, indent=2))
+    return folder
+
+
+def glm_transformers_model(folder: Path):
+    """The oracle: the same folder, loaded by transformers in float32."""
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()

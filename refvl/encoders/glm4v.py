@@ -107,6 +107,11 @@ class VisionMetadata:
     frame_groups: tuple[Tensor, ...] = field(metadata={"pad": "empty"})  # equal-length frames, for the sdpa backend
     max_seqlen: int  # patches in the longest frame
 
+    @property
+    def summary(self) -> str:
+        """One line for tables."""
+        return f"{len(self.cu_seqlens) - 1} frames"
+
 
 class Glm4vVisionTransformer(nn.Module):
     """Patch rows in, embeddings of the language model's width out; equal to transformers' tower on the same weights."""

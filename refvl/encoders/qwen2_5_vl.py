@@ -107,6 +107,11 @@ class VisionMetadata:
     max_seqlen: int  # patches in the longest frame
     max_window_seqlen: int  # patches in the longest window
 
+    @property
+    def summary(self) -> str:
+        """One line for tables."""
+        return f"{len(self.cu_window_seqlens) - 1} windows, {len(self.cu_seqlens) - 1} frames"
+
 
 class Qwen2_5_VisionTransformer(nn.Module):
     """Patch rows in, embeddings of the language model's width out; equal to transformers' tower on the same weights."""
