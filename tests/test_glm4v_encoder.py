@@ -166,8 +166,8 @@ def test_items_of_a_batch_do_not_see_each_other(ours):
     parts = random_patches(grids).split([t * h * w for t, h, w in grids])
     together = ours(torch.cat(parts), grids)
     alone = torch.cat([ours(part, [grid]) for part, grid in zip(parts, grids, strict=True)])
-    torch.testing.assert_close(together, alone, atol=2e-6, rtol=0)
-    torch.testing.assert_close(together, ours(torch.cat(parts), frames_of(grids)), atol=2e-6, rtol=0)
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
+    torch.testing.assert_close(together, ours(torch.cat(parts), frames_of(grids)), atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
