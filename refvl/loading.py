@@ -64,7 +64,7 @@ def load(
 def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphManager:
     """The smallest inferred budget is the checkpoint's largest picture where that is small, as in the tiny models."""
     vlm.check_runnable()
-    largest_picture = vlm.processor.image_config.max_pixels // vlm.processor.image_config.factor**2
+    largest_picture = vlm.processor.image_config.max_image_tokens
     manager = EncoderGraphManager(
         vlm.encoder, **({"min_budget": min(MIN_BUDGET, largest_picture), "progress": progress} | options)
     )
