@@ -17,7 +17,7 @@ from transformers import AutoConfig, PretrainedConfig
 from refvl.encoders import Glm4vVisionTransformer, GlmOcrVisionTransformer, Qwen2_5_VisionTransformer
 from refvl.language import CausalTextModel, Glm4vMoeTextModel, GlmOcrTextModel
 from refvl.prompts import Qwen2_5_VLProcessor
-from refvl.prompts_glm import Glm4vProcessor, Glm46VProcessor
+from refvl.prompts_glm import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor
 
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -60,6 +60,12 @@ FAMILIES = (
         model_types=("glm46v",),
         encoder=Glm4vVisionTransformer,
         processor=Glm46VProcessor,
+    ),
+    Family(
+        name="GLM-GA",
+        model_types=("glmga",),
+        encoder=Glm4vVisionTransformer,
+        processor=GlmgaProcessor,
     ),
     Family(
         name="GLM-OCR",
