@@ -16,10 +16,12 @@ from transformers import AutoConfig, PretrainedConfig
 
 from refvl.attention import choose_backend
 from refvl.encoders import Glm4vVisionTransformer, GlmOcrVisionTransformer, Qwen2_5_VisionTransformer
+from refvl.encoders.step3_vl import Step3VisionEncoder
 from refvl.graphs.manager import EncoderGraphManager
-from refvl.language import CausalTextModel, Glm4vMoeTextModel, GlmOcrTextModel
+from refvl.language import CausalTextModel, Glm4vMoeTextModel, GlmOcrTextModel, Step3ForCausalLM
 from refvl.prompts import Qwen2_5_VLProcessor
 from refvl.prompts_glm import Glm4vProcessor, Glm46VProcessor
+from refvl.prompts_step3 import Step3VLProcessor
 
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -70,6 +72,14 @@ FAMILIES = (
         encoder=GlmOcrVisionTransformer,
         processor=Glm46VProcessor,
         text_model=GlmOcrTextModel,
+    ),
+    Family(
+        name="Step3-VL",
+        model_types=("step3_vl",),
+        encoder=Step3VisionEncoder,
+        processor=Step3VLProcessor,
+        vision_prefix=r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.",
+        text_model=Step3ForCausalLM,
     ),
 )
 

@@ -90,6 +90,14 @@ class SequentialTextModel(CausalTextModel):
         return super().forward(*args, position_ids=position_ids, **kwargs)
 
 
+class Step3ForCausalLM(SequentialTextModel):
+    """Step3's own text model (refvl/step3_text.py) under the same head."""
+
+    _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
+        r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\."
+    ]
+
+
 # layers behind the last that predict several tokens at once: as transformers, refvl leaves them in the checkpoint
 class Glm4vMoeTextModel(CausalTextModel):
     """GLM-4.5V and GLM-4.6V."""

@@ -53,8 +53,8 @@ class Step3TextConfig(PretrainedConfig):
         return frozenset(int(n) for n in numbers)
 
 
-class Step3VisionConfig(PretrainedConfig):
-    """Sizes of the vision tower and of the first of the two convolutions behind it."""
+class Step3VisionEncoderConfig(PretrainedConfig):
+    """Sizes of the pictures, of the vision tower, and of the first of the two convolutions behind it."""
 
     model_type = "step3_vision_encoder"
     base_config_key = "vision_config"
@@ -67,6 +67,8 @@ class Step3VisionConfig(PretrainedConfig):
     num_channels: int = 3
     image_size: int = 728
     patch_size: int = 14
+    crop_size: int = 504  # this and the next are constants of the released code; small checkpoints state others
+    max_side: int = 3024
     hidden_act: str = "quick_gelu"
     layer_norm_eps: float = 1e-5
 
@@ -75,7 +77,7 @@ class Step3VLConfig(PretrainedConfig):
     """The whole config.json."""
 
     model_type = "step3_vl"
-    sub_configs = {"vision_config": Step3VisionConfig, "text_config": Step3TextConfig}  # noqa: RUF012
+    sub_configs = {"vision_config": Step3VisionEncoderConfig, "text_config": Step3TextConfig}  # noqa: RUF012
 
     vision_config: dict | PretrainedConfig | None = None
     text_config: dict | PretrainedConfig | None = None
@@ -85,7 +87,7 @@ class Step3VLConfig(PretrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs):
-        for name, config_class in (("vision_config", Step3VisionConfig), ("text_config", Step3TextConfig)):
+        for name, config_class in (("vision_config", Step3VisionEncoderConfig), ("text_config", Step3TextConfig)):
             values = getattr(self, name) or {}
             if isinstance(values, dict):
                 values = config_class(**{key: value for key, value in values.items() if key != "model_type"})
@@ -94,5 +96,5 @@ class Step3VLConfig(PretrainedConfig):
         super().__post_init__(**{key: value for key, value in kwargs.items() if key != "hidden_size"})
 
 
-for _config in (Step3TextConfig, Step3VisionConfig, Step3VLConfig):
+for _config in (Step3TextConfig, Step3VisionEncoderConfig, Step3VLConfig):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)

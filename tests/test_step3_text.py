@@ -1,5 +1,5 @@
-"""Step3's text model. Oracles: formulas written out token by token here, and transformers' Llama, which a Step3 of dense
-layers is once its query projection is replaced by the low-rank one."""
+"""Step3's text model. Oracles: formulas written out token by token here, and transformers' Llama, which a Step3 of
+dense layers is once its query projection is replaced by the low-rank one."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaModel
 
-from refvl.step3_config import Step3TextConfig, Step3VisionConfig, Step3VLConfig
+from refvl.step3_config import Step3TextConfig, Step3VisionEncoderConfig, Step3VLConfig
 from refvl.step3_text import Step3TextModel, rotary_cos_sin
 
 SIZES = {
@@ -231,7 +231,7 @@ def test_router_and_angles_do_not_round_in_half_precision():
 
 def test_config_reads_the_keys_of_the_released_file():
     config = AutoConfig.for_model("step3_vl", text_config=dict(SIZES, model_type="step3_text"), vision_config={})
-    assert isinstance(config, Step3VLConfig) and isinstance(config.vision_config, Step3VisionConfig)
+    assert isinstance(config, Step3VLConfig) and isinstance(config.vision_config, Step3VisionEncoderConfig)
     assert config.get_text_config().moe_layers == {1, 2} and config.hidden_size == 48
     assert Step3TextConfig(**SIZES | {"moe_layers_enum": [0, 2]}).moe_layers == {0, 2}
     assert Step3TextConfig(**SIZES | {"moe_layers_enum": None}).moe_layers == {1, 2}
