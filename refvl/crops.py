@@ -52,6 +52,17 @@ class CropConfig:
                     f"{name}: must be a multiple of patch_size={self.patch_size}, got {getattr(self, name)}"
                 )
 
+    @classmethod
+    def from_hf(cls, config) -> "CropConfig":
+        """From a model's config or its vision config, as an object or a dict.
+
+        Released configs say `image_size` and `patch_size`; small ones may say `crop_size` and `max_side` as well.
+        """
+        values = config if isinstance(config, dict) else config.to_dict()
+        values = values.get("vision_config", values)
+        names = ("image_size", "crop_size", "patch_size", "max_side")
+        return cls(**{name: values[name] for name in names if values.get(name) is not None})
+
 
 class CropLayout(NamedTuple):
     """How many rows and columns of crops a picture has; (0, 0) for none. The overview is always there."""

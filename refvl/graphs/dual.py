@@ -56,7 +56,7 @@ class PathBatch(Batch):
 
 @dataclass(frozen=True, slots=True)
 class PairedBatch:
-    """Pictures that run together on every path. budgets: per path; None is eager, a path with nothing to do is absent."""
+    """Pictures that run together. budgets: per path, None for eager; a path with nothing to do is absent."""
 
     indices: tuple[int, ...]
     budgets: Mapping[str, int | None]
@@ -74,38 +74,31 @@ def plan_paired_batches(
     ...                     {"local": [81, 162, 324], "global": [169, 338]}, 8)
     [PairedBatch(indices=(1, 0), budgets={'local': 162, 'global': 338})]
     """
-    budgets, max_items = (
-        {path: sorted(of_path) for path, of_path in budgets.items()},
-        check_positive_int(max_items, "max_items"),
-    )
+    budgets = {path: sorted(of_path) for path, of_path in budgets.items()}
+    check_positive_int(max_items, "max_items")
 
-    def tokens_on(path: str, indices: Sequence[int]) -> int:
-        return sum(path_tokens[i].get(path, 0) for i in indices)
+    def tokens_of(indices: Sequence[int]) -> dict[str, int]:
+        return {path: sum(path_tokens[i].get(path, 0) for i in indices) for path in budgets}
 
     def fits(indices: Sequence[int]) -> bool:
-        return len(indices) <= max_items and all(tokens_on(path, indices) <= budgets[path][-1] for path in budgets)
+        return len(indices) <= max_items and all(n <= budgets[path][-1] for path, n in tokens_of(indices).items())
 
     groups: list[list[int]] = []
-    for i in sorted(range(len(path_tokens)), key=lambda i: sum(path_tokens[i].values())):
+    for i in sorted(range(len(path_tokens)), key=lambda i: sum(path_tokens[i].values())):  # stable
         if groups and fits([*groups[-1], i]):
             groups[-1].append(i)
         else:
             groups.append([i])
-    return [
-        PairedBatch(
-            tuple(group),
-            {
-                path: _smallest_budget(of_path, tokens)
-                for path, of_path in budgets.items()
-                if (tokens := tokens_on(path, group))
-            },
-        )
-        for group in groups
-    ]
+    return [PairedBatch(tuple(group), _smallest_budgets(tokens_of(group), budgets)) for group in groups]
 
 
-def _smallest_budget(budgets: Sequence[int], tokens: int) -> int | None:
-    return budgets[bisect.bisect_left(budgets, tokens)] if tokens <= budgets[-1] else None
+def _smallest_budgets(tokens: Mapping[str, int], budgets: Mapping[str, list[int]]) -> dict[str, int | None]:
+    """The smallest budget of each path that has tokens; None where even the largest is too small."""
+    return {
+        path: budgets[path][bisect.bisect_left(budgets[path], n)] if n <= budgets[path][-1] else None
+        for path, n in tokens.items()
+        if n
+    }
 
 
 class DualPathGraphManager:
