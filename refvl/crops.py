@@ -52,6 +52,17 @@ class CropConfig:
                     f"{name}: must be a multiple of patch_size={self.patch_size}, got {getattr(self, name)}"
                 )
 
+    @classmethod
+    def from_hf(cls, config) -> "CropConfig":
+        """From a model's config or its vision config, as an object or a dict.
+
+        Released configs say `image_size` and `patch_size`; small ones may say `crop_size` and `max_side` as well.
+        """
+        values = config if isinstance(config, dict) else config.to_dict()
+        values = values.get("vision_config", values)
+        names = ("image_size", "crop_size", "patch_size", "max_side")
+        return cls(**{name: values[name] for name in names if values.get(name) is not None})
+
 
 class CropLayout(NamedTuple):
     """How many rows and columns of crops a picture has; (0, 0) for none. The overview is always there."""
@@ -88,26 +99,25 @@ class CropPlan:
     @property
     def boxes(self) -> list[tuple[int, int, int, int]]:
         """(left, top, right, bottom) of each window on the canvas, row by row; may reach beyond a low canvas."""
-        corners = [
-            (c * self.window, r * self.window) for r in range(self.layout.rows) for c in range(self.layout.columns)
-        ]
-        return [(left, top, left + self.window, top + self.window) for left, top in corners]
+        side, (rows, columns) = self.window, self.layout
+        return [(c * side, r * side, (c + 1) * side, (r + 1) * side) for r in range(rows) for c in range(columns)]
 
 
 def as_crop_layouts(layouts, name: str = "layouts") -> list[CropLayout]:
-    """Normalise a sequence of (rows, columns) of crops, one per picture; (0, 0) says none.
+    """Normalise (rows, columns) of crops, one pair per picture; (0, 0) says none. A sequence or a tensor (pictures, 2).
 
     Raises TypeError for a wrong kind, ValueError for negative numbers or rows without columns.
     """
+    layouts = layouts.tolist() if hasattr(layouts, "__array__") else layouts
     if not isinstance(layouts, Sequence) or isinstance(layouts, str):
         raise TypeError(f"{name}: expected a sequence of (rows, columns), got {type(layouts).__name__}")
     checked = []
     for i, layout in enumerate(layouts):
         if not isinstance(layout, Sequence) or isinstance(layout, str) or len(layout) != 2:
             raise ValueError(f"{name}[{i}]: expected (rows, columns) of crops, got {layout!r}")
-        if any(isinstance(n, bool) or not isinstance(n, int) for n in layout):
+        if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in layout):
             raise TypeError(f"{name}[{i}]: expected two integers, got {layout!r}")
-        rows, columns = layout
+        rows, columns = map(int, layout)
         if min(rows, columns) < 0 or (rows == 0) != (columns == 0):
             raise ValueError(
                 f"{name}[{i}]: rows and columns are both positive, or both 0 without crops, got {layout!r}"
@@ -148,8 +158,8 @@ def plan_crops(width: int, height: int, config: CropConfig = CropConfig()) -> Cr
 def choose_window(width: int, height: int, config: CropConfig = CropConfig()) -> int:
     """The side of the crops' windows in pixels; 0 when the overview is enough. Upstream: `determine_window_size`.
 
-    Below `image_size`: none, unless the picture is elongated; then its short side. Above: `crop_size`, or the short side
-    of a long strip if that is less.
+    Below `image_size`: none, unless the picture is elongated; then its short side. Above: `crop_size`, or the short
+    side of a long strip if that is less.
     """
     long, short = max(width, height), min(width, height)
     if long < config.image_size:

@@ -103,6 +103,10 @@ class Step3VisionConfig:
         )  # fmt: skip
 
     @property
+    def depth(self) -> int:
+        return self.num_hidden_layers
+
+    @property
     def num_heads(self) -> int:
         return self.num_attention_heads
 
@@ -214,9 +218,9 @@ class Step3VisionEncoder(nn.Module):
         crops = (layout.crops, local, local) if layout.crops else None
         return {"local": crops, "global": (1, overview, overview)}
 
-    def check_layouts(self, layouts) -> list[CropLayout]:
+    def check_layouts(self, layouts, *, name: str = "layouts") -> list[CropLayout]:
         """Layouts, (rows, columns) of crops per picture, normalised; TypeError or ValueError where one is not."""
-        return as_crop_layouts(layouts)
+        return as_crop_layouts(layouts, name)
 
     def item_size(self, layout: CropLayout) -> tuple[int, int, int]:
         """(patch rows, output tokens, squares) of one picture."""
