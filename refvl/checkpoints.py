@@ -15,8 +15,13 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, PretrainedConfig
 
 from refvl.attention import choose_backend
-from refvl.encoders import Glm4vVisionTransformer, GlmOcrVisionTransformer, Qwen2_5_VisionTransformer
-from refvl.encoders.step3_vl import Step3VisionEncoder
+from refvl.encoders import (
+    Glm4vVisionTransformer,
+    GlmOcrVisionTransformer,
+    Qwen2_5_VisionTransformer,
+    Step3VisionEncoder,
+)
+from refvl.graphs.dual import DualPathGraphManager
 from refvl.graphs.manager import EncoderGraphManager
 from refvl.language import CausalTextModel, Glm4vMoeTextModel, GlmOcrTextModel, Step3ForCausalLM
 from refvl.prompts import Qwen2_5_VLProcessor
@@ -80,6 +85,7 @@ FAMILIES = (
         processor=Step3VLProcessor,
         vision_prefix=r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.",
         text_model=Step3ForCausalLM,
+        graphs=DualPathGraphManager,
     ),
 )
 

@@ -46,14 +46,7 @@ class Step3VLProcessor(ChatProcessor):
 
     def __init__(self, config: PretrainedConfig, tokenizer=None):
         """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
-        vision = config.vision_config
-        self.config, self.tokenizer = config, tokenizer
-        self.crop_config = CropConfig(
-            image_size=vision.image_size,
-            crop_size=vision.crop_size,
-            patch_size=vision.patch_size,
-            max_side=vision.max_side,
-        )
+        self.config, self.tokenizer, self.crop_config = config, tokenizer, CropConfig.from_hf(config)
         sizes = Step3VisionConfig.from_hf(config)
         self.image_tokens, self.crop_tokens = sizes.image_tokens, sizes.crop_tokens
         self.token_ids = {"image": config.image_token_id, "video": NO_VIDEO_ID}

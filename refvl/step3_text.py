@@ -18,7 +18,7 @@ Upstream: vLLM's `Step3TextModel`.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModel, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -215,6 +215,3 @@ def check_config(config: Step3TextConfig) -> None:
         raise ValueError(f"moe_layers_enum: there are {config.num_hidden_layers} layers, got {unknown}")
     if check_positive_int(config.moe_top_k, "moe_top_k") > config.moe_num_experts:
         raise ValueError(f"moe_top_k: {config.moe_top_k} of {config.moe_num_experts} experts cannot be chosen")
-
-
-AutoModel.register(Step3TextConfig, Step3TextModel, exist_ok=True)
