@@ -24,6 +24,7 @@ from refvl.merge import MergedMedia
 from refvl.prompts import ChatProcessor, Patches, read_chat_template
 
 MARKS = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
+NO_CROPS = CropLayout(0, 0)
 NO_VIDEO_ID = -1  # no token stands for a clip
 NO_VIDEO = "videos: Step3-VL reads pictures only; give the frames of a clip as images"
 
@@ -32,7 +33,7 @@ NO_VIDEO = "videos: Step3-VL reads pictures only; give the frames of a clip as i
 class CroppedMedia(MergedMedia):
     """A picture in squares, each a run of its own: crops first, the overview last. thw counts them: (1, 1, tokens)."""
 
-    layout: CropLayout = CropLayout(0, 0)
+    layout: CropLayout = NO_CROPS
     crop_side: int = 0  # merged tokens
     image_side: int = 0
 
