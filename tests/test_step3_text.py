@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from checkpoint_factory import step3_tokenizer
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaModel
 
@@ -251,9 +252,7 @@ def test_config_survives_json():
 
 def test_a_step3_folder_has_a_tokenizer(tmp_path):
     """transformers looks at config.json before it reads a tokenizer: it must know the model type."""
-    from data.tiny_checkpoint import train_tokenizer
-
-    train_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    step3_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text("{}")
     Step3VLConfig(text_config=SIZES).save_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path)("red")["input_ids"]
