@@ -25,7 +25,7 @@ from data.tiny_model import Batch, PromptBuilder, TinyModel
 from data.tiny_step3 import FAMILY, TinyStep3
 from data.train_tiny import WORKERS, average_gradients, learning_rate, make_optimizers
 
-KINDS = ("letter", "letter", "place", "color")  # asked about each page
+KINDS = ("letter", "place", "color")  # asked about each page
 LABELS = (1 + len(pages.LETTERS), 1 + len(pages.COLORS))
 
 
@@ -37,7 +37,7 @@ class Recipe:
     see: int = 400  # steps in which only the tower learns
     crowded: int = 6  # pages full of letters, of which the tower learns to read crops
     pages: int = 8  # asked about with crops
-    overviews: int = 16  # asked about without
+    overviews: int = 8  # asked about without
     lr: float = 2e-3
     muon_lr: float = 3e-3
     warmup: int = 50
