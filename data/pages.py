@@ -1,9 +1,9 @@
-"""Pages with small print, for the tiny Step3: letters of 5 x 5 px, which an overview blurs and a crop shows.
+"""Pages with small print, for the tiny Step3: coloured boxes, each with a white letter of 5 x 5 px.
 
 A page is 224 x 224 px: 4 x 4 windows of 56 px for crops, and 2.7 times as wide as the overview of 84 px. One to three
-coloured letters stand on it, in different quarters. Every letter is drawn with nine pixels, so that what the overview
-keeps of it - a spot of its colour - weighs the same for all: where a letter stands and which colour it has can be seen
-in the overview, which letter it is only in a crop. A page is a function of (split, index) alone.
+boxes stand on it, in different quarters. Where a box stands and which colour it has can be seen in the overview; which
+letter it holds can only be seen in a crop. Every letter is drawn with nine pixels, so that all lighten the blurred box
+alike. A page is a function of (split, index) alone.
 
 >>> render(draw_page("test", 0)).shape
 (224, 224, 3)
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SIDE, WINDOW, CELL = 224, 56, 14  # px: of a page, of a crop, of a patch; a letter stands inside one patch
+SIDE, WINDOW, CELL, BOX = 224, 56, 14, 9  # px: of a page, of a crop, of a patch, of a box, which stands in one patch
 WINDOWS = SIDE // WINDOW
 SPLITS = {"train": 0, "select": 1, "test": 2, "demo": 3}  # "select" chose the recipe, "test" measures it
 SEED = 20263
@@ -27,19 +27,20 @@ LETTERS = {
     "Y": ("#...#", "##.##", "..#..", "..#..", "..#.."),
 }
 COLORS = {"red": (210, 30, 30), "green": (20, 150, 40), "blue": (35, 60, 220), "black": (25, 25, 30)}
+WHITE = 250
 PLACES = ("top left", "top right", "bottom left", "bottom right")
 PHRASES = {  # {x} is a colour, or a place where the colour is asked for
-    "letter": ("Which letter is {x}?", "What is the {x} letter?"),
-    "place": ("Where is the {x} letter?",),
-    "color": ("What color is the letter in the {x}?",),
+    "letter": ("Which letter is in the {x} box?", "What letter does the {x} box hold?"),
+    "place": ("Where is the {x} box?",),
+    "color": ("What color is the box in the {x}?",),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
-    """name: of `LETTERS`; color: of `COLORS`; corner: (x, y) of its top left pixel on the page; rgb: as drawn."""
+class Box:
+    """letter: of `LETTERS`; color: of `COLORS`; corner: (x, y) of its top left pixel on the page; rgb: as drawn."""
 
-    name: str
+    letter: str
     color: str
     corner: tuple[int, int]
     rgb: tuple[float, float, float]
@@ -58,7 +59,7 @@ class Letter:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    letters: tuple[Letter, ...]
+    boxes: tuple[Box, ...]
     background: tuple[float, float, float]
     noise: float  # standard deviation, 0-255 scale
     noise_seed: int
@@ -72,7 +73,7 @@ class Question:
 
 
 def draw_page(split: str, index: int, *, crowded: bool = False) -> Page:
-    """Page number `index` of a split. crowded: a letter in most windows, for a tower that learns to read crops."""
+    """Page number `index` of a split. crowded: a box in most windows, for a tower that learns to read crops."""
     if split not in SPLITS:
         raise ValueError(f"split: expected one of {tuple(SPLITS)}, got {split!r}")
     rng = np.random.default_rng([SEED, SPLITS[split], index, crowded])
@@ -87,49 +88,50 @@ def draw_page(split: str, index: int, *, crowded: bool = False) -> Page:
         colors = rng.permutation(list(COLORS))
     base = rng.uniform(215, 250)
     return Page(
-        letters=tuple(_draw_letter(rng, int(w), str(c)) for w, c in zip(windows, colors, strict=False)),
+        boxes=tuple(_draw_box(rng, int(w), str(c)) for w, c in zip(windows, colors, strict=False)),
         background=tuple(float(v) for v in base + rng.uniform(-5, 5, 3)),
         noise=float(rng.uniform(1, 5)),
         noise_seed=int(rng.integers(2**31)),
     )
 
 
-def _draw_letter(rng: np.random.Generator, window: int, color: str) -> Letter:
-    """Anywhere in the window, but inside one patch, two pixels from its edges at least."""
+def _draw_box(rng: np.random.Generator, window: int, color: str) -> Box:
+    """Anywhere in the window, but inside one patch."""
     row, column = divmod(window, WINDOWS)
     cell_x, cell_y = rng.integers(0, WINDOW // CELL, 2)
-    dx, dy = rng.integers(2, CELL - 6, 2)
+    dx, dy = rng.integers(0, CELL - BOX + 1, 2)
     corner = (column * WINDOW + int(cell_x) * CELL + int(dx), row * WINDOW + int(cell_y) * CELL + int(dy))
     rgb = np.clip(np.array(COLORS[color]) + rng.uniform(-15, 15, 3), 0, 255)
-    return Letter(str(rng.choice(list(LETTERS))), color, corner, tuple(float(v) for v in rgb))
+    return Box(str(rng.choice(list(LETTERS))), color, corner, tuple(float(v) for v in rgb))
 
 
 def render(page: Page) -> np.ndarray:
     """(224, 224, 3) uint8; the same page gives the same pixels."""
     noise = np.random.default_rng(page.noise_seed).standard_normal((SIDE, SIDE, 3), dtype=np.float32)
     canvas = np.float32(page.background) + page.noise * noise
-    for letter in page.letters:
-        x, y = letter.corner
-        ink = np.array([[pixel == "#" for pixel in row] for row in LETTERS[letter.name]])
-        canvas[y : y + 5, x : x + 5][ink] = letter.rgb
+    for box in page.boxes:
+        x, y = box.corner
+        canvas[y : y + BOX, x : x + BOX] = box.rgb
+        ink = np.array([[pixel == "#" for pixel in row] for row in LETTERS[box.letter]])
+        canvas[y + 2 : y + 7, x + 2 : x + 7][ink] = WHITE
     return np.clip(canvas + 0.5, 0, 255).astype(np.uint8)
 
 
 def crop_labels(page: Page) -> np.ndarray:
     """(16, 2) int64: letter and colour in each window, 0 for none."""
     labels = np.zeros((WINDOWS**2, 2), dtype=np.int64)
-    for letter in page.letters:
-        labels[letter.window] = 1 + list(LETTERS).index(letter.name), 1 + list(COLORS).index(letter.color)
+    for box in page.boxes:
+        labels[box.window] = 1 + list(LETTERS).index(box.letter), 1 + list(COLORS).index(box.color)
     return labels
 
 
 def quarter_labels(page: Page) -> np.ndarray:
     """(4, 2) int64: the same for each quarter of a page that is not crowded."""
     labels = np.zeros((4, 2), dtype=np.int64)
-    for letter in page.letters:
-        labels[PLACES.index(letter.place)] = (
-            1 + list(LETTERS).index(letter.name),
-            1 + list(COLORS).index(letter.color),
+    for box in page.boxes:
+        labels[PLACES.index(box.place)] = (
+            1 + list(LETTERS).index(box.letter),
+            1 + list(COLORS).index(box.color),
         )
     return labels
 
@@ -137,9 +139,9 @@ def quarter_labels(page: Page) -> np.ndarray:
 def all_questions(page: Page) -> dict[str, list[Question]]:
     """Every question about a page, by kind."""
     found: dict[str, list[Question]] = {kind: [] for kind in PHRASES}
-    for letter in page.letters:
-        said = {"letter": (letter.color, letter.name), "place": (letter.color, letter.place)}
-        said |= {"color": (letter.place, letter.color)}
+    for box in page.boxes:
+        said = {"letter": (box.color, box.letter), "place": (box.color, box.place)}
+        said |= {"color": (box.place, box.color)}
         for kind, (x, answer) in said.items():
             found[kind] += [Question(kind, phrase.format(x=x), answer) for phrase in PHRASES[kind]]
     return found

@@ -95,7 +95,7 @@ class TinyStep3(TinyFamily):
                 "share_q_dim": 64,
                 "max_position_embedding": 4096,
                 "rms_norm_eps": 1e-05,
-                "rope_theta": 100.0,
+                "rope_theta": 1000.0,
                 "moe_layers_enum": "1,2",
                 "moe_num_experts": 8,
                 "moe_top_k": 3,

@@ -51,39 +51,44 @@ def test_pages_are_a_function_of_split_and_number():
 
 
 @pytest.mark.parametrize("crowded", [False, True])
-def test_a_letter_stands_inside_one_patch_in_its_colour(crowded):
-    """Oracle: the pixels. Around a letter, its patch is background."""
+def test_a_box_stands_inside_one_patch_in_its_colour(crowded):
+    """Oracle: the pixels. Around a box, its patch is background."""
     for page in drawn(20, crowded=crowded):
         pixels, background = pages.render(page).astype(float), np.array(page.background)
-        for letter in page.letters:
-            x, y = letter.corner
-            assert x % 14 <= 9 and y % 14 <= 9
-            ink = np.abs(pixels[y : y + 5, x : x + 5] - np.array(letter.rgb)).max(-1) <= 1
-            assert ["".join("#" if p else "." for p in row) for row in ink] == list(pages.LETTERS[letter.name])
+        for box in page.boxes:
+            x, y = box.corner
+            assert x % 14 <= 5 and y % 14 <= 5
+            square = pixels[y : y + 9, x : x + 9]
+            ink, filled = square.min(-1) >= 250, np.abs(square - np.array(box.rgb)).max(-1) <= 1
+            assert (ink ^ filled).all() and filled.sum() == 72
+            assert ["".join(".#"[p] for p in row) for row in ink[2:7, 2:7].astype(int)] == list(
+                pages.LETTERS[box.letter]
+            )
             patch = pixels[y // 14 * 14 :, x // 14 * 14 :][:14, :14]
-            assert (np.abs(patch - background).max(-1) > 60).sum() == 9
-            nearest = min(pages.COLORS, key=lambda c: np.abs(np.array(pages.COLORS[c]) - letter.rgb).sum())
-            assert nearest == letter.color
+            assert (np.abs(patch - background).max(-1) > 60).sum() == 72
+            nearest = min(pages.COLORS, key=lambda c: np.abs(np.array(pages.COLORS[c]) - box.rgb).sum())
+            assert nearest == box.color
 
 
-def test_labels_and_answers_agree_with_the_letters():
+def test_labels_and_answers_agree_with_the_boxes():
     names, colors = list(pages.LETTERS), list(pages.COLORS)
     for page in drawn(30):
         crops, quarters = pages.crop_labels(page), pages.quarter_labels(page)
-        assert (crops[:, 0] > 0).sum() == (quarters[:, 0] > 0).sum() == len(page.letters)
+        assert (crops[:, 0] > 0).sum() == (quarters[:, 0] > 0).sum() == len(page.boxes)
         questions = pages.all_questions(page)
-        for letter in page.letters:
-            x, y = letter.corner
-            expected = [1 + names.index(letter.name), 1 + colors.index(letter.color)]
+        for box in page.boxes:
+            x, y = box.corner
+            expected = [1 + names.index(box.letter), 1 + colors.index(box.color)]
             assert crops[y // 56 * 4 + x // 56].tolist() == expected
             assert quarters[y // 112 * 2 + x // 112].tolist() == expected
             place = ("top", "bottom")[y // 112] + " " + ("left", "right")[x // 112]
-            assert pages.Question("letter", f"Which letter is {letter.color}?", letter.name) in questions["letter"]
-            assert pages.Question("place", f"Where is the {letter.color} letter?", place) in questions["place"]
-            assert (
-                pages.Question("color", f"What color is the letter in the {place}?", letter.color) in questions["color"]
-            )
-        assert len(questions["place"]) == len({q.text for q in questions["place"]}), "no two letters share a colour"
+            for kind, text, answer in (
+                ("letter", f"Which letter is in the {box.color} box?", box.letter),
+                ("place", f"Where is the {box.color} box?", place),
+                ("color", f"What color is the box in the {place}?", box.color),
+            ):
+                assert pages.Question(kind, text, answer) in questions[kind]
+        assert len(questions["place"]) == len({q.text for q in questions["place"]}), "no two boxes share a colour"
 
 
 # ----------------------------------------------------------------------------------------------- training
@@ -188,7 +193,9 @@ def test_measurement_is_of_this_checkpoint():
 
 def test_graphs_and_batches_answer_the_same(vlm):
     set_crops(vlm, True)
-    requests = [{"prompt": "Which letter is red?", "images": [pages.render(page)]} for page in drawn(4, "demo")]
+    requests = [
+        {"prompt": "Which letter is in the red box?", "images": [pages.render(page)]} for page in drawn(4, "demo")
+    ]
     expected = [vlm.chat(**request, max_new_tokens=6) for request in requests]
     graphed = refvl.load(FOLDER, device="cpu", progress=False, graphs={"max_budget": 64})
     assert graphed.chat_batch(requests, max_new_tokens=6) == expected
