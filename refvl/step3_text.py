@@ -211,6 +211,8 @@ def check_config(config: Step3TextConfig) -> None:
         raise ValueError(f"num_attention_groups: MFA has one key-value head, got {config.num_attention_groups}")
     if (rope_type := config.rope_parameters.get("rope_type", "default")) != "default":
         raise ValueError(f"rope_parameters: only rope_type 'default' is built here, got {rope_type!r}")
+    if (router := getattr(config, "moe_router_activation", "softmax")) != "softmax":
+        raise ValueError(f"moe_router_activation: Step3's router is a softmax, got {router!r}")
     if unknown := sorted(n for n in config.moe_layers if not 0 <= n < config.num_hidden_layers):
         raise ValueError(f"moe_layers_enum: there are {config.num_hidden_layers} layers, got {unknown}")
     if check_positive_int(config.moe_top_k, "moe_top_k") > config.moe_num_experts:

@@ -338,6 +338,29 @@ def test_a_config_alone_plans():
         planned.processor.tokenize([], [])
 
 
+def test_attention_kernels_agree(folder, vlm):
+    """Oracle: transformers' eager attention, which is a plain formula."""
+    eager = load(folder, attn_implementation="eager")
+    expected = eager.trace("What is it?", images=[SQUARE], max_new_tokens=NEW_TOKENS).token_ids
+    assert vlm.trace("What is it?", images=[SQUARE], max_new_tokens=NEW_TOKENS).token_ids == expected
+
+
+def test_half_precision_runs(folder):
+    vlm = load(folder, dtype="bfloat16")
+    assert vlm.encoder.dtype == vlm.language_model.dtype == torch.bfloat16
+    [few] = vlm.encode([SMALL])
+    assert few.dtype == torch.bfloat16 and few.isfinite().all()
+    assert len(vlm.trace("What is it?", images=[SQUARE], max_new_tokens=3).token_ids) <= 3
+
+
+def test_sampling_follows_the_seed(vlm):
+    def sample(seed):
+        torch.manual_seed(seed)
+        return vlm.trace("What is it?", images=[SMALL], max_new_tokens=8, do_sample=True, temperature=3.0).token_ids
+
+    assert sample(0) == sample(0) != sample(1)
+
+
 def test_random_weights_run():
     vlm = refvl.load(step3_config(), weights="random", device="cpu")
     [embeds] = vlm.encode([SQUARE])

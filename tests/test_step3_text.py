@@ -263,6 +263,7 @@ def test_a_step3_folder_has_a_tokenizer(tmp_path):
     [
         ({"num_attention_groups": 2}, "num_attention_groups: MFA has one key-value head, got 2"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters: only rope_type 'default'"),
+        ({"moe_router_activation": "sigmoid"}, "moe_router_activation: Step3's router is a softmax, got 'sigmoid'"),
         ({"moe_layers_enum": "1,3"}, r"moe_layers_enum: there are 3 layers, got \[3\]"),
         ({"moe_top_k": 7}, "moe_top_k: 7 of 6 experts"),
         ({"moe_top_k": 0}, "moe_top_k: must be at least 1"),
