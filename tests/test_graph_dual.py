@@ -129,6 +129,7 @@ def test_inferred_budgets_equal_golden(case):
         assert min(limits.max_items for limits in manager.limits.values()) == case["max_batch_size"]
 
 
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 8), st.integers(81, 3000))
 def test_paired_plans_hold_their_limits(crop_counts, max_items, max_budget):
     """Every picture once, every path within its budget, the smallest that holds it; eager only what is too large."""
@@ -151,7 +152,7 @@ def test_paired_plans_hold_their_limits(crop_counts, max_items, max_budget):
 # --- replay equals eager ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     layouts=st.lists(crops, max_size=7),
     seed=st.integers(0, 1000),
@@ -239,12 +240,13 @@ def test_stale_buffers_would_show(encoder, manager):
 
 @pytest.mark.parametrize("policy", ["optimal", "greedy", "paired"])
 def test_more_pictures_than_the_limit(encoder, managers, policy):
-    """Seven pictures of one crop, three to a replay, on both paths."""
+    """Seven pictures of one crop, at most three to a replay, on both paths; optimal takes fewer to pad less."""
     layouts, manager = [(1, 1)] * 7, managers[policy]
     rows = rows_of(layouts)
     assert_equal(manager.execute(rows, layouts), eager(encoder, rows, layouts))
     for path in ("local", "global"):
-        assert sorted(len(b.indices) for b in manager.last_batches if b.path == path) == [1, 3, 3]
+        counts = sorted(len(batch.indices) for batch in manager.last_batches if batch.path == path)
+        assert counts == [1, 3, 3] or (policy == "optimal" and sum(counts) == 7 and counts[-1] <= 3)
 
 
 def test_outputs_are_clones_in_the_caller_s_order(manager):
