@@ -64,6 +64,9 @@ class CropConfig:
         return cls(**{name: values[name] for name in names if values.get(name) is not None})
 
 
+RELEASED = CropConfig()
+
+
 class CropLayout(NamedTuple):
     """How many rows and columns of crops a picture has; (0, 0) for none. The overview is always there."""
 
@@ -135,7 +138,7 @@ def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_toke
     return layout.crops * (crop_tokens + 2) + layout.newlines + image_tokens + 2
 
 
-def plan_crops(width: int, height: int, config: CropConfig = CropConfig()) -> CropPlan:
+def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPlan:
     """Where a picture of width x height pixels is cut.
 
     Ratios are compared in floating point exactly as upstream compares them: 330 / 150 leaves a remainder just above
@@ -155,7 +158,7 @@ def plan_crops(width: int, height: int, config: CropConfig = CropConfig()) -> Cr
     return CropPlan(padded, resized, window, canvas, CropLayout(rows, columns))
 
 
-def choose_window(width: int, height: int, config: CropConfig = CropConfig()) -> int:
+def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int:
     """The side of the crops' windows in pixels; 0 when the overview is enough. Upstream: `determine_window_size`.
 
     Below `image_size`: none, unless the picture is elongated; then its short side. Above: `crop_size`, or the short
@@ -167,7 +170,7 @@ def choose_window(width: int, height: int, config: CropConfig = CropConfig()) ->
     return min(short, config.crop_size) if long / short > THIN_RATIO else config.crop_size
 
 
-def cut_crops(image, config: CropConfig = CropConfig()) -> tuple[Image.Image, list[Image.Image], CropPlan]:
+def cut_crops(image, config: CropConfig = RELEASED) -> tuple[Image.Image, list[Image.Image], CropPlan]:
     """Anything `load_image` takes -> (the picture for the overview, its crops row by row, the plan)."""
     image = load_image(image)
     plan = plan_crops(*image.size, config)
@@ -180,7 +183,7 @@ def cut_crops(image, config: CropConfig = CropConfig()) -> tuple[Image.Image, li
     return image, [canvas.crop(box) for box in plan.boxes], plan
 
 
-def prepare_pixels(image: Image.Image, side: int, config: CropConfig = CropConfig()) -> Tensor:
+def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED) -> Tensor:
     """A picture -> (3, side, side) float32: to [0, 1], normalised, and only then resized, bilinear with antialias.
 
     The order matters: this resize works on floats, which are neither rounded nor clamped to 8 bits.
@@ -208,7 +211,7 @@ def square_patch_rows(pixels: Tensor, patch_size: int) -> Tensor:
     return blocks.permute(0, 2, 4, 1, 3, 5).reshape(B * n * n, C * patch_size**2)
 
 
-def patchify_crops(image, config: CropConfig = CropConfig()) -> tuple[Tensor, CropLayout]:
+def patchify_crops(image, config: CropConfig = RELEASED) -> tuple[Tensor, CropLayout]:
     """Anything `load_image` takes -> (patch rows (N, C*P*P) float32 of all crops, then the overview; the layout)."""
     image, crops, plan = cut_crops(image, config)
     squares = [prepare_pixels(crop, config.crop_size, config) for crop in crops]

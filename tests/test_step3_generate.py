@@ -191,7 +191,7 @@ def test_graphs_change_no_id(folder, vlm, images):
     assert graphed.graphs.stats().misses == 0
     assert (stats["global"].hits > 0) == bool(images) and (stats["local"].hits > 0) == (SQUARE in images)
     report = {stage: shapes for stage, shapes, _ in trace.rows()}["encode"]
-    assert ("global: graph of" in report) == bool(images) and ("local: graph of" in report) == (SQUARE in images)
+    assert ("global path of media" in report) == bool(images) and ("local path of media" in report) == (SQUARE in images)
 
 
 NAMINGS = {

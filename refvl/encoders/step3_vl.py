@@ -252,7 +252,7 @@ class Step3VisionEncoder(nn.Module):
 
     def position_embeds(self, side: int) -> Tensor:
         """(1 + side^2, E): the position table for squares of side x side patches."""
-        return resize_position_table(self.vision_model.embeddings.position_embedding.weight.detach(), side)
+        return resize_position_table(self.vision_model.embeddings.position_embedding.weight, side)
 
     def forward(
         self,
@@ -354,8 +354,9 @@ class SquarePath:
         return StackMetadata(self.encoder.position_embeds(self.side))
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> StackMetadata:
-        """The same for every capacity."""
-        return StackMetadata(self.encoder.position_embeds(self.side).clone())
+        """The same for every capacity: positions of one square."""
+        width = self.encoder.config.hidden_size
+        return StackMetadata(torch.zeros(1 + self.side**2, width, dtype=self.dtype, device=self.device))
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
         """(patch rows, C*P*P) zeros for all the squares whose outputs fit into `max_tokens`."""

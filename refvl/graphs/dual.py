@@ -133,7 +133,8 @@ class DualPathGraphManager:
             raise ValueError(f"budgets: expected budgets for the paths {list(paths)}, got them for {list(budgets)}")
         self.managers = {
             name: EncoderGraphManager(
-                path, budgets=budgets[name], max_items=max_items, max_frames=max(1, max(budgets[name]) // path.tokens),
+                path, budgets=budgets[name], min_budget=path.tokens, max_items=max_items,
+                max_frames=max(1, max(budgets[name]) // path.tokens),
                 backend=backend, policy="greedy" if policy == "paired" else policy, progress=progress,
             )
             for name, path in paths.items()
