@@ -15,11 +15,18 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, PretrainedConfig
 
 from refvl.attention import choose_backend
-from refvl.encoders import Glm4vVisionTransformer, GlmOcrVisionTransformer, Qwen2_5_VisionTransformer
+from refvl.encoders import (
+    Glm4vVisionTransformer,
+    GlmOcrVisionTransformer,
+    Qwen2_5_VisionTransformer,
+    Step3VisionEncoder,
+)
+from refvl.graphs.dual import DualPathGraphManager
 from refvl.graphs.manager import EncoderGraphManager
-from refvl.language import CausalTextModel, Glm4vMoeTextModel, GlmOcrTextModel
+from refvl.language import CausalTextModel, Glm4vMoeTextModel, GlmOcrTextModel, Step3ForCausalLM
 from refvl.prompts import Qwen2_5_VLProcessor
 from refvl.prompts_glm import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor
+from refvl.prompts_step3 import Step3VLProcessor
 
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -76,6 +83,15 @@ FAMILIES = (
         encoder=GlmOcrVisionTransformer,
         processor=Glm46VProcessor,
         text_model=GlmOcrTextModel,
+    ),
+    Family(
+        name="Step3-VL",
+        model_types=("step3_vl",),
+        encoder=Step3VisionEncoder,
+        processor=Step3VLProcessor,
+        vision_prefix=r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.",
+        text_model=Step3ForCausalLM,
+        graphs=DualPathGraphManager,
     ),
 )
 

@@ -18,6 +18,8 @@ from transformers.utils import logging
 
 from refvl.positions import MediaSpan, get_mrope_input_positions
 from refvl.schema import check_shape
+from refvl.step3_config import Step3TextConfig
+from refvl.step3_text import Step3TextModel
 
 # checkpoint name -> wrapper name, as regular expressions: after transformers 4.52, and as vLLM saves them
 KEY_MAPPING = {
@@ -90,6 +92,14 @@ class SequentialTextModel(CausalTextModel):
         return super().forward(*args, position_ids=position_ids, **kwargs)
 
 
+class Step3ForCausalLM(SequentialTextModel):
+    """Step3: the text model is refvl's own."""
+
+    _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
+        r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\."
+    ]
+
+
 # layers behind the last that predict several tokens at once: as transformers, refvl leaves them in the checkpoint
 class Glm4vMoeTextModel(CausalTextModel):
     """GLM-4.5V and GLM-4.6V."""
@@ -102,6 +112,8 @@ class GlmOcrTextModel(CausalTextModel):
 
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?visual\.", r"layers\.16\."]  # noqa: RUF012
 
+
+AutoModel.register(Step3TextConfig, Step3TextModel, exist_ok=True)
 
 # one tensor per expert in the checkpoint, one for all in the model: transformers knows it of the whole model only
 register_checkpoint_conversion_mapping("glm4v_moe_text", get_checkpoint_conversion_mapping("glm4v_moe"), overwrite=True)

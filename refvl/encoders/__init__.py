@@ -3,6 +3,7 @@
 from refvl.encoders.glm4v import Glm4vVisionConfig, Glm4vVisionTransformer
 from refvl.encoders.glm_ocr import GlmOcrVisionConfig, GlmOcrVisionTransformer
 from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
+from refvl.encoders.step3_vl import Step3VisionConfig, Step3VisionEncoder
 
 __all__ = [
     "Glm4vVisionConfig",
@@ -11,4 +12,6 @@ __all__ = [
     "GlmOcrVisionTransformer",
     "Qwen2_5_VisionConfig",
     "Qwen2_5_VisionTransformer",
+    "Step3VisionConfig",
+    "Step3VisionEncoder",
 ]

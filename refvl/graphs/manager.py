@@ -23,7 +23,7 @@ from refvl.schema import check_shape
 
 BACKENDS = ("cuda", "trace")
 MIN_BUDGET = 64  # tokens: a picture of 224 px
-MAX_BUDGET = {"varlen": 4096, "masked": 256}  # masked attention is quadratic in the budget
+MAX_BUDGET = {"varlen": 4096, "sdpa": 4096, "masked": 256}  # masked attention is quadratic in the budget
 CACHED_PATCHES = 2**16  # of kept plans, together: at most 0.4 KiB of device memory each for Qwen, 3 KiB for GLM
 
 
@@ -32,7 +32,7 @@ class GraphEncoder(Protocol):
 
     device: torch.device
     dtype: torch.dtype
-    graph_attention: str  # "varlen" or "masked": the backend to capture
+    graph_attention: str  # the backend to capture: "varlen", "masked", or "sdpa" where all segments are equally long
 
     def check_layouts(self, layouts) -> list[Hashable]:
         """The layouts of a batch, normalised, or a ValueError or TypeError that says what is wrong."""
