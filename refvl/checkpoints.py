@@ -14,7 +14,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoConfig, PretrainedConfig
 
+from refvl.attention import choose_backend
 from refvl.encoders import Glm4vVisionTransformer, GlmOcrVisionTransformer, Qwen2_5_VisionTransformer
+from refvl.graphs.manager import EncoderGraphManager
 from refvl.language import CausalTextModel, Glm4vMoeTextModel, GlmOcrTextModel
 from refvl.prompts import Qwen2_5_VLProcessor
 from refvl.prompts_glm import Glm4vProcessor, Glm46VProcessor
@@ -33,6 +35,7 @@ class Family:
     processor: type
     vision_prefix: str = r"^(model\.)?visual\."  # regular expression: which checkpoint names are the vision tower's
     text_model: type = CausalTextModel
+    graphs: type = EncoderGraphManager
 
 
 FAMILIES = (
@@ -185,7 +188,8 @@ def random_encoder(config: PretrainedConfig, *, dtype, device, attention: str, s
 def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str):
     """The tower with unwritten memory on `device` (none on `meta`)."""
     with torch.device("meta"):
-        encoder = find_family(config).encoder.from_config(config.vision_config, attention=attention)
+        encoder = find_family(config).encoder.from_config(config, attention=attention)
+    choose_backend(attention, torch.device(device), dtype, encoder.config.head_dim)  # refuses what cannot run later
     return encoder.to(dtype).to_empty(device=device).eval()
 
 

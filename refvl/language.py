@@ -5,6 +5,7 @@ cache, sampling, streaming. What refvl adds is what a vision-language model need
 instead of ids, and with (3, B, L) M-RoPE positions that it did not compute - in a wrapper that holds no vision tower.
 """
 
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
+from refvl.positions import MediaSpan, get_mrope_input_positions
 from refvl.schema import check_shape
 
 # checkpoint name -> wrapper name, as regular expressions: after transformers 4.52, and as vLLM saves them
@@ -46,6 +48,10 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens
 
+    def positions(self, num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
+        """(3, L) int64 positions of a prompt with media at `spans`: M-RoPE."""
+        return get_mrope_input_positions(num_tokens, spans)[0]
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -68,6 +74,20 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
+
+
+class SequentialTextModel(CausalTextModel):
+    """A text model that counts tokens one by one, media included: the three axes are the same."""
+
+    def positions(self, num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
+        """(3, L) int64: 0, 1, 2, ... on every axis."""
+        return torch.arange(num_tokens).expand(3, -1)
+
+    def forward(self, *args, position_ids: Tensor | None = None, **kwargs) -> CausalLMOutputWithPast:
+        """As above; of (3, B, L) positions one axis is handed on."""
+        if position_ids is not None and position_ids.ndim == 3:
+            position_ids = position_ids[0]
+        return super().forward(*args, position_ids=position_ids, **kwargs)
 
 
 # layers behind the last that predict several tokens at once: as transformers, refvl leaves them in the checkpoint
@@ -134,12 +154,20 @@ def _progress_bars(wanted: bool):
             logging.enable_progress_bar()
 
 
-def random_language_model(text_config, *, dtype: torch.dtype, device, seed: int = 0, **kwargs) -> CausalTextModel:
+def random_language_model(
+    text_config,
+    *,
+    dtype: torch.dtype,
+    device,
+    model_class: type[CausalTextModel] = CausalTextModel,
+    seed: int = 0,
+    **kwargs,
+) -> CausalTextModel:
     """The same model with random weights, at its true shape; on `meta` it costs no memory."""
     on_meta = torch.device(device).type == "meta"
     with torch.device("meta" if on_meta else "cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = CausalTextModel._from_config(text_config, dtype=dtype, **kwargs)
+        model = model_class._from_config(text_config, dtype=dtype, **kwargs)
     return model.eval() if on_meta else model.eval().to(device)
 
 

@@ -6,7 +6,6 @@ import torch
 from transformers import PretrainedConfig
 
 from refvl import checkpoints
-from refvl.attention import choose_backend
 from refvl.graphs.manager import MIN_BUDGET, EncoderGraphManager
 from refvl.language import load_language_model, random_language_model
 from refvl.pipeline import VLM
@@ -44,12 +43,10 @@ def load(
     folder = checkpoints.find_checkpoint(path_or_id, weights=weights == "checkpoint") if from_folder else None
     config = checkpoints.read_config(folder or path_or_id)
     options = {"device": (device := _resolve_device(device)), "dtype": _resolve_dtype(dtype, config, device)}
-    head_dim = config.vision_config.hidden_size // config.vision_config.num_heads
-    choose_backend(attention, options["device"], options["dtype"], head_dim)  # refuses now what cannot run later
     family, text_config = checkpoints.find_family(config), checkpoints.text_config_of(config)
     if weights == "random":
         encoder = checkpoints.random_encoder(config, attention=attention, **options)
-        language_model = random_language_model(text_config, **options, **model_kwargs)
+        language_model = random_language_model(text_config, model_class=family.text_model, **options, **model_kwargs)
     else:
         encoder = checkpoints.load_encoder(folder, config, attention=attention, progress=progress, **options)
         language_model = load_language_model(
@@ -64,10 +61,8 @@ def load(
 def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphManager:
     """The smallest inferred budget is the checkpoint's largest picture where that is small, as in the tiny models."""
     vlm.check_runnable()
-    largest_picture = vlm.processor.image_config.max_pixels // vlm.processor.image_config.factor**2
-    manager = EncoderGraphManager(
-        vlm.encoder, **({"min_budget": min(MIN_BUDGET, largest_picture), "progress": progress} | options)
-    )
+    min_budget = min(MIN_BUDGET, vlm.processor.largest_picture)
+    manager = vlm.family.graphs(vlm.encoder, **({"min_budget": min_budget, "progress": progress} | options))
     manager.capture()
     return manager
 

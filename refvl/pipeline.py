@@ -22,8 +22,8 @@ from refvl import checkpoints
 from refvl.graphs.manager import EncoderGraphManager
 from refvl.language import CausalTextModel, generate
 from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
-from refvl.positions import compute_retention_mask, get_mrope_input_positions, restrict_positions
-from refvl.schema import as_grids, check_positive_int, check_pruning_rate, check_shape
+from refvl.positions import restrict_positions
+from refvl.schema import check_positive_int, check_pruning_rate, check_shape
 from refvl.trace import TokenTimer, Trace
 
 MAX_PATCHES_PER_FORWARD = 2**16  # longer encodes run in several forwards, with a progress bar
@@ -35,11 +35,15 @@ class VLM:
     def __init__(self, config: PretrainedConfig, processor, encoder, language_model: CausalTextModel):
         self.config, self.processor, self.encoder, self.language_model = config, processor, encoder, language_model
         self.graphs: EncoderGraphManager | None = None  # when set, it encodes instead of the eager encoder
-        self.token_ids = {"image": config.image_token_id, "video": config.video_token_id}
 
     @property
     def family(self) -> checkpoints.Family:
         return checkpoints.find_family(self.config)
+
+    @property
+    def token_ids(self) -> dict[str, int]:
+        """The placeholders' ids: {"image": ..., "video": ...}."""
+        return self.processor.token_ids
 
     @property
     def device(self) -> torch.device:
@@ -140,15 +144,15 @@ class VLM:
         with trace.stage("patchify"):
             trace.patches = self.processor.patchify(trace.media)
         with trace.stage("plan"):  # graphs plan for themselves, batch by batch
-            batches = _batches(trace.grids)
-            trace.metadata = [] if self.graphs else [self.encoder.plan([trace.grids[i] for i in b]) for b in batches]
+            batches = self._batches(trace.layouts)
+            trace.metadata = [] if self.graphs else [self.encoder.plan([trace.layouts[i] for i in b]) for b in batches]
         with trace.stage("encode"):
             rows = [p.pixel_values for p in trace.patches]
-            trace.embeds = self._encode(rows, trace.grids, batches, trace.metadata)
+            trace.embeds = self._encode(rows, trace.layouts, batches, trace.metadata)
             trace.graph_batches = list(self.graphs.last_batches) if self.graphs and rows else []
         merged = [p.merged for p in trace.patches]
         with trace.stage("prune"):
-            trace.keep_masks = [_keep_mask(m, e, q) for m, e in zip(merged, trace.embeds, strict=True)]
+            trace.keep_masks = [m.keep_mask(e, q) for m, e in zip(merged, trace.embeds, strict=True)]
         with trace.stage("merge"):
             trace.full_ids = torch.tensor(self.processor.tokenize(messages, merged))
             self._merge(trace, merged)
@@ -169,7 +173,7 @@ class VLM:
 
     def _position(self, trace: Trace) -> None:
         """Positions of the full layout, restricted to what is kept: at q = 0 nothing changes."""
-        trace.full_positions, _ = get_mrope_input_positions(len(trace.full_ids), trace.spans)
+        trace.full_positions = self.language_model.positions(len(trace.full_ids), trace.spans)
         trace.positions, trace.delta = restrict_positions(trace.full_positions, trace.keep)
 
     @torch.inference_mode()
@@ -177,8 +181,8 @@ class VLM:
         """One (M, D) tensor per item, images first. Long encodes run in several forwards with a progress bar."""
         messages = self.processor.messages("", images, videos)
         patches = self.processor.patchify(self.processor.decode(messages))
-        grids = [p.grid_thw for p in patches]
-        return self._encode([p.pixel_values for p in patches], grids, _batches(grids), progress=progress)
+        layouts = [p.layout for p in patches]
+        return self._encode([p.pixel_values for p in patches], layouts, self._batches(layouts), progress=progress)
 
     @torch.inference_mode()
     def generate(
@@ -221,16 +225,17 @@ class VLM:
             raise ValueError(f"{names[0]}, {names[1]}: give both or neither")
         if pixel_values is None:
             return []
-        grids = as_grids(grid_thw, spatial_merge_size=self.config.vision_config.spatial_merge_size, name=names[1])
-        check_shape(pixel_values, (sum(t * h * w for t, h, w in grids), "C*Tp*P*P"), names[0])
-        seconds = [1.0] * len(grids) if second_per_grid_ts is None else [float(s) for s in second_per_grid_ts]
-        if len(seconds) != len(grids):
+        layouts = self.encoder.check_layouts(grid_thw, name=names[1])
+        counts = [self.encoder.item_size(layout)[0] for layout in layouts]
+        check_shape(pixel_values, (sum(counts), "C*Tp*P*P"), names[0])
+        seconds = [1.0] * len(layouts) if second_per_grid_ts is None else [float(s) for s in second_per_grid_ts]
+        if len(seconds) != len(layouts):
             raise ValueError(
-                f"second_per_grid_ts: expected one number for each of {len(grids)} videos, got {len(seconds)}"
+                f"second_per_grid_ts: expected one number for each of {len(layouts)} videos, got {len(seconds)}"
             )
-        rows = pixel_values.split([t * h * w for t, h, w in grids])
-        embeds = self._encode(rows, grids, _batches(grids))
-        return [(self.processor.merged(kind, g, s), e) for g, s, e in zip(grids, seconds, embeds, strict=True)]
+        embeds = self._encode(pixel_values.split(counts), layouts, self._batches(layouts))
+        merged = (self.processor.merged(kind, layout, s) for layout, s in zip(layouts, seconds, strict=True))
+        return list(zip(merged, embeds, strict=True))
 
     def _prompts(self, input_ids: Tensor, attention_mask: Tensor, images: list, videos: list, q: float) -> list[Trace]:
         """Each prompt of a batch, merged and positioned; media are dealt out in order of their placeholders."""
@@ -239,7 +244,7 @@ class VLM:
             trace = Trace(full_ids=ids[mask.bool()])
             items = [item for kind in queues for item in self._take(kind, queues[kind], trace.full_ids)]
             trace.embeds = [embeds for _, embeds in items]
-            trace.keep_masks = [_keep_mask(merged, embeds, q) for merged, embeds in items]
+            trace.keep_masks = [merged.keep_mask(embeds, q) for merged, embeds in items]
             self._merge(trace, [merged for merged, _ in items])
             self._position(trace)
             traces.append(trace)
@@ -259,17 +264,30 @@ class VLM:
         return taken
 
     @torch.inference_mode()
-    def _encode(self, rows: Sequence[Tensor], grids, batches, metadata=None, *, progress: bool = True) -> list[Tensor]:
+    def _encode(
+        self, rows: Sequence[Tensor], layouts, batches, metadata=None, *, progress: bool = True
+    ) -> list[Tensor]:
         """(M, D) per item: graphs pack for themselves; without them one forward per batch, planned here if need be."""
         if self.graphs and rows:
-            return self.graphs.execute(torch.cat(list(rows)).to(self.device), grids)
+            return self.graphs.execute(torch.cat(list(rows)).to(self.device), layouts)
         embeds = []
         for i, batch in enumerate(tqdm(batches, desc="encode", disable=not progress or len(batches) < 2, leave=False)):
-            planned = metadata[i] if metadata else self.encoder.plan([grids[j] for j in batch])
+            planned = metadata[i] if metadata else self.encoder.plan([layouts[j] for j in batch])
             pixel_values = torch.cat([rows[j] for j in batch]).to(self.device)
-            tokens = [self.encoder.item_size(grids[j])[1] for j in batch]
+            tokens = [self.encoder.item_size(layouts[j])[1] for j in batch]
             embeds += self.encoder(pixel_values, metadata=planned).split(tokens)
         return embeds
+
+    def _batches(self, layouts) -> list[list[int]]:
+        """Consecutive items per forward: at most MAX_PATCHES_PER_FORWARD patches each (or one item)."""
+        batches, size = [], 0
+        for i, layout in enumerate(layouts):
+            patches, _, _ = self.encoder.item_size(layout)
+            if not batches or size + patches > MAX_PATCHES_PER_FORWARD:
+                batches, size = [*batches, []], 0
+            batches[-1].append(i)
+            size += patches
+        return batches
 
     @torch.inference_mode()
     def _embed_text(self, ids: Tensor) -> Tensor:
@@ -303,19 +321,3 @@ class VLM:
         thread.join()
         if failures:
             raise failures[0]
-
-
-def _batches(grids) -> list[list[int]]:
-    """Consecutive items per forward, so that a forward holds at most MAX_PATCHES_PER_FORWARD patches (or one item)."""
-    batches, size = [], 0
-    for i, (t, h, w) in enumerate(grids):
-        if not batches or size + t * h * w > MAX_PATCHES_PER_FORWARD:
-            batches, size = [*batches, []], 0
-        batches[-1].append(i)
-        size += t * h * w
-    return batches
-
-
-def _keep_mask(merged: MergedMedia, embeds: Tensor, q: float) -> Tensor | None:
-    """EVS for videos; pictures are never pruned."""
-    return compute_retention_mask(embeds, merged.thw, 1, q) if merged.kind == "video" and q > 0 else None

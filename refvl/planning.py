@@ -1,13 +1,13 @@
 """What a model costs before it is loaded: parameters, memory, tokens - from the config and sizes alone."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from refvl.media import Video
-from refvl.patches import plan_size
 from refvl.pipeline import VLM
-from refvl.schema import Grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,26 +16,22 @@ class MediaPlan:
 
     kind: str
     size: str  # as decoded
-    resized: tuple[int, int]  # height, width in pixels
-    grid_thw: Grid  # patches
+    becomes: str  # size and grid after resizing
+    layout: Hashable  # (t, h, w) in patches for Qwen and GLM
     patches: int
     tokens: int
 
 
 def plan_media(vlm: VLM, medium) -> MediaPlan:
     """Plan a decoded picture (PIL) or a `Video`."""
-    processor = vlm.processor
     if isinstance(medium, Video):
         frames, height, width = medium.frames.shape[:3]
-        kind, config, size = "video", processor.video_config, f"{frames} frames of {width} x {height} px"
+        kind, size = "video", f"{frames} frames of {width} x {height} px"
     else:
-        frames, kind, config = 1, "image", processor.image_config
-        width, height = medium.size
-        size = f"{width} x {height} px"
-    resized = plan_size(height, width, config, num_frames=frames)
-    grid = (-(-frames // config.temporal_patch_size), *(side // config.patch_size for side in resized))
-    patches = grid[0] * grid[1] * grid[2]
-    return MediaPlan(kind, size, resized, grid, patches, processor.merged(kind, grid).num_tokens)
+        kind, size = "image", f"{medium.width} x {medium.height} px"
+    becomes, layout = vlm.processor.plan(medium)
+    patches, tokens, _ = vlm.encoder.item_size(layout)
+    return MediaPlan(kind, size, becomes, layout, patches, tokens)
 
 
 def parameter_count(module: torch.nn.Module) -> int:
@@ -50,14 +46,15 @@ def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
 
 
 def encoder_activation_bytes(encoder, patches: int) -> int:
-    """An estimate of the tower's peak: residual, normed input, q, k, v and output, and the two halves of the MLP."""
-    width = 6 * encoder.config.hidden_size + 2 * encoder.blocks[0].mlp.gate_proj.out_features
-    return patches * width * encoder.dtype.itemsize
+    """An estimate of the tower's peak: residual, normed input, q, k, v and output, and what is inside the MLP."""
+    mlp = next(module for name, module in encoder.named_modules() if name.endswith("mlp"))
+    width = sum(layer.out_features for layer in mlp.modules() if isinstance(layer, nn.Linear))  # counts the output, too
+    return patches * (5 * encoder.config.hidden_size + width) * encoder.dtype.itemsize
 
 
 def describe(vlm: VLM, media=()) -> dict[str, str]:
     """Rows for a table: family, sizes, tokens and memory of `media`; `vlm` may live on `meta`."""
-    vision, text = vlm.config.vision_config, vlm.language_model.config
+    vision, text = vlm.encoder.config, vlm.language_model.config
     dtype = vlm.encoder.dtype
     encoder, language = parameter_count(vlm.encoder), parameter_count(vlm.language_model)
     plans = [plan_media(vlm, medium) for medium in media]
@@ -72,10 +69,8 @@ def describe(vlm: VLM, media=()) -> dict[str, str]:
         "kv cache": f"{_bytes(kv_cache_bytes_per_token(text, dtype))} a token",
     }
     for i, plan in enumerate(plans):
-        height, width = plan.resized
         rows[f"{plan.kind} {i + 1}"] = (
-            f"{plan.size} -> {width} x {height} px -> grid {plan.grid_thw} = {plan.patches:,} patches "
-            f"-> {plan.tokens:,} tokens"
+            f"{plan.size} -> {plan.becomes} = {plan.patches:,} patches -> {plan.tokens:,} tokens"
         )
     if plans:
         patches, tokens = sum(p.patches for p in plans), sum(p.tokens for p in plans)

@@ -4,7 +4,7 @@ prompt, images, videos -> chat messages -> decoded media -> patch rows + grids -
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 from refvl.media import Video, load_image, load_video
 from refvl.merge import MergedMedia, expand_placeholders
-from refvl.patches import PatchConfig, patchify_image, patchify_video
+from refvl.patches import PatchConfig, patchify_image, patchify_video, plan_size
 from refvl.schema import Grid
 
 
@@ -25,7 +25,7 @@ class Patches:
 
     source: Image.Image | Video
     pixel_values: Tensor  # (N, C*Tp*P*P) float32
-    grid_thw: Grid  # patches
+    layout: Hashable  # how the rows lie, for the encoder's plan: (t, h, w) in patches for Qwen and GLM
     merged: MergedMedia
 
 
@@ -81,8 +81,22 @@ class ChatProcessor:
     def _patchify_video(self, video: Video) -> Patches:
         raise NotImplementedError
 
-    def merged(self, kind: str, grid_thw: Sequence[int], second_per_grid: float = 1.0) -> MergedMedia:
-        """How the language model sees a medium of `grid_thw` patches; second_per_grid: of a video's time axis."""
+    @property
+    def largest_picture(self) -> int:
+        """Tokens of the largest picture that the limits allow."""
+        return self.image_config.max_pixels // self.image_config.factor**2
+
+    def plan(self, medium: Image.Image | Video) -> tuple[str, Hashable]:
+        """What becomes of a decoded medium, from its size alone: a line for tables, and its layout."""
+        is_video = isinstance(medium, Video)
+        config = self.video_config if is_video else self.image_config
+        frames, height, width = medium.frames.shape[:3] if is_video else (1, medium.height, medium.width)
+        height, width = plan_size(height, width, config, num_frames=frames)
+        grid = (-(-frames // config.temporal_patch_size), height // config.patch_size, width // config.patch_size)
+        return f"{width} x {height} px -> grid {grid}", grid
+
+    def merged(self, kind: str, layout: Hashable, second_per_grid: float = 1.0) -> MergedMedia:
+        """How the language model sees a medium of this layout; second_per_grid: of a video's time axis."""
         raise NotImplementedError
 
     def expand(self, token: int, medium: MergedMedia) -> list[int]:
@@ -120,9 +134,9 @@ class Qwen2_5_VLProcessor(ChatProcessor):
         second_per_grid = self.video_config.temporal_patch_size / video.fps
         return Patches(video, pixel_values, grid, self.merged("video", grid, second_per_grid))
 
-    def merged(self, kind: str, grid_thw: Sequence[int], second_per_grid: float = 1.0) -> MergedMedia:
+    def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
         """Only a video's time axis is scaled."""
-        vision, (t, h, w) = self.config.vision_config, grid_thw
+        vision, (t, h, w) = self.config.vision_config, layout
         m = vision.spatial_merge_size
         t_factor = float(second_per_grid) * vision.tokens_per_second if kind == "video" else 1.0
         return MergedMedia(kind, (t, h // m, w // m), t_factor)

@@ -20,7 +20,6 @@ transformers (5.17 to 5.23) and vLLM 0.33 fill frames with the picture's token f
 embeddings, so a model cannot tell. Prompts made there are understood as well (`placeholders`).
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from refvl.merge import FramewiseMedia, MergedMedia
 from refvl.patches import Glm4vPatchConfig, patchify_video, read_json
 from refvl.positions.timestamps import sample_video_frames
 from refvl.prompts import ChatProcessor, Patches
+from refvl.schema import Grid
 
 
 class Glm4vProcessor(ChatProcessor):
@@ -89,9 +89,9 @@ class Glm4vProcessor(ChatProcessor):
         merged = replace(self.merged("video", grid), timestamps=tuple(sample.timestamps))
         return Patches(video, pixel_values, grid, merged)
 
-    def merged(self, kind: str, grid_thw: Sequence[int], second_per_grid: float = 1.0) -> MergedMedia:
+    def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
         """A clip is t pictures; second_per_grid is not read, because the prompt says the time."""
-        m, (t, h, w) = self.config.vision_config.spatial_merge_size, grid_thw
+        m, (t, h, w) = self.config.vision_config.spatial_merge_size, layout
         return (FramewiseMedia if kind == "video" else MergedMedia)(kind, (t, h // m, w // m))
 
     def expand(self, token: int, medium: MergedMedia) -> list[int]:

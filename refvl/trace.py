@@ -19,7 +19,7 @@ class Trace:
 
     device: torch.device | None = None  # whose queued work the clock waits for
     media: list = field(default_factory=list)  # PIL images and `Video`s, decoded
-    patches: list[Patches] = field(default_factory=list)  # pixel_values (N, C*Tp*P*P), grid_thw, merged extents
+    patches: list[Patches] = field(default_factory=list)  # pixel_values (N, C*Tp*P*P), layout, merged extents
     metadata: list = field(default_factory=list)  # what `encoder.plan` made, one per forward
     graph_batches: list = field(default_factory=list)  # how graphs packed the media; empty when run eagerly
     embeds: list[Tensor] = field(default_factory=list)  # (M, D) per medium, before pruning
@@ -44,8 +44,9 @@ class Trace:
         self.seconds[name] = synchronized_time(self.device) - start
 
     @property
-    def grids(self) -> list[tuple[int, int, int]]:
-        return [p.grid_thw for p in self.patches]
+    def layouts(self) -> list:
+        """How each medium's rows lie: (t, h, w) in patches for Qwen and GLM."""
+        return [p.layout for p in self.patches]
 
     @property
     def ttft(self) -> float:
@@ -61,7 +62,7 @@ class Trace:
             case "decode media":
                 return ", ".join(_media_size(m) for m in self.media) or "text only"
             case "patchify":
-                return ", ".join(f"{tuple(p.pixel_values.shape)} grid {p.grid_thw}" for p in self.patches)
+                return ", ".join(f"{tuple(p.pixel_values.shape)} grid {p.layout}" for p in self.patches)
             case "plan":
                 return ", ".join(m.summary for m in self.metadata)
             case "encode":

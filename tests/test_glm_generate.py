@@ -88,7 +88,7 @@ def hf_inputs(vlm, trace) -> dict:
     ):
         if patches := [p for p in trace.patches if p.merged.kind == kind]:
             inputs[names[0]] = torch.cat([p.pixel_values for p in patches])
-            inputs[names[1]] = torch.tensor([p.grid_thw for p in patches])
+            inputs[names[1]] = torch.tensor([p.layout for p in patches])
     return inputs
 
 
@@ -130,7 +130,7 @@ def test_ids_and_positions_equal_transformers(vlm, oracle, content):
 
 def test_a_clip_is_one_span_per_frame(vlm):
     trace = vlm.trace("What moves?", videos=[CLIP], max_new_tokens=1)
-    [(t, h, w)] = trace.grids
+    [(t, h, w)] = trace.layouts
     assert len(trace.spans) == t > 2
     begin, end = vlm.config.image_start_token_id, vlm.config.image_end_token_id
     frame_token = vlm.token_ids[vlm.processor.frame_kind]
@@ -279,7 +279,7 @@ def test_the_folder_chooses_sampler_and_words(vlm, folder):
     sample = sample_video_frames(vlm.processor.variant, fps=25, total_num_frames=132, duration=132 / 25)
     assert trace.media[0].indices == tuple(dict.fromkeys(sample.indices))
     assert trace.patches[0].merged.timestamps == tuple(sample.timestamps)
-    assert trace.grids[0][0] == len(sample.timestamps) == len(sample.indices) // 2
+    assert trace.layouts[0][0] == len(sample.timestamps) == len(sample.indices) // 2
 
 
 def test_pixels_are_those_of_the_sample(dense):
@@ -316,7 +316,7 @@ def test_an_odd_clip_is_planned_as_it_is_padded(frames):
 def test_pictures_equal_transformers_pillow_processor(folder, vlm, photo):
     theirs = Glm4vImageProcessorPil.from_pretrained(folder)(images=[load_image(photo)], return_tensors="pt")
     [ours] = vlm.processor.patchify([load_image(photo)])
-    assert theirs["image_grid_thw"].tolist() == [list(ours.grid_thw)]
+    assert theirs["image_grid_thw"].tolist() == [list(ours.layout)]
     assert torch.equal(ours.pixel_values, theirs["pixel_values"])
 
 
@@ -324,14 +324,14 @@ def test_budgets_are_of_all_frames(vlm):
     """By hand: 10 frames of 90 x 90 px are the budget of a clip, two of 112 x 112 that of a picture."""
     media = vlm.processor.decode(vlm.processor.messages("", [PHOTOS[0]], [MOVING]))
     for patches, area in zip(vlm.processor.patchify(media), (2 * 112**2, 10 * 90**2), strict=True):
-        t, h, w = patches.grid_thw
+        t, h, w = patches.layout
         assert 2 * t * h * w * 14**2 <= area < 2 * t * (h + 2) * (w + 2) * 14**2
 
 
 def test_info_plans_what_the_run_encodes(vlm):
     media = vlm.processor.decode(vlm.processor.messages("", [PHOTOS[0]], [CLIP]))
     plans, patches = [plan_media(vlm, m) for m in media], vlm.processor.patchify(media)
-    assert [p.grid_thw for p in plans] == [p.grid_thw for p in patches]
+    assert [p.layout for p in plans] == [p.layout for p in patches]
     assert [p.tokens for p in plans] == [len(e) for e in vlm.encode([PHOTOS[0]], [CLIP])]
     rows = describe(vlm, media)
     assert rows["family"].startswith("GLM") and "memory needed" in rows
