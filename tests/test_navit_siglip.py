@@ -158,7 +158,9 @@ def test_the_last_layer_can_be_dropped(idefics2):
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", GOLDEN["position_id_cases"], ids=lambda c: f"{c['num_patches_per_side']}-{c.get('tgt_size', 'several')}")
+@pytest.mark.parametrize(
+    "case", GOLDEN["position_id_cases"], ids=lambda c: f"{c['num_patches_per_side']}-{c.get('tgt_size', 'several')}"
+)
 def test_places_golden(case):
     """Oracle: vLLM 0.33.0; the last case holds several slices, padded with zeros."""
     side = case["num_patches_per_side"]
