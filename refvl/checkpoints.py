@@ -27,7 +27,7 @@ from refvl.language import (
 )
 from refvl.minicpmv_config import MiniCPMVConfig
 from refvl.prompts import Qwen2_5_VLProcessor
-from refvl.prompts_glm import Glm4vProcessor, Glm46VProcessor
+from refvl.prompts_glm import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor
 from refvl.prompts_minicpmv import PROCESSORS as MINICPMV_PROCESSORS
 
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
@@ -75,6 +75,12 @@ FAMILIES = (
         model_types=("glm46v",),
         encoder=Glm4vVisionTransformer,
         processor=Glm46VProcessor,
+    ),
+    Family(
+        name="GLM-GA",
+        model_types=("glmga",),
+        encoder=Glm4vVisionTransformer,
+        processor=GlmgaProcessor,
     ),
     Family(
         name="GLM-OCR",
