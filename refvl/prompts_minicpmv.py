@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, dropwhile
 from pathlib import Path
 
 import torch
@@ -189,14 +189,11 @@ class MiniCPMVProcessor(ChatProcessor):
         return self.marks[f"{mark}_start"] + self.marks["unk"] * self.query_num + self.marks[f"{mark}_end"]
 
     def _with_one_bos(self, ids: list[int]) -> list[int]:
-        """Templates and tokenizers both may write the first token, or neither: Llama 3's both do."""
+        """Template and tokenizer both may write the first token, or neither: Llama 3's both do. Qwen's have none."""
         bos = self.tokenizer.bos_token_id
-        wanted = self.config.minicpmv_version in ("2.0", "2.5") or getattr(self.tokenizer, "add_bos_token", False)
-        if bos is None or not (wanted or ids[:1] == [bos]):
+        if bos is None or self.config.minicpmv_version in ("2.6", "4.5"):
             return ids
-        while ids[:1] == [bos]:
-            ids = ids[1:]
-        return [bos, *ids]
+        return [bos, *dropwhile(lambda token: token == bos, ids)]
 
     def placeholders(self, input_ids: Tensor) -> Tensor:
         """Unknown tokens between the marks of a picture, slice or frame are placeholders, elsewhere they are text."""
@@ -325,7 +322,10 @@ def middle_indices(total: int, wanted: int) -> list[int]:
     >>> middle_indices(10, 4)
     [1, 3, 6, 8]
     """
-    return [(2 * i + 1) * total // (2 * wanted) for i in range(wanted)] if wanted < total else list(range(total))
+    if wanted >= total:
+        return list(range(total))
+    gap = total / wanted
+    return [int(i * gap + gap / 2) for i in range(wanted)]
 
 
 def count_sets(layout: Sequence[SliceGroup]) -> int:

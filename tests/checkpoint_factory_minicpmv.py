@@ -36,9 +36,10 @@ LLAMA_3 = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
 )
 TEMPLATES = {"2.0": None, "2.5": LLAMA_3, "2.6": CHATML, "4.0": CHATML, "4.5": CHATML}
+FACTORS = [1.0 + i / 8 for i in range(16)]  # the release's two lists are equal, too
 LONGROPE = {
-    "rope_type": "longrope", "original_max_position_embeddings": 64, "factor": 1.0,
-    "short_factor": [1.0 + i / 8 for i in range(16)], "long_factor": [2.0 + i for i in range(16)],
+    "rope_type": "longrope", "original_max_position_embeddings": 64, "factor": 1.0, "short_factor": FACTORS,
+    "long_factor": FACTORS,
 }  # fmt: skip
 TEXT = {
     "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -120,7 +121,9 @@ def text_shapes(version: str) -> dict[str, tuple]:
     layer |= {f"self_attn.{x}_proj": (D, D) for x in "qkvo"}
     layer |= {"mlp.gate_proj": (inner, D), "mlp.up_proj": (inner, D), "mlp.down_proj": (D, inner)}
     return shapes | {
-        f"llm.model.layers.{i}.{name}.weight": shape for i in range(c["num_hidden_layers"]) for name, shape in layer.items()
+        f"llm.model.layers.{i}.{name}.weight": shape
+        for i in range(c["num_hidden_layers"])
+        for name, shape in layer.items()
     }
 
 
@@ -128,8 +131,16 @@ def vision_shapes(version: str) -> dict[str, tuple]:
     """Of `vpm.`: timm's names for 2.0, those of Idefics2's SigLIP for the others."""
     v = minicpmv_config(version)["vision_config"]
     if version == "2.0":
-        D, inner, depth = v["embed_dim"], int(v["embed_dim"] * v["mlp_ratio"]), v["depth"] - 1  # the last one is dropped
-        shapes = {"patch_embed.proj.weight": (D, 3, PATCH, PATCH), "patch_embed.proj.bias": (D,), "pos_embed": (1, 25, D)}
+        D, inner, depth = (
+            v["embed_dim"],
+            int(v["embed_dim"] * v["mlp_ratio"]),
+            v["depth"] - 1,
+        )  # the last one is dropped
+        shapes = {
+            "patch_embed.proj.weight": (D, 3, PATCH, PATCH),
+            "patch_embed.proj.bias": (D,),
+            "pos_embed": (1, 25, D),
+        }
         block = {"norm1": (D,), "norm2": (D,), "attn.qkv": (3 * D, D), "attn.proj": (D, D)}
         block |= {"mlp.fc1": (inner, D), "mlp.fc2": (D, inner)}
         blocks, last = "blocks", "norm"
@@ -137,7 +148,9 @@ def vision_shapes(version: str) -> dict[str, tuple]:
         D, inner, depth = v["hidden_size"], v["intermediate_size"], v["num_hidden_layers"]
         shapes = {"embeddings.patch_embedding.weight": (D, 3, PATCH, PATCH), "embeddings.patch_embedding.bias": (D,)}
         shapes |= {"embeddings.position_embedding.weight": (25, D)}
-        block = {"layer_norm1": (D,), "layer_norm2": (D,)} | {f"self_attn.{x}_proj": (D, D) for x in ("q", "k", "v", "out")}
+        block = {"layer_norm1": (D,), "layer_norm2": (D,)} | {
+            f"self_attn.{x}_proj": (D, D) for x in ("q", "k", "v", "out")
+        }
         block |= {"mlp.fc1": (inner, D), "mlp.fc2": (D, inner)}
         blocks, last = "encoder.layers", "post_layernorm"
     for i in range(depth):

@@ -75,7 +75,7 @@ def readme_row(stem: str) -> str:
 
 def test_every_config_has_its_row_here():
     rows = {f"Qwen2.5-VL-{size}-Instruct" for size in SHAPES} | GLM.keys()
-    assert {path.stem for path in CONFIGS.glob("*.json")} == rows
+    assert {path.stem for path in CONFIGS.glob("*.json") if path.stem.startswith(("Qwen", "GLM"))} == rows
 
 
 @sizes

@@ -249,7 +249,11 @@ def test_turns_systems_and_strings(models, version):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_batches_and_streams_are_single_answers(models, version):
     vlm = models[version]
-    requests = [{"prompt": "What is it?", "images": [LARGE]}, {"prompt": "Hi"}, {"prompt": "So?", "images": [SMALL, WIDE]}]
+    requests = [
+        {"prompt": "What is it?", "images": [LARGE]},
+        {"prompt": "Hi"},
+        {"prompt": "So?", "images": [SMALL, WIDE]},
+    ]
     single = [vlm.chat(**request, max_new_tokens=NEW_TOKENS) for request in requests]
     assert vlm.chat_batch(requests, max_new_tokens=NEW_TOKENS) == single
     assert "".join(vlm.chat(**requests[0], max_new_tokens=NEW_TOKENS, stream=True)) == single[0]
@@ -346,7 +350,12 @@ def test_every_weight_is_needed_and_none_is_unknown(folders, tmp_path, version):
 def test_speech_is_left_out_and_said_so(folders, models, tmp_path):
     folder = make_minicpmv_checkpoint(tmp_path / "omni", "2.6", model_type="minicpmo")
     weights = load_file(folder / "model.safetensors")
-    speech = ("apm.layers.0.fc1.weight", "tts.emb.weight", "audio_projection_layer.linear1.weight", "audio_avg_pooler.w")
+    speech = (
+        "apm.layers.0.fc1.weight",
+        "tts.emb.weight",
+        "audio_projection_layer.linear1.weight",
+        "audio_avg_pooler.w",
+    )
     save_file(weights | {name: torch.ones(2) for name in speech}, folder / "model.safetensors", {"format": "pt"})
     with pytest.warns(UserWarning, match="4 weights of apm, audio_avg_pooler, audio_projection_layer, tts left out"):
         vlm = load(folder)
@@ -399,7 +408,9 @@ def test_frames_of_a_file_are_those_of_the_cards(models):
     assert video.indices == tuple(kept[int(i * gap + gap / 2)] for i in range(4))
 
 
-@pytest.mark.parametrize(("seconds", "fps"), [(0.3, 25), (5, 30), (59, 24), (60, 25), (90, 29.97), (180, 25), (700, 12)])
+@pytest.mark.parametrize(
+    ("seconds", "fps"), [(0.3, 25), (5, 30), (59, 24), (60, 25), (90, 29.97), (180, 25), (700, 12)]
+)
 def test_sampling_and_packing_of_4_5_are_those_of_its_card(seconds, fps):
     """Oracle: the card's example, written again; it was made for whole packs of at most 180 sets."""
     total, config = round(seconds * fps), MiniCPMV4_5Processor.frames
@@ -416,7 +427,9 @@ def test_sampling_and_packing_of_4_5_are_those_of_its_card(seconds, fps):
     assert indices == expected
     processor = MiniCPMV4_5Processor.__new__(MiniCPMV4_5Processor)
     processor.video_config = config
-    video = replace(load_video(np.zeros((1, 2, 2, 3), np.uint8)), source_fps=fps, indices=tuple(indices), duration=duration)
+    video = replace(
+        load_video(np.zeros((1, 2, 2, 3), np.uint8)), source_fps=fps, indices=tuple(indices), duration=duration
+    )
     groups = processor.group(video, (32, 32))
     assert {len(group.slices) for group in groups[:-1]} <= {packing} and len(groups) == math.ceil(wanted / packing)
     scale = np.arange(0, duration, 0.1)
@@ -507,7 +520,9 @@ def test_unknown_tokens_in_text_are_text(models, version):
 
 
 def test_a_clip_is_sampled_by_what_its_version_reads(models):
-    with pytest.raises(ValueError, match=r"samples a clip by fps, max_frames, or num_frames alone, got \['min_frames'\]"):
+    with pytest.raises(
+        ValueError, match=r"samples a clip by fps, max_frames, or num_frames alone, got \['min_frames'\]"
+    ):
         models["4.5"].processor.load_video(CLIP, {"min_frames": 3})
     assert len(models["4.5"].processor.load_video(CLIP, {"num_frames": 5}).frames) == 5
 
@@ -547,7 +562,9 @@ def test_the_command_line_has_no_new_flags(folders, models, monkeypatch, capsys,
 
     LARGE.save(tmp_path / "large.png")
     answer = models["4.5"].chat("What?", images=[LARGE], max_new_tokens=8)
-    out = run("chat", folders["4.5"], "What?", "--image", tmp_path / "large.png", "--max-new-tokens", 8, "--device", "cpu")
+    out = run(
+        "chat", folders["4.5"], "What?", "--image", tmp_path / "large.png", "--max-new-tokens", 8, "--device", "cpu"
+    )
     assert out == " ".join(answer.split())
     assert "patches a token" in run("info", folders["4.5"], "--video", CLIP)
     assert "2 x 2 slices" in run("info", folders["2.0"], "--image", tmp_path / "large.png")

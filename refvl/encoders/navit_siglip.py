@@ -74,6 +74,16 @@ class NaVitSiglipConfig:
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def depth(self) -> int:
+        """Layers, under the name that the other towers have for them."""
+        return self.num_hidden_layers
+
+    @property
+    def num_heads(self) -> int:
+        """The same of heads."""
+        return self.num_attention_heads
+
+    @property
     def patch_values(self) -> int:
         """Values in one patch row: C * P * P."""
         return self.num_channels * self.patch_size**2
