@@ -74,7 +74,7 @@ class MiniCPMVConfig:
     def __post_init__(self):
         check_positive_int(self.query_num, "query_num")
         if self.num_heads * self.resampler_head_dim != self.hidden_size:
-            raise ValueError(f"hidden_size: must be a multiple of {HEAD_DIM}, or below it, got {self.hidden_size}")
+            raise ValueError(f"hidden_size: must be a multiple of its {self.num_heads} heads, got {self.hidden_size}")
 
     @classmethod
     def from_hf(cls, config, vision_config_class=NaVitSiglipConfig) -> "MiniCPMVConfig":
@@ -281,7 +281,7 @@ class NaVitEncoder(SliceEncoder):
         """Patch rows that a set of queries pays for in a graph.
 
         A slice has the area of S x S patches, S = scale_resolution / P, but its sides are rounded to whole patches:
-        a x b with ab = S * S becomes at most (a + 1/2)(b + 1/2), so 2 S more suffice for shapes up to about 14 to 1.
+        a x b with ab = S * S becomes at most (a + 1/2)(b + 1/2), so 2 S more suffice for shapes up to 12 to 1.
         """
         side = self.config.scale_resolution // self.config.patch_size
         return side**2 + 2 * side

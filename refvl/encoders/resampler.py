@@ -276,7 +276,7 @@ class Resampler4_5(Resampler2_5):
     """Keys carry time as well, and frames of one group share a set of queries: MiniCPM-V 4.5."""
 
     def __init__(self, *args, max_temporal_size: int = 36000, **kwargs):
-        """As `Resampler2_5`. max_temporal_size: upstream's first table, an hour of tenths of seconds; any time will do."""
+        """As `Resampler2_5`. max_temporal_size: upstream's first table, an hour in tenths of a second, and no limit."""
         super().__init__(*args, **kwargs)
         self.max_temporal_size = check_positive_int(max_temporal_size, "max_temporal_size")
 
