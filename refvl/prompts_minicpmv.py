@@ -17,7 +17,7 @@ clip without line breaks. Chat templates are the tokenizer's; version 2.0 has no
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import count, dropwhile
 from pathlib import Path
 
@@ -57,6 +57,12 @@ class FrameConfig:
     max_frames: int = 64  # sets of query tokens: packed frames count as one
     max_packing: int = 1  # frames that may share a set
     packing: int | None = None  # frames in a set; None: as few as keep the clip within max_frames sets
+
+    def changed_by(self, folder: Path) -> "FrameConfig":
+        """With what video_preprocessor_config.json says; released folders have none, and their cards say the limits."""
+        file = folder / "video_preprocessor_config.json"
+        values = read_json(file) if file.is_file() else {}
+        return replace(self, **{f.name: values[f.name] for f in fields(self) if f.name in values})
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,9 @@ class MiniCPMVProcessor(ChatProcessor):
         file = folder / "preprocessor_config.json"
         values = read_json(file) if file.is_file() else {}
         marks = {name: values[name] for name in MARKS if name in values}
-        return cls(config, tokenizer, SliceConfig.from_folder(folder, _slice_defaults(config)), marks)
+        processor = cls(config, tokenizer, SliceConfig.from_folder(folder, _slice_defaults(config)), marks)
+        processor.video_config = cls.frames and cls.frames.changed_by(folder)
+        return processor
 
     def _id(self, name: str) -> int | None:
         """The id of a mark; None for a number's marks where the vocabulary has none, as before version 2.6."""

@@ -27,7 +27,8 @@ PATCH, SIDE, QUERIES, HIDDEN = 14, 56, 4, 128  # the side of a slice in pixels; 
 MARKS = ("<unk>", "<s>", "</s>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>")
 TURNS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<用户>", "<AI>")
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}"
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 LLAMA_3 = (

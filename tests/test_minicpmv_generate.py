@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from checkpoint_factory_minicpmv import (
     HIDDEN,
     QUERIES,
-    SIDE,
     TEXT_CLASSES,
     VERSIONS,
     WITH_CLIPS,
@@ -458,6 +457,15 @@ def test_middle_indices_are_even():
     assert middle_indices(3, 5) == [0, 1, 2] and middle_indices(8, 4) == [1, 3, 5, 7]
     gap = 1000 / 180
     assert middle_indices(1000, 180) == [int(i * gap + gap / 2) for i in range(180)]
+
+
+def test_the_folder_may_set_the_frame_limits(tmp_path):
+    folder = make_minicpmv_checkpoint(tmp_path / "limits", "4.5")
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({"packing": 5, "fps": 2.0, "size": 1}))
+    vlm = load(folder)
+    assert vlm.processor.video_config == replace(MiniCPMV4_5Processor.frames, packing=5, fps=2.0)
+    [layout] = vlm.trace("What?", videos=[MOVING], max_new_tokens=1).layouts
+    assert [len(group.slices) for group in layout] == [5]
 
 
 def test_the_frame_limits_can_be_changed(models):
