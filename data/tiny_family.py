@@ -54,16 +54,18 @@ class TinyFamily:
     texts: tuple[str, ...] = ()  # what the tokenizer learns besides the questions and answers
     clips: tuple[str, ...] = ("motion",)  # the sorts of clips it learns from, of `scenes.SORTS`
     by_adam: tuple[str, ...] = ("embed_tokens", "lm_head")  # parts of names of matrices that Muon does not suit
+    release: str | None = None  # names the folder, where a family has several releases
+    prunable: bool = True  # clips by EVS
 
     # -------------------------------------------------------------------------------------- the folder
 
     @property
     def folder(self) -> Path:
-        return DATA / "checkpoints" / f"tiny-{self.name}"
+        return DATA / "checkpoints" / f"tiny-{self.release or self.name}"
 
     @property
     def measurements(self) -> Path:
-        return DATA / "measurements" / f"tiny-{self.name}.json"
+        return DATA / "measurements" / f"tiny-{self.release or self.name}.json"
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -151,6 +153,13 @@ class TinyFamily:
         return kept[key]
 
     # ---------------------------------------------------------------------------------------- the prompt
+
+    def media_token(self, config: dict, media: str) -> int:
+        """What stands for a medium in the prompt that the chat template makes."""
+        return config[f"{media}_token_id"]
+
+    def pad_id(self, config: dict) -> int:
+        return config["text_config"]["pad_token_id"]
 
     def place_media(
         self, ids: list[int], token: int, grid: tuple[int, int, int], seconds: tuple, encode: Callable

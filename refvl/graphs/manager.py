@@ -8,7 +8,7 @@ It knows an encoder only through `GraphEncoder`: plan, forward, metadata at capa
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from refvl.graphs.budgets import Batch, infer_limits, plan_batches
-from refvl.graphs.buffers import fill_metadata, fill_padded
+from refvl.graphs.buffers import fill_metadata, fill_padded, metadata_tensors
 from refvl.graphs.cuda import CudaGraph, pool_bytes
 from refvl.graphs.recorder import TraceGraph
 from refvl.schema import check_shape
@@ -163,6 +163,8 @@ class EncoderGraphManager:
         self.last_batches = plan_batches(
             [tokens for _, tokens, _ in sizes], self.limits.budgets, self.limits.max_items,
             policy=self.policy, frames=[frames for _, _, frames in sizes], max_frames=self.limits.max_frames,
+            rows=[patches for patches, _, _ in sizes],
+            max_rows=[len(self.captured[budget].pixel_values) for budget in self.limits.budgets],
         )  # fmt: skip
         outputs: dict[int, Tensor] = {}
         for batch in self.last_batches:
@@ -226,5 +228,4 @@ class EncoderGraphManager:
 
 
 def _bytes(captured: CapturedBudget) -> int:
-    tensors = [captured.pixel_values, *(getattr(captured.metadata, f.name) for f in fields(captured.metadata))]
-    return sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+    return sum(tensor.nbytes for tensor in (captured.pixel_values, *metadata_tensors(captured.metadata)))
