@@ -47,7 +47,7 @@ class GraphEncoder(Protocol):
         """The same dataclass with every tensor as long, and every integer as large, as any batch within the limits."""
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """(patch rows, values) zeros for `max_tokens` output tokens."""
+        """(patch rows, values) zeros for `max_tokens` output tokens; items with more rows take a larger budget."""
 
     def __call__(self, pixel_values: Tensor, *, metadata, attention: str | None = None) -> Tensor:
         """Patch rows -> (tokens, D)."""
