@@ -16,7 +16,7 @@ import os
 from collections.abc import Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from numbers import Real
 
@@ -103,7 +103,7 @@ def run_dp_sharded_mrope_vision_model(
     rank, world_size = rank_and_world_size(group)
     order, counts, _ = get_load_balance_assignment(rows, world_size)
     starts = [0, *accumulate(counts)]
-    items = [order[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    items = [order[a:b] for a, b in pairwise(starts)]
 
     device = getattr(_encoder(vision_model), "device", pixel_values.device)
     split_rows, local = pixel_values.split(rows), None
