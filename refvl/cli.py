@@ -89,7 +89,7 @@ def encode(
     checkpoint: Checkpoint,
     folder: Annotated[str, typer.Argument(help="a folder of pictures")],
     out: Annotated[str, typer.Option(help="a folder for shards and manifest.json; what it holds is not made again")],
-    data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share the work of torchrun's processes")] = False,
+    data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share the work of torchrun")] = False,
     shard_size: Annotated[int, typer.Option(help="pictures per safetensors file")] = 64,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
@@ -108,11 +108,11 @@ def encode(
     device = _device_of_rank(device, local_rank) if data_parallel else device
     vlm = _load(checkpoint, device, dtype, attention, graphs)
     manifest = encode_folder(vlm, folder, out, shard_size=shard_size, progress=sys.stderr.isatty() and rank == 0)
-    if rank == 0:
+    if rank == 0:  # a failure of another rank would make torchrun end this one before it has spoken
         print(f"{len(manifest['images'])} pictures in {out}")
         for reason in manifest["unreadable"].values():
             print(f"refvl: {reason}", file=sys.stderr)
-    raise SystemExit(1 if manifest["unreadable"] else 0)
+        raise SystemExit(1 if manifest["unreadable"] else 0)
 
 
 def _device_of_rank(device: str, local_rank: int) -> str:

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from PIL import Image
 from safetensors import SafetensorError, safe_open
@@ -142,7 +141,9 @@ def _finished(out: Path, model: dict, pictures: Sequence[Picture]) -> dict[str, 
             with safe_open(path, framework="pt") as shard:
                 header = shard.metadata() or {}
         except SafetensorError as error:
-            raise ValueError(f"out: {path} is damaged ({error}); remove it to have its pictures encoded again") from error
+            raise ValueError(
+                f"out: {path} is damaged ({error}); remove it to have its pictures encoded again"
+            ) from error
         if json.loads(header.get("model", "null")) != model:
             raise ValueError(f"out: {path} holds embeddings of another model or dtype: {header.get('model')}")
         for name, entry in json.loads(header["images"]).items():

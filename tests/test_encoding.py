@@ -1,7 +1,6 @@
 """Folders of pictures to embeddings on disk. Oracle: `VLM.encode` of the same pictures, and the files themselves."""
 
 import json
-import shutil
 import subprocess
 import sys
 
@@ -240,32 +239,24 @@ def test_several_processes_must_share(run, monkeypatch, checkpoint, folder, tmp_
 
 def torchrun(*arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "refvl"]
-    return subprocess.run([*command, "encode", *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    return subprocess.run([*command, "encode", *map(str, arguments)], capture_output=True, text=True, timeout=600)
 
 
 def test_two_processes_share_the_work(vlm, checkpoint, folder, tmp_path):
-    """torchrun's two ranks write a shard each; a second run, one shard lost, makes that one again."""
+    """torchrun's two ranks write a shard each, and nobody waits for ever on a broken picture; when a shard is lost, a
+    single process makes that one again."""
     out = tmp_path / "out"
+    (folder / "text.png").write_text("no picture")
     done = torchrun(checkpoint, folder, "--out", out, "--data-parallel")
-    assert done.returncode == 0 and done.stdout.count("5 pictures in") == 1, done.stderr
+    assert done.returncode != 0 and done.stdout.count("5 pictures in") == 1, done.stderr
+    assert done.stderr.count("refvl: image: ") == 1 and "text.png" in done.stderr
     assert shards(out) == ["embeds-000-00000.safetensors", "embeds-001-00000.safetensors"]
     check_equal(vlm, folder, out)
     (out / "embeds-001-00000.safetensors").unlink()
-    encode_folder(vlm, folder, out, progress=False)  # by one process now
+    (folder / "text.png").unlink()
+    encode_folder(vlm, folder, out, progress=False)
     assert shards(out) == ["embeds-000-00000.safetensors", "embeds-000-00001.safetensors"]
-    check_equal(vlm, folder, out)
-
-
-def test_two_processes_and_an_unreadable_picture(vlm, checkpoint, folder, tmp_path):
-    """More ranks than pictures, one of which is broken: nobody waits for ever, and the status says so."""
-    for name in SIZES:
-        if name != "a.png":
-            (folder / name).unlink()
-    shutil.rmtree(folder / "sub")
-    (folder / "text.png").write_text("no picture")
-    done = torchrun(checkpoint, folder, "--out", tmp_path / "out", "--data-parallel")
-    assert done.returncode != 0 and done.stderr.count("refvl: image: ") == 1 and "text.png" in done.stderr
-    check_equal(vlm, folder, tmp_path / "out", ["a.png"])
+    assert check_equal(vlm, folder, out)["unreadable"] == {}
 
 
 def test_find_pictures_sorts_by_name(folder):
