@@ -104,8 +104,7 @@ def encode(
 
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not data_parallel:
         raise ValueError("torchrun started several processes: give --data-parallel, so that they share the work")
-    rank, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
-    device = _device_of_rank(device, local_rank) if data_parallel else device
+    rank = int(os.environ.get("RANK", 0))
     vlm = _load(checkpoint, device, dtype, attention, graphs)
     manifest = encode_folder(vlm, folder, out, shard_size=shard_size, progress=sys.stderr.isatty() and rank == 0)
     if rank == 0:  # a failure of another rank would make torchrun end this one before it has spoken
@@ -113,15 +112,6 @@ def encode(
         for reason in manifest["unreadable"].values():
             print(f"refvl: {reason}", file=sys.stderr)
         raise SystemExit(1 if manifest["unreadable"] else 0)
-
-
-def _device_of_rank(device: str, local_rank: int) -> str:
-    """The processes of one machine take its GPUs in turn, unless one is named."""
-    import torch
-
-    if device == "auto" and not torch.cuda.is_available():
-        return "cpu"
-    return f"cuda:{local_rank % torch.cuda.device_count()}" if device in ("auto", "cuda") else device
 
 
 @app.command()
