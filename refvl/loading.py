@@ -30,10 +30,11 @@ def load(
     device: "auto" takes CUDA when there is one, each process of torchrun its own. dtype: a torch dtype or its name;
     "auto" is the checkpoint's own on CUDA and float32 on a CPU. attention: backend of the vision tower
     (`refvl.attention`). weights: "checkpoint", or "random" to build the true shape from a config alone (a folder, a
-    JSON file, a dict) - on device "meta" it costs no memory. graphs: True captures the encoder in graphs now (CUDA graphs, or their stand-in elsewhere); a dict gives
-    the options of `EncoderGraphManager`. model_kwargs go to transformers' text model: `attn_implementation`;
-    `device_map="auto"` or a map to spread its layers over devices, CPU memory and disk (needs accelerate);
-    `tp_plan="auto"` in processes that torchrun started, to split every layer. The vision tower stays whole, on `device`.
+    JSON file, a dict) - on device "meta" it costs no memory. graphs: True captures the encoder in graphs now (CUDA
+    graphs, or their stand-in elsewhere); a dict gives the options of `EncoderGraphManager`. model_kwargs go to
+    transformers' text model: `attn_implementation`; `device_map="auto"` or a map, to spread its layers over devices,
+    memory and disk (needs accelerate); `tp_plan="auto"`, to split every layer among the processes that torchrun
+    started. The vision tower stays whole, on `device`.
 
     Raises FileNotFoundError when nothing is there, ValueError for an unknown family or weights that do not fit.
     """

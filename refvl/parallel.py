@@ -97,7 +97,7 @@ def run_dp_sharded_mrope_vision_model(
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"rope_type: expected one of {ROPE_TYPES}, got {rope_type!r}")
     layouts, rows, tokens = _item_sizes(vision_model, grid_thw_list, rope_type)
-    check_shape(pixel_values, (sum(rows), "values"), "pixel_values")
+    check_shape(pixel_values, (("patches of grid_thw_list", sum(rows)), "values"), "pixel_values")
     if not layouts:
         return ()
     rank, world_size = rank_and_world_size(group)
@@ -110,7 +110,9 @@ def run_dp_sharded_mrope_vision_model(
     if items[rank]:
         local_rows = torch.cat([split_rows[i] for i in items[rank]]).to(device)
         local = _encode(vision_model, local_rows, [layouts[i] for i in items[rank]], rope_type)
-        check_shape(local, (sum(tokens[i] for i in items[rank]), *["..."] * (local.ndim - 1)), "vision_model's output")
+        check_shape(
+            local, (("tokens", sum(tokens[i] for i in items[rank])), *["..."] * (local.ndim - 1)), "vision_model"
+        )
     gathered = _gather_padded(local, [sum(tokens[i] for i in own) for own in items], device, group)
 
     embeds: list[Tensor | None] = [None] * len(layouts)

@@ -49,7 +49,7 @@ def test_a_map_without_accelerate_says_so(folder, monkeypatch):
 
     monkeypatch.setattr(accelerate, "is_accelerate_available", lambda: False)
     with pytest.raises((ValueError, ImportError), match="accelerate"):
-        answer(folder, device_map={place: "cpu" for place in PLACES})
+        answer(folder, device_map=dict.fromkeys(PLACES, "cpu"))
 
 
 def work(rank, port, folder, results):

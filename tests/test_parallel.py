@@ -113,7 +113,7 @@ CASES += [("pictures", case) for case in BATCHES]
 
 def wrong_grids():
     """The error of a call whose rows and grids do not match; a collective behind it would wait for ever."""
-    with pytest.raises(ValueError, match="pixel_values: dimension 0 must be 16, got 15") as error:
+    with pytest.raises(ValueError, match="pixel_values: dimension 0 must be 16, got 15 patches of grid") as error:
         run_dp_sharded_mrope_vision_model(tower("GLM"), torch.zeros(15, 1176), [(1, 4, 4)])
     return str(error.value)
 
