@@ -28,6 +28,7 @@ KEY_MAPPING = {
     r"^language_model\.lm_head\.": "lm_head.",
     r"^llm\.": "",  # MiniCPM-V
 }
+PLACED_BY = {"device_map", "tp_plan", "tp_size", "distributed_config"}  # then transformers puts the weights in place
 
 
 class CausalTextModel(PreTrainedModel, GenerationMixin):
@@ -167,7 +168,8 @@ def load_language_model(
 ) -> CausalTextModel:
     """The text part of the checkpoint in `folder`, strictly: missing and misshapen weights raise ValueError.
 
-    kwargs (`device_map`, `tp_plan`, `attn_implementation`, ...) go to transformers' `from_pretrained`.
+    kwargs (`device_map`, `tp_plan`, `attn_implementation`, ...) go to transformers' `from_pretrained`; those that place
+    the weights win over `device`.
     """
     with _progress_bars(progress):
         model, info = model_class.from_pretrained(
@@ -186,7 +188,7 @@ def load_language_model(
     ]
     if lines:
         raise ValueError(f"{folder}: the weights do not match the text model\n" + "\n".join(lines))
-    return model.eval() if {"device_map", "tp_plan"} & kwargs.keys() else model.eval().to(device)
+    return model.eval() if PLACED_BY & kwargs.keys() else model.eval().to(device)
 
 
 @contextmanager

@@ -1,7 +1,13 @@
 """Vision towers; each file is one encoder, read downward. They know nothing of prompts."""
 
+from refvl.encoders.features import (
+    get_feature_selector,
+    get_num_selected_vision_tokens,
+    resolve_visual_encoder_outputs,
+)
 from refvl.encoders.glm4v import Glm4vVisionConfig, Glm4vVisionTransformer
 from refvl.encoders.glm_ocr import GlmOcrVisionConfig, GlmOcrVisionTransformer
+from refvl.encoders.info import get_vision_encoder_info, get_vit_attn_backend
 from refvl.encoders.minicpmv import (
     MiniCPMV2_0Encoder,
     MiniCPMV2_5Encoder,
@@ -41,5 +47,10 @@ __all__ = [
     "SliceGroup",
     "Step3VisionConfig",
     "Step3VisionEncoder",
+    "get_feature_selector",
+    "get_num_selected_vision_tokens",
+    "get_vision_encoder_info",
+    "get_vit_attn_backend",
     "minicpmv_version",
+    "resolve_visual_encoder_outputs",
 ]

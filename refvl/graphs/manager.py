@@ -157,7 +157,7 @@ class EncoderGraphManager:
         """
         layouts = self.encoder.check_layouts(layouts)
         sizes = [self.encoder.item_size(layout) for layout in layouts]
-        check_shape(pixel_values, (sum(patches for patches, _, _ in sizes), "values"), "pixel_values")
+        check_shape(pixel_values, (("patches", sum(patches for patches, _, _ in sizes)), "values"), "pixel_values")
         self.capture()
         rows = pixel_values.split([patches for patches, _, _ in sizes])
         self.last_batches = plan_batches(
