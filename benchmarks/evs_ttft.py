@@ -53,7 +53,7 @@ def measure(vlm: refvl.VLM, repeats: int) -> list[dict]:
         for q in RATES:
             start = synchronized_time(vlm.device)
             vlm.generate(
-                ids, pixel_values_videos=patches.pixel_values, video_grid_thw=[patches.grid_thw], max_new_tokens=1,
+                ids, pixel_values_videos=patches.pixel_values, video_grid_thw=[patches.layout], max_new_tokens=1,
                 second_per_grid_ts=[1.0], pruning_rate=q,
             )  # fmt: skip
             if i:  # the first round warms up

@@ -59,7 +59,7 @@ def transformers_inputs(vlm: refvl.VLM, trace: refvl.Trace) -> dict:
         found = [p for p in trace.patches if p.merged.kind == kind]
         if found:
             inputs[rows] = torch.cat([p.pixel_values for p in found])
-            inputs[grid] = torch.tensor([p.grid_thw for p in found])
+            inputs[grid] = torch.tensor([p.layout for p in found])
     videos = [p for p in trace.patches if p.merged.kind == "video"]
     if videos:
         per_second = vlm.config.vision_config.tokens_per_second

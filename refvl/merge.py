@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refvl.positions import MediaSpan
+from refvl.positions import MediaSpan, compute_retention_mask
 from refvl.schema import check_shape
 
 
@@ -35,6 +35,10 @@ class MergedMedia:
     def cut(self, rows: Tensor | None) -> list[Tensor | None]:
         """(M, ...) rows of the medium, or None, as one piece per run."""
         return [None] * len(self.runs) if rows is None else list(rows.split([t * h * w for t, h, w in self.runs]))
+
+    def keep_mask(self, embeds_MD: Tensor, q: float) -> Tensor | None:
+        """(M,) bool: which embeddings EVS keeps at rate q; None: all. Pictures are never pruned."""
+        return compute_retention_mask(embeds_MD, self.thw, 1, q) if self.kind == "video" and q > 0 else None
 
 
 @dataclass(frozen=True, slots=True)

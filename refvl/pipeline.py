@@ -22,8 +22,15 @@ from refvl import checkpoints
 from refvl.graphs.manager import EncoderGraphManager
 from refvl.language import CausalTextModel, generate
 from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
-from refvl.positions import compute_retention_mask, get_mrope_input_positions, restrict_positions
-from refvl.schema import as_grids, check_positive_int, check_pruning_rate, check_shape
+from refvl.positions import restrict_positions
+from refvl.schema import (
+    as_seconds,
+    check_floats,
+    check_positive_int,
+    check_pruning_rate,
+    check_shape,
+    check_token_ids,
+)
 from refvl.trace import TokenTimer, Trace
 
 MAX_PATCHES_PER_FORWARD = 2**16  # longer encodes run in several forwards, with a progress bar
@@ -35,11 +42,15 @@ class VLM:
     def __init__(self, config: PretrainedConfig, processor, encoder, language_model: CausalTextModel):
         self.config, self.processor, self.encoder, self.language_model = config, processor, encoder, language_model
         self.graphs: EncoderGraphManager | None = None  # when set, it encodes instead of the eager encoder
-        self.token_ids = {"image": config.image_token_id, "video": config.video_token_id}
 
     @property
     def family(self) -> checkpoints.Family:
         return checkpoints.find_family(self.config)
+
+    @property
+    def token_ids(self) -> dict[str, int]:
+        """The placeholders' ids: {"image": ..., "video": ...}."""
+        return self.processor.token_ids
 
     @property
     def device(self) -> torch.device:
@@ -140,15 +151,15 @@ class VLM:
         with trace.stage("patchify"):
             trace.patches = self.processor.patchify(trace.media)
         with trace.stage("plan"):  # graphs plan for themselves, batch by batch
-            batches = _batches(trace.grids)
-            trace.metadata = [] if self.graphs else [self.encoder.plan([trace.grids[i] for i in b]) for b in batches]
+            batches = self._batches(trace.layouts)
+            trace.metadata = [] if self.graphs else [self.encoder.plan([trace.layouts[i] for i in b]) for b in batches]
         with trace.stage("encode"):
             rows = [p.pixel_values for p in trace.patches]
-            trace.embeds = self._encode(rows, trace.grids, batches, trace.metadata)
+            trace.embeds = self._encode(rows, trace.layouts, batches, trace.metadata)
             trace.graph_batches = list(self.graphs.last_batches) if self.graphs and rows else []
         merged = [p.merged for p in trace.patches]
         with trace.stage("prune"):
-            trace.keep_masks = [_keep_mask(m, e, q) for m, e in zip(merged, trace.embeds, strict=True)]
+            trace.keep_masks = [m.keep_mask(e, q) for m, e in zip(merged, trace.embeds, strict=True)]
         with trace.stage("merge"):
             trace.full_ids = torch.tensor(self.processor.tokenize(messages, merged))
             self._merge(trace, merged)
@@ -169,7 +180,7 @@ class VLM:
 
     def _position(self, trace: Trace) -> None:
         """Positions of the full layout, restricted to what is kept: at q = 0 nothing changes."""
-        trace.full_positions, _ = get_mrope_input_positions(len(trace.full_ids), trace.spans)
+        trace.full_positions = self.language_model.positions(len(trace.full_ids), trace.spans)
         trace.positions, trace.delta = restrict_positions(trace.full_positions, trace.keep)
 
     @torch.inference_mode()
@@ -177,8 +188,8 @@ class VLM:
         """One (M, D) tensor per item, images first. Long encodes run in several forwards with a progress bar."""
         messages = self.processor.messages("", images, videos)
         patches = self.processor.patchify(self.processor.decode(messages))
-        grids = [p.grid_thw for p in patches]
-        return self._encode([p.pixel_values for p in patches], grids, _batches(grids), progress=progress)
+        layouts = [p.layout for p in patches]
+        return self._encode([p.pixel_values for p in patches], layouts, self._batches(layouts), progress=progress)
 
     @torch.inference_mode()
     def generate(
@@ -188,8 +199,10 @@ class VLM:
         attention_mask: Tensor | None = None,
         pixel_values: Tensor | None = None,
         image_grid_thw=None,
+        image_embeds: Tensor | Sequence[Tensor] | None = None,
         pixel_values_videos: Tensor | None = None,
         video_grid_thw=None,
+        video_embeds: Tensor | Sequence[Tensor] | None = None,
         second_per_grid_ts: Sequence[float] | Tensor | None = None,
         pruning_rate: float = 0.0,
         max_new_tokens: int = 128,
@@ -198,39 +211,67 @@ class VLM:
         """transformers' `generate` on tensors: (B, L) prompts in, (B, L + new) ids out, greedy by default.
 
         input_ids: (B, L), left-padded where attention_mask (B, L) is 0, placeholders repeated. pixel_values:
-        (N, C*Tp*P*P) patch rows of all images of the batch in order, image_grid_thw: (images, 3) in patches; the same
-        for videos, second_per_grid_ts: seconds between two grid steps of each video (default 1; not read by families
-        whose prompts say the time). Raises ValueError when rows, grids and placeholders do not match.
+        (N, C*Tp*P*P) patch rows of all images of the batch in order, image_grid_thw: (images, 3) in patches, or for
+        families that have no grids the layouts that their encoder plans. image_embeds: instead of pixel_values what
+        `encode` makes of them, (M, D) for all images in order or one tensor per image. The same for videos; pruning
+        works on given embeddings, too. second_per_grid_ts: seconds between two grid steps of each video (default 1; not
+        read by families whose prompts say the time). Raises ValueError or TypeError, naming argument and dimension,
+        when rows, grids, embeddings and placeholders do not match.
         """
         q = check_pruning_rate(pruning_rate, "pruning_rate")
         self.check_runnable()
-        check_shape(input_ids, ("B", "L"), "input_ids")
+        check_token_ids(input_ids)
         attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         check_shape(attention_mask, tuple(input_ids.shape), "attention_mask")
         generate_kwargs.pop("mm_token_type_ids", None)  # transformers' processors add it; the ids say the same
-        images = self._items("image", pixel_values, image_grid_thw)
-        videos = self._items("video", pixel_values_videos, video_grid_thw, second_per_grid_ts)
+        images = self._items("image", pixel_values, image_grid_thw, image_embeds)
+        videos = self._items("video", pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)
         prompts = self._prompts(input_ids.cpu(), attention_mask.cpu(), images, videos, q)
         new_ids = self._generate(prompts, max_new_tokens, **generate_kwargs)
         return torch.cat([input_ids, new_ids.to(input_ids)], dim=1)
 
-    def _items(self, kind: str, pixel_values, grid_thw, second_per_grid_ts=None) -> list[tuple[MergedMedia, Tensor]]:
+    def _items(
+        self, kind: str, pixel_values, layouts, embeds, second_per_grid_ts=None
+    ) -> list[tuple[MergedMedia, Tensor]]:
         """(merged extents, embeddings) of every image or video of a batch."""
-        names = ("pixel_values", "image_grid_thw") if kind == "image" else ("pixel_values_videos", "video_grid_thw")
-        if (pixel_values is None) != (grid_thw is None):
-            raise ValueError(f"{names[0]}, {names[1]}: give both or neither")
-        if pixel_values is None:
-            return []
-        grids = as_grids(grid_thw, spatial_merge_size=self.config.vision_config.spatial_merge_size, name=names[1])
-        check_shape(pixel_values, (sum(t * h * w for t, h, w in grids), "C*Tp*P*P"), names[0])
-        seconds = [1.0] * len(grids) if second_per_grid_ts is None else [float(s) for s in second_per_grid_ts]
-        if len(seconds) != len(grids):
+        pixels_name = "pixel_values" if kind == "image" else "pixel_values_videos"
+        layouts_name, embeds_name = f"{kind}_grid_thw", f"{kind}_embeds"
+        if pixel_values is not None and embeds is not None:
+            raise ValueError(f"{pixels_name}, {embeds_name}: give one of them, not both")
+        if (layouts is None) != (pixel_values is None and embeds is None):
             raise ValueError(
-                f"second_per_grid_ts: expected one number for each of {len(grids)} videos, got {len(seconds)}"
+                f"{pixels_name}, {layouts_name}: give both or neither ({embeds_name} may stand for {pixels_name})"
             )
-        rows = pixel_values.split([t * h * w for t, h, w in grids])
-        embeds = self._encode(rows, grids, _batches(grids))
-        return [(self.processor.merged(kind, g, s), e) for g, s, e in zip(grids, seconds, embeds, strict=True)]
+        if layouts is None:
+            if second_per_grid_ts is not None:
+                as_seconds(second_per_grid_ts, 0, "second_per_grid_ts")
+            return []
+        layouts = self.encoder.check_layouts(layouts, name=layouts_name)
+        sizes = [self.encoder.item_size(layout) for layout in layouts]
+        rows, tokens = [size[0] for size in sizes], [size[1] for size in sizes]
+        seconds = [1.0] * len(layouts)
+        if second_per_grid_ts is not None:
+            seconds = as_seconds(second_per_grid_ts, len(layouts), "second_per_grid_ts")
+        if embeds is None:
+            check_shape(pixel_values, ((f"patches of {layouts_name}", sum(rows)), "values"), pixels_name)
+            check_floats(pixel_values, pixels_name)
+            embeds = self._encode(pixel_values.split(rows), layouts, self._batches(layouts))
+        else:
+            embeds = self._split_embeds(embeds, tokens, layouts_name, embeds_name)
+        merged = (self.processor.merged(kind, layout, s) for layout, s in zip(layouts, seconds, strict=True))
+        return list(zip(merged, embeds, strict=True))
+
+    def _split_embeds(self, embeds, tokens: list[int], layouts_name: str, name: str) -> list[Tensor]:
+        """Embeddings that were made before, one checked (M, D) tensor per item."""
+        hidden = ("channels (hidden_size)", self.language_model.config.hidden_size)
+        if isinstance(embeds, Tensor):
+            check_shape(embeds, ((f"tokens of {layouts_name}", sum(tokens)), hidden), name)
+            embeds = embeds.split(tokens)
+        if len(embeds) != len(tokens):
+            raise ValueError(f"{name}: expected one tensor for each of {len(tokens)} items, got {len(embeds)}")
+        for i, (item, count) in enumerate(zip(embeds, tokens, strict=True)):
+            check_floats(check_shape(item, (("tokens", count), hidden), f"{name}[{i}]"), f"{name}[{i}]")
+        return list(embeds)
 
     def _prompts(self, input_ids: Tensor, attention_mask: Tensor, images: list, videos: list, q: float) -> list[Trace]:
         """Each prompt of a batch, merged and positioned; media are dealt out in order of their placeholders."""
@@ -239,7 +280,7 @@ class VLM:
             trace = Trace(full_ids=ids[mask.bool()])
             items = [item for kind in queues for item in self._take(kind, queues[kind], trace.full_ids)]
             trace.embeds = [embeds for _, embeds in items]
-            trace.keep_masks = [_keep_mask(merged, embeds, q) for merged, embeds in items]
+            trace.keep_masks = [merged.keep_mask(embeds, q) for merged, embeds in items]
             self._merge(trace, [merged for merged, _ in items])
             self._position(trace)
             traces.append(trace)
@@ -259,17 +300,30 @@ class VLM:
         return taken
 
     @torch.inference_mode()
-    def _encode(self, rows: Sequence[Tensor], grids, batches, metadata=None, *, progress: bool = True) -> list[Tensor]:
+    def _encode(
+        self, rows: Sequence[Tensor], layouts, batches, metadata=None, *, progress: bool = True
+    ) -> list[Tensor]:
         """(M, D) per item: graphs pack for themselves; without them one forward per batch, planned here if need be."""
         if self.graphs and rows:
-            return self.graphs.execute(torch.cat(list(rows)).to(self.device), grids)
+            return self.graphs.execute(torch.cat(list(rows)).to(self.device), layouts)
         embeds = []
         for i, batch in enumerate(tqdm(batches, desc="encode", disable=not progress or len(batches) < 2, leave=False)):
-            planned = metadata[i] if metadata else self.encoder.plan([grids[j] for j in batch])
+            planned = metadata[i] if metadata else self.encoder.plan([layouts[j] for j in batch])
             pixel_values = torch.cat([rows[j] for j in batch]).to(self.device)
-            tokens = [self.encoder.item_size(grids[j])[1] for j in batch]
+            tokens = [self.encoder.item_size(layouts[j])[1] for j in batch]
             embeds += self.encoder(pixel_values, metadata=planned).split(tokens)
         return embeds
+
+    def _batches(self, layouts) -> list[list[int]]:
+        """Consecutive items per forward: at most MAX_PATCHES_PER_FORWARD patches each (or one item)."""
+        batches, size = [], 0
+        for i, layout in enumerate(layouts):
+            patches, _, _ = self.encoder.item_size(layout)
+            if not batches or size + patches > MAX_PATCHES_PER_FORWARD:
+                batches, size = [*batches, []], 0
+            batches[-1].append(i)
+            size += patches
+        return batches
 
     @torch.inference_mode()
     def _embed_text(self, ids: Tensor) -> Tensor:
@@ -303,19 +357,3 @@ class VLM:
         thread.join()
         if failures:
             raise failures[0]
-
-
-def _batches(grids) -> list[list[int]]:
-    """Consecutive items per forward, so that a forward holds at most MAX_PATCHES_PER_FORWARD patches (or one item)."""
-    batches, size = [], 0
-    for i, (t, h, w) in enumerate(grids):
-        if not batches or size + t * h * w > MAX_PATCHES_PER_FORWARD:
-            batches, size = [*batches, []], 0
-        batches[-1].append(i)
-        size += t * h * w
-    return batches
-
-
-def _keep_mask(merged: MergedMedia, embeds: Tensor, q: float) -> Tensor | None:
-    """EVS for videos; pictures are never pruned."""
-    return compute_retention_mask(embeds, merged.thw, 1, q) if merged.kind == "video" and q > 0 else None

@@ -4,7 +4,7 @@ prompt, images, videos -> chat messages -> decoded media -> patch rows + grids -
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 from refvl.media import Video, load_image, load_video
 from refvl.merge import MergedMedia, expand_placeholders
-from refvl.patches import PatchConfig, patchify_image, patchify_video
+from refvl.patches import PatchConfig, patchify_image, patchify_video, plan_size
 from refvl.schema import Grid
 
 
@@ -25,7 +25,7 @@ class Patches:
 
     source: Image.Image | Video
     pixel_values: Tensor  # (N, C*Tp*P*P) float32
-    grid_thw: Grid  # patches
+    layout: Hashable  # how the rows lie, for the encoder's plan: (t, h, w) in patches for Qwen and GLM
     merged: MergedMedia
 
 
@@ -33,6 +33,8 @@ class ChatProcessor:
     """Everything between a user's words and the models' tensors; a family adds what its clips are."""
 
     patch_config = PatchConfig
+    tokens_at_once = 1  # the encoder's tokens come in multiples of this
+    stop_token_ids = ()  # that end an answer, besides those of generation_config.json
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
         """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
@@ -45,7 +47,7 @@ class ChatProcessor:
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "ChatProcessor":
         """Tokenizer, chat template and preprocessing limits from a checkpoint folder."""
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        tokenizer.chat_template = tokenizer.chat_template or _chat_template(folder)
+        tokenizer.chat_template = tokenizer.chat_template or read_chat_template(folder)
         image_config, video_config = (cls.patch_config.from_folder(folder, kind) for kind in ("image", "video"))
         return cls(config, tokenizer, image_config, video_config)
 
@@ -81,8 +83,22 @@ class ChatProcessor:
     def _patchify_video(self, video: Video) -> Patches:
         raise NotImplementedError
 
-    def merged(self, kind: str, grid_thw: Sequence[int], second_per_grid: float = 1.0) -> MergedMedia:
-        """How the language model sees a medium of `grid_thw` patches; second_per_grid: of a video's time axis."""
+    @property
+    def largest_picture(self) -> int:
+        """Tokens of the largest picture that the limits allow."""
+        return self.image_config.max_image_tokens
+
+    def plan(self, medium: Image.Image | Video) -> tuple[str, Hashable]:
+        """What becomes of a decoded medium, from its size alone: a line for tables, and its layout."""
+        is_video = isinstance(medium, Video)
+        config = self.video_config if is_video else self.image_config
+        frames, height, width = medium.frames.shape[:3] if is_video else (1, medium.height, medium.width)
+        height, width = plan_size(height, width, config, num_frames=frames)
+        grid = (-(-frames // config.temporal_patch_size), height // config.patch_size, width // config.patch_size)
+        return f"{width} x {height} px -> grid {grid}", grid
+
+    def merged(self, kind: str, layout: Hashable, second_per_grid: float = 1.0) -> MergedMedia:
+        """How the language model sees a medium of this layout; second_per_grid: of a video's time axis."""
         raise NotImplementedError
 
     def expand(self, token: int, medium: MergedMedia) -> list[int]:
@@ -98,7 +114,9 @@ class ChatProcessor:
         if self.tokenizer is None:
             raise ValueError("prompt: this model was built from a config alone; a tokenizer needs a checkpoint folder")
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return expand_placeholders(self.tokenizer(text)["input_ids"], media, self.token_ids, self.expand)
+        begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # by the template itself
+        ids = self.tokenizer(text, add_special_tokens=not begun)["input_ids"]
+        return expand_placeholders(ids, media, self.token_ids, self.expand)
 
     def text(self, token_ids) -> str:
         """Token ids back to text, special tokens left out."""
@@ -120,15 +138,15 @@ class Qwen2_5_VLProcessor(ChatProcessor):
         second_per_grid = self.video_config.temporal_patch_size / video.fps
         return Patches(video, pixel_values, grid, self.merged("video", grid, second_per_grid))
 
-    def merged(self, kind: str, grid_thw: Sequence[int], second_per_grid: float = 1.0) -> MergedMedia:
+    def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
         """Only a video's time axis is scaled."""
-        vision, (t, h, w) = self.config.vision_config, grid_thw
+        vision, (t, h, w) = self.config.vision_config, layout
         m = vision.spatial_merge_size
         t_factor = float(second_per_grid) * vision.tokens_per_second if kind == "video" else 1.0
         return MergedMedia(kind, (t, h // m, w // m), t_factor)
 
 
-def _chat_template(folder: Path) -> str | None:
+def read_chat_template(folder: Path) -> str | None:
     """Older checkpoints keep the template in chat_template.json."""
     file = folder / "chat_template.json"
     return json.loads(file.read_text())["chat_template"] if file.is_file() else None

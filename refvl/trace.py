@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from refvl.graphs.dual import PathBatch
 from refvl.media import Video
 from refvl.positions import MediaSpan
 from refvl.prompts import Patches
@@ -19,7 +20,7 @@ class Trace:
 
     device: torch.device | None = None  # whose queued work the clock waits for
     media: list = field(default_factory=list)  # PIL images and `Video`s, decoded
-    patches: list[Patches] = field(default_factory=list)  # pixel_values (N, C*Tp*P*P), grid_thw, merged extents
+    patches: list[Patches] = field(default_factory=list)  # pixel_values (N, C*Tp*P*P), layout, merged extents
     metadata: list = field(default_factory=list)  # what `encoder.plan` made, one per forward
     graph_batches: list = field(default_factory=list)  # how graphs packed the media; empty when run eagerly
     embeds: list[Tensor] = field(default_factory=list)  # (M, D) per medium, before pruning
@@ -44,8 +45,9 @@ class Trace:
         self.seconds[name] = synchronized_time(self.device) - start
 
     @property
-    def grids(self) -> list[tuple[int, int, int]]:
-        return [p.grid_thw for p in self.patches]
+    def layouts(self) -> list:
+        """How each medium's rows lie: (t, h, w) in patches for Qwen and GLM."""
+        return [p.layout for p in self.patches]
 
     @property
     def ttft(self) -> float:
@@ -61,7 +63,7 @@ class Trace:
             case "decode media":
                 return ", ".join(_media_size(m) for m in self.media) or "text only"
             case "patchify":
-                return ", ".join(f"{tuple(p.pixel_values.shape)} grid {p.grid_thw}" for p in self.patches)
+                return ", ".join(f"{tuple(p.pixel_values.shape)} grid {p.layout}" for p in self.patches)
             case "plan":
                 return ", ".join(m.summary for m in self.metadata)
             case "encode":
@@ -82,9 +84,11 @@ class Trace:
         """What each replay held: hit or miss, budget, waste."""
         lines = []
         for batch in self.graph_batches:
-            tokens = sum(len(self.embeds[i]) for i in batch.indices)
+            of_path = isinstance(batch, PathBatch)
+            tokens = batch.tokens if of_path else sum(len(self.embeds[i]) for i in batch.indices)
             waste = f"graph of {batch.budget}, {1 - tokens / batch.budget:.0%} padding" if batch.budget else "eager"
-            lines.append(f"media {', '.join(str(i + 1) for i in batch.indices)}: {waste}")
+            media = f"media {', '.join(str(i + 1) for i in batch.indices)}"
+            lines.append(f"{batch.path} path of {media}: {waste}" if of_path else f"{media}: {waste}")
         return "; " + "; ".join(lines) if lines else ""
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from refvl import exercises
-from refvl.graphs import plan_batches
+from refvl.crops import plan_crops
+from refvl.graphs import PairedBatch, plan_batches, plan_paired_batches
 from refvl.graphs.buffers import fill_padded
 from refvl.merge import merge_embeddings
 from refvl.patches import PatchConfig, count_tokens, patch_rows
@@ -18,10 +19,12 @@ from refvl.positions import (
     compute_retention_mask,
     get_mrope_input_positions,
     get_window_index,
+    interpolate_position_table,
     mrope_delta,
     restrict_positions,
 )
 from refvl.positions.mrope import grid_positions
+from refvl.positions.timestamps import sample_video_frames
 from refvl.positions.upstream import larger_side_positions, width_offset_positions
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
@@ -108,16 +111,55 @@ def greedy_budget_sum(output_tokens, budgets, max_items):
     return sum(batch.budget for batch in greedy_batches(output_tokens, budgets, max_items))
 
 
+def read_table(table, h, w, merge_size=2):
+    return interpolate_position_table(table, [(1, h, w)], spatial_merge_size=merge_size, mode="nearest")
+
+
+def frame_sample(fps, total, duration):
+    sample = sample_video_frames("glm4v", fps=fps, total_num_frames=total, duration=duration)
+    return sample.indices, sample.timestamps
+
+
+def without_the_repeated_frame(fps, total, duration):
+    indices, timestamps = frame_sample(fps, total, duration)
+    return list(dict.fromkeys(indices)), timestamps
+
+
+def rounded_seconds(fps, total, duration):
+    indices, _ = frame_sample(fps, total, duration)
+    return indices, [round(index / fps) for index in indices[::2]]
+
+
+def rounded_layout(width, height):
+    return (0, 0) if max(width, height) < 728 else (max(1, round(height / 504)), max(1, round(width / 504)))
+
+
+def one_by_one(path_tokens, budgets, max_items):
+    return plan_paired_batches(path_tokens, budgets, 1)
+
+
+def always_both_paths(path_tokens, budgets, max_items):
+    batches = plan_paired_batches(path_tokens, budgets, max_items)
+    return [
+        PairedBatch(b.indices, {path: b.budgets.get(path, of_path[0]) for path, of_path in budgets.items()})
+        for b in batches
+    ]
+
+
 @pytest.mark.parametrize(
     ("check", "function"),
     [
         (exercises.check_count_tokens, lambda height, width: count_tokens(height, width, PatchConfig())),
+        (exercises.check_crop_layout, lambda width, height: plan_crops(width, height).layout),
         (exercises.check_fill_buffer, fill_buffer),
+        (exercises.check_frame_sample, frame_sample),
         (exercises.check_greedy_batches, greedy_batches),
         (exercises.check_grid_positions, grid_positions),
         (exercises.check_merge_embeddings, merge_embeddings),
         (exercises.check_mrope_positions, get_mrope_input_positions),
+        (exercises.check_paired_batches, plan_paired_batches),
         (exercises.check_patch_rows, lambda pixels, config: patch_rows(pixels, config)[0]),
+        (exercises.check_read_table, read_table),
         (exercises.check_replay, replay),
         (exercises.check_restrict_positions, restrict_positions),
         (exercises.check_retention_mask, retention_mask),
@@ -133,6 +175,8 @@ def test_the_library_passes(check, function):
     ("check", "function", "message"),
     [
         (exercises.check_count_tokens, lambda h, w: (h // 28) * (w // 28), "427 x 640 .*should be 345 tokens, got 330"),
+        (exercises.check_crop_layout, rounded_layout, r"728 x 728 px .*rows=2, columns=2\), got \(1, 1\)"),
+        (exercises.check_crop_layout, lambda w, h: plan_crops(h, w).layout, "500 x 300 px .*rows=1, columns=2"),
         (
             exercises.check_fill_buffer,
             fill_another_buffer,
@@ -145,7 +189,7 @@ def test_the_library_passes(check, function):
             r"\[30, 30, 200\].*: batch 0: should be Batch\(indices=\(0, 1\), budget=64\), got Batch\(indices=\(0,\)",
         ),
         (exercises.check_greedy_batches, lambda *_: [], r"\[30, 30, 200\].*: number of batches: should be 2, got 0"),
-        (exercises.check_greedy_batches, lambda *_: None, "expected a list of Batch, got NoneType"),
+        (exercises.check_greedy_batches, lambda *_: None, "expected a list of batches, got NoneType"),
         (
             exercises.check_grid_positions,
             lambda t, h, w, f: grid_positions(t, h, w, int(f)),
@@ -160,9 +204,27 @@ def test_the_library_passes(check, function):
         ),
         (exercises.check_mrope_positions, larger_side_positions, r"a long clip: element \[0, 25\] should be 12, got 3"),
         (exercises.check_mrope_positions, lambda n, s: torch.arange(n), r"expected \(positions, delta\), got Tensor"),
+        (exercises.check_paired_batches, one_by_one, r"no crops at all, .*: batch 0: should be .*\(0, 1, 2\)"),
+        (exercises.check_paired_batches, always_both_paths, r"no crops at all, .*: should be .*{'global': 676}\), got"),
         (exercises.check_patch_rows, line_by_line, r"one row of blocks: element \[2, 0\] should be 1176.0, got 28.0"),
         (exercises.check_replay, run_without_writing, r"two operations, .*: element \[0\] should be 11.0, got 7.0"),
         (exercises.check_replay, write_first_results, r"two results, .*: element \[1\] should be 5.0, got 7.0"),
+        (
+            exercises.check_read_table,
+            lambda table, h, w: read_table(table, h, w, merge_size=1),
+            r"a table's own size: table 6 x 6, h=6, w=6: element \[2, 0\] should be",
+        ),
+        (
+            exercises.check_frame_sample,
+            without_the_repeated_frame,
+            r"an odd number \(fps=30, total=75, duration=2.5\): indices: their number: should be 6, got 5",
+        ),
+        (
+            exercises.check_frame_sample,
+            rounded_seconds,
+            r"fewer frames than asked for .*: timestamps\[2\]: should be 2, got 3",
+        ),
+        (exercises.check_frame_sample, lambda *_: [], r"expected \(indices, timestamps\), got list"),
         (exercises.check_smallest_budget_sum, greedy_budget_sum, r"\[60, 60, 60\].*: should be 192, got 256"),
         (exercises.check_restrict_positions, cut_to_length, r"some tokens pruned: element \[0, 9\] should be 7, got 5"),
         (exercises.check_restrict_positions, delta_of_the_full_prompt, "some tokens .* delta should be -7, got -11"),

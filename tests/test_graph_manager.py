@@ -377,7 +377,7 @@ def test_limits_are_checked_before_anything_is_captured(encoder, options, messag
         (torch.zeros(16, 588), [(1, 4, 4)], ValueError, r"pixel_values: shape \(16, 588\) does not fit the captured"),
         (torch.zeros(16), [(1, 4, 4)], ValueError, r"pixel_values: expected 2 dimensions \(16, values\)"),
         ([[0.0] * 1176] * 16, [(1, 4, 4)], TypeError, "pixel_values: expected a torch.Tensor, got list"),
-        (torch.zeros(12, 1176), [(1, 3, 4)], ValueError, "grid_thw: h and w must be multiples .*=2, got \\(1, 3, 4\\)"),
+        (torch.zeros(12, 1176), [(1, 3, 4)], ValueError, r"grid_thw\[0\]: h and w must be multiples"),
         (torch.zeros(0, 1176), [(1, 0, 4)], ValueError, r"grid_thw\[0\]: every extent must be at least 1"),
         (torch.zeros(16, 1176), 16, TypeError, "grid_thw: expected a sequence of"),
     ],

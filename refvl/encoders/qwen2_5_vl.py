@@ -140,13 +140,17 @@ class Qwen2_5_VisionTransformer(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.patch_embed.proj.weight.dtype
 
+    def check_layouts(self, grid_thw, *, name: str = "grid_thw") -> list[Grid]:
+        """(t, h, w) per item, normalised; ValueError or TypeError for anything else and sides that do not merge."""
+        return as_grids(grid_thw, spatial_merge_size=self.config.spatial_merge_size, name=name)
+
     def plan(self, grid_thw) -> VisionMetadata:
         """Everything that depends on sizes, computed on the CPU and moved to the tower's device.
 
         grid_thw: (t, h, w) per item, in patches; a list or an integer tensor (items, 3), images and videos mixed.
         """
         c = self.config
-        grids = as_grids(grid_thw, spatial_merge_size=c.spatial_merge_size)
+        grids = self.check_layouts(grid_thw)
         window_index, cu_window_seqlens = get_window_index(
             grids, window_size=c.window_size, patch_size=c.patch_size, spatial_merge_size=c.spatial_merge_size
         )
@@ -177,11 +181,9 @@ class Qwen2_5_VisionTransformer(nn.Module):
         return "varlen" if "varlen" in available else "masked"
 
     def item_size(self, grid: Grid) -> tuple[int, int, int]:
-        """(patch rows, output tokens, frames) of one item of `grid` patches; ValueError for sides that do not merge."""
-        (t, h, w), merge = grid, self.config.spatial_merge_size
-        if h % merge or w % merge:
-            raise ValueError(f"grid_thw: h and w must be multiples of spatial_merge_size={merge}, got {grid}")
-        return t * h * w, t * h * w // merge**2, t
+        """(patch rows, output tokens, frames) of one item of `grid` patches."""
+        t, h, w = grid
+        return t * h * w, t * h * w // self.config.spatial_merge_size**2, t
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
         """Metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need, for a capture.
@@ -228,7 +230,8 @@ class Qwen2_5_VisionTransformer(nn.Module):
         if (metadata is None) == (grid_thw is None):
             raise ValueError("forward: give exactly one of grid_thw and metadata")
         metadata = self.plan(grid_thw) if metadata is None else metadata
-        check_shape(pixel_values, (len(metadata.cos), self.config.patch_values), "pixel_values")
+        rows = (("patches", len(metadata.cos)), ("values (C*Tp*P*P)", self.config.patch_values))
+        check_shape(pixel_values, rows, "pixel_values")
         backend = choose_backend(attention or self.attention, pixel_values.device, self.dtype, self.config.head_dim)
 
         x_NE = self.patch_embed(pixel_values.to(self.dtype))

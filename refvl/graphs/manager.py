@@ -1,14 +1,14 @@
 """The manager: captures one graph per budget, packs arriving items, replays, and hands outputs back in order.
 
-    items (pixels, grids) -> plan_batches -> for each batch: plan -> fill static buffers -> replay -> clone -> split
+    items (pixels, layouts) -> plan_batches -> for each batch: plan -> fill static buffers -> replay -> clone -> split
                                      too large for every budget: the same encoder, eagerly
 
 It knows an encoder only through `GraphEncoder`: plan, forward, metadata at capacity, and the sizes of an item.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,14 +16,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from refvl.graphs.budgets import Batch, infer_limits, plan_batches
-from refvl.graphs.buffers import fill_metadata, fill_padded
+from refvl.graphs.buffers import fill_metadata, fill_padded, metadata_tensors
 from refvl.graphs.cuda import CudaGraph, pool_bytes
 from refvl.graphs.recorder import TraceGraph
-from refvl.schema import Grid, as_grids, check_shape
+from refvl.schema import check_shape
 
 BACKENDS = ("cuda", "trace")
 MIN_BUDGET = 64  # tokens: a picture of 224 px
-MAX_BUDGET = {"varlen": 4096, "masked": 256}  # masked attention is quadratic in the budget
+MAX_BUDGET = {"varlen": 4096, "sdpa": 4096, "masked": 256}  # masked attention is quadratic in the budget
 CACHED_PATCHES = 2**16  # of kept plans, together: at most 0.4 KiB of device memory each for Qwen, 3 KiB for GLM
 
 
@@ -32,19 +32,22 @@ class GraphEncoder(Protocol):
 
     device: torch.device
     dtype: torch.dtype
-    graph_attention: str  # "varlen" or "masked": the backend to capture
+    graph_attention: str  # the backend to capture: "varlen", "masked", or "sdpa" where all segments are equally long
 
-    def item_size(self, grid: Grid) -> tuple[int, int, int]:
+    def check_layouts(self, layouts) -> list[Hashable]:
+        """The layouts of a batch, normalised, or a ValueError or TypeError that says what is wrong."""
+
+    def item_size(self, layout: Hashable) -> tuple[int, int, int]:
         """(patch rows, output tokens, frames) of one item."""
 
-    def plan(self, grid_thw) -> object:
+    def plan(self, layouts) -> object:
         """Metadata of a batch: a frozen dataclass of tensors and integers, with a padding rule on each tensor."""
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> object:
         """The same dataclass with every tensor as long, and every integer as large, as any batch within the limits."""
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """(patch rows, values) zeros for `max_tokens` output tokens."""
+        """(patch rows, values) zeros for `max_tokens` output tokens; items with more rows take a larger budget."""
 
     def __call__(self, pixel_values: Tensor, *, metadata, attention: str | None = None) -> Tensor:
         """Patch rows -> (tokens, D)."""
@@ -145,53 +148,56 @@ class EncoderGraphManager:
         return CapturedBudget(graph, pixel_values, metadata, output)
 
     @torch.inference_mode()
-    def execute(self, pixel_values: Tensor, grid_thw) -> list[Tensor]:
+    def execute(self, pixel_values: Tensor, layouts) -> list[Tensor]:
         """Encode items, images and videos mixed; one (M, D) tensor each, in the caller's order.
 
-        pixel_values: (N, values) patch rows of all items in order. grid_thw: (t, h, w) per item in patches. Captures
-        first when that has not happened. `last_batches` says afterwards how the items were packed.
+        pixel_values: (N, values) patch rows of all items in order. layouts: what the encoder's `plan` takes: (t, h, w)
+        per item in patches for Qwen and GLM. Captures first when that has not happened. `last_batches` says afterwards
+        how the items were packed.
         """
-        grids = as_grids(grid_thw)
-        sizes = [self.encoder.item_size(grid) for grid in grids]
-        check_shape(pixel_values, (sum(patches for patches, _, _ in sizes), "values"), "pixel_values")
+        layouts = self.encoder.check_layouts(layouts)
+        sizes = [self.encoder.item_size(layout) for layout in layouts]
+        check_shape(pixel_values, (("patches", sum(patches for patches, _, _ in sizes)), "values"), "pixel_values")
         self.capture()
         rows = pixel_values.split([patches for patches, _, _ in sizes])
         self.last_batches = plan_batches(
             [tokens for _, tokens, _ in sizes], self.limits.budgets, self.limits.max_items,
             policy=self.policy, frames=[frames for _, _, frames in sizes], max_frames=self.limits.max_frames,
+            rows=[patches for patches, _, _ in sizes],
+            max_rows=[len(self.captured[budget].pixel_values) for budget in self.limits.budgets],
         )  # fmt: skip
         outputs: dict[int, Tensor] = {}
         for batch in self.last_batches:
-            batch_rows, batch_grids = [rows[i] for i in batch.indices], tuple(grids[i] for i in batch.indices)
+            batch_rows, batch_layouts = [rows[i] for i in batch.indices], tuple(layouts[i] for i in batch.indices)
             tokens = [sizes[i][1] for i in batch.indices]
             embeds = (
-                self._eager(batch_rows, batch_grids)
+                self._eager(batch_rows, batch_layouts)
                 if batch.budget is None
-                else self._replay(batch.budget, batch_rows, batch_grids, sum(tokens))
+                else self._replay(batch.budget, batch_rows, batch_layouts, sum(tokens))
             )
             outputs |= zip(batch.indices, embeds.split(tokens), strict=True)
             self._count(batch, sum(tokens))
-        return [outputs[i] for i in range(len(grids))]
+        return [outputs[i] for i in range(len(layouts))]
 
-    def _replay(self, budget: int, rows: list[Tensor], grids: tuple[Grid, ...], tokens: int) -> Tensor:
+    def _replay(self, budget: int, rows: list[Tensor], layouts: tuple, tokens: int) -> Tensor:
         captured = self.captured[budget]
         fill_padded(captured.pixel_values, torch.cat(rows), "zero", "pixel_values")
-        fill_metadata(captured.metadata, self._plan(grids))
+        fill_metadata(captured.metadata, self._plan(layouts))
         return captured.graph.replay()[:tokens].clone()
 
-    def _eager(self, rows: list[Tensor], grids: tuple[Grid, ...]) -> Tensor:
-        return self.encoder(torch.cat(rows).to(self.encoder.device), metadata=self._plan(grids))
+    def _eager(self, rows: list[Tensor], layouts: tuple) -> Tensor:
+        return self.encoder(torch.cat(rows).to(self.encoder.device), metadata=self._plan(layouts))
 
-    def _plan(self, grids: tuple[Grid, ...]):
+    def _plan(self, layouts: tuple):
         """Plans depend on sizes alone, and sizes repeat: the most recent ones are kept."""
-        plan = self._plans.pop(grids, None) or self.encoder.plan(grids)
-        self._plans[grids] = plan
+        plan = self._plans.pop(layouts, None) or self.encoder.plan(layouts)
+        self._plans[layouts] = plan
         while len(self._plans) > 1 and sum(map(self._patches, self._plans)) > CACHED_PATCHES:
             self._plans.popitem(last=False)
         return plan
 
-    def _patches(self, grids: tuple[Grid, ...]) -> int:
-        return sum(self.encoder.item_size(grid)[0] for grid in grids)
+    def _patches(self, layouts: tuple) -> int:
+        return sum(self.encoder.item_size(layout)[0] for layout in layouts)
 
     def _count(self, batch: Batch, tokens: int) -> None:
         if batch.budget is None:
@@ -222,5 +228,4 @@ class EncoderGraphManager:
 
 
 def _bytes(captured: CapturedBudget) -> int:
-    tensors = [captured.pixel_values, *(getattr(captured.metadata, f.name) for f in fields(captured.metadata))]
-    return sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+    return sum(tensor.nbytes for tensor in (captured.pixel_values, *metadata_tensors(captured.metadata)))

@@ -7,6 +7,14 @@ from refvl.viz.evs import (
     plot_keep_mask,
     plot_pruned_positions,
 )
+from refvl.viz.glm import (
+    explore_timeline,
+    plot_clip_prompt,
+    plot_clip_tokens,
+    plot_patch_values,
+    plot_position_table,
+    plot_timelines,
+)
 from refvl.viz.graphs import (
     explore_packing,
     plot_buffers,
@@ -24,32 +32,44 @@ from refvl.viz.positions import (
     plot_positions,
     plot_rotary,
 )
+from refvl.viz.step3 import explore_crops, plot_crop_prompt, plot_crop_tokens, plot_crops, plot_path_timeline
 from refvl.viz.timings import plot_stage_timings
 from refvl.viz.windows import explore_windows, plot_attention_segments, plot_window_permutation, plot_windows
 
 __all__ = [
+    "explore_crops",
     "explore_keep_mask",
     "explore_packing",
     "explore_positions",
     "explore_resize",
+    "explore_timeline",
     "explore_windows",
     "plot_accuracy_curve",
     "plot_attention_segments",
     "plot_buffers",
     "plot_clip_positions",
+    "plot_clip_prompt",
+    "plot_clip_tokens",
+    "plot_crop_prompt",
+    "plot_crop_tokens",
+    "plot_crops",
     "plot_dissimilarity",
     "plot_keep_mask",
     "plot_packing",
     "plot_patch_rows",
+    "plot_patch_values",
     "plot_patches",
+    "plot_path_timeline",
     "plot_place_answers",
     "plot_position_grid",
+    "plot_position_table",
     "plot_positions",
     "plot_pruned_positions",
     "plot_recording",
     "plot_replay_timings",
     "plot_rotary",
     "plot_stage_timings",
+    "plot_timelines",
     "plot_waste",
     "plot_window_permutation",
     "plot_windows",
