@@ -53,6 +53,7 @@ class TinyFamily:
     normalizer = None
     texts: tuple[str, ...] = ()  # what the tokenizer learns besides the questions and answers
     clips: tuple[str, ...] = ("motion",)  # the sorts of clips it learns from, of `scenes.SORTS`
+    recipe: dict = {}  # noqa: RUF012  what its training does otherwise than `train_tiny.Recipe`
     by_adam: tuple[str, ...] = ("embed_tokens", "lm_head")  # parts of names of matrices that Muon does not suit
     release: str | None = None  # names the folder, where a family has several releases
     prunable: bool = True  # clips by EVS
@@ -174,6 +175,10 @@ class TinyFamily:
 
     def time_factor(self, seconds: tuple) -> float:
         return 1.0
+
+    def time_columns(self, spans: list[MediaSpan]) -> list[int]:
+        """Places of the words that tell when each step of a clip was."""
+        return []
 
     def positions(self, length: int, spans: list[MediaSpan]) -> Tensor:
         """(3, length) int64."""
