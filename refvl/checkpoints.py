@@ -19,7 +19,7 @@ from refvl.encoders import Glm4vVisionTransformer, GlmOcrVisionTransformer, Qwen
 from refvl.graphs.manager import EncoderGraphManager
 from refvl.language import CausalTextModel, Glm4vMoeTextModel, GlmOcrTextModel
 from refvl.prompts import Qwen2_5_VLProcessor
-from refvl.prompts_glm import Glm4vProcessor, Glm46VProcessor
+from refvl.prompts_glm import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor
 
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -63,6 +63,12 @@ FAMILIES = (
         model_types=("glm46v",),
         encoder=Glm4vVisionTransformer,
         processor=Glm46VProcessor,
+    ),
+    Family(
+        name="GLM-GA",
+        model_types=("glmga",),
+        encoder=Glm4vVisionTransformer,
+        processor=GlmgaProcessor,
     ),
     Family(
         name="GLM-OCR",
