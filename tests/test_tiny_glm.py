@@ -180,7 +180,7 @@ def test_ids_equal_transformers_generate(model, oracle, kind):
         pixels, grid = ("pixel_values", "image_grid_thw")
         if medium.merged.kind == "video":
             pixels, grid = ("pixel_values_videos", "video_grid_thw")
-        inputs = {pixels: medium.pixel_values, grid: torch.tensor([medium.grid_thw])}
+        inputs = {pixels: medium.pixel_values, grid: torch.tensor([medium.layout])}
         theirs = oracle.generate(
             input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], mm_token_type_ids=types[None],
             max_new_tokens=8, do_sample=False, **inputs,
