@@ -11,7 +11,10 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
-from data.tiny_checkpoint import hf_config, tiny_config, train_tokenizer, write_checkpoint
+from data.tiny_qwen2_5_vl import FAMILY as TINY_QWEN
+
+hf_config, tiny_config = TINY_QWEN.hf_config, TINY_QWEN.config
+train_tokenizer, write_checkpoint = TINY_QWEN.train_tokenizer, TINY_QWEN.write_checkpoint
 
 
 @cache
