@@ -7,8 +7,8 @@ Four ways to encode the same pictures take turns, with new random pixels every t
 - doubling  replay, budgets that double (`EncoderGraphManager`'s own), plans at hand after the first call
 - fitted    replay, one budget for each size of picture: no padding, for those who know what arrives
 
-Outputs are compared before anything is timed. On CUDA the 7B tower's shape in bfloat16; on a CPU, where replaying shows
-semantics and no speed, the tiny tower and small pictures. Results go to data/measurements/graphs_<cpu|cuda>.json.
+Outputs are compared before anything is timed. On CUDA the true shapes in bfloat16; on a CPU, where replaying shows
+semantics and no speed, tiny towers and small pictures. Results go to data/measurements/graphs_<tower>_<cpu|cuda>.json.
 """
 
 import random
@@ -20,12 +20,17 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.report import Device, Repeats, Write, environment, resolve_device, write_measurement
 from benchmarks.tower import seconds_of
-from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
+from refvl.encoders import Glm4vVisionConfig, Glm4vVisionTransformer, Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.graphs import EncoderGraphManager, generate_budgets, padding_waste, plan_batches
 
+TOWERS = {
+    "qwen2_5_vl": (Qwen2_5_VisionTransformer, {"cpu": Qwen2_5_VisionConfig.tiny(), "cuda": Qwen2_5_VisionConfig()}),
+    "glm4v": (Glm4vVisionTransformer, {"cpu": Glm4vVisionConfig.tiny(), "cuda": Glm4vVisionConfig()}),
+}
 SIZES = {"cpu": (112, 168, 224, 336), "cuda": (112, 224, 336, 448, 560, 672, 784, 896, 1036)}  # px, multiples of 28
 BATCHES = (1, 4)
 MIN_BUDGET = {"cpu": 16, "cuda": 64}
@@ -33,33 +38,32 @@ WARM_UP = 3
 PEAK = {"H100": 989e12, "H200": 989e12}  # dense bfloat16 operations per second, from the data sheets (SXM)
 
 
-def build(device: str) -> Qwen2_5_VisionTransformer:
+def build(tower: str, device: str):
     """The tower with random weights: times depend on shapes alone."""
     torch.manual_seed(0)
-    config = Qwen2_5_VisionConfig() if device == "cuda" else Qwen2_5_VisionConfig.tiny()
+    encoder_class, configs = TOWERS[tower]
     with torch.device(device):
-        encoder = Qwen2_5_VisionTransformer(config).eval()
+        encoder = encoder_class(configs[device]).eval()
     return encoder.to(torch.bfloat16 if device == "cuda" else torch.float32)
 
 
-def grids_of(size: int, images: int, config: Qwen2_5_VisionConfig) -> list[tuple[int, int, int]]:
+def grids_of(size: int, images: int, config) -> list[tuple[int, int, int]]:
     """So many square pictures of `size` px, in patches."""
     side = size // config.patch_size
     return [(1, side, side)] * images
 
 
-def operations(config: Qwen2_5_VisionConfig, grids: list) -> float:
-    """Multiplications and additions of one forward, without padding."""
-    c, unit = config, config.spatial_merge_size**2
-    block = 4 * c.hidden_size**2 + 3 * c.hidden_size * c.intermediate_size
-    merger = unit * c.hidden_size**2 + c.hidden_size * c.out_hidden_size  # per patch
-    per_patch = c.patch_values * c.hidden_size + c.depth * block + merger
-    full, window = len(c.fullatt_block_indexes), (c.window_size // c.patch_size) ** 2
-    attended = sum(t * h * w * (full * h * w + (c.depth - full) * min(window, h * w)) for t, h, w in grids)
-    return 2 * per_patch * sum(t * h * w for t, h, w in grids) + 4 * c.hidden_size * attended
+def operations(encoder, grids: list) -> int:
+    """Multiplications and additions of one forward without padding, counted by torch without computing anything."""
+    with torch.device("meta"):
+        shadow = type(encoder)(encoder.config, attention="sdpa")
+        rows = torch.empty(sum(t * h * w for t, h, w in grids), encoder.config.patch_values)
+    with FlopCounterMode(display=False) as counter:
+        shadow(rows, grids)
+    return counter.get_total_flops()
 
 
-def capture(encoder: Qwen2_5_VisionTransformer, **limits) -> tuple[EncoderGraphManager, dict]:
+def capture(encoder, **limits) -> tuple[EncoderGraphManager, dict]:
     """A manager with its graphs, and what they cost."""
     manager = EncoderGraphManager(encoder, **limits)
     seconds = seconds_of(manager.capture, encoder.device.type)
@@ -112,9 +116,9 @@ def measure_packing(items: int = 64, repeats: int = 50) -> dict:
     return result | {"time_ratio": result["optimal_ms"] / result["greedy_ms"]}
 
 
-def as_table(device: str, rows: list[dict]) -> Table:
+def as_table(tower: str, device: str, rows: list[dict]) -> Table:
     """Medians, and how many times as fast as eager; the floor is the arithmetic at the device's peak, where known."""
-    table = Table(title=f"one call of the vision tower on {device}, median ms")
+    table = Table(title=f"one call of the {tower} tower on {device}, median ms")
     for name in ("px", "images", "tokens", "eager", "planned", "doubling", "fitted", "floor"):
         table.add_column(name, justify="right")
     for row in rows:
@@ -126,9 +130,15 @@ def as_table(device: str, rows: list[dict]) -> Table:
 
 
 def run(device: Device = "auto", repeats: Repeats = 50, write: Write = True) -> None:
-    """The eager vision tower against replayed graphs, by image size and batch."""
+    """The eager vision towers against replayed graphs, by image size and batch."""
     device = resolve_device(device)
-    encoder = build(device)
+    for tower in TOWERS:
+        run_tower(tower, device, repeats, write)
+
+
+def run_tower(tower: str, device: str, repeats: int, write: bool) -> None:
+    """One tower's table and file."""
+    encoder = build(tower, device)
     config, sizes = encoder.config, SIZES[device]
     merged = config.patch_size * config.spatial_merge_size
     fitted = [(size // merged) ** 2 for size in sizes]
@@ -142,19 +152,24 @@ def run(device: Device = "auto", repeats: Repeats = 50, write: Write = True) -> 
         for images in BATCHES:
             grids = grids_of(size, images, config)
             row = {"px": size, "images": images, "tokens": images * (size // merged) ** 2}
-            work = operations(config, grids)
+            work = operations(encoder, grids)
             row |= {"teraoperations": work / 1e12, "floor_ms": work / peak * 1e3 if peak else None}
             rows.append(row | measure(encoder, managers, grids, repeats))
-    Console().print(as_table(device, rows))
+    Console().print(as_table(tower, device, rows))
     for name, cost in costs.items():
         print(f"{name}: {len(cost['budgets'])} graphs in {cost['seconds']:.1f} s, {cost['memory_mib']:.0f} MiB")
     packing = measure_packing()
     times = [f"{policy} {packing[f'{policy}_ms']:.2f} ms" for policy in ("greedy", "optimal")]
     print(f"packing {packing['items']} items: {', '.join(times)}, {packing['time_ratio']:.1f} times as long")
     if write:
-        tower = "7B" if device == "cuda" else "tiny"
-        head = {"tower": tower, "dtype": str(encoder.dtype).removeprefix("torch."), "repeats": repeats}
-        write_measurement(f"graphs_{device}", where | head | {"capture": costs, "packing": packing, "rows": rows})
+        head = {
+            "tower": tower + ("" if device == "cuda" else ", tiny"),
+            "dtype": str(encoder.dtype).removeprefix("torch."),
+            "repeats": repeats,
+        }
+        write_measurement(
+            f"graphs_{tower}_{device}", where | head | {"capture": costs, "packing": packing, "rows": rows}
+        )
 
 
 if __name__ == "__main__":

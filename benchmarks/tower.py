@@ -1,4 +1,4 @@
-"""refvl's Qwen2.5-VL tower against transformers', same weights, same run: `python -m benchmarks.tower`.
+"""refvl's Qwen2.5-VL and GLM-4.1V towers against transformers', same weights, same run: `python -m benchmarks.tower`.
 
 Calls alternate between the two, so that a busy machine slows both; what counts is the ratio. Outputs are compared
 before anything is timed. Results go to data/measurements/tower_<cpu|cuda>.json, with device, versions and date.
@@ -12,41 +12,55 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig as HFGlm4vVisionConfig
+from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from benchmarks.report import Device, Repeats, Write, environment, resolve_device, write_measurement
-from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
+from refvl.encoders import Glm4vVisionConfig, Glm4vVisionTransformer, Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 
-TWO_BLOCKS = replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,))
-TOWERS = {"tiny": Qwen2_5_VisionConfig.tiny(), "full width, two blocks": TWO_BLOCKS, "7B": Qwen2_5_VisionConfig()}
-CASES = {  # (tower, label, grid): pictures of 14 px patches, a clip, a mixed batch
-    "cpu": [
-        ("tiny", "84 px", [(1, 6, 6)]),
-        ("tiny", "224 px", [(1, 16, 16)]),
-        ("tiny", "504 px", [(1, 36, 36)]),
-        ("tiny", "clip of 8 steps, 168 px", [(8, 12, 12)]),
-        ("full width, two blocks", "84 px", [(1, 6, 6)]),
-        ("full width, two blocks", "224 px", [(1, 16, 16)]),
-        ("full width, two blocks", "504 px", [(1, 36, 36)]),
-    ],
-    "cuda": [
-        ("7B", "224 px", [(1, 16, 16)]),
-        ("7B", "504 px", [(1, 36, 36)]),
-        ("7B", "1036 px", [(1, 74, 74)]),
-        ("7B", "8 pictures of 504 px", [(1, 36, 36)] * 8),
-        ("7B", "clip of 16 steps, 252 px", [(16, 18, 18)]),
-    ],
+CLASSES = {  # config -> transformers' config and tower, refvl's tower
+    Qwen2_5_VisionConfig: (
+        Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VisionTransformer,
+    ),
+    Glm4vVisionConfig: (HFGlm4vVisionConfig, Glm4vVisionModel, Glm4vVisionTransformer),
+}  # fmt: skip
+TWO_BLOCKS = {
+    "Qwen2.5-VL": replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,)),
+    "GLM-4.1V": replace(Glm4vVisionConfig(), depth=2),
+}
+TOWERS = {
+    "cpu": {
+        "Qwen2.5-VL, tiny": Qwen2_5_VisionConfig.tiny(),
+        "GLM-4.1V, tiny": Glm4vVisionConfig.tiny(),
+        **{f"{name}, full width, two blocks": config for name, config in TWO_BLOCKS.items()},
+    },
+    "cuda": {"Qwen2.5-VL-7B": Qwen2_5_VisionConfig(), "GLM-4.1V-9B": Glm4vVisionConfig()},
+}
+INPUTS = {  # grids of 14 px patches: pictures, a clip, a batch
+    "cpu": {
+        "84 px": [(1, 6, 6)],
+        "224 px": [(1, 16, 16)],
+        "504 px": [(1, 36, 36)],
+        "clip of 8 steps, 168 px": [(8, 12, 12)],
+    },
+    "cuda": {
+        "224 px": [(1, 16, 16)],
+        "504 px": [(1, 36, 36)],
+        "1036 px": [(1, 74, 74)],
+        "8 pictures of 504 px": [(1, 36, 36)] * 8,
+        "clip of 16 steps, 252 px": [(16, 18, 18)],
+    },
 }
 
 
-def build_pair(config: Qwen2_5_VisionConfig, device: str, dtype: torch.dtype):
+def build_pair(config, device: str, dtype: torch.dtype):
     """The same random tower twice: transformers' (SDPA attention) and refvl's."""
+    their_config, their_tower, our_tower = CLASSES[type(config)]
     values = {name: value for name, value in asdict(config).items() if name != "norm_eps"}
-    theirs = Qwen2_5_VisionTransformerPretrainedModel._from_config(
-        Qwen2_5_VLVisionConfig(**values), attn_implementation="sdpa"
-    )
-    ours = Qwen2_5_VisionTransformer(config)
+    theirs = their_tower._from_config(their_config(**values), attn_implementation="sdpa")
+    ours = our_tower(config)
     ours.load_weights(theirs.state_dict().items())
     return theirs.to(device, dtype).eval(), ours.to(device, dtype).eval()
 
@@ -65,7 +79,9 @@ def seconds_of(call, device: str) -> float:
 def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dtype) -> dict:
     """Median seconds of both over `repeats` alternating calls with new random pixels, planning included."""
     patches = sum(t * h * w for t, h, w in grid)
-    grid_tensor = torch.tensor(grid, device=device)
+    frames = [(1, h, w) for t, h, w in grid for _ in range(t)]  # how transformers' model hands clips to GLM's tower
+    is_glm = isinstance(ours, Glm4vVisionTransformer)
+    grid_tensor = torch.tensor(frames if is_glm else grid, device=device)
 
     def pixels():
         return torch.randn(patches, ours.config.patch_values, device=device, dtype=dtype)
@@ -94,16 +110,17 @@ def run(device: Device = "auto", repeats: Repeats = 15, write: Write = True) -> 
     """refvl's vision tower against transformers', same weights, same run."""
     device = resolve_device(device)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    rows, pairs = [], {}
+    rows = []
     table = Table("tower", "input", title=f"vision tower on {device}, {str(dtype).removeprefix('torch.')}")
     for name in ("patches", "transformers ms", "refvl ms", "ratio"):
         table.add_column(name, justify="right")
-    for tower, label, grid in CASES[device]:
-        pairs = pairs if tower in pairs else {tower: build_pair(TOWERS[tower], device, dtype)}
-        row = measure(*pairs[tower], grid, repeats, device, dtype)
-        rows.append({"tower": tower, "input": label, "grid_thw": grid} | row)
-        cells = f"{row['patches']}", f"{row['transformers_ms']:.2f}", f"{row['refvl_ms']:.2f}", f"{row['ratio']:.2f}"
-        table.add_row(tower, label, *cells)
+    for tower, config in TOWERS[device].items():
+        pair = build_pair(config, device, dtype)
+        for label, grid in INPUTS[device].items():
+            row = measure(*pair, grid, repeats, device, dtype)
+            rows.append({"tower": tower, "input": label, "grid_thw": grid} | row)
+            milliseconds = (f"{row[name]:.2f}" for name in ("transformers_ms", "refvl_ms", "ratio"))
+            table.add_row(tower, label, f"{row['patches']}", *milliseconds)
     Console().print(table)
     if write:
         write_measurement(f"tower_{device}", environment(device) | {"repeats": repeats, "rows": rows})

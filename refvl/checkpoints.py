@@ -25,7 +25,7 @@ from refvl.graphs.dual import DualPathGraphManager
 from refvl.graphs.manager import EncoderGraphManager
 from refvl.language import CausalTextModel, Glm4vMoeTextModel, GlmOcrTextModel, Step3ForCausalLM
 from refvl.prompts import Qwen2_5_VLProcessor
-from refvl.prompts_glm import Glm4vProcessor, Glm46VProcessor
+from refvl.prompts_glm import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor
 from refvl.prompts_step3 import Step3VLProcessor
 
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
@@ -70,6 +70,12 @@ FAMILIES = (
         model_types=("glm46v",),
         encoder=Glm4vVisionTransformer,
         processor=Glm46VProcessor,
+    ),
+    Family(
+        name="GLM-GA",
+        model_types=("glmga",),
+        encoder=Glm4vVisionTransformer,
+        processor=GlmgaProcessor,
     ),
     Family(
         name="GLM-OCR",

@@ -20,9 +20,11 @@ from refvl.positions import (
     compute_retention_mask,
     get_mrope_input_positions,
     get_window_index,
+    interpolate_position_table,
     restrict_positions,
 )
 from refvl.positions.mrope import grid_positions
+from refvl.positions.timestamps import sample_video_frames
 
 
 def _first_difference(got, want: Tensor) -> str | None:
@@ -161,6 +163,44 @@ def check_window_index(function: Callable) -> str:
         want, _ = get_window_index([(1, h, w)], window_size=side, patch_size=1, spatial_merge_size=1)
         _check(f"h={h}, w={w}, side={side}", function(h, w, side), want)
     return f"right in {len(cases)} cases"
+
+
+def check_read_table(function: Callable) -> str:
+    """`function(table (S*S, D), h, w) -> (h*w, D)`: each patch's nearest place, in merge-block order (2 x 2)."""
+    generator = torch.Generator().manual_seed(0)
+    cases = {"a table's own size": (6, 6, 6), "wide": (6, 4, 10), "tall": (6, 12, 2), "a small table": (3, 8, 4)}
+    for case, (side, h, w) in cases.items():
+        table = torch.randn(side * side, 3, generator=generator)
+        want = interpolate_position_table(table, [(1, h, w)], mode="nearest")
+        _check(f"{case}: table {side} x {side}, h={h}, w={w}", function(table.clone(), h, w), want)
+    return f"right in {len(cases)} cases"
+
+
+def check_frame_sample(function: Callable) -> str:
+    """`function(fps, total, duration) -> (indices, timestamps)`, lists, as GLM-4.1V samples up to 300 s at 2 fps."""
+    cases = {
+        "an even number of frames": (30, 120, 4.0),
+        "an odd number": (30, 75, 2.5),
+        "a rate that does not divide": (23.976, 240, 10.01),
+        "fewer frames than asked for": (1.5, 8, 5.33),
+        "under half a second": (30, 3, 0.1),
+        "a late last frame": (10, 31, 4.0),
+    }
+    for case, (fps, total, duration) in cases.items():
+        want = sample_video_frames("glm4v", fps=fps, total_num_frames=total, duration=duration)
+        got = function(fps, total, duration)
+        if not isinstance(got, tuple) or len(got) != 2:
+            raise AssertionError(f"{case}: expected (indices, timestamps), got {type(got).__name__}")
+        place = f"{case} (fps={fps}, total={total}, duration={duration})"
+        _check_list(f"{place}: indices", got[0], want.indices)
+        _check_list(f"{place}: timestamps", got[1], want.timestamps)
+    return f"right in {len(cases)} cases"
+
+
+def _check_list(case: str, got, want: list) -> None:
+    for i, (ours, theirs) in enumerate(zip(want, got, strict=False)):
+        _check_value(f"{case}[{i}]", theirs, ours)
+    _check_value(f"{case}: their number", len(got), len(want))
 
 
 def check_fill_buffer(function: Callable) -> str:

@@ -120,6 +120,11 @@ class PatchConfig:
         """Values in one patch row: C * Tp * P * P."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
+    @property
+    def max_image_tokens(self) -> int:
+        """A picture takes no more, unless it is so thin that its short side is one token already."""
+        return self.max_pixels // (self.patch_size * self.merge_size) ** 2
+
     def fit(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
         """`smart_resize` with the budget that each of `num_frames` frames has."""
         budget = self.frame_budget(num_frames)
@@ -148,6 +153,11 @@ class Glm4vPatchConfig(PatchConfig):
         """The defaults of a clip: a larger budget, because it is for all frames."""
         return cls(**({"max_pixels": 28 * 28 * 2 * 30000} | changes))
 
+    @property
+    def max_image_tokens(self) -> int:
+        """`temporal_patch_size` times fewer than the area holds, as a picture counts that often."""
+        return self.max_pixels // (self.temporal_patch_size * (self.patch_size * self.merge_size) ** 2)
+
     def fit(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
         """`smart_resize_video`; frames count as they are padded, in whole steps of the grid."""
         step = self.temporal_patch_size
@@ -155,6 +165,27 @@ class Glm4vPatchConfig(PatchConfig):
             math.ceil(num_frames / step) * step, height, width,
             temporal_factor=step, factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GlmgaPatchConfig(Glm4vPatchConfig):
+    """GLM-GA's: sides may be asked to be multiples of several merged tokens."""
+
+    patch_expand_factor: int = 1
+
+    def __post_init__(self):
+        PatchConfig.__post_init__(self)
+        check_positive_int(self.patch_expand_factor, "patch_expand_factor")
+
+    @classmethod
+    def for_video(cls, **changes) -> "GlmgaPatchConfig":
+        """The defaults of a clip: almost twice the budget of the other GLMs."""
+        return cls(**({"max_pixels": 28 * 28 * 2 * 55790} | changes))
+
+    @property
+    def factor(self) -> int:
+        """Sides of the resized picture are multiples of this."""
+        return self.patch_size * self.merge_size * self.patch_expand_factor
 
 
 def _check_supported(values: dict) -> None:

@@ -7,7 +7,11 @@ import torch
 from torch import nn
 
 from refvl.media import Video
+from refvl.patches import PatchConfig, count_tokens, plan_size
 from refvl.pipeline import VLM
+
+BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the picture that upstream plans with
+MAX_FRAMES_PER_VIDEO = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,41 @@ def plan_media(vlm: VLM, medium) -> MediaPlan:
     becomes, layout = vlm.processor.plan(medium)
     patches, tokens, _ = vlm.encoder.item_size(layout)
     return MediaPlan(kind, size, becomes, layout, patches, tokens)
+
+
+def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
+    """(height, width) in px that a square picture, larger than any budget, is resized to.
+
+    One picture, not a clip: GLM's budgets count frames, and planning a picture as a clip of sixteen would find it
+    eight times too small. Upstream: `get_image_size_with_most_features` (vLLM).
+    """
+    return plan_size(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET, config)
+
+
+def frames_that_fit(
+    max_tokens: int, size: tuple[int, int], config: PatchConfig, *, limit: int = MAX_FRAMES_PER_VIDEO
+) -> int:
+    """How many frames of `size` (height, width) px a clip may have before its tokens exceed `max_tokens`.
+
+    GLM shrinks the frames of a longer clip, so that once the largest clip fits, any does: `limit` is returned.
+    Upstream: `_get_max_video_frames` (vLLM).
+    """
+    frames = 0
+    while frames < limit and count_tokens(*size, config, frames + 1) <= max_tokens:
+        frames += 1
+    return frames
+
+
+def num_frames_with_most_features(
+    context: int, image_config: PatchConfig, video_config: PatchConfig, *, images: int = 0, videos: int = 1
+) -> int:
+    """Frames per clip to plan with when a prompt of `context` tokens holds so many pictures and clips; at least one.
+
+    The pictures are as large as can be, and so are the frames. Upstream: `get_num_frames_with_most_features` (vLLM).
+    """
+    size, videos = image_size_with_most_features(image_config), max(videos, 1)
+    left = context - images * count_tokens(*size, image_config)
+    return max(1, frames_that_fit(left, size, video_config, limit=videos * MAX_FRAMES_PER_VIDEO) // videos)
 
 
 def parameter_count(module: torch.nn.Module) -> int:
@@ -67,6 +106,7 @@ def describe(vlm: VLM, media=()) -> dict[str, str]:
         "context": f"{vlm.max_context:,} tokens",
         f"weights in {str(dtype).removeprefix('torch.')}": _bytes((encoder + language) * dtype.itemsize),
         "kv cache": f"{_bytes(kv_cache_bytes_per_token(text, dtype))} a token",
+        **_limits(vlm),
     }
     for i, plan in enumerate(plans):
         rows[f"{plan.kind} {i + 1}"] = (
@@ -79,6 +119,17 @@ def describe(vlm: VLM, media=()) -> dict[str, str]:
         total = (encoder + language) * dtype.itemsize + peak + cache
         rows["memory for these media"] = f"kv cache {_bytes(cache)}, tower activations about {_bytes(peak)}"
         rows["memory needed"] = f"about {_bytes(total)}"
+    return rows
+
+
+def _limits(vlm: VLM) -> dict[str, str]:
+    """The largest picture, and how a clip is sampled, for the processors that have such a rule."""
+    rows, config = {}, vlm.processor.image_config
+    if isinstance(config, PatchConfig):
+        height, width = image_size_with_most_features(config)
+        rows["largest square picture"] = f"{width} x {height} px -> {count_tokens(height, width, config):,} tokens"
+    if sampling := getattr(vlm.processor, "clip_sampling", None):
+        rows["clip sampling"] = sampling
     return rows
 
 

@@ -84,7 +84,7 @@ class ChatProcessor:
     @property
     def largest_picture(self) -> int:
         """Tokens of the largest picture that the limits allow."""
-        return self.image_config.max_pixels // self.image_config.factor**2
+        return self.image_config.max_image_tokens
 
     def plan(self, medium: Image.Image | Video) -> tuple[str, Hashable]:
         """What becomes of a decoded medium, from its size alone: a line for tables, and its layout."""

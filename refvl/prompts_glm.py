@@ -13,7 +13,9 @@ from the processor class that the checkpoint's files name, not from `model_type`
     class               releases                              sampler    a second    token of a frame
     Glm4vProcessor      GLM-4.1V, GLM-4.5V                    glm4v      3           the video's
     Glm46VProcessor     GLM-4.6V, GLM-4.6V-Flash, GLM-OCR     glm46v     3.0 seconds the picture's
+    Glm46VProcessor     GLM-GA (GlmgaProcessor here)          glmga      3.0 seconds the picture's
 
+GLM-GA's files name Glm46VProcessor too; what is its own are the picture and the video processor inside.
 Seconds are whole, as in vLLM; transformers writes 3.3 seconds where the frame was taken then.
 
 transformers (5.17 to 5.23) and vLLM 0.33 fill frames with the picture's token for both; its place is taken by
@@ -30,7 +32,7 @@ from transformers import PretrainedConfig
 
 from refvl.media import Video, load_video
 from refvl.merge import FramewiseMedia, MergedMedia
-from refvl.patches import Glm4vPatchConfig, patchify_video, read_json
+from refvl.patches import Glm4vPatchConfig, GlmgaPatchConfig, patchify_video, read_json
 from refvl.positions.timestamps import sample_video_frames
 from refvl.prompts import ChatProcessor, Patches
 from refvl.schema import Grid
@@ -41,16 +43,27 @@ class Glm4vProcessor(ChatProcessor):
 
     patch_config = Glm4vPatchConfig
     variant = "glm4v"  # of `sample_video_frames`
+    rule = "{fps:g} frames a second up to {max_duration:g} s, longer clips are spread"
     timestamp_format = "{}"
     frame_kind = "video"  # whose token fills a frame
     options = {"fps": "target_fps"}  # noqa: RUF012  what a message may say, under the sampler's name
 
     @classmethod
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "Glm4vProcessor":
-        """The class that the folder's files name, where they name one of these; else this one."""
+        """The class that the folder's files name, where they name one of these and this one is not of its kind."""
         known = {c.__name__: c for c in (Glm4vProcessor, Glm46VProcessor)}
-        chosen = known.get(_processor_class(folder), cls)
+        named = known.get(_processor_class(folder), cls)
+        chosen = cls if issubclass(cls, named) and named is not Glm4vProcessor else named
         return super(Glm4vProcessor, chosen).from_folder(folder, config)
+
+    @property
+    def clip_sampling(self) -> str:
+        """The rule in words; `model_type` does not tell GLM-4.6V from GLM-4.5V, only a folder's files do."""
+        config = self.video_config
+        limits = {"fps": config.fps, "max_duration": config.max_duration, "max_frames": config.max_frames}
+        assumed = type(self) is Glm4vProcessor and self.tokenizer is None
+        note = " (assumed: without processor files GLM-4.6V looks like GLM-4.5V)" if assumed else ""
+        return f"{self.variant}: {self.rule.format(**limits)}{note}"
 
     def load_video(self, source, options: dict) -> Video:
         """Files are sampled by the variant's rule, `num_frames` evenly; frames in memory count as sampled already.
@@ -116,9 +129,19 @@ class Glm46VProcessor(Glm4vProcessor):
     """GLM-4.6V, GLM-4.6V-Flash and GLM-OCR."""
 
     variant = "glm46v"
+    rule = "6, 2 or 1 frames a second, fewer the longer the clip, {max_frames} at most"
     timestamp_format = "{:.1f} seconds"
     frame_kind = "image"
     options = {"max_frames": "max_frames"}  # noqa: RUF012
+
+
+class GlmgaProcessor(Glm46VProcessor):
+    """GLM-GA: GLM-4.6V's prompts, its own sampler and picture sizes."""
+
+    patch_config = GlmgaPatchConfig
+    variant = "glmga"
+    rule = "{fps:g} frames a second, {max_frames} at most"
+    options = {"fps": "target_fps", "max_frames": "max_frames"}  # noqa: RUF012
 
 
 def _processor_class(folder: Path) -> str | None:

@@ -85,6 +85,7 @@ GLM_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor"
 GLM_TEXT = {  # what the text models of each model_type have besides the common sizes
     "glm4v": {},
     "glm46v": {},
+    "glmga": {},
     "glm4v_moe": {
         "head_dim": 24, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
         "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
@@ -141,7 +142,7 @@ def make_glm_checkpoint(folder: Path, model_type: str, processor_class: str, *, 
     glm_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(GLM_TEMPLATE)
     ends = {name: config["text_config"][name] for name in ("pad_token_id", "eos_token_id")}
-    name = processor_class.removesuffix("Processor")
+    name = "Glmga" if model_type == "glmga" else processor_class.removesuffix("Processor")
     picture, clip = {"shortest_edge": 2 * 84**2, "longest_edge": 2 * 112**2}, {"shortest_edge": 84**2}
     files = {
         "config.json": config,

@@ -19,10 +19,12 @@ from refvl.positions import (
     compute_retention_mask,
     get_mrope_input_positions,
     get_window_index,
+    interpolate_position_table,
     mrope_delta,
     restrict_positions,
 )
 from refvl.positions.mrope import grid_positions
+from refvl.positions.timestamps import sample_video_frames
 from refvl.positions.upstream import larger_side_positions, width_offset_positions
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
@@ -125,18 +127,39 @@ def always_both_paths(path_tokens, budgets, max_items):
     ]
 
 
+def read_table(table, h, w, merge_size=2):
+    return interpolate_position_table(table, [(1, h, w)], spatial_merge_size=merge_size, mode="nearest")
+
+
+def frame_sample(fps, total, duration):
+    sample = sample_video_frames("glm4v", fps=fps, total_num_frames=total, duration=duration)
+    return sample.indices, sample.timestamps
+
+
+def without_the_repeated_frame(fps, total, duration):
+    indices, timestamps = frame_sample(fps, total, duration)
+    return list(dict.fromkeys(indices)), timestamps
+
+
+def rounded_seconds(fps, total, duration):
+    indices, _ = frame_sample(fps, total, duration)
+    return indices, [round(index / fps) for index in indices[::2]]
+
+
 @pytest.mark.parametrize(
     ("check", "function"),
     [
         (exercises.check_count_tokens, lambda height, width: count_tokens(height, width, PatchConfig())),
         (exercises.check_crop_layout, lambda width, height: plan_crops(width, height).layout),
         (exercises.check_fill_buffer, fill_buffer),
+        (exercises.check_frame_sample, frame_sample),
         (exercises.check_greedy_batches, greedy_batches),
         (exercises.check_grid_positions, grid_positions),
         (exercises.check_merge_embeddings, merge_embeddings),
         (exercises.check_mrope_positions, get_mrope_input_positions),
         (exercises.check_paired_batches, plan_paired_batches),
         (exercises.check_patch_rows, lambda pixels, config: patch_rows(pixels, config)[0]),
+        (exercises.check_read_table, read_table),
         (exercises.check_replay, replay),
         (exercises.check_restrict_positions, restrict_positions),
         (exercises.check_retention_mask, retention_mask),
@@ -186,6 +209,22 @@ def test_the_library_passes(check, function):
         (exercises.check_patch_rows, line_by_line, r"one row of blocks: element \[2, 0\] should be 1176.0, got 28.0"),
         (exercises.check_replay, run_without_writing, r"two operations, .*: element \[0\] should be 11.0, got 7.0"),
         (exercises.check_replay, write_first_results, r"two results, .*: element \[1\] should be 5.0, got 7.0"),
+        (
+            exercises.check_read_table,
+            lambda table, h, w: read_table(table, h, w, merge_size=1),
+            r"a table's own size: table 6 x 6, h=6, w=6: element \[2, 0\] should be",
+        ),
+        (
+            exercises.check_frame_sample,
+            without_the_repeated_frame,
+            r"an odd number \(fps=30, total=75, duration=2.5\): indices: their number: should be 6, got 5",
+        ),
+        (
+            exercises.check_frame_sample,
+            rounded_seconds,
+            r"fewer frames than asked for .*: timestamps\[2\]: should be 2, got 3",
+        ),
+        (exercises.check_frame_sample, lambda *_: [], r"expected \(indices, timestamps\), got list"),
         (exercises.check_smallest_budget_sum, greedy_budget_sum, r"\[60, 60, 60\].*: should be 192, got 256"),
         (exercises.check_restrict_positions, cut_to_length, r"some tokens pruned: element \[0, 9\] should be 7, got 5"),
         (exercises.check_restrict_positions, delta_of_the_full_prompt, "some tokens .* delta should be -7, got -11"),

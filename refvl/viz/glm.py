@@ -1,0 +1,188 @@
+"""GLM: a table of positions read at any size, and clips that become pictures with the second written behind each.
+
+plot_position_table  where the patches of pictures read the table, and one of its channels as read
+plot_patch_values    a number per patch, laid over the picture
+plot_timelines       which frames of a clip each variant looks at, and the seconds it writes
+plot_clip_tokens     prompt tokens of a clip against its duration
+plot_clip_prompt     a clip's part of the prompt, one frame per row, pruned tokens faded
+explore_timeline     one timeline, with the clip's duration and rate to play with
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+from PIL import Image
+from torch import Tensor
+
+from refvl.positions import interpolate_position_table, merge_block_coordinates
+from refvl.positions.timestamps import VARIANTS, FrameSample, sample_video_frames
+from refvl.schema import check_shape
+from refvl.trace import Trace
+from refvl.viz.positions import grid_of_axes
+from refvl.viz.style import HIGHLIGHT, PRUNED, SEQUENCE_CMAP, TOKEN_COLORS, axes_or_new, image_axes, interactive
+
+VARIANT_COLORS = {"glm4v": "#3d5a80", "glm46v": "#8d5a97", "glmga": "#2a9d8f"}
+_RELEASES = {"glm4v": "GLM-4.1V, 4.5V", "glm46v": "GLM-4.6V", "glmga": "GLM-GA"}
+_SECOND = {"facecolor": HIGHLIGHT, "alpha": 0.4, "edgecolor": "none", "pad": 1.2}
+_LABELS = 16  # seconds written along a timeline, at most
+
+
+def plot_position_table(
+    table_PE: Tensor, pictures: Sequence[tuple[Image.Image, tuple[int, int]]], *, channel: int = 0, ax=None
+) -> np.ndarray:
+    """Per picture: the table laid over it with the patches' centres, and a channel as read bicubic and nearest.
+
+    table_PE: (S * S, E). pictures: with their (h, w) in patches. ax: an array of pictures x 3 Axes, or None.
+    Returns that array.
+    """
+    values_P1 = check_shape(table_PE, ("positions", "E"), "table_PE").detach().float()[:, [channel]]
+    limits = (float(values_P1.min()), float(values_P1.max()))
+    axes = grid_of_axes(ax, len(pictures), 3, figsize=(10.5, 3.1 * len(pictures)))
+    for row, (image, (h, w)) in zip(axes, pictures, strict=True):
+        _show_places(row[0], image, (h, w), round(len(table_PE) ** 0.5))
+        for panel, mode in zip(row[1:], ("bicubic", "nearest"), strict=True):
+            read_N = interpolate_position_table(values_P1, [(1, h, w)], mode=mode)[:, 0]
+            plot_patch_values(read_N, (h, w), size=image.size, limits=limits, title=f"read {mode}", ax=panel)
+    axes[0, 0].figure.colorbar(axes[0, 1].images[0], ax=axes[:, 1:], label=f"channel {channel}", shrink=0.7)
+    return axes
+
+
+def _show_places(ax: Axes, image: Image.Image, grid_hw: tuple[int, int], side: int) -> None:
+    """The picture, the table's places as lines over it, and a dot where the centre of each patch falls."""
+    (h, w), (width, height) = grid_hw, image.size
+    image_axes(ax, f"{h} x {w} patches, {side} x {side} places")
+    ax.imshow(image, alpha=0.55)
+    for i in range(side + 1):
+        ax.plot([i * width / side] * 2, [0, height], [0, width], [i * height / side] * 2, color="white", lw=1.2)
+    rows, columns = np.mgrid[:h, :w]
+    ax.scatter((columns + 0.5) * width / w, (rows + 0.5) * height / h, s=5, color=HIGHLIGHT)
+    ax.set(xlim=(0, width), ylim=(height, 0))
+
+
+def plot_patch_values(
+    values_N: Tensor,
+    grid_hw: tuple[int, int],
+    *,
+    size: tuple[int, int] | None = None,
+    limits: tuple[float, float] | None = None,
+    title: str = "",
+    ax: Axes | None = None,
+) -> Axes:
+    """A number per patch where the patch stands. values_N: (h*w,) in merge-block order, as all rows of patches.
+
+    size: (width, height) of the picture, whose ratio is kept; None for square patches. limits: of the colours.
+    """
+    h, w = grid_hw
+    check_shape(values_N, (h * w,), "values_N")
+    rows, columns = merge_block_coordinates([(1, h, w)]).T.numpy()
+    values_HW = np.empty((h, w))
+    values_HW[rows, columns] = values_N.detach().cpu().numpy()
+    width, height = size or (w, h)
+    ax = image_axes(ax, title)
+    low, high = limits or (None, None)
+    ax.imshow(values_HW, cmap=SEQUENCE_CMAP, vmin=low, vmax=high, extent=(0, width, height, 0))
+    return ax
+
+
+def plot_timelines(duration: float, fps: float, variants: Sequence[str] = VARIANTS, *, ax: Axes | None = None) -> Axes:
+    """The frames of a clip that each variant looks at, two to a step of the grid, and the second written for the step.
+
+    duration: seconds. fps: of the clip. Steps alternate in shade, so that pairs can be seen.
+    """
+    total = max(1, round(duration * fps))
+    ax = axes_or_new(ax, figsize=(10.5, 0.5 + 1.05 * len(variants)))
+    for row, variant in enumerate(variants):
+        sample = sample_video_frames(variant, fps=fps, total_num_frames=total, duration=duration)
+        _draw_timeline(ax, -row, sample, fps, VARIANT_COLORS[variant])
+    ticks = np.linspace(0, (total - 1) / fps, min(total, 3000))
+    ax.eventplot([ticks], lineoffsets=[-len(variants) + 0.35], linelengths=0.18, colors="0.65", linewidths=0.5)
+    names = [f"{variant}\n{_RELEASES[variant]}" for variant in variants]
+    ax.set_yticks([*(-row for row in range(len(variants))), -len(variants) + 0.35], [*names, f"{total:,} frames"])
+    ax.tick_params(axis="y", length=0, labelsize=8)
+    ax.set(xlabel="second of the clip", ylim=(-len(variants) + 0.1, 0.8))
+    ax.set_title(f"a clip of {duration:g} s at {fps:g} frames a second: frames looked at, and seconds written")
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    return ax
+
+
+def _draw_timeline(ax: Axes, y: float, sample: FrameSample, fps: float, color: str) -> None:
+    """Frames as lines, a box per step, the written seconds above (thinned where they would overlap)."""
+    times, steps = np.array(sample.indices) / fps, len(sample.timestamps)
+    for step, alpha in ((0, 1.0), (1, 0.45)):
+        pairs = np.concatenate([times[2 * step :: 4], times[2 * step + 1 :: 4]])
+        ax.eventplot([pairs], lineoffsets=[y], linelengths=0.5, colors=color, linewidths=1.6, alpha=alpha)
+    for i in range(0, steps, -(-steps // _LABELS)):
+        ax.text(times[2 * i], y + 0.33, str(sample.timestamps[i]), ha="center", va="bottom", fontsize=8, bbox=_SECOND)
+    looked = len(dict.fromkeys(sample.indices))
+    ax.annotate(
+        f"{looked} frames,\n{steps} steps", (1.005, y), xycoords=("axes fraction", "data"), fontsize=8, va="center"
+    )
+
+
+def plot_clip_tokens(
+    seconds: Sequence[float], tokens: dict[str, Sequence[int]], *, title: str = "", ax: Axes | None = None
+) -> Axes:
+    """Prompt tokens of a clip against its duration, a line per variant; both axes are logarithmic."""
+    ax = axes_or_new(ax, figsize=(7, 3.6))
+    for variant, counts in tokens.items():
+        ax.plot(seconds, counts, "o-", ms=4, color=VARIANT_COLORS[variant], label=f"{variant} ({_RELEASES[variant]})")
+    ax.set(xscale="log", yscale="log", xlabel="duration (s)", ylabel="tokens", title=title)
+    ax.grid(alpha=0.25, which="both")
+    ax.legend(fontsize=9)
+    return ax
+
+
+def plot_clip_prompt(trace: Trace, processor, *, title: str = "", ax: Axes | None = None) -> Axes:
+    """The clip's part of a prompt with one clip, a row per step: begin, tokens, end, and the second that is written.
+
+    trace: of a GLM model, whose `keep` fades what was pruned. processor: the model's, for its words.
+    """
+    ids, keep, config = trace.full_ids.tolist(), trace.keep.tolist(), processor.config
+    starts = [span.offset - 1 for span in trace.spans]
+    stops = [*starts[1:], ids.index(config.video_end_token_id)]
+    width = max(stop - start for start, stop in zip(starts, stops, strict=True))
+    ax = axes_or_new(ax, figsize=(min(11, 0.42 * width + 1.6), 0.36 * len(starts) + 0.9))
+    for row, (start, stop, span) in enumerate(zip(starts, stops, trace.spans, strict=True)):
+        behind = span.offset + span.num_tokens  # where end-of-image stands
+        for place in range(start, stop):
+            x = place - start
+            if span.offset <= place < behind:
+                _box(ax, x, row, TOKEN_COLORS["video"] if keep[place] else PRUNED)
+            elif place in (start, behind):
+                _box(ax, x, row, TOKEN_COLORS["text"], "[" if place == start else "]")
+            else:
+                _box(ax, x, row, HIGHLIGHT, processor.tokenizer.decode([ids[place]]).strip())
+    kept = sum(sum(keep[span.offset : span.offset + span.num_tokens]) for span in trace.spans)
+    total = sum(span.num_tokens for span in trace.spans)
+    ax.set(xlim=(-0.1, width), ylim=(len(starts) - 0.05, -0.1), xticks=[], xlabel="tokens of the prompt, left to right")
+    ax.set_yticks([row + 0.45 for row in range(len(starts))], [f"step {row}" for row in range(len(starts))])
+    ax.tick_params(axis="y", length=0)
+    ax.spines[:].set_visible(False)
+    counted = f"{kept} of {total} video tokens"
+    ax.set_title(f"{title}: {counted}" if title else counted, fontsize=11)
+    return ax
+
+
+def _box(ax: Axes, x: float, y: float, color: str, text: str = "") -> None:
+    ax.add_patch(Rectangle((x, y), 0.9, 0.9, facecolor=color, edgecolor="none"))
+    ax.text(x + 0.45, y + 0.47, text, ha="center", va="center", fontsize=8)
+
+
+def draw_timeline(duration: float, fps: float, variant: str) -> Axes:
+    """What `explore_timeline` draws: one timeline."""
+    return plot_timelines(duration, fps, [variant])
+
+
+def explore_timeline(duration: float = 12.0, fps: float = 25.0, variant: str = "glm46v"):
+    """Sliders over a clip's duration and rate, and the variant that samples it. Needs ipywidgets."""
+    import ipywidgets
+
+    options = {"continuous_update": False}
+    return interactive(
+        draw_timeline,
+        duration=ipywidgets.FloatSlider(value=duration, min=0.2, max=400, step=0.2, description="seconds", **options),
+        fps=ipywidgets.FloatSlider(value=fps, min=1, max=60, step=1, description="fps", **options),
+        variant=ipywidgets.Dropdown(options=list(VARIANTS), value=variant, description="variant"),
+    )
