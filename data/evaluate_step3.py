@@ -46,7 +46,7 @@ def evaluate(model: refvl.VLM, kind: str, count: int, *, split: str = "test", ba
 
 def set_crops(model: refvl.VLM, enabled: bool) -> None:
     """With crops, or overviews only: nothing else of the model or the prompt changes."""
-    model.processor.crop_config = replace(model.processor.crop_config, enable_crops=enabled)
+    model.processor.image_config = replace(model.processor.image_config, enable_crops=enabled)
 
 
 def main():

@@ -47,7 +47,7 @@ class Step3VLProcessor(ChatProcessor):
 
     def __init__(self, config: PretrainedConfig, tokenizer=None):
         """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
-        self.config, self.tokenizer, self.crop_config = config, tokenizer, CropConfig.from_hf(config)
+        self.config, self.tokenizer, self.image_config = config, tokenizer, CropConfig.from_hf(config)
         sizes = Step3VisionConfig.from_hf(config)
         self.image_tokens, self.crop_tokens = sizes.image_tokens, sizes.crop_tokens
         self.token_ids = {"image": config.image_token_id, "video": NO_VIDEO_ID}
@@ -70,14 +70,14 @@ class Step3VLProcessor(ChatProcessor):
     @property
     def largest_picture(self) -> int:
         """Tokens of a square picture as large as is looked at."""
-        plan = plan_crops(self.crop_config.max_side, self.crop_config.max_side, self.crop_config)
+        plan = plan_crops(self.image_config.max_side, self.image_config.max_side, self.image_config)
         return self.merged("image", plan.layout).num_tokens
 
     def plan(self, medium: Image.Image | Video) -> tuple[str, Hashable]:
         """What becomes of a picture, from its size alone: a line for tables, and its layout."""
         if isinstance(medium, Video):
             raise ValueError(NO_VIDEO)
-        plan, config = plan_crops(*medium.size, self.crop_config), self.crop_config
+        plan, config = plan_crops(*medium.size, self.image_config), self.image_config
         (rows, columns), (width, height) = plan.layout, plan.canvas
         crops = f"{rows} x {columns} crops of {config.crop_size} px, " if rows else ""
         return f"{width} x {height} px -> {crops}overview of {config.image_size} px", plan.layout
@@ -87,7 +87,7 @@ class Step3VLProcessor(ChatProcessor):
         raise ValueError(NO_VIDEO)
 
     def _patchify_image(self, image: Image.Image) -> Patches:
-        pixel_values, layout = patchify_crops(image, self.crop_config)
+        pixel_values, layout = patchify_crops(image, self.image_config)
         return Patches(image, pixel_values, layout, self.merged("image", layout))
 
     def _patchify_video(self, video: Video) -> Patches:

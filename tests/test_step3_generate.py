@@ -64,7 +64,7 @@ def independent_ids(vlm, question: str, names: list[str]) -> list[int]:
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     rows = []
     for name in names:
-        overview, crops, _ = cut_crops(PICTURES[name], vlm.processor.crop_config)
+        overview, crops, _ = cut_crops(PICTURES[name], vlm.processor.image_config)
         squares = [prepare_pixels(crop, 56) for crop in crops] + [prepare_pixels(overview, 84)]
         rows += [vlm.encoder(square[None])[0] for square in squares]
     embeds = text_model.embed_tokens(torch.tensor(ids))
@@ -175,7 +175,7 @@ def test_generate_takes_tensors(vlm):
 def test_encode_gives_crops_then_overview(vlm):
     embeds = vlm.encode([SQUARE, SMALL])
     assert [tuple(e.shape) for e in embeds] == [(8, 96), (4, 96)]
-    overview, crops, _ = cut_crops(SQUARE, vlm.processor.crop_config)
+    overview, crops, _ = cut_crops(SQUARE, vlm.processor.image_config)
     close = {"rtol": 1e-4, "atol": 1e-2}  # values of the size of tens
     for i, crop in enumerate(crops):
         torch.testing.assert_close(embeds[0][i : i + 1], vlm.encoder(prepare_pixels(crop, 56)[None])[0], **close)
@@ -191,9 +191,8 @@ def test_graphs_change_no_id(folder, vlm, images):
     assert graphed.graphs.stats().misses == 0
     assert (stats["global"].hits > 0) == bool(images) and (stats["local"].hits > 0) == (SQUARE in images)
     report = {stage: shapes for stage, shapes, _ in trace.rows()}["encode"]
-    assert ("global path of media" in report) == bool(images) and ("local path of media" in report) == (
-        SQUARE in images
-    )
+    assert ("global path of media" in report) == bool(images)
+    assert ("local path of media" in report) == (SQUARE in images)
 
 
 NAMINGS = {
@@ -252,7 +251,7 @@ def test_the_sentence_begins_once(vlm, tmp_path):
 
 def test_without_crops_only_the_overview_is_left(folder):
     vlm = load(folder)
-    vlm.processor.crop_config = replace(vlm.processor.crop_config, enable_crops=False)
+    vlm.processor.image_config = replace(vlm.processor.image_config, enable_crops=False)
     trace = vlm.trace("What is it?", images=[SQUARE], max_new_tokens=1)
     assert trace.layouts == [(0, 0)] and WRITTEN["SMALL"] in vlm.processor.tokenizer.decode(trace.full_ids)
 
