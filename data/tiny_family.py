@@ -34,7 +34,7 @@ def find_family(name: str = DEFAULT) -> "TinyFamily":
 
 
 def family_names() -> list[str]:
-    shared = {"checkpoint", "family", "model"}
+    shared = {"family", "model", "step3"}  # step3 is trained by train_step3.py
     return sorted({file.stem.removeprefix("tiny_") for file in Path(__file__).parent.glob("tiny_*.py")} - shared)
 
 

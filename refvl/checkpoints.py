@@ -16,7 +16,14 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, PretrainedConfig
 
 from refvl.attention import choose_backend
-from refvl.encoders import Glm4vVisionTransformer, GlmOcrVisionTransformer, Qwen2_5_VisionTransformer, minicpmv
+from refvl.encoders import (
+    Glm4vVisionTransformer,
+    GlmOcrVisionTransformer,
+    Qwen2_5_VisionTransformer,
+    Step3VisionEncoder,
+    minicpmv,
+)
+from refvl.graphs.dual import DualPathGraphManager
 from refvl.graphs.manager import EncoderGraphManager
 from refvl.language import (
     CausalTextModel,
@@ -24,11 +31,13 @@ from refvl.language import (
     GlmOcrTextModel,
     MiniCPMTextModel,
     MiniCPMVTextModel,
+    Step3ForCausalLM,
 )
 from refvl.minicpmv_config import MiniCPMVConfig
 from refvl.prompts import Qwen2_5_VLProcessor
 from refvl.prompts_glm import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor
 from refvl.prompts_minicpmv import PROCESSORS as MINICPMV_PROCESSORS
+from refvl.prompts_step3 import Step3VLProcessor
 
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -88,6 +97,15 @@ FAMILIES = (
         encoder=GlmOcrVisionTransformer,
         processor=Glm46VProcessor,
         text_model=GlmOcrTextModel,
+    ),
+    Family(
+        name="Step3-VL",
+        model_types=("step3_vl",),
+        encoder=Step3VisionEncoder,
+        processor=Step3VLProcessor,
+        vision_prefix=r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.",
+        text_model=Step3ForCausalLM,
+        graphs=DualPathGraphManager,
     ),
     *(
         Family(

@@ -18,6 +18,8 @@ from transformers.utils import logging
 
 from refvl.positions import MediaSpan, get_mrope_input_positions
 from refvl.schema import check_shape
+from refvl.step3_config import Step3TextConfig
+from refvl.step3_text import Step3TextModel
 
 # checkpoint name -> wrapper name, as regular expressions: after transformers 4.52, and as vLLM saves them
 KEY_MAPPING = {
@@ -26,6 +28,7 @@ KEY_MAPPING = {
     r"^language_model\.lm_head\.": "lm_head.",
     r"^llm\.": "",  # MiniCPM-V
 }
+PLACED_BY = {"device_map", "tp_plan", "tp_size", "distributed_config"}  # then transformers puts the weights in place
 
 
 class CausalTextModel(PreTrainedModel, GenerationMixin):
@@ -91,6 +94,14 @@ class SequentialTextModel(CausalTextModel):
         return super().forward(*args, position_ids=position_ids, **kwargs)
 
 
+class Step3ForCausalLM(SequentialTextModel):
+    """Step3: the text model is refvl's own."""
+
+    _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
+        r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\."
+    ]
+
+
 class ScaledEmbedding(nn.Embedding):
     """An embedding whose rows are multiplied by a constant, wherever ids become embeddings."""
 
@@ -139,6 +150,8 @@ class GlmOcrTextModel(CausalTextModel):
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?visual\.", r"layers\.16\."]  # noqa: RUF012
 
 
+AutoModel.register(Step3TextConfig, Step3TextModel, exist_ok=True)
+
 # one tensor per expert in the checkpoint, one for all in the model: transformers knows it of the whole model only
 register_checkpoint_conversion_mapping("glm4v_moe_text", get_checkpoint_conversion_mapping("glm4v_moe"), overwrite=True)
 
@@ -155,7 +168,8 @@ def load_language_model(
 ) -> CausalTextModel:
     """The text part of the checkpoint in `folder`, strictly: missing and misshapen weights raise ValueError.
 
-    kwargs (`device_map`, `tp_plan`, `attn_implementation`, ...) go to transformers' `from_pretrained`.
+    kwargs (`device_map`, `tp_plan`, `attn_implementation`, ...) go to transformers' `from_pretrained`; those that place
+    the weights win over `device`.
     """
     with _progress_bars(progress):
         model, info = model_class.from_pretrained(
@@ -174,7 +188,7 @@ def load_language_model(
     ]
     if lines:
         raise ValueError(f"{folder}: the weights do not match the text model\n" + "\n".join(lines))
-    return model.eval() if {"device_map", "tp_plan"} & kwargs.keys() else model.eval().to(device)
+    return model.eval() if PLACED_BY & kwargs.keys() else model.eval().to(device)
 
 
 @contextmanager

@@ -114,7 +114,9 @@ class ChatProcessor:
         if self.tokenizer is None:
             raise ValueError("prompt: this model was built from a config alone; a tokenizer needs a checkpoint folder")
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return expand_placeholders(self.tokenizer(text)["input_ids"], media, self.token_ids, self.expand)
+        begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # by the template itself
+        ids = self.tokenizer(text, add_special_tokens=not begun)["input_ids"]
+        return expand_placeholders(ids, media, self.token_ids, self.expand)
 
     def text(self, token_ids) -> str:
         """Token ids back to text, special tokens left out."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from refvl.encoders import SliceGroup
 from refvl.encoders.minicpmv import ENCODERS
 from refvl.graphs import Batch, EncoderGraphManager
+from refvl.graphs.buffers import metadata_tensors
 
 LATER = ["2.5", "2.6", "4.0", "4.5"]
 VISION = {
@@ -125,6 +126,27 @@ def test_a_b_a(manager):
     assert manager.last_batches == [Batch((0, 1), 8)]
     assert torch.equal(check(manager, a, seed=1)[0], first)
     assert manager.last_batches == [Batch((0,), 8)]
+
+
+def test_padding_that_holds_nan_reaches_nothing(manager):
+    """Rows behind the last slice, NaN in the buffer itself: neither the tower nor the resampler reads them."""
+    layouts = [((3, 5), (4, 2)), ((1, 7),)]
+    outputs = torch.cat(check(manager, layouts))
+    [batch], captured = manager.last_batches, manager.captured[16]
+    assert batch.budget == 16
+    captured.pixel_values[30:] = float("nan")
+    order = torch.cat([torch.arange(12).split([8, 4])[i] for i in batch.indices])
+    assert torch.equal(captured.graph.replay()[:12], outputs[order])
+
+
+def test_buffers_of_both_plans_count_as_memory(manager):
+    """Pixels, and every tensor of the tower's and the resampler's metadata."""
+    captured = manager.captured[32]
+    nested = (captured.metadata.vision, captured.metadata.resampler)
+    tensors = [getattr(part, f.name) for part in nested for f in fields(part)]
+    held = sum(t.nbytes for t in tensors if isinstance(t, Tensor)) + captured.pixel_values.nbytes
+    assert sum(t.nbytes for t in metadata_tensors(captured.metadata)) + captured.pixel_values.nbytes == held
+    assert manager.memory_bytes() > held > 192 * 588 * 4
 
 
 def test_stale_metadata_would_show(manager_4_5):

@@ -226,6 +226,8 @@ def test_bad_configs_are_named():
         MiniCPMVConfig.from_hf(config("2.6", hidden_size=385))
     with pytest.raises(ValueError, match="query_num: must be at least 1, got 0"):
         MiniCPMVConfig.from_hf(config("2.6", query_num=0))
+    with pytest.raises(ValueError, match="vision_config: expected the sizes of the tower, got none"):
+        MiniCPMVConfig.from_hf({"hidden_size": 64, "query_num": 4})
     with pytest.raises(ValueError, match="query_num: the queries of 2.0 form a square, got 6"):
         build("2.0", query_num=6)
 

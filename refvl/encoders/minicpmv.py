@@ -84,6 +84,8 @@ class MiniCPMVConfig:
     def from_hf(cls, config, vision_config_class=NaVitSiglipConfig) -> "MiniCPMVConfig":
         """From the dict in `config.json` or a transformers config; unknown keys are ignored."""
         values = config_dict(config)
+        if values.get("vision_config") is None and "vision_encoder" not in values:  # a name is all that 2.0 gives
+            raise ValueError("vision_config: expected the sizes of the tower, got none")
         slices = values.get("slice_config") or {}
         wanted = ("hidden_size", "query_num", "drop_vision_last_layer")
         return cls(
