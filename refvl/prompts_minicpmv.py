@@ -90,13 +90,8 @@ class MiniCPMVProcessor(ChatProcessor):
     """Versions 2.0 and 2.5: pictures only."""
 
     frames = None  # FrameConfig of versions that see clips
-    terminators = (
-        "</s>",
-        "<|eot_id|>",
-        "<|end_of_text|>",
-        "<|im_end|>",
-        "<|endoftext|>",
-    )  # where the vocabulary has them
+    # ends of an answer; which of them there are, the vocabulary says
+    terminators = ("</s>", "<|eot_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>")
 
     def __init__(self, config: MiniCPMVConfig, tokenizer=None, image_config=None, marks=None):
         """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
@@ -278,16 +273,17 @@ class MiniCPMVVideoProcessor(MiniCPMVProcessor):
         return "\n".join([self._query_tokens("im")] * sets)
 
     def _kind_ids(self, input_ids: Tensor) -> Tensor:
-        """Slices are a picture's, and overviews are where a number stands before them; the others are frames."""
-        ids, starts = self.mark_ids, input_ids == self.mark_ids["im_start"]
+        """Slices are a picture's, and so are overviews behind a number; the others are frames.
+
+        Where the folder wants no numbers, everything is a picture.
+        """
+        ids = self.mark_ids
         if not self.image_config.use_image_id:
             return super()._kind_ids(input_ids)
-        numbered = starts & (input_ids.roll(1) == ids["im_id_end"])
-        begins = torch.where(starts | (input_ids == ids["slice_start"]), torch.arange(len(input_ids)) + 1, 0).cummax(0)[
-            0
-        ]
-        is_image = torch.cat([torch.zeros(1, dtype=torch.bool), numbered | (input_ids == ids["slice_start"])])[begins]
-        return torch.where(is_image, self.token_ids["image"], self.token_ids["video"])
+        slices, overviews = input_ids == ids["slice_start"], input_ids == ids["im_start"]
+        is_picture = slices | (overviews & (input_ids.roll(1) == ids["im_id_end"]))
+        last_start = torch.where(slices | overviews, torch.arange(len(input_ids)), 0).cummax(0).values
+        return torch.where(is_picture[last_start], self.token_ids["image"], self.token_ids["video"])
 
 
 class MiniCPMV4_5Processor(MiniCPMVVideoProcessor):

@@ -47,7 +47,7 @@ HEAD_DIM = 128  # of the resampler, in every release
 AUDIO_PARTS = r"(apm|tts|audio_\w+)\."  # of omni checkpoints, which hold an ear and a mouth too
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SliceGroup:
     """Slices that are encoded as one group: (h, w) in patches of each, and when each was seen.
 
@@ -56,6 +56,10 @@ class SliceGroup:
 
     slices: tuple[tuple[int, int], ...]
     temporal_ids: tuple[int, ...] | None = None
+
+    def __repr__(self) -> str:
+        """Short, because tables and messages show many of them."""
+        return f"SliceGroup({self.slices}" + ("" if self.temporal_ids is None else f", {self.temporal_ids}") + ")"
 
 
 Layout = tuple[SliceGroup, ...]
