@@ -23,6 +23,7 @@ from refvl.viz.graphs import (
     plot_replay_timings,
     plot_waste,
 )
+from refvl.viz.parallel import explore_assignment, plot_assignment, plot_gather, plot_speed_up
 from refvl.viz.patches import explore_resize, plot_patch_rows, plot_patches
 from refvl.viz.positions import (
     explore_positions,
@@ -36,6 +37,7 @@ from refvl.viz.timings import plot_stage_timings
 from refvl.viz.windows import explore_windows, plot_attention_segments, plot_window_permutation, plot_windows
 
 __all__ = [
+    "explore_assignment",
     "explore_keep_mask",
     "explore_packing",
     "explore_positions",
@@ -43,12 +45,14 @@ __all__ = [
     "explore_timeline",
     "explore_windows",
     "plot_accuracy_curve",
+    "plot_assignment",
     "plot_attention_segments",
     "plot_buffers",
     "plot_clip_positions",
     "plot_clip_prompt",
     "plot_clip_tokens",
     "plot_dissimilarity",
+    "plot_gather",
     "plot_keep_mask",
     "plot_packing",
     "plot_patch_rows",
@@ -62,6 +66,7 @@ __all__ = [
     "plot_recording",
     "plot_replay_timings",
     "plot_rotary",
+    "plot_speed_up",
     "plot_stage_timings",
     "plot_timelines",
     "plot_waste",
