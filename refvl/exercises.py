@@ -307,8 +307,8 @@ def check_load_balance(function: Callable) -> str:
 
 
 def check_restore_order(function: Callable) -> str:
-    """`function(gathered (ranks * longest, D), tokens, order, counts) -> list` of (tokens, D), in the caller's order."""
-    cases = [([2, 5, 1, 3], 2), ([4, 4, 4], 3), ([6, 1], 4), ([3], 1)]
+    """`function(gathered (ranks * longest, D), tokens, order, counts)`: a list of (tokens, D), in the order of arrival."""
+    cases = [([2, 5, 1, 3], 2), ([5, 4, 2], 2), ([4, 4, 4], 3), ([6, 1], 4), ([3], 1)]
     for tokens, num_gpus in cases:
         order, counts, loads = get_load_balance_assignment(tokens, num_gpus)
         ends, gathered = torch.tensor(counts).cumsum(0).tolist(), torch.full((num_gpus * max(loads), 1), torch.nan)
