@@ -34,7 +34,7 @@ def find_family(name: str = DEFAULT) -> "TinyFamily":
 
 
 def family_names() -> list[str]:
-    shared = {"checkpoint", "family", "model"}
+    shared = {"family", "model", "step3"}  # step3 is trained by train_step3.py
     return sorted({file.stem.removeprefix("tiny_") for file in Path(__file__).parent.glob("tiny_*.py")} - shared)
 
 
@@ -55,16 +55,18 @@ class TinyFamily:
     clips: tuple[str, ...] = ("motion",)  # the sorts of clips it learns from, of `scenes.SORTS`
     recipe: dict = {}  # noqa: RUF012  what its training does otherwise than `train_tiny.Recipe`
     by_adam: tuple[str, ...] = ("embed_tokens", "lm_head")  # parts of names of matrices that Muon does not suit
+    release: str | None = None  # names the folder, where a family has several releases
+    prunable: bool = True  # clips by EVS
 
     # -------------------------------------------------------------------------------------- the folder
 
     @property
     def folder(self) -> Path:
-        return DATA / "checkpoints" / f"tiny-{self.name}"
+        return DATA / "checkpoints" / f"tiny-{self.release or self.name}"
 
     @property
     def measurements(self) -> Path:
-        return DATA / "measurements" / f"tiny-{self.name}.json"
+        return DATA / "measurements" / f"tiny-{self.release or self.name}.json"
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -152,6 +154,13 @@ class TinyFamily:
         return kept[key]
 
     # ---------------------------------------------------------------------------------------- the prompt
+
+    def media_token(self, config: dict, media: str) -> int:
+        """What stands for a medium in the prompt that the chat template makes."""
+        return config[f"{media}_token_id"]
+
+    def pad_id(self, config: dict) -> int:
+        return config["text_config"]["pad_token_id"]
 
     def place_media(
         self, ids: list[int], token: int, grid: tuple[int, int, int], seconds: tuple, encode: Callable

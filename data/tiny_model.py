@@ -153,7 +153,7 @@ class PromptBuilder:
         """Ids up to and with the end of the medium, all of its tokens in place, and the spans that these fill."""
         key = (media, grid, seconds)
         if key not in self._prefixes:
-            ids, token = self.split("?", "", media)[0], self.config[f"{media}_token_id"]
+            ids, token = self.split("?", "", media)[0], self.family.media_token(self.config, media)
             self._prefixes[key] = self.family.place_media(ids, token, grid, seconds, self.encode)
         return self._prefixes[key]
 
@@ -183,7 +183,7 @@ class PromptBuilder:
         tails = [[self.tail(q.text, q.answer) for q in row] for row in questions]
         longest, [length] = max(len(ids) for row in tails for ids, _ in row), lengths
         positions, mask = self.layout(length, spans, len(tails[0]), longest)
-        pad = self.config["text_config"]["pad_token_id"]
+        pad = self.family.pad_id(self.config)
         ids = np.full((len(tails), length + len(tails[0]) * longest), pad)
         ids[:, :length] = [prefix for prefix, _ in prefixes]
         rows, columns, numbers = [], [], []

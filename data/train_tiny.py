@@ -89,7 +89,11 @@ class Learner(nn.Module):
             nn.init.zeros_(probe.bias)
 
     def cell_loss(self, media_BMD: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of the probe, summed over its four questions. labels: (B * M, 4)."""
+        """Cross-entropy of the probe, summed over its four questions. labels: (B * cells, 4).
+
+        A medium with more tokens than cells begins with an overview, whose tokens these are.
+        """
+        media_BMD = media_BMD[:, : len(labels) // len(media_BMD)]
         logits = self.probe(media_BMD.flatten(0, 1).float()).split(self.labels, -1)
         return sum(F.cross_entropy(x, labels[:, i]) for i, x in enumerate(logits))
 
@@ -213,7 +217,7 @@ class Trainer:
     def _speak(self, sort: str, count: int, number: int, rng) -> tuple[Tensor, Tensor]:
         drawn, pixels, labels = self.pool.draw(sort, number * count, count)
         batch = ask_about(self.builder, drawn, expose(pixels, rng), sort, rng)
-        is_pruned = sort != "picture" and number % 2
+        is_pruned = sort != "picture" and number % 2 and self.family.prunable
         prune = torch.from_numpy(rng.uniform(0, self.recipe.prune_up_to, count)) if is_pruned else None
         with torch.autocast("cpu", torch.bfloat16):
             logits, media_BMD, words_BTD = self.learner.vlm(batch, prune=prune)
