@@ -38,7 +38,8 @@ def plot_assignment(
         ax.barh(rank, longest - load, left=load, height=0.7, **_IDLE)
         ax.text(1.01 * longest, rank, f"{count} item{'s' * (count != 1)}, {load} {unit}", size=8, va="center")
     ax.set_yticks(range(len(counts)), [f"rank {rank}" for rank in range(len(counts))])
-    ax.set(xlabel=f"{unit} (hatched: waits)", xlim=(0, 1.25 * longest), ylim=(len(counts) - 0.5, -0.5))
+    right = max(1.25 * longest, ax.get_xlim()[1])  # an axis shared with another figure stays as wide as that needs
+    ax.set(xlabel=f"{unit} (hatched: waits)", xlim=(0, right), ylim=(len(counts) - 0.5, -0.5))
     report = f"{get_speed_up(loads):.1f} times as fast on {len(counts)} ranks"
     ax.set_title(f"{title}: {report}" if title else report, fontsize=10)
     ax.spines[["top", "right"]].set_visible(False)
@@ -47,7 +48,7 @@ def plot_assignment(
 
 def _draw_item(ax: Axes, row: float, left: float, size: float, number: int, color, widest: float) -> None:
     ax.barh(row, size, left=left, color=color, edgecolor="white", height=0.7)
-    if size >= 0.02 * widest:
+    if size >= 0.03 * widest:
         ax.text(left + size / 2, row, str(number), color="white", size=8, ha="center", va="center")
 
 
@@ -75,7 +76,7 @@ def plot_gather(tokens: Sequence[int], assignment: Assignment, *, title: str = "
         _draw_item(ax, 1.1, left, count, i, colors[i], total)
         left += count
     ax.set_yticks([0, 1.1], ["gathered", "returned"])
-    ax.set(xlabel="rows (output tokens; hatched: padding)", xlim=(0, total), ylim=(1.6, -0.75))
+    ax.set(xlabel="rows (output tokens; hatched: padding)", xlim=(0, max(total, ax.get_xlim()[1])), ylim=(1.6, -0.75))
     report = f"{total} rows sent for {sum(tokens)}, {1 - sum(tokens) / total:.0%} padding"
     ax.set_title(f"{title}: {report}" if title else report, fontsize=10)
     ax.spines[["top", "right"]].set_visible(False)
