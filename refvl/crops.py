@@ -73,6 +73,9 @@ class CropLayout(NamedTuple):
     rows: int
     columns: int
 
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.columns} crops"
+
     @property
     def crops(self) -> int:
         return self.rows * self.columns
