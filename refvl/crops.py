@@ -73,9 +73,6 @@ class CropLayout(NamedTuple):
     rows: int
     columns: int
 
-    def __str__(self) -> str:
-        return f"{self.rows} x {self.columns} crops"
-
     @property
     def crops(self) -> int:
         return self.rows * self.columns

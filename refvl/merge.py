@@ -92,13 +92,13 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MergedMedia], token_ids:
             raise ValueError(
                 f"input_ids: {len(places)} {kind} placeholders, but {len(items)} {kind}(s) need {expected}"
             )
-        used = 0
-        for i, thw, medium in ((i, thw, medium) for i, medium in items for thw in medium.runs):
-            span = MediaSpan(places[used], *thw, medium.t_factor)
+        used, runs = 0, [(i, item, thw) for i, item in items for thw in item.runs]
+        for i, item, thw in runs:
+            span = MediaSpan(places[used], *thw, item.t_factor)
             if places[used + span.num_tokens - 1] - span.offset + 1 != span.num_tokens:
                 raise ValueError(f"input_ids: the {span.num_tokens} placeholders of {kind} {i} are not consecutive")
             if spans[i] and places[used - 1] + 1 == span.offset:
-                lengths = [t * h * w for t, h, w in medium.runs]
+                lengths = [t * h * w for t, h, w in item.runs]
                 raise ValueError(f"input_ids: the placeholders of {kind} {i} do not stand in runs of {lengths}")
             spans[i].append(span)
             used += span.num_tokens
