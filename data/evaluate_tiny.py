@@ -142,7 +142,7 @@ def pruning_curve(model: refvl.VLM, count: int) -> list[dict]:
                 "q": q,
                 "motion": p,
                 "video_tokens": int(sum(mask.sum() for mask in run.keep_masks if mask is not None))
-                or run.spans[0].num_tokens,
+                or sum(span.num_tokens for span in run.spans),
                 "ttft_relative": seconds[q] / seconds[0.0],
             }
         )

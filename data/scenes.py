@@ -24,7 +24,7 @@ SECONDS = tuple(i * 2 / FPS for i in range(FRAMES // 2))  # of the temporal patc
 SPLITS = {"train": 0, "select": 1, "test": 2, "demo": 3}  # "select" chose the recipe, "test" measures it
 SEED = 20260
 SORTS = ("picture", "motion", "change")
-STEPS, LAST_SECOND = 4, 39  # of a clip in which a colour changes: temporal patches, and when the last may be
+STEPS, LAST_SECOND = 4, 29  # of a clip in which a colour changes: temporal patches, and when the last may be
 
 COLORS = {
     "red": (215, 40, 40),
@@ -316,6 +316,8 @@ PHRASES = {
 TIMED_PHRASES = {  # of clips in which a colour changes; {x} is "the circle", "the object" or "it"
     "change": ("When does {x} change color?", "At which second does {x} change color?", "When does {x} change?"),
     "becomes": ("Which color does {x} change to?",),
+    "begin": ("When does the clip begin?",),
+    "end": ("When does the clip end?",),
     "changer": ("What changes color?", "Which object changes color?"),
 }
 MEASURED = {"color": "picture", "shape": "picture", "place": "picture", "motion": "motion", "change": "change"}
@@ -368,14 +370,17 @@ def all_questions(scene: Scene) -> dict[str, list[Question]]:
         ask("what_clip", [""], summary(things))
         ask("motion", [*names_of(things[0], things), "object"], scene.direction)
         ask("mover", [""], f"the {things[0].color} {things[0].shape}")
+    if scene.seconds:
+        found |= _when_it_was_taken(scene)
     return found
 
 
 def _change_questions(scene: Scene) -> dict[str, list[Question]]:
     """Objects are told apart by shape, because a colour may be that of before or after."""
-    first, found = scene.things[0], {}
+    first = scene.things[0]
     shapes = [thing.shape for thing in scene.things]
     names = [*([f"the {first.shape}"] if shapes.count(first.shape) == 1 else []), "the object", "it"]
+    found = _when_it_was_taken(scene)
     answers = {
         "change": str(scene.seconds[scene.step]), "becomes": scene.becomes.color,
         "changer": f"the {first.shape}",
@@ -388,6 +393,11 @@ def _change_questions(scene: Scene) -> dict[str, list[Question]]:
             texts = [phrase.format(x=thing.shape) for phrase in PHRASES["color"]]
             found.setdefault("color", []).extend(Question("color", text, thing.color) for text in texts)
     return found
+
+
+def _when_it_was_taken(scene: Scene) -> dict[str, list[Question]]:
+    answers = {"begin": str(scene.seconds[0]), "end": str(scene.seconds[-1])}
+    return {kind: [Question(kind, text, said) for text in TIMED_PHRASES[kind]] for kind, said in answers.items()}
 
 
 def summary(things: tuple[Thing, ...]) -> str:

@@ -53,17 +53,20 @@ class TinyFamily:
     normalizer = None
     texts: tuple[str, ...] = ()  # what the tokenizer learns besides the questions and answers
     clips: tuple[str, ...] = ("motion",)  # the sorts of clips it learns from, of `scenes.SORTS`
+    recipe: dict = {}  # noqa: RUF012  what its training does otherwise than `train_tiny.Recipe`
     by_adam: tuple[str, ...] = ("embed_tokens", "lm_head")  # parts of names of matrices that Muon does not suit
+    release: str | None = None  # names the folder, where a family has several releases
+    prunable: bool = True  # clips by EVS
 
     # -------------------------------------------------------------------------------------- the folder
 
     @property
     def folder(self) -> Path:
-        return DATA / "checkpoints" / f"tiny-{self.name}"
+        return DATA / "checkpoints" / f"tiny-{self.release or self.name}"
 
     @property
     def measurements(self) -> Path:
-        return DATA / "measurements" / f"tiny-{self.name}.json"
+        return DATA / "measurements" / f"tiny-{self.release or self.name}.json"
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -152,6 +155,13 @@ class TinyFamily:
 
     # ---------------------------------------------------------------------------------------- the prompt
 
+    def media_token(self, config: dict, media: str) -> int:
+        """What stands for a medium in the prompt that the chat template makes."""
+        return config[f"{media}_token_id"]
+
+    def pad_id(self, config: dict) -> int:
+        return config["text_config"]["pad_token_id"]
+
     def place_media(
         self, ids: list[int], token: int, grid: tuple[int, int, int], seconds: tuple, encode: Callable
     ) -> tuple[list[int], list[MediaSpan]]:
@@ -165,6 +175,10 @@ class TinyFamily:
 
     def time_factor(self, seconds: tuple) -> float:
         return 1.0
+
+    def time_columns(self, spans: list[MediaSpan]) -> list[int]:
+        """Places of the words that tell when each step of a clip was."""
+        return []
 
     def positions(self, length: int, spans: list[MediaSpan]) -> Tensor:
         """(3, length) int64."""

@@ -64,6 +64,7 @@ class TinyGlm4v(TinyFamily):
     chat_template = CHAT_TEMPLATE
     pieces = PIECES
     clips = ("motion", "change")
+    recipe = {"steps": 1400, "clip_weight": 1.0}  # noqa: RUF012
     by_adam = ("embed_tokens", "lm_head", "position_embedding", "downsample")  # three tables and a wide kernel
 
     def config(self, tokenizer: Tokenizer) -> dict:
@@ -211,6 +212,10 @@ class TinyGlm4v(TinyFamily):
             spans.append(MediaSpan(len(placed) + 1, 1, h, w))
             placed = [*placed, *begin, *[token] * (h * w), *end, *encode(str(int(second)))]
         return placed + ids[start + 1 :], spans
+
+    def time_columns(self, spans: list[MediaSpan]) -> list[int]:
+        """The second stands behind the end of its picture."""
+        return [span.offset + span.num_tokens + 1 for span in spans]
 
 
 FAMILY = TinyGlm4v()

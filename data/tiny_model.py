@@ -58,16 +58,18 @@ class TinyModel(nn.Module):
         metadata = self.family.plan(self.visual, layouts, self._plans)
         return self.visual(rows_NC, metadata=metadata).unflatten(0, (len(pixels), -1))
 
-    def forward(self, batch: "Batch", *, prune: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits (labelled positions, V), in the order of `batch.targets`, and the media (B, M, D).
+    def forward(self, batch: "Batch", *, prune: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits (labelled positions, V), in the order of `batch.targets`, the media (B, M, D), and the words that
+        tell the time (B, t, D) as the last layer gets them (t is 0 where there are none).
 
         prune: (B,) pruning rate of each clip.
         """
-        media_BMD = self.encode(batch.pixels)
-        embeds_BLD = put_media(self.model.embed_tokens(batch.ids_BL), media_BMD, batch.spans)
+        media_BMD, tellings = self.encode(batch.pixels), len(batch.ids_BL) // len(batch.pixels)
+        told_BMD = media_BMD.repeat_interleave(tellings, 0)
+        embeds_BLD = put_media(self.model.embed_tokens(batch.ids_BL), told_BMD, batch.spans)
         mask = batch.mask_LL[None, None]
         if prune is not None:
-            kept_BM = self.kept(media_BMD, batch.grid, prune)
+            kept_BM = self.kept(media_BMD, batch.grid, prune).repeat_interleave(tellings, 0)
             keep_BL = put_media(torch.ones_like(batch.ids_BL, dtype=torch.bool), kept_BM, batch.spans)
             # a token that is not kept may see itself, so that no row of the mask is empty; nobody else sees it
             mask = mask & (keep_BL[:, None, None] | torch.eye(mask.shape[-1], dtype=torch.bool))
@@ -77,8 +79,10 @@ class TinyModel(nn.Module):
             attention_mask=mask,
             position_ids=self.family.text_positions(positions),
             use_cache=False,
-        ).last_hidden_state
-        return self.lm_head(hidden_BLD[batch.target_rows, batch.target_columns]), media_BMD
+            output_hidden_states=True,
+        ).hidden_states
+        answers_AD = hidden_BLD[-1][batch.target_rows, batch.target_columns]
+        return self.lm_head(answers_AD), media_BMD, hidden_BLD[-2][:, self.family.time_columns(batch.spans)]
 
     def kept(self, media_BMD: Tensor, grid: tuple[int, int, int], prune: Tensor) -> Tensor:
         """(B, M) bool: what EVS keeps of each clip at its own rate."""
@@ -149,7 +153,7 @@ class PromptBuilder:
         """Ids up to and with the end of the medium, all of its tokens in place, and the spans that these fill."""
         key = (media, grid, seconds)
         if key not in self._prefixes:
-            ids, token = self.split("?", "", media)[0], self.config[f"{media}_token_id"]
+            ids, token = self.split("?", "", media)[0], self.family.media_token(self.config, media)
             self._prefixes[key] = self.family.place_media(ids, token, grid, seconds, self.encode)
         return self._prefixes[key]
 
@@ -167,18 +171,19 @@ class PromptBuilder:
     ) -> Batch:
         """Scenes (B, frames, H, W, 3) uint8, each with the same number of questions (`.text`, `.answer`).
 
-        seconds: of each step in time of each clip; None for pictures. Raises ValueError when prompts of one batch
-        differ in more than the names of their tokens.
+        seconds: of each step in time of each clip; None for pictures. With k times as many rows of questions and
+        seconds as scenes, each scene is told k times in succession. Raises ValueError when prompts of one batch differ
+        in more than the names of their tokens.
         """
         media, grid = "image" if seconds is None else "video", self.family.grid(pixels.shape)
-        prefixes = [self.prefix(media, grid, tuple(row)) for row in seconds or [()] * len(pixels)]
+        prefixes = [self.prefix(media, grid, tuple(row)) for row in seconds or [()] * len(questions)]
         spans, lengths = prefixes[0][1], {len(ids) for ids, _ in prefixes}
         if len(lengths) > 1 or any(other != spans for _, other in prefixes):
             raise ValueError(f"seconds: prompts of one batch must be alike, got lengths {sorted(lengths)}")
         tails = [[self.tail(q.text, q.answer) for q in row] for row in questions]
         longest, [length] = max(len(ids) for row in tails for ids, _ in row), lengths
         positions, mask = self.layout(length, spans, len(tails[0]), longest)
-        pad = self.config["text_config"]["pad_token_id"]
+        pad = self.family.pad_id(self.config)
         ids = np.full((len(tails), length + len(tails[0]) * longest), pad)
         ids[:, :length] = [prefix for prefix, _ in prefixes]
         rows, columns, numbers = [], [], []

@@ -10,6 +10,16 @@ Three things make a model of 1.4 million parameters learn this in minutes:
    second word of "bottom left" is guessed from whatever else stands in the bottom row: place stayed at 85 % for as
    long as we looked, and rose to 98 % within 300 steps of confusing scenes.
 
+A model that is told the time (`scenes.draw_change`) needs two more:
+
+4. **Words that tell the time know what happened.** A second probe, on those words as the last layer gets them, names
+   the movement in the step before the word.
+5. **A clip is told four times, each time at other seconds.** Answering "when" is finding the step and saying its
+   second again, and saying any number again takes many numbers; pixels are what is dear.
+
+With neither, 30 % of the answers were right after 2,500 steps; with the probe, 83 % after 1,700; with both, helper
+questions for the first and last second, and 30 seconds instead of 40, 83 % after 700.
+
 Matrices are updated by Muon, everything else by AdamW; linear warm-up, cosine to zero. Two processes of one thread
 each take half of the scenes and average their gradients: the operations are too small to be worth splitting.
 What a step sees depends on (seed, step, worker) alone, so a run that was stopped continues as if it had not been.
@@ -35,6 +45,7 @@ from data.tiny_family import DEFAULT, TinyFamily, family_names, find_family
 from data.tiny_model import Batch, PromptBuilder, TinyModel
 
 WORKERS = 2
+TELLINGS = 4  # of a clip in which a colour changes, each time at other seconds
 HELPERS = ("row", "column", "color_at", "shape_at", "thing_at", "thing_at", "count", "what")
 
 
@@ -72,13 +83,25 @@ class Learner(nn.Module):
         movements = 1 + len(scenes.DIRECTIONS) + ("change" in family.clips)
         self.labels = (1 + len(scenes.SHAPES), 1 + len(scenes.COLORS), movements, len(scenes.PLACES))
         self.probe = nn.Linear(self.vlm.lm_head.in_features, sum(self.labels))
-        nn.init.zeros_(self.probe.weight)
-        nn.init.zeros_(self.probe.bias)
+        self.time_probe = nn.Linear(self.probe.in_features, movements) if "change" in family.clips else None
+        for probe in filter(None, (self.probe, self.time_probe)):
+            nn.init.zeros_(probe.weight)
+            nn.init.zeros_(probe.bias)
 
     def cell_loss(self, media_BMD: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of the probe, summed over its four questions. labels: (B * M, 4)."""
+        """Cross-entropy of the probe, summed over its four questions. labels: (B * cells, 4).
+
+        A medium with more tokens than cells begins with an overview, whose tokens these are.
+        """
+        media_BMD = media_BMD[:, : len(labels) // len(media_BMD)]
         logits = self.probe(media_BMD.flatten(0, 1).float()).split(self.labels, -1)
         return sum(F.cross_entropy(x, labels[:, i]) for i, x in enumerate(logits))
+
+    def time_loss(self, words_BTD: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of what each second's word knows of its own step: how something moved, if anything did."""
+        movements_BT = labels.view(-1, words_BTD.shape[1], len(scenes.PLACES), 4)[..., 2].amax(-1)
+        movements_BT = movements_BT.repeat_interleave(len(words_BTD) // len(movements_BT), 0)
+        return F.cross_entropy(self.time_probe(words_BTD.float()).flatten(0, 1), movements_BT.flatten())
 
 
 # ------------------------------------------------------------------------------------------------- scenes
@@ -115,22 +138,25 @@ def expose(pixels: Tensor, rng: np.random.Generator) -> Tensor:
     return (pixels * gain).clamp(0, 255).to(torch.uint8)
 
 
-def kinds_to_ask(sort: str, rng: np.random.Generator) -> list[str]:
+def kinds_to_ask(scene: scenes.Scene, rng: np.random.Generator) -> list[str]:
+    sort, ends = scene.sort, [str(rng.choice(["begin", "end"]))] if scene.seconds else []
     if sort == "motion":
-        return ["motion", str(rng.choice(["color", "shape"])), str(rng.choice(["mover", "mover", "what_clip"]))]
+        about = [str(rng.choice(["color", "shape"])), str(rng.choice(["mover", "mover", "what_clip"]))]
+        return [*ends, "motion", *about]
     if sort == "change":
-        return ["change", "change", str(rng.choice(["changer", "becomes", "color"]))]
+        return [*ends, "change", str(rng.choice(["changer", "becomes", "color"]))]
     return ["color", "shape", "place", "place", str(rng.choice(HELPERS))]
 
 
 def ask_about(builder: PromptBuilder, drawn, pixels: Tensor, sort: str, rng: np.random.Generator) -> Batch:
     seconds = None
     if sort != "picture" and "change" in builder.family.clips:
-        drawn = [tell_other_seconds(scene, rng) for scene in drawn]
+        tellings = TELLINGS if sort == "change" else 1
+        drawn = [tell_other_seconds(scene, rng) for scene in drawn for _ in range(tellings)]
         seconds = [scene.seconds for scene in drawn]
     elif sort == "motion":
         seconds = [scenes.SECONDS] * len(drawn)
-    questions = [scenes.draw_questions(scene, kinds_to_ask(sort, rng), rng) for scene in drawn]
+    questions = [scenes.draw_questions(scene, kinds_to_ask(scene, rng), rng) for scene in drawn]
     return builder.batch(pixels, questions, seconds=seconds)
 
 
@@ -191,11 +217,14 @@ class Trainer:
     def _speak(self, sort: str, count: int, number: int, rng) -> tuple[Tensor, Tensor]:
         drawn, pixels, labels = self.pool.draw(sort, number * count, count)
         batch = ask_about(self.builder, drawn, expose(pixels, rng), sort, rng)
-        is_pruned = sort != "picture" and number % 2
+        is_pruned = sort != "picture" and number % 2 and self.family.prunable
         prune = torch.from_numpy(rng.uniform(0, self.recipe.prune_up_to, count)) if is_pruned else None
         with torch.autocast("cpu", torch.bfloat16):
-            logits, media_BMD = self.learner.vlm(batch, prune=prune)
-        return F.cross_entropy(logits.float(), batch.targets), self.learner.cell_loss(media_BMD, labels)
+            logits, media_BMD, words_BTD = self.learner.vlm(batch, prune=prune)
+        probes = self.learner.cell_loss(media_BMD, labels)
+        if sort != "picture" and self.learner.time_probe:
+            probes = probes + self.learner.time_loss(words_BTD, labels)
+        return F.cross_entropy(logits.float(), batch.targets), probes
 
     def _recognise(self, rng) -> Tensor:
         """Photographs, now and then; adds to the gradients and returns the loss (0 when it is not their turn)."""
@@ -206,7 +235,7 @@ class Trainer:
         seconds = [photos.seconds(pixels.shape[1])] if is_clip else None
         batch = self.builder.batch(expose(torch.from_numpy(pixels), rng), questions, seconds=seconds)
         with torch.autocast("cpu", torch.bfloat16):
-            logits, _ = self.learner.vlm(batch)
+            logits, *_ = self.learner.vlm(batch)
         loss = F.cross_entropy(logits.float(), batch.targets)
         (self.recipe.photo_weight * loss).backward()
         return loss.detach()
@@ -354,15 +383,19 @@ def train(recipe: Recipe, out: Path, *, model: str = DEFAULT, resume: bool = Fal
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in fields(Recipe):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, default=field.default)
     parser.add_argument("--model", choices=family_names(), default=DEFAULT)
+    for field in fields(Recipe):
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}", type=field.type, help=f"{field.default}, or the model's"
+        )
     parser.add_argument("--out", type=Path, help="the checkpoint folder to write (default: the one that ships)")
     parser.add_argument("--resume", action="store_true", help="continue a run that was stopped")
     parser.add_argument("--stop", type=int, help="pause after this many steps")
     args = vars(parser.parse_args())
     model, out, resume, stop = (args.pop(name) for name in ("model", "out", "resume", "stop"))
-    train(Recipe(**args), out or find_family(model).folder, model=model, resume=resume, stop=stop)
+    family = find_family(model)
+    recipe = Recipe(**(family.recipe | {name: value for name, value in args.items() if value is not None}))
+    train(recipe, out or family.folder, model=model, resume=resume, stop=stop)
 
 
 if __name__ == "__main__":

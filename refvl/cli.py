@@ -1,6 +1,7 @@
-"""`python -m refvl`: chat, trace, info, bench. A user's mistake prints one line and exits with status 1."""
+"""`python -m refvl`: chat, trace, info, encode, bench. A user's mistake prints one line and exits with status 1."""
 
 import importlib
+import os
 import sys
 from contextlib import contextmanager
 from enum import StrEnum
@@ -81,6 +82,36 @@ def info(
     for row in describe(model, media).items():
         table.add_row(*row)
     Console().print(table)
+
+
+@app.command()
+def encode(
+    checkpoint: Checkpoint,
+    folder: Annotated[str, typer.Argument(help="a folder of pictures")],
+    out: Annotated[str, typer.Option(help="a folder for shards and manifest.json; what it holds is not made again")],
+    data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share the work of torchrun")] = False,
+    shard_size: Annotated[int, typer.Option(help="pictures per safetensors file")] = 64,
+    device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
+):  # fmt: skip
+    """Encode a folder of pictures to safetensors, to be handed to an engine that accepts embeddings.
+
+    torchrun --nproc-per-node 8 -m refvl encode CHECKPOINT FOLDER --out DIR --data-parallel
+
+    A picture that cannot be read is named on stderr and in the manifest; the others are encoded, and the exit status
+    is 1. A run that was killed is continued by the same command.
+    """
+    from refvl.encoding import encode_folder
+
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not data_parallel:
+        raise ValueError("torchrun started several processes: give --data-parallel, so that they share the work")
+    rank = int(os.environ.get("RANK", 0))
+    vlm = _load(checkpoint, device, dtype, attention, graphs)
+    manifest = encode_folder(vlm, folder, out, shard_size=shard_size, progress=sys.stderr.isatty() and rank == 0)
+    if rank == 0:  # a failure of another rank would make torchrun end this one before it has spoken
+        print(f"{len(manifest['images'])} pictures in {out}")
+        for reason in manifest["unreadable"].values():
+            print(f"refvl: {reason}", file=sys.stderr)
+        raise SystemExit(1 if manifest["unreadable"] else 0)
 
 
 @app.command()

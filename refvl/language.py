@@ -26,7 +26,9 @@ KEY_MAPPING = {
     r"^model\.language_model\.": "model.",
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
+    r"^llm\.": "",  # MiniCPM-V
 }
+PLACED_BY = {"device_map", "tp_plan", "tp_size", "distributed_config"}  # then transformers puts the weights in place
 
 
 class CausalTextModel(PreTrainedModel, GenerationMixin):
@@ -100,6 +102,41 @@ class Step3ForCausalLM(SequentialTextModel):
     ]
 
 
+class ScaledEmbedding(nn.Embedding):
+    """An embedding whose rows are multiplied by a constant, wherever ids become embeddings."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, scale: float):
+        super().__init__(num_embeddings, embedding_dim, padding_idx)
+        self.scale = scale
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """(..., ) ids -> (..., D)."""
+        return super().forward(input_ids) * self.scale
+
+
+class MiniCPMVTextModel(SequentialTextModel):
+    """MiniCPM-V 2.5 to 4.5: `llm.` in a checkpoint that holds vision, and in omni releases speech, beside it."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^(vpm|resampler|apm|tts|audio_\w+)\."]  # noqa: RUF012
+
+
+class MiniCPMTextModel(MiniCPMVTextModel):
+    """MiniCPM-V 2.0: Granite, but for the embeddings, of which only those of text are scaled."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        embedding = self.model.embed_tokens
+        size = embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx
+        self.model.embed_tokens = ScaledEmbedding(*size, config.scale_emb)
+        self.post_init()
+
+    def forward(self, *args, **kwargs) -> CausalLMOutputWithPast:
+        """As above; logits are divided by hidden_size / dim_model_base, which sampling feels and greedy does not."""
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits / self.config.logits_scaling
+        return outputs
+
+
 # layers behind the last that predict several tokens at once: as transformers, refvl leaves them in the checkpoint
 class Glm4vMoeTextModel(CausalTextModel):
     """GLM-4.5V and GLM-4.6V."""
@@ -131,7 +168,8 @@ def load_language_model(
 ) -> CausalTextModel:
     """The text part of the checkpoint in `folder`, strictly: missing and misshapen weights raise ValueError.
 
-    kwargs (`device_map`, `tp_plan`, `attn_implementation`, ...) go to transformers' `from_pretrained`.
+    kwargs (`device_map`, `tp_plan`, `attn_implementation`, ...) go to transformers' `from_pretrained`; those that place
+    the weights win over `device`.
     """
     with _progress_bars(progress):
         model, info = model_class.from_pretrained(
@@ -150,7 +188,7 @@ def load_language_model(
     ]
     if lines:
         raise ValueError(f"{folder}: the weights do not match the text model\n" + "\n".join(lines))
-    return model.eval() if {"device_map", "tp_plan"} & kwargs.keys() else model.eval().to(device)
+    return model.eval() if PLACED_BY & kwargs.keys() else model.eval().to(device)
 
 
 @contextmanager

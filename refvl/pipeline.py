@@ -23,7 +23,14 @@ from refvl.graphs.manager import EncoderGraphManager
 from refvl.language import CausalTextModel, generate
 from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
 from refvl.positions import restrict_positions
-from refvl.schema import check_positive_int, check_pruning_rate, check_shape
+from refvl.schema import (
+    as_seconds,
+    check_floats,
+    check_positive_int,
+    check_pruning_rate,
+    check_shape,
+    check_token_ids,
+)
 from refvl.trace import TokenTimer, Trace
 
 MAX_PATCHES_PER_FORWARD = 2**16  # longer encodes run in several forwards, with a progress bar
@@ -192,8 +199,10 @@ class VLM:
         attention_mask: Tensor | None = None,
         pixel_values: Tensor | None = None,
         image_grid_thw=None,
+        image_embeds: Tensor | Sequence[Tensor] | None = None,
         pixel_values_videos: Tensor | None = None,
         video_grid_thw=None,
+        video_embeds: Tensor | Sequence[Tensor] | None = None,
         second_per_grid_ts: Sequence[float] | Tensor | None = None,
         pruning_rate: float = 0.0,
         max_new_tokens: int = 128,
@@ -202,40 +211,67 @@ class VLM:
         """transformers' `generate` on tensors: (B, L) prompts in, (B, L + new) ids out, greedy by default.
 
         input_ids: (B, L), left-padded where attention_mask (B, L) is 0, placeholders repeated. pixel_values:
-        (N, C*Tp*P*P) patch rows of all images of the batch in order, image_grid_thw: (images, 3) in patches; the same
-        for videos, second_per_grid_ts: seconds between two grid steps of each video (default 1; not read by families
-        whose prompts say the time). Raises ValueError when rows, grids and placeholders do not match.
+        (N, C*Tp*P*P) patch rows of all images of the batch in order, image_grid_thw: (images, 3) in patches, or for
+        families that have no grids the layouts that their encoder plans. image_embeds: instead of pixel_values what
+        `encode` makes of them, (M, D) for all images in order or one tensor per image. The same for videos; pruning
+        works on given embeddings, too. second_per_grid_ts: seconds between two grid steps of each video (default 1; not
+        read by families whose prompts say the time). Raises ValueError or TypeError, naming argument and dimension,
+        when rows, grids, embeddings and placeholders do not match.
         """
         q = check_pruning_rate(pruning_rate, "pruning_rate")
         self.check_runnable()
-        check_shape(input_ids, ("B", "L"), "input_ids")
+        check_token_ids(input_ids)
         attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         check_shape(attention_mask, tuple(input_ids.shape), "attention_mask")
         generate_kwargs.pop("mm_token_type_ids", None)  # transformers' processors add it; the ids say the same
-        images = self._items("image", pixel_values, image_grid_thw)
-        videos = self._items("video", pixel_values_videos, video_grid_thw, second_per_grid_ts)
+        images = self._items("image", pixel_values, image_grid_thw, image_embeds)
+        videos = self._items("video", pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)
         prompts = self._prompts(input_ids.cpu(), attention_mask.cpu(), images, videos, q)
         new_ids = self._generate(prompts, max_new_tokens, **generate_kwargs)
         return torch.cat([input_ids, new_ids.to(input_ids)], dim=1)
 
-    def _items(self, kind: str, pixel_values, grid_thw, second_per_grid_ts=None) -> list[tuple[MergedMedia, Tensor]]:
+    def _items(
+        self, kind: str, pixel_values, layouts, embeds, second_per_grid_ts=None
+    ) -> list[tuple[MergedMedia, Tensor]]:
         """(merged extents, embeddings) of every image or video of a batch."""
-        names = ("pixel_values", "image_grid_thw") if kind == "image" else ("pixel_values_videos", "video_grid_thw")
-        if (pixel_values is None) != (grid_thw is None):
-            raise ValueError(f"{names[0]}, {names[1]}: give both or neither")
-        if pixel_values is None:
-            return []
-        layouts = self.encoder.check_layouts(grid_thw, name=names[1])
-        counts = [self.encoder.item_size(layout)[0] for layout in layouts]
-        check_shape(pixel_values, (sum(counts), "C*Tp*P*P"), names[0])
-        seconds = [1.0] * len(layouts) if second_per_grid_ts is None else [float(s) for s in second_per_grid_ts]
-        if len(seconds) != len(layouts):
+        pixels_name = "pixel_values" if kind == "image" else "pixel_values_videos"
+        layouts_name, embeds_name = f"{kind}_grid_thw", f"{kind}_embeds"
+        if pixel_values is not None and embeds is not None:
+            raise ValueError(f"{pixels_name}, {embeds_name}: give one of them, not both")
+        if (layouts is None) != (pixel_values is None and embeds is None):
             raise ValueError(
-                f"second_per_grid_ts: expected one number for each of {len(layouts)} videos, got {len(seconds)}"
+                f"{pixels_name}, {layouts_name}: give both or neither ({embeds_name} may stand for {pixels_name})"
             )
-        embeds = self._encode(pixel_values.split(counts), layouts, self._batches(layouts))
+        if layouts is None:
+            if second_per_grid_ts is not None:
+                as_seconds(second_per_grid_ts, 0, "second_per_grid_ts")
+            return []
+        layouts = self.encoder.check_layouts(layouts, name=layouts_name)
+        sizes = [self.encoder.item_size(layout) for layout in layouts]
+        rows, tokens = [size[0] for size in sizes], [size[1] for size in sizes]
+        seconds = [1.0] * len(layouts)
+        if second_per_grid_ts is not None:
+            seconds = as_seconds(second_per_grid_ts, len(layouts), "second_per_grid_ts")
+        if embeds is None:
+            check_shape(pixel_values, ((f"patches of {layouts_name}", sum(rows)), "values"), pixels_name)
+            check_floats(pixel_values, pixels_name)
+            embeds = self._encode(pixel_values.split(rows), layouts, self._batches(layouts))
+        else:
+            embeds = self._split_embeds(embeds, tokens, layouts_name, embeds_name)
         merged = (self.processor.merged(kind, layout, s) for layout, s in zip(layouts, seconds, strict=True))
         return list(zip(merged, embeds, strict=True))
+
+    def _split_embeds(self, embeds, tokens: list[int], layouts_name: str, name: str) -> list[Tensor]:
+        """Embeddings that were made before, one checked (M, D) tensor per item."""
+        hidden = ("channels (hidden_size)", self.language_model.config.hidden_size)
+        if isinstance(embeds, Tensor):
+            check_shape(embeds, ((f"tokens of {layouts_name}", sum(tokens)), hidden), name)
+            embeds = embeds.split(tokens)
+        if len(embeds) != len(tokens):
+            raise ValueError(f"{name}: expected one tensor for each of {len(tokens)} items, got {len(embeds)}")
+        for i, (item, count) in enumerate(zip(embeds, tokens, strict=True)):
+            check_floats(check_shape(item, (("tokens", count), hidden), f"{name}[{i}]"), f"{name}[{i}]")
+        return list(embeds)
 
     def _prompts(self, input_ids: Tensor, attention_mask: Tensor, images: list, videos: list, q: float) -> list[Trace]:
         """Each prompt of a batch, merged and positioned; media are dealt out in order of their placeholders."""

@@ -33,6 +33,8 @@ class ChatProcessor:
     """Everything between a user's words and the models' tensors; a family adds what its clips are."""
 
     patch_config = PatchConfig
+    tokens_at_once = 1  # the encoder's tokens come in multiples of this
+    stop_token_ids = ()  # that end an answer, besides those of generation_config.json
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
         """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""

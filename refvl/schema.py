@@ -44,6 +44,33 @@ def _as_grid(item, i: int, spatial_merge_size: int, name: str) -> Grid:
     return t, h, w
 
 
+def as_sizes(tgt_sizes, name: str = "tgt_sizes") -> list[tuple[int, int]]:
+    """Normalise `tgt_sizes` to a list of (h, w) tuples of Python ints, in patches; errors as in `as_grids`."""
+    if isinstance(tgt_sizes, Tensor) or hasattr(tgt_sizes, "__array__"):
+        sizes = torch.as_tensor(tgt_sizes)
+        if sizes.is_floating_point() or sizes.is_complex() or sizes.dtype == torch.bool:
+            raise TypeError(f"{name}: expected integers, got dtype {sizes.dtype}")
+        if sizes.ndim != 2 or sizes.shape[1] != 2:
+            raise ValueError(f"{name}: expected shape (slices, 2), got {tuple(sizes.shape)}")
+        tgt_sizes = sizes.tolist()
+    if not isinstance(tgt_sizes, Sequence) or isinstance(tgt_sizes, str):
+        raise TypeError(f"{name}: expected a sequence of (h, w), got {type(tgt_sizes).__name__}")
+    return [as_size(size, f"{name}[{i}]") for i, size in enumerate(tgt_sizes)]
+
+
+def as_size(size, name: str) -> tuple[int, int]:
+    """(h, w) as Python ints, both at least 1: a slice has patches."""
+    size = size.tolist() if hasattr(size, "tolist") else size
+    if not isinstance(size, Sequence) or isinstance(size, str) or len(size) != 2:
+        raise ValueError(f"{name}: expected (h, w), got {size!r}")
+    if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in size):
+        raise TypeError(f"{name}: expected two integers, got {size!r}")
+    h, w = (int(n) for n in size)
+    if min(h, w) < 1:
+        raise ValueError(f"{name}: every extent must be at least 1, got {(h, w)}")
+    return h, w
+
+
 def check_positive_int(value, name: str) -> int:
     """Return `value` if it is an integer of at least 1; raise TypeError or ValueError naming `name`."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -62,19 +89,54 @@ def check_pruning_rate(q, name: str = "q") -> float:
     return float(q)
 
 
-def check_shape(tensor, shape: Sequence[int | str | None], name: str) -> Tensor:
-    """Raise unless `tensor` is a Tensor whose shape matches `shape`, e.g. `("patches", 1176)`.
+def check_shape(tensor, shape: Sequence[int | str | tuple[str, int] | None], name: str) -> Tensor:
+    """Raise unless `tensor` is a Tensor whose shape matches `shape`, e.g. `(("patches", 64), "values")`.
 
-    An int must be equal; a string or None stands for any size (the string names it in the message).
+    An int must be equal, and so must that of a (name, int) pair, where the message says what is counted; a string or
+    None stands for any size.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-    wanted = "(" + ", ".join(str(s) for s in shape) + ")"
+    dimensions = [size if isinstance(size, tuple) else ("", size) for size in shape]
+    wanted = "(" + ", ".join(str(size) for _, size in dimensions) + ")"
     if tensor.ndim != len(shape):
         raise ValueError(f"{name}: expected {len(shape)} dimensions {wanted}, got shape {tuple(tensor.shape)}")
-    for axis, (size, want) in enumerate(zip(tensor.shape, shape, strict=True)):
+    for axis, (size, (counted, want)) in enumerate(zip(tensor.shape, dimensions, strict=True)):
         if isinstance(want, int) and size != want:
+            got = f"{size} {counted}".strip()
             raise ValueError(
-                f"{name}: dimension {axis} must be {want}, got {size} (shape {tuple(tensor.shape)}, wanted {wanted})"
+                f"{name}: dimension {axis} must be {want}, got {got} (shape {tuple(tensor.shape)}, wanted {wanted})"
             )
     return tensor
+
+
+def check_floats(tensor: Tensor, name: str) -> Tensor:
+    """Return `tensor` if it holds floating-point numbers; raise TypeError naming `name` and the dtype."""
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name}: expected floating-point numbers, got dtype {tensor.dtype}")
+    return tensor
+
+
+def check_token_ids(input_ids, name: str = "input_ids") -> Tensor:
+    """Return `input_ids` if it is an integer tensor (B, L); raise TypeError or ValueError naming `name`."""
+    check_shape(input_ids, ("B", "L"), name)
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+        raise TypeError(f"{name}: expected integers, got dtype {input_ids.dtype}")
+    return input_ids
+
+
+def as_seconds(values, count: int, name: str) -> list[float]:
+    """One positive number for each of `count` videos, as floats; a sequence or a tensor (videos,)."""
+    if isinstance(values, Tensor) or hasattr(values, "__array__"):
+        values = check_shape(torch.as_tensor(values), (("videos", count),), name).tolist()
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise TypeError(f"{name}: expected a sequence of numbers, got {type(values).__name__}")
+    if len(values) != count:
+        raise ValueError(f"{name}: expected one number for each of {count} videos, got {len(values)}")
+    values = [value.item() if isinstance(value, Tensor) else value for value in values]
+    for i, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name}[{i}]: expected a number, got {type(value).__name__}")
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name}[{i}]: expected a positive number of seconds, got {value}")
+    return [float(value) for value in values]

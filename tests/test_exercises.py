@@ -14,6 +14,7 @@ from refvl.crops import plan_crops
 from refvl.graphs import PairedBatch, plan_batches, plan_paired_batches
 from refvl.graphs.buffers import fill_padded
 from refvl.merge import merge_embeddings
+from refvl.parallel import get_count_assignment, get_load_balance_assignment, restore_order
 from refvl.patches import PatchConfig, count_tokens, patch_rows
 from refvl.positions import (
     compute_retention_mask,
@@ -111,22 +112,6 @@ def greedy_budget_sum(output_tokens, budgets, max_items):
     return sum(batch.budget for batch in greedy_batches(output_tokens, budgets, max_items))
 
 
-def rounded_layout(width, height):
-    return (0, 0) if max(width, height) < 728 else (max(1, round(height / 504)), max(1, round(width / 504)))
-
-
-def one_by_one(path_tokens, budgets, max_items):
-    return plan_paired_batches(path_tokens, budgets, 1)
-
-
-def always_both_paths(path_tokens, budgets, max_items):
-    batches = plan_paired_batches(path_tokens, budgets, max_items)
-    return [
-        PairedBatch(b.indices, {path: b.budgets.get(path, of_path[0]) for path, of_path in budgets.items()})
-        for b in batches
-    ]
-
-
 def read_table(table, h, w, merge_size=2):
     return interpolate_position_table(table, [(1, h, w)], spatial_merge_size=merge_size, mode="nearest")
 
@@ -146,6 +131,34 @@ def rounded_seconds(fps, total, duration):
     return indices, [round(index / fps) for index in indices[::2]]
 
 
+def rounded_layout(width, height):
+    return (0, 0) if max(width, height) < 728 else (max(1, round(height / 504)), max(1, round(width / 504)))
+
+
+def one_by_one(path_tokens, budgets, max_items):
+    return plan_paired_batches(path_tokens, budgets, 1)
+
+
+def always_both_paths(path_tokens, budgets, max_items):
+    batches = plan_paired_batches(path_tokens, budgets, max_items)
+    return [
+        PairedBatch(b.indices, {path: b.budgets.get(path, of_path[0]) for path, of_path in budgets.items()})
+        for b in batches
+    ]
+
+
+def rank_by_rank(gathered, tokens, order, counts):
+    """The order of the ranks, which is not the caller's."""
+    embeds = restore_order(gathered, tokens, order, counts)
+    return [embeds[i] for i in order]
+
+
+def with_padding(gathered, tokens, order, counts):
+    """As if nothing had been padded: right until the first rank that is shorter."""
+    embeds = gathered.split([tokens[i] for i in order] + [len(gathered) - sum(tokens)])
+    return [embeds[order.index(i)] for i in range(len(tokens))]
+
+
 @pytest.mark.parametrize(
     ("check", "function"),
     [
@@ -155,12 +168,14 @@ def rounded_seconds(fps, total, duration):
         (exercises.check_frame_sample, frame_sample),
         (exercises.check_greedy_batches, greedy_batches),
         (exercises.check_grid_positions, grid_positions),
+        (exercises.check_load_balance, get_load_balance_assignment),
         (exercises.check_merge_embeddings, merge_embeddings),
         (exercises.check_mrope_positions, get_mrope_input_positions),
         (exercises.check_paired_batches, plan_paired_batches),
         (exercises.check_patch_rows, lambda pixels, config: patch_rows(pixels, config)[0]),
         (exercises.check_read_table, read_table),
         (exercises.check_replay, replay),
+        (exercises.check_restore_order, restore_order),
         (exercises.check_restrict_positions, restrict_positions),
         (exercises.check_retention_mask, retention_mask),
         (exercises.check_smallest_budget_sum, smallest_budget_sum),
@@ -195,6 +210,12 @@ def test_the_library_passes(check, function):
             lambda t, h, w, f: grid_positions(t, h, w, int(f)),
             r"t=4, h=1, w=2, t_factor=1.4: element \[0, 6\] should be 4, got 3",
         ),
+        (
+            exercises.check_load_balance,
+            get_count_assignment,
+            r"\[1000, 100, 200, 50\], num_gpus=2: order: should be \[0, 2, 1, 3\], got \[0, 1, 2, 3\]",
+        ),
+        (exercises.check_load_balance, lambda *_: [], r"expected \(order, counts, loads\), got list"),
         (exercises.check_merge_embeddings, merge_in_place, "one picture: the text embeddings were changed in place"),
         (exercises.check_merge_embeddings, lambda t, s, m: t.clone(), r"element \[2, 0\] should be -1.0, got 4.0"),
         (
@@ -225,6 +246,16 @@ def test_the_library_passes(check, function):
             r"fewer frames than asked for .*: timestamps\[2\]: should be 2, got 3",
         ),
         (exercises.check_frame_sample, lambda *_: [], r"expected \(indices, timestamps\), got list"),
+        (
+            exercises.check_restore_order,
+            rank_by_rank,
+            r"\[2, 5, 1, 3\] on 2 ranks: item 0: expected shape \(2, 1\), got \(5, 1\)",
+        ),
+        (
+            exercises.check_restore_order,
+            with_padding,
+            r"\[5, 4, 2\] on 2 ranks: item 1: element \[0, 0\] should be 1.0, got nan",
+        ),
         (exercises.check_smallest_budget_sum, greedy_budget_sum, r"\[60, 60, 60\].*: should be 192, got 256"),
         (exercises.check_restrict_positions, cut_to_length, r"some tokens pruned: element \[0, 9\] should be 7, got 5"),
         (exercises.check_restrict_positions, delta_of_the_full_prompt, "some tokens .* delta should be -7, got -11"),

@@ -18,6 +18,7 @@ from refvl.graphs import (
     generate_budgets,
     plan_paired_batches,
 )
+from refvl.trace import Trace
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "encoder_graph_plan.json").read_text())
 PLANS = [case for case in GOLDEN["plans"] if len(case["path_token_budgets"]) == 2]
@@ -353,6 +354,15 @@ def test_a_path_takes_squares_of_its_own_size_only(encoder):
     with pytest.raises(ValueError, match="squares here have 4 x 4 patches, got 6 x 6"):
         local.item_size((1, 6, 6))
     assert [f.name for f in fields(local.plan([(3, 4, 4)]))] == ["position_embeds"]
+
+
+def test_a_trace_says_what_ran_on_each_path():
+    trace = Trace(
+        embeds=[torch.zeros(19, 2)], seconds={"encode": 0.1},
+        graph_batches=[PathBatch((0,), None, "local", 15), PathBatch((0,), 8, "global", 4)],
+    )  # fmt: skip
+    [(_, shapes, _)] = trace.rows()
+    assert shapes.endswith("; local path of media 1: eager; global path of media 1: graph of 8, 50% padding")
 
 
 def test_what_a_paired_batch_says():

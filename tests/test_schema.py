@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from refvl.schema import as_grids, check_positive_int, check_pruning_rate, check_shape
+from refvl.schema import (
+    as_grids,
+    as_seconds,
+    check_floats,
+    check_positive_int,
+    check_pruning_rate,
+    check_shape,
+    check_token_ids,
+)
 
 
 @pytest.mark.parametrize(
@@ -97,3 +105,38 @@ def test_shapes():
         check_shape(x, ("N", "H", 4), "x")
     with pytest.raises(ValueError, match=r"x: dimension 1 must be 5, got 4 \(shape \(3, 4\), wanted \(N, 5\)\)"):
         check_shape(x, ("N", 5), "x")
+    with pytest.raises(ValueError, match=r"x: dimension 0 must be 2, got 3 patches \(shape .*, wanted \(2, K\)\)"):
+        check_shape(x, (("patches", 2), "K"), "x")
+
+
+def test_seconds_pass():
+    assert as_seconds([1, 0.5], 2, "s") == as_seconds(torch.tensor([1.0, 0.5]), 2, "s") == [1.0, 0.5]
+    assert as_seconds((torch.tensor(0.25),), 1, "s") == as_seconds(np.array([0.25]), 1, "s") == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ([1.0], ValueError, "s: expected one number for each of 2 videos, got 1"),
+        (torch.ones(3), ValueError, "s: dimension 0 must be 2, got 3 videos"),
+        (torch.ones(2, 1), ValueError, "s: expected 1 dimensions"),
+        (1.0, TypeError, "s: expected a sequence of numbers, got float"),
+        ([1.0, "2"], TypeError, r"s\[1\]: expected a number, got str"),
+        ([0.0, 1.0], ValueError, r"s\[0\]: expected a positive number of seconds, got 0.0"),
+        ([1.0, float("nan")], ValueError, r"s\[1\]: expected a positive number of seconds, got nan"),
+    ],
+)
+def test_other_seconds_do_not(values, error, message):
+    with pytest.raises(error, match=message):
+        as_seconds(values, 2, "s")
+
+
+def test_kinds_of_numbers():
+    ids, floats = torch.tensor([[1, 2]]), torch.ones(1, 2)
+    assert check_token_ids(ids) is ids and check_floats(floats, "x") is floats
+    with pytest.raises(TypeError, match="input_ids: expected integers, got dtype torch.float32"):
+        check_token_ids(floats)
+    with pytest.raises(ValueError, match=r"input_ids: expected 2 dimensions \(B, L\)"):
+        check_token_ids(ids[0])
+    with pytest.raises(TypeError, match="x: expected floating-point numbers, got dtype torch.int64"):
+        check_floats(ids, "x")

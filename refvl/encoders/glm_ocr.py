@@ -204,7 +204,8 @@ class GlmOcrVisionTransformer(nn.Module):
         if (metadata is None) == (grid_thw is None):
             raise ValueError("forward: give exactly one of grid_thw and metadata")
         metadata = self.plan(grid_thw) if metadata is None else metadata
-        check_shape(pixel_values, (len(metadata.cos), self.config.patch_values), "pixel_values")
+        rows = (("patches", len(metadata.cos)), ("values (C*Tp*P*P)", self.config.patch_values))
+        check_shape(pixel_values, rows, "pixel_values")
         backend = choose_backend(attention or self.attention, pixel_values.device, self.dtype, self.config.head_dim)
 
         x_NE = self.patch_embed(pixel_values.to(self.dtype))

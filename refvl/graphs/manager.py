@@ -8,7 +8,7 @@ It knows an encoder only through `GraphEncoder`: plan, forward, metadata at capa
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from refvl.graphs.budgets import Batch, infer_limits, plan_batches
-from refvl.graphs.buffers import fill_metadata, fill_padded
+from refvl.graphs.buffers import fill_metadata, fill_padded, metadata_tensors
 from refvl.graphs.cuda import CudaGraph, pool_bytes
 from refvl.graphs.recorder import TraceGraph
 from refvl.schema import check_shape
@@ -47,7 +47,7 @@ class GraphEncoder(Protocol):
         """The same dataclass with every tensor as long, and every integer as large, as any batch within the limits."""
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """(patch rows, values) zeros for `max_tokens` output tokens."""
+        """(patch rows, values) zeros for `max_tokens` output tokens; items with more rows take a larger budget."""
 
     def __call__(self, pixel_values: Tensor, *, metadata, attention: str | None = None) -> Tensor:
         """Patch rows -> (tokens, D)."""
@@ -157,12 +157,14 @@ class EncoderGraphManager:
         """
         layouts = self.encoder.check_layouts(layouts)
         sizes = [self.encoder.item_size(layout) for layout in layouts]
-        check_shape(pixel_values, (sum(patches for patches, _, _ in sizes), "values"), "pixel_values")
+        check_shape(pixel_values, (("patches", sum(patches for patches, _, _ in sizes)), "values"), "pixel_values")
         self.capture()
         rows = pixel_values.split([patches for patches, _, _ in sizes])
         self.last_batches = plan_batches(
             [tokens for _, tokens, _ in sizes], self.limits.budgets, self.limits.max_items,
             policy=self.policy, frames=[frames for _, _, frames in sizes], max_frames=self.limits.max_frames,
+            rows=[patches for patches, _, _ in sizes],
+            max_rows=[len(self.captured[budget].pixel_values) for budget in self.limits.budgets],
         )  # fmt: skip
         outputs: dict[int, Tensor] = {}
         for batch in self.last_batches:
@@ -226,5 +228,4 @@ class EncoderGraphManager:
 
 
 def _bytes(captured: CapturedBudget) -> int:
-    tensors = [captured.pixel_values, *(getattr(captured.metadata, f.name) for f in fields(captured.metadata))]
-    return sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+    return sum(tensor.nbytes for tensor in (captured.pixel_values, *metadata_tensors(captured.metadata)))

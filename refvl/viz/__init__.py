@@ -23,6 +23,7 @@ from refvl.viz.graphs import (
     plot_replay_timings,
     plot_waste,
 )
+from refvl.viz.parallel import explore_assignment, plot_assignment, plot_gather, plot_speed_up
 from refvl.viz.patches import explore_resize, plot_patch_rows, plot_patches
 from refvl.viz.positions import (
     explore_positions,
@@ -37,6 +38,7 @@ from refvl.viz.timings import plot_stage_timings
 from refvl.viz.windows import explore_windows, plot_attention_segments, plot_window_permutation, plot_windows
 
 __all__ = [
+    "explore_assignment",
     "explore_crops",
     "explore_keep_mask",
     "explore_packing",
@@ -45,6 +47,7 @@ __all__ = [
     "explore_timeline",
     "explore_windows",
     "plot_accuracy_curve",
+    "plot_assignment",
     "plot_attention_segments",
     "plot_buffers",
     "plot_clip_positions",
@@ -54,6 +57,7 @@ __all__ = [
     "plot_crop_tokens",
     "plot_crops",
     "plot_dissimilarity",
+    "plot_gather",
     "plot_keep_mask",
     "plot_packing",
     "plot_patch_rows",
@@ -68,6 +72,7 @@ __all__ = [
     "plot_recording",
     "plot_replay_timings",
     "plot_rotary",
+    "plot_speed_up",
     "plot_stage_timings",
     "plot_timelines",
     "plot_waste",

@@ -1,0 +1,125 @@
+"""Embeddings that were made before, instead of pixels. Oracle: the same call with pixels, id for id."""
+
+import pytest
+import torch
+from checkpoint_factory import make_checkpoint, make_glm_checkpoint
+
+import refvl
+from refvl.paths import DATA
+
+PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "rocket")]
+CLIP = DATA / "clips" / "scene.mp4"
+CONTENT = [
+    {"type": "image", "image": PHOTOS[0]},
+    {"type": "text", "text": "and"},
+    {"type": "video", "video": CLIP},
+    {"type": "image", "image": PHOTOS[1]},
+    {"type": "text", "text": "What is it?"},
+]
+
+
+@pytest.fixture(scope="module", params=["Qwen2.5-VL", "GLM-4.1V", "GLM-OCR"])
+def vlm(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    if request.param == "Qwen2.5-VL":
+        make_checkpoint(folder)
+    else:
+        model_type, name = {"GLM-4.1V": ("glm4v", "Glm4v"), "GLM-OCR": ("glm_ocr", "Glm46V")}[request.param]
+        make_glm_checkpoint(folder, model_type, f"{name}Processor")
+    return refvl.load(folder, device="cpu", progress=False)
+
+
+@pytest.fixture(scope="module")
+def prompt(vlm):
+    """(input_ids, both media as pixels, both media as embeddings)."""
+    messages = [{"role": "user", "content": CONTENT}]
+    patches = vlm.processor.patchify(vlm.processor.decode(messages))
+    input_ids = torch.tensor([vlm.processor.tokenize(messages, [p.merged for p in patches])])
+    embeds = vlm.encode(images=PHOTOS) + vlm.encode(videos=[CLIP])
+    first, clip, second = patches
+    layouts = {"image_grid_thw": [first.layout, second.layout], "video_grid_thw": torch.tensor([clip.layout])}
+    layouts["second_per_grid_ts"] = [0.5]
+    pixels = {"pixel_values": torch.cat([first.pixel_values, second.pixel_values])}
+    pixels["pixel_values_videos"] = clip.pixel_values
+    given = {"image_embeds": torch.cat(embeds[:2]), "video_embeds": embeds[2]}
+    return input_ids, layouts | pixels, layouts | given
+
+
+@pytest.mark.parametrize("q", [0.0, 0.6])
+def test_given_embeddings_give_the_same_ids(q, vlm, prompt):
+    """With EVS as well: it prunes by embeddings, wherever they come from."""
+    input_ids, pixels, embeds = prompt
+    want = vlm.generate(input_ids, pruning_rate=q, max_new_tokens=8, **pixels)
+    assert torch.equal(vlm.generate(input_ids, pruning_rate=q, max_new_tokens=8, **embeds), want)
+    in_pieces = embeds | {"image_embeds": list(embeds["image_embeds"].split(image_tokens(vlm, embeds)))}
+    assert torch.equal(vlm.generate(input_ids, pruning_rate=q, max_new_tokens=8, **in_pieces), want)
+    assert len(set(want[0, input_ids.shape[1] :].tolist())) > 2
+
+
+def image_tokens(vlm, arguments):
+    return [vlm.encoder.item_size(grid)[1] for grid in arguments["image_grid_thw"]]
+
+
+def test_pixels_of_one_kind_and_embeddings_of_the_other(vlm, prompt):
+    input_ids, pixels, embeds = prompt
+    mixed = pixels | {"pixel_values_videos": None, "video_embeds": embeds["video_embeds"].double()}
+    want = vlm.generate(input_ids, max_new_tokens=8, **pixels)
+    assert torch.equal(vlm.generate(input_ids, max_new_tokens=8, **mixed), want)
+
+
+def test_the_embeddings_count(vlm, prompt):
+    """Other embeddings, other ids."""
+    input_ids, _, embeds = prompt
+    want = vlm.generate(input_ids, max_new_tokens=8, **embeds)
+    other = embeds | {"image_embeds": embeds["image_embeds"].flip(0), "video_embeds": -embeds["video_embeds"]}
+    assert not torch.equal(vlm.generate(input_ids, max_new_tokens=8, **other), want)
+
+
+def test_the_encoder_does_not_run(vlm, prompt, monkeypatch):
+    input_ids, _, embeds = prompt
+    monkeypatch.setattr(type(vlm.encoder), "forward", None)
+    vlm.generate(input_ids, max_new_tokens=1, **embeds)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"image_embeds": lambda x: x[:-1]},
+            ValueError,
+            r"image_embeds: dimension 0 must be \d+, got \d+ tokens of",
+        ),
+        ({"image_embeds": lambda x: x[:, :-1]}, ValueError, r"image_embeds: dimension 1 must be \d+, got \d+ channels"),
+        ({"image_embeds": lambda x: [x]}, ValueError, "image_embeds: expected one tensor for each of 2 items, got 1"),
+        ({"image_embeds": lambda x: [x, x]}, ValueError, r"image_embeds\[0\]: dimension 0 must be \d+, got \d+ tokens"),
+        ({"video_embeds": lambda x: x.long()}, TypeError, r"video_embeds\[0\]: expected floating-point numbers"),
+        ({"video_embeds": lambda x: None}, ValueError, "pixel_values_videos, video_grid_thw: give both or neither"),
+        ({"pixel_values": lambda _: torch.zeros(4, 4)}, ValueError, "pixel_values, image_embeds: give one of them"),
+        ({"second_per_grid_ts": lambda _: [1.0, 2.0]}, ValueError, "second_per_grid_ts: expected one number for each"),
+    ],
+)
+def test_what_does_not_fit_is_named(vlm, prompt, change, error, message):
+    input_ids, _, embeds = prompt
+    [(name, function)] = change.items()
+    with pytest.raises(error, match=message):
+        vlm.generate(input_ids, max_new_tokens=1, **(embeds | {name: function(embeds.get(name))}))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda a: {"pixel_values": a["pixel_values"][1:]}, ValueError, r"got \d+ patches of image_grid_thw"),
+        (lambda a: {"pixel_values": a["pixel_values"].long()}, TypeError, "pixel_values: expected floating-point"),
+        (lambda a: {"pixel_values_videos": a["pixel_values_videos"][:, 1:]}, ValueError, r"values \(C\*Tp\*P\*P\)"),
+        (lambda a: {"video_grid_thw": [(1, 2)]}, ValueError, r"video_grid_thw\[0\]: expected \(t, h, w\)"),
+    ],
+)
+def test_pixels_that_do_not_fit_are_named(vlm, prompt, change, error, message):
+    input_ids, pixels, _ = prompt
+    with pytest.raises(error, match=message):
+        vlm.generate(input_ids, max_new_tokens=1, **(pixels | change(pixels)))
+
+
+def test_ids_are_integers(vlm, prompt):
+    with pytest.raises(TypeError, match="input_ids: expected integers, got dtype torch.float32"):
+        vlm.generate(prompt[0].float())

@@ -1,0 +1,85 @@
+"""The text model over several devices, placed by transformers. Oracle: the ids of the model on one device."""
+
+import multiprocessing
+import os
+
+import pytest
+import torch
+from checkpoint_factory import make_checkpoint
+
+import refvl
+from refvl.paths import DATA
+
+PROMPT, PICTURE = "What color is the circle?", DATA / "pictures" / "coffee.jpg"
+PLACES = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "model.rotary_emb",
+          "lm_head")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def answer(folder, **kwargs) -> list[int]:
+    vlm = refvl.load(folder, device="cpu", progress=False, **kwargs)
+    return vlm.trace(PROMPT, images=[PICTURE], max_new_tokens=8).token_ids
+
+
+@pytest.fixture(scope="module")
+def on_one_device(folder):
+    ids = answer(folder)
+    assert len(set(ids)) > 4
+    return ids
+
+
+@pytest.mark.parametrize("on_disk", [["model.layers.1"], ["model.layers.0", "model.layers.2", "lm_head"]], ids=str)
+def test_a_device_map_changes_no_id(on_disk, folder, on_one_device, tmp_path):
+    """Some layers in memory, the others on disk, as a map over two devices would split them."""
+    pytest.importorskip("accelerate")
+    device_map = {place: "disk" if place in on_disk else "cpu" for place in PLACES}
+    vlm = refvl.load(folder, device="cpu", progress=False, device_map=device_map, offload_folder=tmp_path)
+    offloaded = {name for name, weight in vlm.language_model.named_parameters() if weight.is_meta}
+    assert offloaded and all(any(name.startswith(f"{place}.") for place in on_disk) for name in offloaded)
+    assert vlm.trace(PROMPT, images=[PICTURE], max_new_tokens=8).token_ids == on_one_device
+
+
+def test_a_map_without_accelerate_says_so(folder, monkeypatch):
+    """transformers' own message; nothing of the map is dropped in silence."""
+    from transformers.integrations import accelerate
+
+    monkeypatch.setattr(accelerate, "is_accelerate_available", lambda: False)
+    with pytest.raises((ValueError, ImportError), match="accelerate"):
+        answer(folder, device_map=dict.fromkeys(PLACES, "cpu"))
+
+
+def work(rank, port, folder, results):
+    """One process of two, as torchrun starts them."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    torch.set_num_threads(1)
+    vlm = refvl.load(folder, device="cpu", progress=False, tp_plan="auto")
+    weight = vlm.language_model.model.layers[0].mlp.up_proj.weight
+    local = weight.to_local() if hasattr(weight, "to_local") else weight
+    ids = vlm.trace(PROMPT, images=[PICTURE], max_new_tokens=8).token_ids
+    results.put((rank, tuple(local.shape), ids))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_tensor_parallel_processes_give_the_same_ids(folder, on_one_device):
+    """Two processes hold half of each layer's columns and generate the same."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)  # asks for a free port
+    port = str(store.port)
+    del store
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["refvl.loading"])
+    results = context.Queue()
+    processes = [context.Process(target=work, args=(rank, port, folder, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found = sorted(results.get(timeout=300) for _ in processes)
+    for process in processes:
+        process.join(60)
+    text = refvl.load(folder, weights="random", device="meta").config.get_text_config()
+    half = (text.intermediate_size // 2, text.hidden_size)
+    assert found == [(0, half, on_one_device), (1, half, on_one_device)]
