@@ -23,7 +23,11 @@ PICTURES = {
 CLIP, CLIP_ANSWER = "bigbuckbunny.mp4", "a rabbit"
 SIZES = ((84, 112), (112, 112), (112, 84), (84, 84))  # (height, width): what resizing makes of most pictures
 CLIP_SIZE, CLIP_FRAMES, CLIP_STEP = (84, 140), (6, 8, 10), 13  # every 13th of 25 frames per second, about 2 per second
-SECONDS_PER_GRID = 2 * CLIP_STEP / 25
+
+
+def seconds(frames: int) -> tuple[float, ...]:
+    """Of the temporal patches of `frames` frames of the clip."""
+    return tuple(i * CLIP_STEP / 25 for i in range(0, frames, 2))
 
 
 def answers() -> list[str]:

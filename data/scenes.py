@@ -5,20 +5,26 @@ frames, three temporal patches; one object waits during the first two frames and
 function of (split, index) alone: every split has its own stream of random numbers, so a held-out scene is
 never drawn in training, and any scene can be drawn again.
 
+For models that are told the time there is a third sort of scene: in a clip of eight frames, taken at seconds that no
+rule foretells, one object changes its colour.
+
 >>> scene = draw_scene("test", 0)
 >>> render(scene).shape
 (84, 84, 3)
 """
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from PIL import Image
 
 SIDE, CELL, FRAMES, FPS = 84, 28, 6, 2.0
+SECONDS = tuple(i * 2 / FPS for i in range(FRAMES // 2))  # of the temporal patches of a clip
 SPLITS = {"train": 0, "select": 1, "test": 2, "demo": 3}  # "select" chose the recipe, "test" measures it
 SEED = 20260
+SORTS = ("picture", "motion", "change")
+STEPS, LAST_SECOND = 4, 29  # of a clip in which a colour changes: temporal patches, and when the last may be
 
 COLORS = {
     "red": (215, 40, 40),
@@ -52,7 +58,9 @@ class Thing:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Objects on a background; in a clip the first object moves `distance` px in `direction` after two frames."""
+    """Objects on a background. In a clip the first object moves `distance` px in `direction` after two frames, or
+    `becomes` another between the two frames of temporal patch `step`; the patches are of the seconds `seconds`.
+    """
 
     things: tuple[Thing, ...]
     background: tuple[float, float, float]
@@ -62,11 +70,18 @@ class Scene:
     jpeg_quality: int | None  # lossy compression, as in files from elsewhere
     direction: str | None = None  # None for a picture
     distance: float = 0.0
+    becomes: Thing | None = None
+    step: int = 0
+    seconds: tuple[int, ...] = ()
+
+    @property
+    def sort(self) -> str:
+        return "change" if self.becomes else "motion" if self.direction else "picture"
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """kind: color, shape, place, motion (the measured ones) or another word for helper questions."""
+    """kind: one of `MEASURED` or another word for helper questions."""
 
     kind: str
     text: str
@@ -88,7 +103,34 @@ def draw_scene(
     alike: objects that are easily confused - three shapes and three colours at most, and (in a picture) as many
     objects as fit in one row or one column.
     """
-    rng = scene_rng(split, 2 * index + clip)
+    return _draw(scene_rng(split, 2 * index + clip), clip, objects, alike)
+
+
+def draw_change(split: str, index: int, *, objects: tuple[int, int] = (1, 4), alike: bool = False) -> Scene:
+    """Draw clip number `index` of a split in which the first object changes its colour, and the seconds it shows."""
+    scene_rng(split, index)  # refuses unknown splits
+    rng = np.random.default_rng([SEED, SPLITS[split], index, SORTS.index("change")])
+    scene = _draw(rng, False, objects, alike)
+    color = str(rng.choice([c for c in COLORS if c != scene.things[0].color]))
+    becomes = replace(scene.things[0], color=color, rgb=_shade(rng, color))
+    return replace(scene, becomes=becomes, step=int(rng.integers(STEPS)), seconds=draw_seconds(rng, STEPS))
+
+
+def draw_seconds(rng: np.random.Generator, count: int) -> tuple[int, ...]:
+    """`count` different whole seconds, in order."""
+    return tuple(sorted(rng.choice(LAST_SECOND + 1, count, replace=False).tolist()))
+
+
+def draw_sort(sort: str, split: str, index: int, **how) -> Scene:
+    """Scene number `index` of one of `SORTS`."""
+    if sort not in SORTS:
+        raise ValueError(f"sort: expected one of {SORTS}, got {sort!r}")
+    return (
+        draw_change(split, index, **how) if sort == "change" else draw_scene(split, index, clip=sort == "motion", **how)
+    )
+
+
+def _draw(rng: np.random.Generator, clip: bool, objects: tuple[int, int], alike: bool) -> Scene:
     count = int(rng.integers(objects[0], objects[1] + 1))
     direction = str(rng.choice(list(DIRECTIONS))) if clip else None
     places, room = _draw_places(rng, count, direction, alike)
@@ -137,28 +179,40 @@ def _draw_thing(rng, pair: int, place: int) -> Thing:
         center=(CELL * (column + 0.5) + float(jitter[0]), CELL * (row + 0.5) + float(jitter[1])),
         radius=float(rng.uniform(9, 11.5)),
         angle=float(rng.uniform(-10, 10)),
-        rgb=tuple(float(v) for v in np.clip(np.array(COLORS[color]) + rng.uniform(-18, 18, 3), 0, 255)),
+        rgb=_shade(rng, color),
     )
 
 
+def _shade(rng, color: str) -> tuple[float, float, float]:
+    return tuple(float(v) for v in np.clip(np.array(COLORS[color]) + rng.uniform(-18, 18, 3), 0, 255))
+
+
 def render(scene: Scene) -> np.ndarray:
-    """uint8 RGB: (84, 84, 3) for a picture, (6, 84, 84, 3) for a clip. The same scene gives the same pixels."""
+    """uint8 RGB: (84, 84, 3) for a picture, (6 or 8, 84, 84, 3) for a clip. The same scene gives the same pixels."""
     grid = np.linspace(-0.5, 0.5, SIDE, dtype=np.float32)
     canvas = np.float32(scene.background) + (scene.slope[0] * grid[None, :] + scene.slope[1] * grid[:, None])[..., None]
     if scene.noise:
         noise_rng = np.random.default_rng(scene.noise_seed)
         canvas = canvas + scene.noise * noise_rng.standard_normal(canvas.shape, dtype=np.float32)
-    still = scene.things if scene.direction is None else scene.things[1:]
+    still = scene.things if scene.sort == "picture" else scene.things[1:]
     for thing in still:
         _paint(canvas, thing, thing.center)
-    if scene.direction is None:
+    if scene.sort == "picture":
         return _finish(canvas, scene)
     frames = []
-    for x, y in mover_centers(scene):
+    for thing, center in _first_in_frames(scene):
         frame = canvas.copy()
-        _paint(frame, scene.things[0], (x, y))
+        _paint(frame, thing, center)
         frames.append(_finish(frame, scene))
     return np.stack(frames)
+
+
+def _first_in_frames(scene: Scene) -> list[tuple[Thing, tuple[float, float]]]:
+    """What the first object is in each frame of a clip, and its centre."""
+    first = scene.things[0]
+    if scene.sort == "motion":
+        return [(first, center) for center in mover_centers(scene)]
+    return [(first if i <= 2 * scene.step else scene.becomes, first.center) for i in range(2 * STEPS)]
 
 
 def mover_centers(scene: Scene) -> list[tuple[float, float]]:
@@ -171,21 +225,30 @@ def mover_centers(scene: Scene) -> list[tuple[float, float]]:
 def cell_labels(scene: Scene) -> np.ndarray:
     """(t, 9, 3) int64: shape, color and movement seen in each place at each temporal patch; 0 is none of them.
 
+    Of a colour that changes during a patch it is the new one; the change itself is a movement.
+
     An object counts for the place in which its centre lies on average during the two frames of the patch.
     """
-    centers = np.array([[thing.center] * FRAMES for thing in scene.things])  # (things, frames, 2)
-    if scene.direction is not None:
+    frames = {"picture": 2, "motion": FRAMES, "change": 2 * STEPS}[scene.sort]
+    centers = np.array([[thing.center] * frames for thing in scene.things])  # (things, frames, 2)
+    if scene.sort == "motion":
         centers[0] = mover_centers(scene)
-    patches = 1 if scene.direction is None else FRAMES // 2
-    cells = (centers.reshape(len(centers), FRAMES // 2, 2, 2).mean(2) // CELL).clip(0, 2).astype(int)
-    labels = np.zeros((patches, 9, 3), dtype=np.int64)
+    cells = (centers.reshape(len(centers), frames // 2, 2, 2).mean(2) // CELL).clip(0, 2).astype(int)
+    labels = np.zeros((frames // 2, 9, 3), dtype=np.int64)
     for i, thing in enumerate(scene.things):
-        for t in range(patches):
-            moves = scene.direction is not None and i == 0 and t > 0
-            move = 1 + list(DIRECTIONS).index(scene.direction) if moves else 0
+        for t in range(frames // 2):
+            now = scene.becomes if i == 0 and scene.becomes and t >= scene.step else thing
             place = cells[i, t, 1] * 3 + cells[i, t, 0]
-            labels[t, place] = 1 + SHAPES.index(thing.shape), 1 + list(COLORS).index(thing.color), move
+            move = _movement(scene, t) if i == 0 else 0
+            labels[t, place] = 1 + SHAPES.index(now.shape), 1 + list(COLORS).index(now.color), move
     return labels
+
+
+def _movement(scene: Scene, t: int) -> int:
+    """What the first object does during temporal patch t: nothing (0), move in a direction (1-4), change (5)."""
+    if scene.sort == "motion" and t > 0:
+        return 1 + list(DIRECTIONS).index(scene.direction)
+    return 1 + len(DIRECTIONS) if scene.sort == "change" and t == scene.step else 0
 
 
 def _paint(canvas: np.ndarray, thing: Thing, center: tuple[float, float]) -> None:
@@ -250,6 +313,14 @@ PHRASES = {
     "what": ("What is in the picture?", "What does the picture show?", "What can you see in the picture?"),
     "what_clip": ("What is in the clip?", "What does the clip show?", "What can you see in the clip?"),
 }
+TIMED_PHRASES = {  # of clips in which a colour changes; {x} is "the circle", "the object" or "it"
+    "change": ("When does {x} change color?", "At which second does {x} change color?", "When does {x} change?"),
+    "becomes": ("Which color does {x} change to?",),
+    "begin": ("When does the clip begin?",),
+    "end": ("When does the clip end?",),
+    "changer": ("What changes color?", "Which object changes color?"),
+}
+MEASURED = {"color": "picture", "shape": "picture", "place": "picture", "motion": "motion", "change": "change"}
 COUNTS = ("no", "one", "two", "three", "four")
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "center", "right")
 
@@ -272,6 +343,8 @@ def names_of(thing: Thing, things: tuple[Thing, ...], *, hide: str | None = None
 
 def all_questions(scene: Scene) -> dict[str, list[Question]]:
     """Every unambiguous question about a scene, by kind; a kind that has none is absent."""
+    if scene.sort == "change":
+        return _change_questions(scene)
     found: dict[str, list[Question]] = {}
 
     def ask(kind, names, answer):
@@ -297,7 +370,34 @@ def all_questions(scene: Scene) -> dict[str, list[Question]]:
         ask("what_clip", [""], summary(things))
         ask("motion", [*names_of(things[0], things), "object"], scene.direction)
         ask("mover", [""], f"the {things[0].color} {things[0].shape}")
+    if scene.seconds:
+        found |= _when_it_was_taken(scene)
     return found
+
+
+def _change_questions(scene: Scene) -> dict[str, list[Question]]:
+    """Objects are told apart by shape, because a colour may be that of before or after."""
+    first = scene.things[0]
+    shapes = [thing.shape for thing in scene.things]
+    names = [*([f"the {first.shape}"] if shapes.count(first.shape) == 1 else []), "the object", "it"]
+    found = _when_it_was_taken(scene)
+    answers = {
+        "change": str(scene.seconds[scene.step]), "becomes": scene.becomes.color,
+        "changer": f"the {first.shape}",
+    }  # fmt: skip
+    for kind, answer in answers.items():
+        texts = [p.format(x=x) for x in names for p in TIMED_PHRASES[kind]]
+        found[kind] = [Question(kind, text, answer) for text in dict.fromkeys(texts)]
+    for thing in scene.things[1:]:
+        if shapes.count(thing.shape) == 1:
+            texts = [phrase.format(x=thing.shape) for phrase in PHRASES["color"]]
+            found.setdefault("color", []).extend(Question("color", text, thing.color) for text in texts)
+    return found
+
+
+def _when_it_was_taken(scene: Scene) -> dict[str, list[Question]]:
+    answers = {"begin": str(scene.seconds[0]), "end": str(scene.seconds[-1])}
+    return {kind: [Question(kind, text, said) for text in TIMED_PHRASES[kind]] for kind, said in answers.items()}
 
 
 def summary(things: tuple[Thing, ...]) -> str:
@@ -317,10 +417,18 @@ def draw_questions(scene: Scene, kinds: list[str], rng: np.random.Generator) -> 
     return drawn
 
 
-def all_phrases() -> list[tuple[str, str]]:
-    """(question, answer) texts that hold every word of every question and answer: the tokenizer learns from them."""
+def all_phrases(clips: tuple[str, ...] = ("motion",)) -> list[tuple[str, str]]:
+    """(question, answer) texts that hold every word of every question and answer: the tokenizer learns from them.
+
+    clips: the sorts of clips that are asked about.
+    """
     names = [*SHAPES, *(f"{c} object" for c in COLORS), *(f"{c} {s}" for c in COLORS for s in SHAPES)]
     answers = [*COLORS, *SHAPES, *PLACES, *DIRECTIONS, *ROWS, *COUNTS, "three objects"]
     answers += [f"{article} {name}" for article in ("a", "the") for name in names] + ["a red circle and a red square"]
     questions = [phrase.format(x=x) for phrases in PHRASES.values() for phrase in phrases for x in (*names, *PLACES)]
+    if "change" in clips:
+        answers += [str(second) for second in range(100)]
+        questions += [
+            p.format(x=x) for phrases in TIMED_PHRASES.values() for p in phrases for x in ("the circle", "it")
+        ]
     return [(question, answers[i % len(answers)]) for i, question in enumerate(questions)]

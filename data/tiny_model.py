@@ -7,38 +7,41 @@ answered exactly as if it had been asked alone, at a fraction of the cost.
     prefix                                                  tail 1            tail 2
     <|im_start|>system ... <|vision_start|> media <|vision_end|>  Where is ...  What color ...
 
+What differs between families is in `TinyFamily` (`tiny_family.py`).
+
 Shape suffixes: B scenes, Q questions, P prefix tokens, T tokens of a tail, L = P + Q * T, M media tokens, D width.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import Qwen2_5_VLTextModel, Qwen2TokenizerFast
+from transformers import AutoModel, PreTrainedTokenizerFast
 
-from data.tiny_checkpoint import CHAT_TEMPLATE, CLIP_MEAN, CLIP_STD, hf_config
-from refvl.encoders import Qwen2_5_VisionTransformer
-from refvl.positions import MediaSpan, compute_retention_mask, get_mrope_input_positions
+from data.tiny_family import TinyFamily
+from refvl.positions import MediaSpan, compute_retention_mask
 
 IGNORE = -100
 
 
 class TinyModel(nn.Module):
-    """The three parts under their checkpoint names."""
+    """refvl's tower, transformers' text model, and the output head."""
 
-    def __init__(self, config: dict):
+    def __init__(self, family: TinyFamily, config: dict):
         super().__init__()
-        self.config, hf = config, hf_config(config)
-        hf.text_config._attn_implementation = "sdpa"
-        self.visual = Qwen2_5_VisionTransformer.from_config(config["vision_config"], attention="sdpa")
-        self.model = Qwen2_5_VLTextModel(hf.text_config)
-        self.lm_head = nn.Linear(hf.text_config.hidden_size, hf.text_config.vocab_size, bias=False)
+        self.family, self.config, hf = family, config, family.hf_config(config)
+        text_config = hf.get_text_config()
+        text_config._attn_implementation = "sdpa"
+        self.visual = family.tower(config)
+        self.model = AutoModel.from_config(text_config, dtype=torch.float32)
+        self.lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False)
         self._plans = {}
 
     def init_weights(self, seed: int, std: float = 0.05) -> None:
-        """Matrices normal(0, std), biases zero, norms one."""
+        """Matrices normal(0, std), biases zero, norms one, and what the family wants otherwise."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             with torch.no_grad():
@@ -47,61 +50,59 @@ class TinyModel(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
+        self.family.init_weights(self)
 
-    def encode(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
-        """(B, frames, H, W, 3) uint8 of one size, grid (t, h, w) of each -> (B, M, D)."""
-        key = (len(pixels), grid)
-        if key not in self._plans:
-            self._plans[key] = self.visual.plan([grid] * len(pixels))
-        rows_NC = patch_rows(pixels)
-        return self.visual(rows_NC, metadata=self._plans[key]).unflatten(0, (len(pixels), -1))
+    def encode(self, pixels: Tensor) -> Tensor:
+        """(B, frames, H, W, 3) uint8 of one size -> (B, M, D)."""
+        rows_NC, layouts = self.family.patchify(pixels)
+        metadata = self.family.plan(self.visual, layouts, self._plans)
+        return self.visual(rows_NC, metadata=metadata).unflatten(0, (len(pixels), -1))
 
-    def forward(self, batch: "Batch", *, prune: Tensor | None = None) -> Tensor:
-        """Logits (labelled positions, V), in the order of `batch.targets`. prune: (B,) pruning rate of each clip."""
-        media_BMD = self.encode(batch.pixels, batch.grid)
-        embeds_BLD = self.model.embed_tokens(batch.ids_BL)
-        start, count = batch.media_start, media_BMD.shape[1]
-        embeds_BLD = torch.cat([embeds_BLD[:, :start], media_BMD, embeds_BLD[:, start + count :]], dim=1)
+    def forward(self, batch: "Batch", *, prune: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits (labelled positions, V), in the order of `batch.targets`, the media (B, M, D), and the words that
+        tell the time (B, t, D) as the last layer gets them (t is 0 where there are none).
+
+        prune: (B,) pruning rate of each clip.
+        """
+        media_BMD, tellings = self.encode(batch.pixels), len(batch.ids_BL) // len(batch.pixels)
+        told_BMD = media_BMD.repeat_interleave(tellings, 0)
+        embeds_BLD = put_media(self.model.embed_tokens(batch.ids_BL), told_BMD, batch.spans)
         mask = batch.mask_LL[None, None]
         if prune is not None:
-            keep_BL = torch.ones_like(batch.ids_BL, dtype=torch.bool)
-            keep_BL[:, start : start + count] = self.kept(media_BMD, batch.grid, prune)
+            kept_BM = self.kept(media_BMD, batch.grid, prune).repeat_interleave(tellings, 0)
+            keep_BL = put_media(torch.ones_like(batch.ids_BL, dtype=torch.bool), kept_BM, batch.spans)
             # a token that is not kept may see itself, so that no row of the mask is empty; nobody else sees it
             mask = mask & (keep_BL[:, None, None] | torch.eye(mask.shape[-1], dtype=torch.bool))
         positions = batch.positions_3L[:, None].expand(-1, len(embeds_BLD), -1)
         hidden_BLD = self.model(
-            inputs_embeds=embeds_BLD, attention_mask=mask, position_ids=positions, use_cache=False
-        ).last_hidden_state
-        return self.lm_head(hidden_BLD[batch.target_rows, batch.target_columns]), media_BMD
+            inputs_embeds=embeds_BLD,
+            attention_mask=mask,
+            position_ids=self.family.text_positions(positions),
+            use_cache=False,
+            output_hidden_states=True,
+        ).hidden_states
+        answers_AD = hidden_BLD[-1][batch.target_rows, batch.target_columns]
+        return self.lm_head(answers_AD), media_BMD, hidden_BLD[-2][:, self.family.time_columns(batch.spans)]
 
-    def kept(self, media_BMD: Tensor, grid, prune: Tensor) -> Tensor:
+    def kept(self, media_BMD: Tensor, grid: tuple[int, int, int], prune: Tensor) -> Tensor:
         """(B, M) bool: what EVS keeps of each clip at its own rate."""
-        merge = self.config["vision_config"]["spatial_merge_size"]
+        thw = self.family.merged(grid)
         with torch.no_grad():
-            masks = [compute_retention_mask(m, grid, merge, q) for m, q in zip(media_BMD, prune.tolist(), strict=True)]
+            masks = [compute_retention_mask(m, thw, 1, q) for m, q in zip(media_BMD, prune.tolist(), strict=True)]
         return torch.stack(masks)
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
-        """Tensors under the names and shapes of the released checkpoints."""
-        weights = {n: w for n, w in self.state_dict().items() if not n.startswith("probe")}
-        c = self.config["vision_config"]
-        name = "visual.patch_embed.proj.weight"
-        weights[name] = weights[name].unflatten(
-            1, (c["in_channels"], c["temporal_patch_size"], c["patch_size"], c["patch_size"])
-        )
-        return weights
+        """Tensors under the names and in the shapes of the released checkpoints."""
+        return self.family.checkpoint_weights(self.state_dict(), self.config)
 
 
-def patch_rows(pixels: Tensor, patch: int = 14, merge: int = 2, frames: int = 2) -> Tensor:
-    """(B, frames, H, W, 3) uint8 -> (N, C*Tp*P*P) float32 in merge-block order; a single frame is repeated."""
-    mean, std = torch.tensor(CLIP_MEAN), torch.tensor(CLIP_STD)
-    x = pixels * (1 / (255 * std)) - mean / std
-    if x.shape[1] == 1:
-        x = x.expand(-1, frames, -1, -1, -1)
-    batch, count, height, width, channels = x.shape
-    h, w = height // (patch * merge), width // (patch * merge)
-    x = x.reshape(batch, count // frames, frames, h, merge, patch, w, merge, patch, channels)
-    return x.permute(0, 1, 3, 6, 4, 7, 9, 2, 5, 8).reshape(-1, channels * frames * patch**2)
+def put_media(rows_BL: Tensor, media_BM: Tensor, spans: list[MediaSpan]) -> Tensor:
+    """(B, L, ...) with the media (B, M, ...) in the place of their spans, which stand in order."""
+    pieces, end = [], 0
+    for span, media in zip(spans, media_BM.split([span.num_tokens for span in spans], dim=1), strict=True):
+        pieces += [rows_BL[:, end : span.offset], media]
+        end = span.offset + span.num_tokens
+    return torch.cat([*pieces, rows_BL[:, end:]], dim=1)
 
 
 @dataclass(eq=False)
@@ -110,7 +111,7 @@ class Batch:
 
     pixels: Tensor  # (B, frames, H, W, 3) uint8
     grid: tuple[int, int, int]
-    media_start: int
+    spans: list[MediaSpan]  # where the medium stands in the row
     ids_BL: Tensor
     positions_3L: Tensor
     mask_LL: Tensor  # bool, True where a row may see a column
@@ -123,68 +124,79 @@ class Batch:
 class PromptBuilder:
     """Token ids of prefixes and tails, made with the real chat template and tokenizer, and kept."""
 
-    def __init__(self, tokenizer: Tokenizer, config: dict):
-        self.tokenizer, self.config = tokenizer, config
-        self.template = Qwen2TokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE)
-        self._tails, self._layouts = {}, {}
+    def __init__(self, family: TinyFamily, tokenizer: Tokenizer, config: dict):
+        self.family, self.tokenizer, self.config = family, tokenizer, config
+        self.template = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=family.chat_template)
+        self._tails, self._prefixes, self._layouts = {}, {}, {}
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def split(self, question: str, answer: str | None, media: str) -> tuple[list[int], list[int]]:
-        """Ids up to and with <|vision_end|> (one placeholder), and the ids behind it, ended by <|im_end|>."""
+        """Ids up to and with the end of the medium (one placeholder), and the ids behind it, up to the answer's end."""
         messages = [{"role": "user", "content": [{"type": media}, {"type": "text", "text": question}]}]
         text = self.template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        text += f"{answer}<|im_end|>" if answer is not None else ""
-        ids = self.tokenizer.encode(text).ids
-        cut = ids.index(self.config["vision_end_token_id"]) + 1
+        text += f"{answer}{self.family.end_of_turn}" if answer is not None else ""
+        ids = self.encode(text)
+        cut = ids.index(self.tokenizer.token_to_id(self.family.end_of_media[media])) + 1
         return ids[:cut], ids[cut:]
 
     def tail(self, question: str, answer: str) -> tuple[list[int], int]:
-        """Ids of question and answer, and how many of them are the answer's (with <|im_end|>)."""
+        """Ids of question and answer, and how many of them are the answer's (with the end of the turn)."""
         key = (question, answer)
         if key not in self._tails:
             ids = self.split(question, answer, "image")[1]
             self._tails[key] = ids, len(ids) - len(self.split(question, None, "image")[1])
         return self._tails[key]
 
-    def layout(self, media: str, grid: tuple[int, int, int], seconds_per_grid: float, num_tails: int, tail_length: int):
-        """(prefix ids, media start, positions (3, L), mask (L, L)) of a row of tails behind one medium."""
-        key = (media, grid, seconds_per_grid, num_tails, tail_length)
+    def prefix(self, media: str, grid: tuple[int, int, int], seconds: tuple) -> tuple[list[int], list[MediaSpan]]:
+        """Ids up to and with the end of the medium, all of its tokens in place, and the spans that these fill."""
+        key = (media, grid, seconds)
+        if key not in self._prefixes:
+            ids, token = self.split("?", "", media)[0], self.family.media_token(self.config, media)
+            self._prefixes[key] = self.family.place_media(ids, token, grid, seconds, self.encode)
+        return self._prefixes[key]
+
+    def layout(self, length: int, spans: list[MediaSpan], num_tails: int, tail_length: int) -> tuple[Tensor, Tensor]:
+        """(positions (3, L), mask (L, L)) of a row of tails behind a prefix of `length` tokens."""
+        key = (length, tuple(spans), num_tails, tail_length)
         if key not in self._layouts:
-            token = self.config[f"{media}_token_id"]
-            ids, _ = self.split("?", "", media)
-            start, merge = ids.index(token), self.config["vision_config"]["spatial_merge_size"]
-            factor = self.config["vision_config"]["tokens_per_second"] * seconds_per_grid if media == "video" else 1.0
-            span = MediaSpan(start, grid[0], grid[1] // merge, grid[2] // merge, factor)
-            prefix = [*ids[:start], *[token] * span.num_tokens, *ids[start + 1 :]]
-            positions, _ = get_mrope_input_positions(len(prefix) + tail_length, [span])
-            tail_positions = positions[:, len(prefix) :]
-            positions = torch.cat([positions[:, : len(prefix)], tail_positions.repeat(1, num_tails)], dim=1)
-            self._layouts[key] = prefix, start, positions, row_mask(len(prefix), num_tails, tail_length)
+            positions = self.family.positions(length + tail_length, spans)
+            positions = torch.cat([positions[:, :length], positions[:, length:].repeat(1, num_tails)], dim=1)
+            self._layouts[key] = positions, row_mask(length, num_tails, tail_length)
         return self._layouts[key]
 
     def batch(
-        self, pixels: np.ndarray | Tensor, questions: list[list], *, seconds_per_grid: float | None = None
+        self, pixels: np.ndarray | Tensor, questions: list[list], *, seconds: Sequence[Sequence[float]] | None = None
     ) -> Batch:
-        """Scenes (B, frames, H, W, 3) uint8, each with the same number of questions (`.text`, `.answer`)."""
-        media = "image" if seconds_per_grid is None else "video"
-        frames, height, width = pixels.shape[1:4]
-        grid = (max(1, frames // 2), height // 14, width // 14)
+        """Scenes (B, frames, H, W, 3) uint8, each with the same number of questions (`.text`, `.answer`).
+
+        seconds: of each step in time of each clip; None for pictures. With k times as many rows of questions and
+        seconds as scenes, each scene is told k times in succession. Raises ValueError when prompts of one batch differ
+        in more than the names of their tokens.
+        """
+        media, grid = "image" if seconds is None else "video", self.family.grid(pixels.shape)
+        prefixes = [self.prefix(media, grid, tuple(row)) for row in seconds or [()] * len(questions)]
+        spans, lengths = prefixes[0][1], {len(ids) for ids, _ in prefixes}
+        if len(lengths) > 1 or any(other != spans for _, other in prefixes):
+            raise ValueError(f"seconds: prompts of one batch must be alike, got lengths {sorted(lengths)}")
         tails = [[self.tail(q.text, q.answer) for q in row] for row in questions]
-        longest = max(len(ids) for row in tails for ids, _ in row)
-        prefix, start, positions, mask = self.layout(media, grid, seconds_per_grid or 0.0, len(tails[0]), longest)
-        pad = self.config["text_config"]["pad_token_id"]
-        ids = np.full((len(tails), len(prefix) + len(tails[0]) * longest), pad)
-        ids[:, : len(prefix)] = prefix
+        longest, [length] = max(len(ids) for row in tails for ids, _ in row), lengths
+        positions, mask = self.layout(length, spans, len(tails[0]), longest)
+        pad = self.family.pad_id(self.config)
+        ids = np.full((len(tails), length + len(tails[0]) * longest), pad)
+        ids[:, :length] = [prefix for prefix, _ in prefixes]
         rows, columns, numbers = [], [], []
         for b, row in enumerate(tails):
             for q, (tail, answer_length) in enumerate(row):
-                begin = len(prefix) + q * longest
+                begin = length + q * longest
                 ids[b, begin : begin + len(tail)] = tail
                 rows += [b] * answer_length
                 columns += range(begin + len(tail) - answer_length - 1, begin + len(tail) - 1)
                 numbers += [b * len(row) + q] * answer_length
         ids, rows, columns = torch.from_numpy(ids), torch.tensor(rows), torch.tensor(columns)
         return Batch(
-            torch.as_tensor(pixels), grid, start, ids, positions, mask,
+            torch.as_tensor(pixels), grid, spans, ids, positions, mask,
             rows, columns, ids[rows, columns + 1], torch.tensor(numbers),
         )  # fmt: skip
 

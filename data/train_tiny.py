@@ -1,4 +1,4 @@
-"""Train the tiny Qwen2.5-VL that ships with refvl: `python -m data.train_tiny`.
+"""Train the tiny models that ship with refvl: `python -m data.train_tiny --model qwen2_5_vl`.
 
 Three things make a model of 1.4 million parameters learn this in minutes:
 
@@ -10,6 +10,16 @@ Three things make a model of 1.4 million parameters learn this in minutes:
    second word of "bottom left" is guessed from whatever else stands in the bottom row: place stayed at 85 % for as
    long as we looked, and rose to 98 % within 300 steps of confusing scenes.
 
+A model that is told the time (`scenes.draw_change`) needs two more:
+
+4. **Words that tell the time know what happened.** A second probe, on those words as the last layer gets them, names
+   the movement in the step before the word.
+5. **A clip is told four times, each time at other seconds.** Answering "when" is finding the step and saying its
+   second again, and saying any number again takes many numbers; pixels are what is dear.
+
+With neither, 30 % of the answers were right after 2,500 steps; with the probe, 83 % after 1,700; with both, helper
+questions for the first and last second, and 30 seconds instead of 40, 83 % after 700.
+
 Matrices are updated by Muon, everything else by AdamW; linear warm-up, cosine to zero. Two processes of one thread
 each take half of the scenes and average their gradients: the operations are too small to be worth splitting.
 What a step sees depends on (seed, step, worker) alone, so a run that was stopped continues as if it had not been.
@@ -20,7 +30,7 @@ import json
 import math
 import tempfile
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,14 +40,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data import photos, scenes, tiny_checkpoint
+from data import photos, scenes
+from data.tiny_family import DEFAULT, TinyFamily, family_names, find_family
 from data.tiny_model import Batch, PromptBuilder, TinyModel
 
 WORKERS = 2
-SECONDS_PER_GRID = 2 / scenes.FPS
+TELLINGS = 4  # of a clip in which a colour changes, each time at other seconds
 HELPERS = ("row", "column", "color_at", "shape_at", "thing_at", "thing_at", "count", "what")
-LABELS = (1 + len(scenes.SHAPES), 1 + len(scenes.COLORS), 1 + len(scenes.DIRECTIONS), len(scenes.PLACES))
-BY_ADAM = ("embed_tokens", "lm_head", "merger.mlp.0", "probe")  # tables, and a matrix too large for Muon's taste
 
 
 @dataclass(frozen=True)
@@ -67,18 +76,32 @@ class Recipe:
 class Learner(nn.Module):
     """The model and the probe that helps its tower."""
 
-    def __init__(self, config: dict, seed: int):
+    def __init__(self, family: TinyFamily, config: dict, seed: int):
         super().__init__()
-        self.vlm = TinyModel(config)
+        self.vlm = TinyModel(family, config)
         self.vlm.init_weights(seed)
-        self.probe = nn.Linear(config["text_config"]["hidden_size"], sum(LABELS))
-        nn.init.zeros_(self.probe.weight)
-        nn.init.zeros_(self.probe.bias)
+        movements = 1 + len(scenes.DIRECTIONS) + ("change" in family.clips)
+        self.labels = (1 + len(scenes.SHAPES), 1 + len(scenes.COLORS), movements, len(scenes.PLACES))
+        self.probe = nn.Linear(self.vlm.lm_head.in_features, sum(self.labels))
+        self.time_probe = nn.Linear(self.probe.in_features, movements) if "change" in family.clips else None
+        for probe in filter(None, (self.probe, self.time_probe)):
+            nn.init.zeros_(probe.weight)
+            nn.init.zeros_(probe.bias)
 
     def cell_loss(self, media_BMD: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of the probe, summed over its four questions. labels: (B * M, 4)."""
-        logits = self.probe(media_BMD.flatten(0, 1).float()).split(LABELS, -1)
+        """Cross-entropy of the probe, summed over its four questions. labels: (B * cells, 4).
+
+        A medium with more tokens than cells begins with an overview, whose tokens these are.
+        """
+        media_BMD = media_BMD[:, : len(labels) // len(media_BMD)]
+        logits = self.probe(media_BMD.flatten(0, 1).float()).split(self.labels, -1)
         return sum(F.cross_entropy(x, labels[:, i]) for i, x in enumerate(logits))
+
+    def time_loss(self, words_BTD: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of what each second's word knows of its own step: how something moved, if anything did."""
+        movements_BT = labels.view(-1, words_BTD.shape[1], len(scenes.PLACES), 4)[..., 2].amax(-1)
+        movements_BT = movements_BT.repeat_interleave(len(words_BTD) // len(movements_BT), 0)
+        return F.cross_entropy(self.time_probe(words_BTD.float()).flatten(0, 1), movements_BT.flatten())
 
 
 # ------------------------------------------------------------------------------------------------- scenes
@@ -88,24 +111,25 @@ class Pool:
     """Scenes of one worker, drawn and rendered when first asked for."""
 
     def __init__(self, recipe: Recipe, rank: int):
-        self.sizes, self.rank, self.kept = (recipe.picture_pool, recipe.clip_pool), rank, {}
+        self.recipe, self.rank, self.kept = recipe, rank, {}
 
-    def draw(self, clip: bool, first: int, count: int) -> tuple[tuple, Tensor, Tensor]:
+    def draw(self, sort: str, first: int, count: int) -> tuple[tuple, Tensor, Tensor]:
         """Running numbers first, first + 1, ...: scenes, pixels (B, frames, 84, 84, 3) uint8, labels (B * M, 4)."""
-        drawn, pixels, labels = zip(*(self[clip, first + i] for i in range(count)), strict=True)
+        drawn, pixels, labels = zip(*(self[sort, first + i] for i in range(count)), strict=True)
         labels = np.stack(labels)
         places = np.broadcast_to(np.arange(9)[:, None], (*labels.shape[:3], 1))
         labels = torch.from_numpy(np.concatenate([labels, places], axis=-1)).flatten(0, 2)
         return drawn, torch.from_numpy(np.stack(pixels)), labels
 
-    def __getitem__(self, key: tuple[bool, int]):
-        clip, number = key[0], key[1] % self.sizes[key[0]]
-        if (clip, number) not in self.kept:
+    def __getitem__(self, key: tuple[str, int]):
+        sort, picture = key[0], key[0] == "picture"
+        number = key[1] % (self.recipe.picture_pool if picture else self.recipe.clip_pool)
+        if (sort, number) not in self.kept:
             how = {"objects": (1, 4)} if number % 2 else {"objects": (2, 4), "alike": True}
-            scene = scenes.draw_scene("train", number * WORKERS + self.rank, clip=clip, **how)
+            scene = scenes.draw_sort(sort, "train", number * WORKERS + self.rank, **how)
             pixels = scenes.render(scene)
-            self.kept[clip, number] = scene, pixels if clip else pixels[None], scenes.cell_labels(scene)
-        return self.kept[clip, number]
+            self.kept[sort, number] = scene, pixels[None] if picture else pixels, scenes.cell_labels(scene)
+        return self.kept[sort, number]
 
 
 def expose(pixels: Tensor, rng: np.random.Generator) -> Tensor:
@@ -114,15 +138,32 @@ def expose(pixels: Tensor, rng: np.random.Generator) -> Tensor:
     return (pixels * gain).clamp(0, 255).to(torch.uint8)
 
 
-def kinds_to_ask(clip: bool, rng: np.random.Generator) -> list[str]:
-    if clip:
-        return ["motion", str(rng.choice(["color", "shape"])), str(rng.choice(["mover", "mover", "what_clip"]))]
+def kinds_to_ask(scene: scenes.Scene, rng: np.random.Generator) -> list[str]:
+    sort, ends = scene.sort, [str(rng.choice(["begin", "end"]))] if scene.seconds else []
+    if sort == "motion":
+        about = [str(rng.choice(["color", "shape"])), str(rng.choice(["mover", "mover", "what_clip"]))]
+        return [*ends, "motion", *about]
+    if sort == "change":
+        return [*ends, "change", str(rng.choice(["changer", "becomes", "color"]))]
     return ["color", "shape", "place", "place", str(rng.choice(HELPERS))]
 
 
-def ask_about(builder: PromptBuilder, drawn, pixels: Tensor, clip: bool, rng: np.random.Generator) -> Batch:
-    questions = [scenes.draw_questions(scene, kinds_to_ask(clip, rng), rng) for scene in drawn]
-    return builder.batch(pixels, questions, seconds_per_grid=SECONDS_PER_GRID if clip else None)
+def ask_about(builder: PromptBuilder, drawn, pixels: Tensor, sort: str, rng: np.random.Generator) -> Batch:
+    seconds = None
+    if sort != "picture" and "change" in builder.family.clips:
+        tellings = TELLINGS if sort == "change" else 1
+        drawn = [tell_other_seconds(scene, rng) for scene in drawn for _ in range(tellings)]
+        seconds = [scene.seconds for scene in drawn]
+    elif sort == "motion":
+        seconds = [scenes.SECONDS] * len(drawn)
+    questions = [scenes.draw_questions(scene, kinds_to_ask(scene, rng), rng) for scene in drawn]
+    return builder.batch(pixels, questions, seconds=seconds)
+
+
+def tell_other_seconds(scene: scenes.Scene, rng: np.random.Generator) -> scenes.Scene:
+    """The same clip, taken at other times: every second time in no order, so that only the text tells the second."""
+    seconds = scenes.draw_seconds(rng, scenes.STEPS if scene.sort == "change" else scenes.FRAMES // 2)
+    return replace(scene, seconds=tuple(rng.permutation(seconds).tolist()) if rng.random() < 0.5 else seconds)
 
 
 # ------------------------------------------------------------------------------------------------ training
@@ -131,22 +172,27 @@ def ask_about(builder: PromptBuilder, drawn, pixels: Tensor, clip: bool, rng: np
 class Trainer:
     """One of the workers; all hold the same weights."""
 
-    def __init__(self, recipe: Recipe, rank: int):
-        self.recipe, self.rank, self.step = recipe, rank, 0
-        self.tokenizer = tiny_checkpoint.train_tokenizer()
-        self.config = tiny_checkpoint.tiny_config(self.tokenizer)
-        self.builder = PromptBuilder(self.tokenizer, self.config)
-        self.learner, self.pool = Learner(self.config, recipe.seed), Pool(recipe, rank)
-        self.optimizers = make_optimizers(self.learner, recipe)
+    def __init__(self, family: TinyFamily, recipe: Recipe, rank: int):
+        self.family, self.recipe, self.rank, self.step = family, recipe, rank, 0
+        self.tokenizer = family.train_tokenizer()
+        self.config = family.config(self.tokenizer)
+        self.builder = PromptBuilder(family, self.tokenizer, self.config)
+        self.learner, self.pool = Learner(family, self.config, recipe.seed), Pool(recipe, rank)
+        self.optimizers = make_optimizers(self.learner, recipe, (*family.by_adam, "probe"))
         self.peaks = [group["lr"] for group in self._groups()]
 
     def train_step(self) -> Tensor:
-        """One step; returns the workers' mean losses: pictures' answers and cells, clips' answers and cells, photos."""
+        """One step; returns the workers' mean losses: pictures' answers and cells, clips' answers and cells, photos.
+
+        Where there are several sorts of clips they take turns.
+        """
         r = self.recipe
-        losses = []
-        for clip in (False, True):
+        clips, losses = self.family.clips, []
+        clip_part = clips[self.step % len(clips)], r.clips, self.step // len(clips)
+        for sort, count, number in (("picture", r.pictures, self.step), clip_part):
+            clip = sort != "picture"
             rng = np.random.default_rng([r.seed, clip, self.step, self.rank])
-            part = self._see(clip, rng) if self.step < r.see else self._speak(clip, rng)
+            part = (self._see if self.step < r.see else self._speak)(sort, count, number, rng)
             loss = part[0] + r.probe_weight * part[1] if self.step >= r.see else part[1]
             (loss * (r.clip_weight if clip else 1)).backward()
             losses += [x.detach() for x in part]
@@ -161,33 +207,35 @@ class Trainer:
         self.step += 1
         return losses
 
-    def _see(self, clip: bool, rng) -> tuple[Tensor, Tensor]:
-        r = self.recipe
-        count = int((r.clips if clip else r.pictures) * r.seeing)
-        _, pixels, labels = self.pool.draw(clip, self.step * count, count)
+    def _see(self, sort: str, count: int, number: int, rng) -> tuple[Tensor, Tensor]:
+        count = int(count * self.recipe.seeing)
+        _, pixels, labels = self.pool.draw(sort, number * count, count)
         with torch.autocast("cpu", torch.bfloat16):
-            media_BMD = self.learner.vlm.encode(expose(pixels, rng), (3 if clip else 1, 6, 6))
+            media_BMD = self.learner.vlm.encode(expose(pixels, rng))
         return torch.zeros(()), self.learner.cell_loss(media_BMD, labels)
 
-    def _speak(self, clip: bool, rng) -> tuple[Tensor, Tensor]:
-        r = self.recipe
-        count = r.clips if clip else r.pictures
-        drawn, pixels, labels = self.pool.draw(clip, self.step * count, count)
-        batch = ask_about(self.builder, drawn, expose(pixels, rng), clip, rng)
-        prune = torch.from_numpy(rng.uniform(0, r.prune_up_to, count)) if clip and self.step % 2 else None
+    def _speak(self, sort: str, count: int, number: int, rng) -> tuple[Tensor, Tensor]:
+        drawn, pixels, labels = self.pool.draw(sort, number * count, count)
+        batch = ask_about(self.builder, drawn, expose(pixels, rng), sort, rng)
+        is_pruned = sort != "picture" and number % 2 and self.family.prunable
+        prune = torch.from_numpy(rng.uniform(0, self.recipe.prune_up_to, count)) if is_pruned else None
         with torch.autocast("cpu", torch.bfloat16):
-            logits, media_BMD = self.learner.vlm(batch, prune=prune)
-        return F.cross_entropy(logits.float(), batch.targets), self.learner.cell_loss(media_BMD, labels)
+            logits, media_BMD, words_BTD = self.learner.vlm(batch, prune=prune)
+        probes = self.learner.cell_loss(media_BMD, labels)
+        if sort != "picture" and self.learner.time_probe:
+            probes = probes + self.learner.time_loss(words_BTD, labels)
+        return F.cross_entropy(logits.float(), batch.targets), probes
 
     def _recognise(self, rng) -> Tensor:
         """Photographs, now and then; adds to the gradients and returns the loss (0 when it is not their turn)."""
-        seconds = photos.SECONDS_PER_GRID if self.step % 8 == 2 else None
-        if self.step < self.recipe.see or not (self.step % 4 == 0 or seconds):
+        is_clip = self.step % 8 == 2
+        if self.step < self.recipe.see or not (self.step % 4 == 0 or is_clip):
             return torch.zeros(())
-        drawn = photos.draw_clip(rng) if seconds else photos.draw_pictures(rng, self.recipe.photos)
-        batch = self.builder.batch(expose(torch.from_numpy(drawn[0]), rng), drawn[1], seconds_per_grid=seconds)
+        pixels, questions = photos.draw_clip(rng) if is_clip else photos.draw_pictures(rng, self.recipe.photos)
+        seconds = [photos.seconds(pixels.shape[1])] if is_clip else None
+        batch = self.builder.batch(expose(torch.from_numpy(pixels), rng), questions, seconds=seconds)
         with torch.autocast("cpu", torch.bfloat16):
-            logits, _ = self.learner.vlm(batch)
+            logits, *_ = self.learner.vlm(batch)
         loss = F.cross_entropy(logits.float(), batch.targets)
         (self.recipe.photo_weight * loss).backward()
         return loss.detach()
@@ -197,7 +245,12 @@ class Trainer:
 
     def save_state(self, path: Path) -> None:
         """Everything that `load_state` needs, written so that an interruption leaves the old file or the new one."""
-        state = {"step": self.step, "recipe": self.recipe, "learner": self.learner.state_dict()}
+        state = {
+            "step": self.step,
+            "model": self.family.name,
+            "recipe": self.recipe,
+            "learner": self.learner.state_dict(),
+        }
         state["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers]
         partial = path.with_suffix(".partial")
         torch.save(state, partial)
@@ -206,19 +259,21 @@ class Trainer:
     def load_state(self, path: Path) -> None:
         with torch.serialization.safe_globals([Recipe]):
             state = torch.load(path, weights_only=True)
-        if state["recipe"] != self.recipe:
-            raise ValueError(f"resume: the state in {path} belongs to another recipe: {state['recipe']}")
+        if (state["model"], state["recipe"]) != (self.family.name, self.recipe):
+            raise ValueError(
+                f"resume: the state in {path} belongs to another recipe: {state['model']}, {state['recipe']}"
+            )
         self.step = state["step"]
         self.learner.load_state_dict(state["learner"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
 
 
-def make_optimizers(learner: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks, AdamW for embeddings, the head, norms and biases."""
+def make_optimizers(learner: nn.Module, recipe: Recipe, by_adam: tuple[str, ...]) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the blocks, AdamW for embeddings, the head, norms, biases and names in `by_adam`."""
     matrices, rest = [], []
     for name, parameter in learner.named_parameters():
-        is_inner = parameter.ndim == 2 and not any(part in name for part in BY_ADAM)
+        is_inner = parameter.ndim == 2 and not any(part in name for part in by_adam)
         (matrices if is_inner else rest).append(parameter)
     return [
         torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
@@ -251,15 +306,17 @@ def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int, *
     The answer is teacher-forced: every token is the most likely one exactly when greedy decoding gives the answer.
     """
     hits: dict[str, list[bool]] = {}
-    for clip, kinds in ((False, ["color", "shape", "place"]), (True, ["motion"])):
+    for sort in ("picture", *model.family.clips):
+        kinds = [kind for kind, of in model.family.kinds.items() if of == sort]
         for first in range(0, count, 64):
-            drawn = [scenes.draw_scene(split, i, clip=clip) for i in range(first, min(count, first + 64))]
-            rng = np.random.default_rng([first, clip])
+            drawn = [scenes.draw_sort(sort, split, i) for i in range(first, min(count, first + 64))]
+            rng = np.random.default_rng([first, sort != "picture"])
             questions = [scenes.draw_questions(scene, kinds, rng) for scene in drawn]
             pixels = np.stack([scenes.render(scene) for scene in drawn])
-            pixels = pixels if clip else pixels[:, None]
-            batch = builder.batch(pixels, questions, seconds_per_grid=SECONDS_PER_GRID if clip else None)
-            right = model(batch, prune=torch.full((len(drawn),), q) if clip and q else None)[0].argmax(-1)
+            pixels = pixels[:, None] if sort == "picture" else pixels
+            seconds = None if sort == "picture" else [scene.seconds or scenes.SECONDS for scene in drawn]
+            batch = builder.batch(pixels, questions, seconds=seconds)
+            right = model(batch, prune=torch.full((len(drawn),), q) if sort != "picture" and q else None)[0].argmax(-1)
             right = right == batch.targets
             for number, question in enumerate(q for row in questions for q in row):
                 if question.kind in kinds:
@@ -270,11 +327,13 @@ def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int, *
 # ------------------------------------------------------------------------------------------------- running
 
 
-def run_worker(rank: int, recipe: Recipe, out: Path, rendezvous: str, resume: bool, stop: int | None) -> None:
+def run_worker(
+    rank: int, model: str, recipe: Recipe, out: Path, rendezvous: str, resume: bool, stop: int | None
+) -> None:
     """Train in one process; rank 0 also shows progress, measures, and writes state, log and checkpoint."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORKERS)
-    trainer, state = Trainer(recipe, rank), out / "training_state.pt"
+    trainer, state = Trainer(find_family(model), recipe, rank), out / "training_state.pt"
     if resume:
         trainer.load_state(state)
     last, begin = min(recipe.steps, stop or recipe.steps), time.time()
@@ -296,7 +355,7 @@ def run_worker(rank: int, recipe: Recipe, out: Path, rendezvous: str, resume: bo
 def report(trainer: Trainer, out: Path, losses: Tensor, seconds: float) -> None:
     """A line of the log, and the checkpoint as it is now."""
     model = trainer.learner.vlm
-    tiny_checkpoint.write_checkpoint(out, trainer.config, trainer.tokenizer, model.checkpoint_weights())
+    trainer.family.write_checkpoint(out, trainer.config, trainer.tokenizer, model.checkpoint_weights())
     row = {"step": trainer.step, "seconds": round(seconds), "loss": [round(x, 4) for x in losses.tolist()]}
     if trainer.step > trainer.recipe.see:
         row |= accuracy(model, trainer.builder, "select", trainer.recipe.measure_on)
@@ -305,8 +364,10 @@ def report(trainer: Trainer, out: Path, losses: Tensor, seconds: float) -> None:
     tqdm.write(json.dumps(row))
 
 
-def train(recipe: Recipe, out: Path, *, resume: bool = False, stop: int | None = None) -> None:
-    """Train into the folder `out`. resume: continue from its `training_state.pt`; stop: pause after this many steps.
+def train(recipe: Recipe, out: Path, *, model: str = DEFAULT, resume: bool = False, stop: int | None = None) -> None:
+    """Train the family `model` into the folder `out`.
+
+    resume: continue from its `training_state.pt`; stop: pause after this many steps.
 
     Raises FileNotFoundError when there is nothing to resume, ValueError when it belongs to another recipe.
     """
@@ -316,20 +377,25 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, stop: int | None =
     if not resume:
         (out / "training_log.jsonl").unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (recipe, out, f"{folder}/rendezvous", resume, stop)
+        arguments = (model, recipe, out, f"{folder}/rendezvous", resume, stop)
         torch.multiprocessing.spawn(run_worker, args=arguments, nprocs=WORKERS)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=family_names(), default=DEFAULT)
     for field in fields(Recipe):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, default=field.default)
-    parser.add_argument("--out", type=Path, default=tiny_checkpoint.FOLDER, help="the checkpoint folder to write")
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}", type=field.type, help=f"{field.default}, or the model's"
+        )
+    parser.add_argument("--out", type=Path, help="the checkpoint folder to write (default: the one that ships)")
     parser.add_argument("--resume", action="store_true", help="continue a run that was stopped")
     parser.add_argument("--stop", type=int, help="pause after this many steps")
     args = vars(parser.parse_args())
-    out, resume, stop = args.pop("out"), args.pop("resume"), args.pop("stop")
-    train(Recipe(**args), out, resume=resume, stop=stop)
+    model, out, resume, stop = (args.pop(name) for name in ("model", "out", "resume", "stop"))
+    family = find_family(model)
+    recipe = Recipe(**(family.recipe | {name: value for name, value in args.items() if value is not None}))
+    train(recipe, out or family.folder, model=model, resume=resume, stop=stop)
 
 
 if __name__ == "__main__":

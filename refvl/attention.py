@@ -86,7 +86,8 @@ def varlen_attention(
     check_shape(v_NHK, q_NHK.shape, "v_NHK")
     match backend:
         case "varlen":
-            return _zero_padding(_torch_varlen(q_NHK, k_NHK, v_NHK, cu_seqlens, max_seqlen), cu_seqlens)
+            out_NHK = _torch_varlen(q_NHK, k_NHK, v_NHK, cu_seqlens, max_seqlen, cu_seqlens, max_seqlen)
+            return _zero_padding(out_NHK, cu_seqlens)
         case "flash":
             from flash_attn import flash_attn_varlen_func
 
@@ -96,6 +97,68 @@ def varlen_attention(
             return _grouped_sdpa(q_NHK, k_NHK, v_NHK, group_segments(cu_seqlens) if groups is None else groups)
         case "masked":
             return _masked_sdpa(q_NHK, k_NHK, v_NHK, cu_seqlens)
+    raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+
+
+def group_segment_pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+    """As `group_segments` for cross attention: (queries (G, Sq), keys (G, Sk)) per distinct pair of lengths.
+
+    Segments without queries or without keys vanish.
+    """
+    starts_q, lengths_q = cu_seqlens_q[:-1].long(), cu_seqlens_q.diff().long()
+    starts_k, lengths_k = cu_seqlens_k[:-1].long(), cu_seqlens_k.diff().long()
+    pairs = sorted({(q, k) for q, k in zip(lengths_q.tolist(), lengths_k.tolist(), strict=True) if q and k})
+    groups = []
+    for q, k in pairs:
+        chosen = (lengths_q == q) & (lengths_k == k)
+        groups.append(
+            (
+                starts_q[chosen][:, None] + torch.arange(q, device=cu_seqlens_q.device),
+                starts_k[chosen][:, None] + torch.arange(k, device=cu_seqlens_k.device),
+            )
+        )
+    return tuple(groups)
+
+
+def varlen_cross_attention(
+    q_MHK: Tensor,
+    k_NHK: Tensor,
+    v_NHK: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    backend: str,
+    groups: tuple[tuple[Tensor, Tensor], ...] | None = None,
+) -> Tensor:
+    """Every query of segment s over all keys of segment s, scaled by 1 / sqrt(K).
+
+    q: (M, H, K). k, v: (N, H, K). cu_seqlens_q, cu_seqlens_k: (segments + 1,) int32, leading 0; the same number of
+    segments. groups: `group_segment_pairs(cu_seqlens_q, cu_seqlens_k)` from the plan, used by `sdpa`.
+    Returns (M, H, K), zero in rows behind the last segment; queries of a segment need at least one key. Raises
+    ValueError for an unknown backend or when the shapes differ.
+    """
+    check_shape(q_MHK, ("M", "H", "K"), "q_MHK")
+    check_shape(k_NHK, ("N", *q_MHK.shape[1:]), "k_NHK")
+    check_shape(v_NHK, k_NHK.shape, "v_NHK")
+    check_shape(cu_seqlens_k, tuple(cu_seqlens_q.shape), "cu_seqlens_k")
+    match backend:
+        case "varlen":
+            out_MHK = _torch_varlen(q_MHK, k_NHK, v_NHK, cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k)
+            return _zero_padding(out_MHK, cu_seqlens_q)
+        case "flash":
+            from flash_attn import flash_attn_varlen_func
+
+            out_MHK = flash_attn_varlen_func(
+                q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+            )
+            return _zero_padding(out_MHK, cu_seqlens_q)
+        case "sdpa":
+            groups = group_segment_pairs(cu_seqlens_q, cu_seqlens_k) if groups is None else groups
+            return _grouped_cross_sdpa(q_MHK, k_NHK, v_NHK, groups)
+        case "masked":
+            return _masked_cross_sdpa(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k)
     raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
 
 
@@ -116,12 +179,36 @@ def _masked_sdpa(q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens: Tensor
     The price is the N x N mask. Rows behind the last segment are emptied first: masked out they would weigh zero, but
     zero times nan is nan.
     """
-    token_N = torch.arange(len(q_NHK), device=q_NHK.device)
-    segment_N = torch.searchsorted(cu_seqlens.long(), token_N, right=True)
-    is_padding = (token_N >= cu_seqlens[-1])[:, None, None]
+    segment_N, is_padding_N = _segments(cu_seqlens, len(q_NHK))
+    is_padding = is_padding_N[:, None, None]
     q, k, v = (x.masked_fill(is_padding, 0).transpose(0, 1)[None] for x in (q_NHK, k_NHK, v_NHK))  # (1, H, N, K)
     out_1HNK = F.scaled_dot_product_attention(q, k, v, attn_mask=segment_N[:, None] == segment_N)
     return out_1HNK[0].transpose(0, 1).masked_fill(is_padding, 0)
+
+
+def _grouped_cross_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, groups) -> Tensor:
+    out_MHK = torch.zeros_like(q_MHK)
+    for q_index_GS, k_index_GT in groups:
+        out_GSHK = _batched_sdpa(q_MHK[q_index_GS], k_NHK[k_index_GT], v_NHK[k_index_GT])
+        out_MHK = out_MHK.index_copy(0, q_index_GS.flatten(), out_GSHK.flatten(0, 1))
+    return out_MHK
+
+
+def _masked_cross_sdpa(q_MHK, k_NHK, v_NHK, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+    """As `_masked_sdpa`, with an M x N mask. Padding queries see every key, since a softmax over none would be nan."""
+    segment_M, is_padding_M = _segments(cu_seqlens_q, len(q_MHK))
+    segment_N, is_padding_N = _segments(cu_seqlens_k, len(k_NHK))
+    q = q_MHK.masked_fill(is_padding_M[:, None, None], 0).transpose(0, 1)[None]  # (1, H, M, K)
+    k, v = (x.masked_fill(is_padding_N[:, None, None], 0).transpose(0, 1)[None] for x in (k_NHK, v_NHK))
+    mask_MN = (segment_M[:, None] == segment_N) | is_padding_M[:, None]
+    out_1HMK = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_MN)
+    return out_1HMK[0].transpose(0, 1).masked_fill(is_padding_M[:, None, None], 0)
+
+
+def _segments(cu_seqlens: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(count,) number of each token's segment, and whether the token lies behind the last."""
+    token = torch.arange(count, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens.long(), token, right=True), token >= cu_seqlens[-1]
 
 
 def _batched_sdpa(q_GSHK: Tensor, k_GSHK: Tensor, v_GSHK: Tensor) -> Tensor:
@@ -138,11 +225,9 @@ def _varlen_attn():
     return varlen_attn
 
 
-def _torch_varlen(q_NHK, k_NHK, v_NHK, cu_seqlens, max_seqlen) -> Tensor:
+def _torch_varlen(q, k, v, cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k) -> Tensor:
     # Non-causal is the default of every release; how to ask for it by name changed in torch 2.11.
-    return _varlen_attn()(
-        q_NHK, k_NHK, v_NHK, cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=max_seqlen, max_k=max_seqlen
-    )
+    return _varlen_attn()(q, k, v, cu_seq_q=cu_seqlens_q, cu_seq_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k)
 
 
 def _zero_padding(out_NHK: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ folder or hub id -> config.json -> family -> encoder + text model + processor
 
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,28 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, PretrainedConfig
 
 from refvl.attention import choose_backend
-from refvl.encoders import Glm4vVisionTransformer, GlmOcrVisionTransformer, Qwen2_5_VisionTransformer
+from refvl.encoders import (
+    Glm4vVisionTransformer,
+    GlmOcrVisionTransformer,
+    Qwen2_5_VisionTransformer,
+    Step3VisionEncoder,
+    minicpmv,
+)
+from refvl.graphs.dual import DualPathGraphManager
 from refvl.graphs.manager import EncoderGraphManager
-from refvl.language import CausalTextModel, Glm4vMoeTextModel, GlmOcrTextModel
+from refvl.language import (
+    CausalTextModel,
+    Glm4vMoeTextModel,
+    GlmOcrTextModel,
+    MiniCPMTextModel,
+    MiniCPMVTextModel,
+    Step3ForCausalLM,
+)
+from refvl.minicpmv_config import MiniCPMVConfig
 from refvl.prompts import Qwen2_5_VLProcessor
 from refvl.prompts_glm import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor
+from refvl.prompts_minicpmv import PROCESSORS as MINICPMV_PROCESSORS
+from refvl.prompts_step3 import Step3VLProcessor
 
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -36,6 +54,9 @@ class Family:
     vision_prefix: str = r"^(model\.)?visual\."  # regular expression: which checkpoint names are the vision tower's
     text_model: type = CausalTextModel
     graphs: type = EncoderGraphManager
+    config: type | None = None  # that reads config.json, where transformers has none
+    version: str | None = None  # told by `minicpmv_version`, where families share a model_type
+    left_out: str | None = None  # regular expression: checkpoint names that are neither vision nor text
 
 
 FAMILIES = (
@@ -77,16 +98,44 @@ FAMILIES = (
         processor=Glm46VProcessor,
         text_model=GlmOcrTextModel,
     ),
+    Family(
+        name="Step3-VL",
+        model_types=("step3_vl",),
+        encoder=Step3VisionEncoder,
+        processor=Step3VLProcessor,
+        vision_prefix=r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.",
+        text_model=Step3ForCausalLM,
+        graphs=DualPathGraphManager,
+    ),
+    *(
+        Family(
+            name=f"MiniCPM-V {version}",
+            model_types=("minicpmv", "minicpmo") if version == "2.6" else ("minicpmv",),
+            encoder=encoder,
+            processor=MINICPMV_PROCESSORS[version],
+            vision_prefix=r"^(vpm|resampler)\.",
+            text_model=MiniCPMTextModel if version == "2.0" else MiniCPMVTextModel,
+            config=MiniCPMVConfig,
+            version=version,
+            left_out=r"^(apm|tts|audio_\w+)\.",
+        )
+        for version, encoder in minicpmv.ENCODERS.items()
+    ),
 )
 
 
 def find_family(config: PretrainedConfig | dict) -> Family:
     """The family of a config; raises ValueError listing the known ones."""
     model_type = config.get("model_type") if isinstance(config, dict) else config.model_type
-    for family in FAMILIES:
-        if model_type in family.model_types:
-            return family
-    known = [t for family in FAMILIES for t in family.model_types]
+    families = [family for family in FAMILIES if model_type in family.model_types]
+    if families and families[0].version:
+        version = minicpmv.minicpmv_version(config)
+        families = [family for family in families if family.version == version]
+        if not families:
+            raise ValueError(f"version: refvl knows model_type {model_type!r} in other versions than {version}")
+    if families:
+        return families[0]
+    known = list(dict.fromkeys(t for family in FAMILIES for t in family.model_types))
     raise ValueError(f"model_type: {model_type!r} is of no family that refvl knows; known: {known}")
 
 
@@ -128,9 +177,9 @@ def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfi
             source = json.loads(path.read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: not valid JSON ({error})") from error
-    find_family(source)
+    family = find_family(source)
     values = {name: value for name, value in source.items() if name != "model_type"}
-    return AutoConfig.for_model(source["model_type"], **values)
+    return family.config(**values) if family.config else AutoConfig.for_model(source["model_type"], **values)
 
 
 def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
@@ -168,11 +217,25 @@ def iterate_weights(folder: Path, pattern: str, *, progress: bool = True) -> Ite
             raise ValueError(f"{file}: truncated or not a safetensors file ({error})") from error
 
 
+def weight_names(folder: Path, pattern: str) -> list[str]:
+    """The checkpoint names that match `pattern`; reads no tensor."""
+    from safetensors import safe_open
+
+    names = []
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as shard:
+            names += [name for name in shard.keys() if re.search(pattern, name)]  # noqa: SIM118
+    return names
+
+
 def load_encoder(folder: Path, config: PretrainedConfig, *, dtype, device, attention: str, progress: bool = True):
     """The vision tower of the checkpoint in `folder`, loaded strictly, on `device` in `dtype`."""
     family = find_family(config)
     encoder = empty_encoder(config, dtype=dtype, device=device, attention=attention)
     encoder.load_weights(iterate_weights(folder, family.vision_prefix, progress=progress))
+    if family.left_out and (names := weight_names(folder, family.left_out)):
+        parts = sorted({name.split(".")[0] for name in names})
+        warnings.warn(f"{folder}: {len(names)} weights of {', '.join(parts)} left out: no speech here", stacklevel=2)
     return encoder
 
 

@@ -18,12 +18,15 @@ from transformers.utils import logging
 
 from refvl.positions import MediaSpan, get_mrope_input_positions
 from refvl.schema import check_shape
+from refvl.step3_config import Step3TextConfig
+from refvl.step3_text import Step3TextModel
 
 # checkpoint name -> wrapper name, as regular expressions: after transformers 4.52, and as vLLM saves them
 KEY_MAPPING = {
     r"^model\.language_model\.": "model.",
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
+    r"^llm\.": "",  # MiniCPM-V
 }
 PLACED_BY = {"device_map", "tp_plan", "tp_size", "distributed_config"}  # then transformers puts the weights in place
 
@@ -91,6 +94,49 @@ class SequentialTextModel(CausalTextModel):
         return super().forward(*args, position_ids=position_ids, **kwargs)
 
 
+class Step3ForCausalLM(SequentialTextModel):
+    """Step3: the text model is refvl's own."""
+
+    _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
+        r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\."
+    ]
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding whose rows are multiplied by a constant, wherever ids become embeddings."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, scale: float):
+        super().__init__(num_embeddings, embedding_dim, padding_idx)
+        self.scale = scale
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """(..., ) ids -> (..., D)."""
+        return super().forward(input_ids) * self.scale
+
+
+class MiniCPMVTextModel(SequentialTextModel):
+    """MiniCPM-V 2.5 to 4.5: `llm.` in a checkpoint that holds vision, and in omni releases speech, beside it."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^(vpm|resampler|apm|tts|audio_\w+)\."]  # noqa: RUF012
+
+
+class MiniCPMTextModel(MiniCPMVTextModel):
+    """MiniCPM-V 2.0: Granite, but for the embeddings, of which only those of text are scaled."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        embedding = self.model.embed_tokens
+        size = embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx
+        self.model.embed_tokens = ScaledEmbedding(*size, config.scale_emb)
+        self.post_init()
+
+    def forward(self, *args, **kwargs) -> CausalLMOutputWithPast:
+        """As above; logits are divided by hidden_size / dim_model_base, which sampling feels and greedy does not."""
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits / self.config.logits_scaling
+        return outputs
+
+
 # layers behind the last that predict several tokens at once: as transformers, refvl leaves them in the checkpoint
 class Glm4vMoeTextModel(CausalTextModel):
     """GLM-4.5V and GLM-4.6V."""
@@ -103,6 +149,8 @@ class GlmOcrTextModel(CausalTextModel):
 
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?visual\.", r"layers\.16\."]  # noqa: RUF012
 
+
+AutoModel.register(Step3TextConfig, Step3TextModel, exist_ok=True)
 
 # one tensor per expert in the checkpoint, one for all in the model: transformers knows it of the whole model only
 register_checkpoint_conversion_mapping("glm4v_moe_text", get_checkpoint_conversion_mapping("glm4v_moe"), overwrite=True)

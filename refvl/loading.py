@@ -56,15 +56,24 @@ def load(
             folder, text_config, model_class=family.text_model, progress=progress, **options, **model_kwargs
         )
     vlm = VLM(config, checkpoints.load_processor(folder, config), encoder, language_model)
+    _add_stop_tokens(vlm)
     if graphs:
         vlm.graphs = _capture_graphs(vlm, {} if graphs is True else graphs, progress)
     return vlm
 
 
+def _add_stop_tokens(vlm: VLM) -> None:
+    """Those that the processor knows, after those of generation_config.json."""
+    if stop := vlm.processor.stop_token_ids:
+        config = vlm.language_model.generation_config
+        own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        config.eos_token_id = list(dict.fromkeys(i for i in (*own, *stop) if i is not None))
+
+
 def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphManager:
     """The smallest inferred budget is the checkpoint's largest picture where that is small, as in the tiny models."""
     vlm.check_runnable()
-    min_budget = min(MIN_BUDGET, vlm.processor.largest_picture)
+    min_budget = max(vlm.processor.tokens_at_once, min(MIN_BUDGET, vlm.processor.largest_picture))
     manager = vlm.family.graphs(vlm.encoder, **({"min_budget": min_budget, "progress": progress} | options))
     manager.capture()
     return manager

@@ -88,19 +88,25 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
     """An estimate of the tower's peak: residual, normed input, q, k, v and output, and what is inside the MLP."""
     mlp = next(module for name, module in encoder.named_modules() if name.endswith("mlp"))
     width = sum(layer.out_features for layer in mlp.modules() if isinstance(layer, nn.Linear))  # counts the output, too
-    return patches * (5 * encoder.config.hidden_size + width) * encoder.dtype.itemsize
+    _, hidden_size, _ = tower_shape(encoder.config)
+    return patches * (5 * hidden_size + width) * encoder.dtype.itemsize
+
+
+def tower_shape(config) -> tuple[int, int, int]:
+    """(blocks, width, heads) of an encoder's tower; MiniCPM-V's is a part of the encoder, with a config of its own."""
+    tower = getattr(config, "vision", config)
+    return tower.depth - getattr(config, "drop_vision_last_layer", False), tower.hidden_size, tower.num_heads
 
 
 def describe(vlm: VLM, media=()) -> dict[str, str]:
     """Rows for a table: family, sizes, tokens and memory of `media`; `vlm` may live on `meta`."""
-    vision, text = vlm.encoder.config, vlm.language_model.config
+    (depth, width, heads), text = tower_shape(vlm.encoder.config), vlm.language_model.config
     dtype = vlm.encoder.dtype
     encoder, language = parameter_count(vlm.encoder), parameter_count(vlm.language_model)
     plans = [plan_media(vlm, medium) for medium in media]
     rows = {
         "family": vlm.family.name,
-        "vision tower": f"{vision.depth} blocks of width {vision.hidden_size}, {vision.num_heads} heads: "
-        f"{_count(encoder)}",
+        "vision tower": f"{depth} blocks of width {width}, {heads} heads: {_count(encoder)}",
         "language model": f"{text.num_hidden_layers} layers of width {text.hidden_size}, "
         f"{text.num_attention_heads} heads ({text.num_key_value_heads} kv): {_count(language)}",
         "context": f"{vlm.max_context:,} tokens",

@@ -33,6 +33,8 @@ class ChatProcessor:
     """Everything between a user's words and the models' tensors; a family adds what its clips are."""
 
     patch_config = PatchConfig
+    tokens_at_once = 1  # the encoder's tokens come in multiples of this
+    stop_token_ids = ()  # that end an answer, besides those of generation_config.json
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
         """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
@@ -45,7 +47,7 @@ class ChatProcessor:
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "ChatProcessor":
         """Tokenizer, chat template and preprocessing limits from a checkpoint folder."""
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        tokenizer.chat_template = tokenizer.chat_template or _chat_template(folder)
+        tokenizer.chat_template = tokenizer.chat_template or read_chat_template(folder)
         image_config, video_config = (cls.patch_config.from_folder(folder, kind) for kind in ("image", "video"))
         return cls(config, tokenizer, image_config, video_config)
 
@@ -112,7 +114,9 @@ class ChatProcessor:
         if self.tokenizer is None:
             raise ValueError("prompt: this model was built from a config alone; a tokenizer needs a checkpoint folder")
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return expand_placeholders(self.tokenizer(text)["input_ids"], media, self.token_ids, self.expand)
+        begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # by the template itself
+        ids = self.tokenizer(text, add_special_tokens=not begun)["input_ids"]
+        return expand_placeholders(ids, media, self.token_ids, self.expand)
 
     def text(self, token_ids) -> str:
         """Token ids back to text, special tokens left out."""
@@ -142,7 +146,7 @@ class Qwen2_5_VLProcessor(ChatProcessor):
         return MergedMedia(kind, (t, h // m, w // m), t_factor)
 
 
-def _chat_template(folder: Path) -> str | None:
+def read_chat_template(folder: Path) -> str | None:
     """Older checkpoints keep the template in chat_template.json."""
     file = folder / "chat_template.json"
     return json.loads(file.read_text())["chat_template"] if file.is_file() else None

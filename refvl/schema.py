@@ -44,6 +44,33 @@ def _as_grid(item, i: int, spatial_merge_size: int, name: str) -> Grid:
     return t, h, w
 
 
+def as_sizes(tgt_sizes, name: str = "tgt_sizes") -> list[tuple[int, int]]:
+    """Normalise `tgt_sizes` to a list of (h, w) tuples of Python ints, in patches; errors as in `as_grids`."""
+    if isinstance(tgt_sizes, Tensor) or hasattr(tgt_sizes, "__array__"):
+        sizes = torch.as_tensor(tgt_sizes)
+        if sizes.is_floating_point() or sizes.is_complex() or sizes.dtype == torch.bool:
+            raise TypeError(f"{name}: expected integers, got dtype {sizes.dtype}")
+        if sizes.ndim != 2 or sizes.shape[1] != 2:
+            raise ValueError(f"{name}: expected shape (slices, 2), got {tuple(sizes.shape)}")
+        tgt_sizes = sizes.tolist()
+    if not isinstance(tgt_sizes, Sequence) or isinstance(tgt_sizes, str):
+        raise TypeError(f"{name}: expected a sequence of (h, w), got {type(tgt_sizes).__name__}")
+    return [as_size(size, f"{name}[{i}]") for i, size in enumerate(tgt_sizes)]
+
+
+def as_size(size, name: str) -> tuple[int, int]:
+    """(h, w) as Python ints, both at least 1: a slice has patches."""
+    size = size.tolist() if hasattr(size, "tolist") else size
+    if not isinstance(size, Sequence) or isinstance(size, str) or len(size) != 2:
+        raise ValueError(f"{name}: expected (h, w), got {size!r}")
+    if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in size):
+        raise TypeError(f"{name}: expected two integers, got {size!r}")
+    h, w = (int(n) for n in size)
+    if min(h, w) < 1:
+        raise ValueError(f"{name}: every extent must be at least 1, got {(h, w)}")
+    return h, w
+
+
 def check_positive_int(value, name: str) -> int:
     """Return `value` if it is an integer of at least 1; raise TypeError or ValueError naming `name`."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from refvl.graphs.dual import PathBatch
 from refvl.media import Video
 from refvl.positions import MediaSpan
 from refvl.prompts import Patches
@@ -83,9 +84,11 @@ class Trace:
         """What each replay held: hit or miss, budget, waste."""
         lines = []
         for batch in self.graph_batches:
-            tokens = sum(len(self.embeds[i]) for i in batch.indices)
+            of_path = isinstance(batch, PathBatch)
+            tokens = batch.tokens if of_path else sum(len(self.embeds[i]) for i in batch.indices)
             waste = f"graph of {batch.budget}, {1 - tokens / batch.budget:.0%} padding" if batch.budget else "eager"
-            lines.append(f"media {', '.join(str(i + 1) for i in batch.indices)}: {waste}")
+            media = f"media {', '.join(str(i + 1) for i in batch.indices)}"
+            lines.append(f"{batch.path} path of {media}: {waste}" if of_path else f"{media}: {waste}")
         return "; " + "; ".join(lines) if lines else ""
 
 

@@ -9,9 +9,16 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
-from data.tiny_checkpoint import hf_config, tiny_config, train_tokenizer, write_checkpoint
+from data.tiny_qwen2_5_vl import FAMILY as TINY_QWEN
+from refvl.encoders import Step3VisionEncoder
+from refvl.language import Step3ForCausalLM
+
+hf_config, tiny_config = TINY_QWEN.hf_config, TINY_QWEN.config
+train_tokenizer, write_checkpoint = TINY_QWEN.train_tokenizer, TINY_QWEN.write_checkpoint
 
 
 @cache
@@ -155,3 +162,99 @@ def make_glm_checkpoint(folder: Path, model_type: str, processor_class: str, *, 
 def glm_transformers_model(folder: Path):
     """The oracle: the same folder, loaded by transformers in float32."""
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+STEP3_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{{- '<|BOT|>' + message.role + '\\n' -}}
+{%- if message.content is string -%}
+{{- message.content -}}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}
+{{- '<im_patch>' -}}
+{%- elif part.type == 'text' -%}
+{{- part.text -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|EOT|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|BOT|>assistant\\n' -}}
+{%- endif -%}
+"""
+STEP3_SPECIAL_TOKENS = (
+    "<|begin_of_sentence|>", "<|end_of_sentence|>", "<|BOT|>", "<|EOT|>", "<im_start>", "<im_patch>", "<im_end>",
+    "<patch_start>", "<patch_newline>", "<patch_end>",
+)  # fmt: skip
+
+
+@cache
+def step3_tokenizer():
+    """One that writes the begin of sentence by itself, as the released one does."""
+    tokenizer = train_tokenizer()
+    tokenizer.add_special_tokens(list(STEP3_SPECIAL_TOKENS))
+    begin = STEP3_SPECIAL_TOKENS[0]
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))]
+    )
+    return tokenizer
+
+
+def step3_config() -> dict:
+    """The dict of a Step3 config.json: a dense layer and one with experts, overviews of 4 tokens, crops of 1."""
+    token = step3_tokenizer().token_to_id
+    return {
+        "architectures": ["Step3VLForConditionalGeneration"],
+        "model_type": "step3_vl",
+        "tie_word_embeddings": False,
+        "image_token_id": token("<im_patch>"),
+        "understand_projector_stride": 2,
+        "projector_bias": False,
+        "hidden_size": 96,
+        "text_config": {
+            "model_type": "step3_text", "vocab_size": -(-step3_tokenizer().get_vocab_size() // 64) * 64,
+            "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_attention_groups": 1, "head_dim": 24, "share_q_dim": 40, "max_position_embedding": 2048,
+            "moe_layers_enum": "1", "moe_num_experts": 6, "moe_top_k": 3, "moe_intermediate_size": 48,
+            "share_expert_dim": 64, "rope_theta": 100.0, "rms_norm_eps": 1e-5,
+            "bos_token_id": token("<|begin_of_sentence|>"), "eos_token_id": token("<|EOT|>"),
+            "pad_token_id": token("<|end_of_sentence|>"),
+        },
+        "vision_config": {
+            "hidden_size": 48, "intermediate_size": 80, "output_hidden_size": 40, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "image_size": 84, "crop_size": 56, "max_side": 336, "patch_size": 14,
+        },
+    }  # fmt: skip
+
+
+def make_step3_checkpoint(folder: Path, *, seed: int = 0, naming=lambda name: name) -> Path:
+    """Write a random Step3 checkpoint to `folder`; `naming`: name in the released checkpoint -> name in this one."""
+    config, folder = step3_config(), Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    hf_config = AutoConfig.for_model(**config)
+    parts = Step3VisionEncoder.from_config(hf_config), Step3ForCausalLM(hf_config.text_config)
+    generator, weights = torch.Generator().manual_seed(seed), {}
+    with torch.no_grad():
+        for name, parameter in (pair for part in parts for pair in part.named_parameters()):
+            parameter.normal_(std=0.3 if parameter.ndim > 1 else 1.0, generator=generator)
+            if name == "vision_model.embeddings.patch_embedding.weight":
+                parameter = parameter.unflatten(1, (3, 14, 14))
+            weights[naming(name)] = parameter.to(torch.bfloat16).contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    step3_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(STEP3_TEMPLATE)
+    ends = {name: config["text_config"][name] for name in ("bos_token_id", "pad_token_id", "eos_token_id")}
+    files = {
+        "config.json": config,
+        "generation_config.json": ends,
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_sentence|>",
+            "eos_token": "<|EOT|>", "pad_token": "<|end_of_sentence|>",
+        },
+    }  # fmt: skip
+    for file, values in files.items():
+        (folder / file).write_text(json.dumps(values, indent=2))
+    return folder

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from refvl.attention import BACKENDS, available_backends, choose_backend, group_segments, varlen_attention
+from refvl.attention import (
+    BACKENDS,
+    available_backends,
+    choose_backend,
+    group_segment_pairs,
+    group_segments,
+    varlen_attention,
+    varlen_cross_attention,
+)
 
 HEAD_SIZES = (64, 72, 80, 128)
 SEGMENTS = {
@@ -85,6 +93,70 @@ def test_groups_hold_every_token_once(lengths):
     rows = sorted((row.tolist() for group in groups for row in group), key=lambda row: row[0])
     bounds = cu_seqlens.tolist()
     assert rows == [list(range(a, b)) for a, b in pairwise(bounds) if a < b]
+
+
+PAIRS = {  # queries and keys per segment
+    "one segment": [(4, 37)],
+    "equal sets": [(6, 16)] * 5,
+    "many lengths": [(4, 5), (4, 1), (2, 12), (4, 5), (3, 40), (1, 1)],
+    "empty segments": [(0, 0), (4, 9), (0, 0), (2, 3), (0, 5)],
+}
+
+
+def slow_cross_attention(q, k, v, pairs):
+    """Segment by segment: softmax(q k^T / sqrt(K)) v in float64."""
+    out, (q, k, v) = [], (x.double().transpose(0, 1) for x in (q, k, v))  # (H, n, K)
+    for a, b in pairs:
+        scores = q[:, :a] @ k[:, :b].mT / q.shape[-1] ** 0.5
+        out.append((scores.softmax(-1) @ v[:, :b]).transpose(0, 1))
+        q, k, v = q[:, a:], k[:, b:], v[:, b:]
+    return torch.cat(out)
+
+
+def check_cross_parity(backend, pairs, head_size, dtype, device, padding=3):
+    """Rows behind the last segment hold NaN, come out as zero and reach nothing."""
+    queries, keys = zip(*pairs, strict=True)
+    q, _, _ = random_qkv(sum(queries) + padding, 3, head_size, dtype, device, seed=1)
+    _, k, v = random_qkv(sum(keys) + padding, 3, head_size, dtype, device, seed=2)
+    q[sum(queries) :], k[sum(keys) :], v[sum(keys) :] = (float("nan"),) * 3
+    cu_q, cu_k = cumulative([*queries, 0], device), cumulative([*keys, 0], device)
+    out = varlen_cross_attention(q, k, v, cu_q, cu_k, max(queries), max(keys), backend=backend)
+    assert (out.dtype, out.shape) == (dtype, q.shape)
+    want = slow_cross_attention(q, k, v, pairs)
+    torch.testing.assert_close(out[: len(want)].double(), want, atol=TOLERANCE[dtype], rtol=0)
+    assert not out[len(want) :].any()
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("name", PAIRS)
+def test_cross_attention_equals_the_slow_formula(name, head_size):
+    """Oracle: `slow_cross_attention`, on every backend of the CPU, with and without padding."""
+    for dtype in TOLERANCE:
+        for backend in available_backends("cpu", dtype):
+            for padding in (0, 3):
+                check_cross_parity(backend, PAIRS[name], head_size, dtype, "cpu", padding)
+
+
+def test_cross_attention_of_equal_segments_is_self_attention():
+    """Oracle: `varlen_attention` of the same lengths, bit for bit; groups of the plan or computed on the way."""
+    q, k, v = random_qkv(21, 2, 8)
+    cu = cumulative([9, 3, 9])
+    for backend in ("sdpa", "masked"):
+        got = varlen_cross_attention(q, k, v, cu, cu, 9, 9, backend=backend)
+        assert torch.equal(got, varlen_attention(q, k, v, cu, 9, backend=backend))
+    planned = varlen_cross_attention(q, k, v, cu, cu, 9, 9, backend="sdpa", groups=group_segment_pairs(cu, cu))
+    assert torch.equal(planned, varlen_cross_attention(q, k, v, cu, cu, 9, 9, backend="sdpa"))
+
+
+def test_bad_cross_attention_is_named():
+    q, k, v = random_qkv(6, 2, 8)
+    cu = cumulative([6])
+    with pytest.raises(ValueError, match="backend: expected one of"):
+        varlen_cross_attention(q, k, v, cu, cu, 6, 6, backend="auto")
+    with pytest.raises(ValueError, match="cu_seqlens_k: dimension 0 must be 2, got 3"):
+        varlen_cross_attention(q, k, v, cu, cumulative([3, 3]), 6, 3, backend="sdpa")
+    with pytest.raises(ValueError, match="v_NHK: dimension 0 must be 6, got 5"):
+        varlen_cross_attention(q, k, v[:5], cu, cu, 6, 6, backend="sdpa")
 
 
 class CountSdpa(TorchFunctionMode):
@@ -202,6 +274,15 @@ def test_every_backend_of_the_gpu_equals_the_slow_formula(head_size, backend, dt
     needs(backend, dtype)
     for lengths in SEGMENTS.values():
         check_parity(backend, lengths, head_size, dtype, "cuda")
+
+
+@pytest.mark.parametrize(("backend", "dtype"), gpu_backends())
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_cross_attention_on_the_gpu_equals_the_slow_formula(head_size, backend, dtype):
+    """Oracle: `slow_cross_attention`; padding holds NaN."""
+    needs(backend, dtype)
+    for pairs in PAIRS.values():
+        check_cross_parity(backend, pairs, head_size, dtype, "cuda")
 
 
 @pytest.mark.parametrize(("backend", "dtype"), gpu_backends())

@@ -13,6 +13,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
+import refvl
 from refvl.encoders import Glm4vVisionTransformer, GlmOcrVisionTransformer, Qwen2_5_VisionTransformer
 from refvl.paths import DATA
 
@@ -74,7 +75,7 @@ def readme_row(stem: str) -> str:
 
 
 def test_every_config_has_its_row_here():
-    rows = {f"Qwen2.5-VL-{size}-Instruct" for size in SHAPES} | GLM.keys()
+    rows = {f"Qwen2.5-VL-{size}-Instruct" for size in SHAPES} | GLM.keys() | {"Step3"}
     assert {path.stem for path in CONFIGS.glob("*.json")} == rows
 
 
@@ -283,3 +284,62 @@ def test_the_name_map_of_the_spec_reaches_the_released_tower_of_glm(name):
         name
     ).state_dict().keys()
     assert missing == ({"embeddings.position_embedding.weight"} if name == "GLM-OCR" else set())
+
+
+# Step3: transformers has no model of it. Names and shapes of one layer of each sort, as vLLM's loader takes them.
+STEP3_LAYER = {
+    "input_layernorm.weight": (7168,), "post_attention_layernorm.weight": (7168,),
+    "self_attn.q_proj.weight": (2048, 7168), "self_attn.k_proj.weight": (256, 7168),
+    "self_attn.v_proj.weight": (256, 7168), "self_attn.inter_norm.weight": (2048,),
+    "self_attn.wq.weight": (64 * 256, 2048), "self_attn.o_proj.weight": (7168, 64 * 256),
+}  # fmt: skip
+STEP3_DENSE = {f"mlp.{n}_proj.weight": (18432, 7168) for n in ("gate", "up")} | {"mlp.down_proj.weight": (7168, 18432)}
+STEP3_EXPERTS = {
+    "moe.gate.weight": (48, 7168), "moe.gate_proj.weight": (48, 5120, 7168), "moe.up_proj.weight": (48, 5120, 7168),
+    "moe.down_proj.weight": (48, 7168, 5120), "share_expert.gate_proj.weight": (5120, 7168),
+    "share_expert.up_proj.weight": (5120, 7168), "share_expert.down_proj.weight": (7168, 5120),
+}  # fmt: skip
+
+
+@cache
+def build_step3():
+    return refvl.load(str(CONFIGS / "Step3.json"), weights="random", device="meta")
+
+
+def test_step3_has_the_reported_number_of_parameters():
+    """Oracle: the model card: 321 billion, 316 of them the language model, 38 active for a token, 5 dense layers."""
+    vlm = build_step3()
+    tower, text = count(vlm.encoder), count(vlm.language_model)
+    assert (round((tower + text) / 1e9), round(text / 1e9), round(tower / 1e9)) == (321, 316, 5)
+    assert readme_row("Step3").endswith(f"| {tower + text:,} | {tower:,} |")
+    config = vlm.config.text_config
+    active = text - config.vocab_size * config.hidden_size  # the embedding is a table, nothing is computed with it
+    for name, parameter in vlm.language_model.named_parameters():
+        if re.search(r"moe\.\w+_proj", name):
+            active -= parameter.numel() * (config.moe_num_experts - config.moe_top_k) // config.moe_num_experts
+    assert round(active / 1e9) == 38
+    assert config.num_hidden_layers - len(config.moe_layers) == 5
+
+
+def test_step3_lists_the_tensors_of_the_loader():
+    """Oracle: names and shapes that vLLM's loader splits, stacks and renames."""
+    expected = {"model.embed_tokens.weight": (128815, 7168), "model.norm.weight": (7168,)}
+    expected |= {"lm_head.weight": (128815, 7168)}
+    for i in range(61):
+        sort = STEP3_EXPERTS if 4 <= i <= 59 else STEP3_DENSE
+        expected |= {f"model.layers.{i}.{name}": shape for name, shape in (STEP3_LAYER | sort).items()}
+    assert {name: tuple(p.shape) for name, p in build_step3().language_model.named_parameters()} == expected
+
+
+def test_the_name_map_of_the_spec_reaches_the_released_step3():
+    """Oracle: weight_mapping.json: each of its checkpoint names is a parameter here, under the same name."""
+    vlm = build_step3()
+    names = {*vlm.encoder.state_dict(), *vlm.language_model.state_dict()}
+    of_the_spec = {row[1] for row in NAME_MAPS["step3_vl"]}
+    assert len(of_the_spec) == 7 and of_the_spec <= names
+
+
+def test_step3_counts_tokens_as_released():
+    """Oracle: vLLM's processor: 169 tokens for an overview and 81 for a crop."""
+    config = build_step3().encoder.config
+    assert (config.image_tokens, config.crop_tokens) == (169, 81)

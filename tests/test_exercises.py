@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from refvl import exercises
-from refvl.graphs import plan_batches
+from refvl.crops import plan_crops
+from refvl.graphs import PairedBatch, plan_batches, plan_paired_batches
 from refvl.graphs.buffers import fill_padded
 from refvl.merge import merge_embeddings
 from refvl.parallel import get_count_assignment, get_load_balance_assignment, restore_order
@@ -130,6 +131,22 @@ def rounded_seconds(fps, total, duration):
     return indices, [round(index / fps) for index in indices[::2]]
 
 
+def rounded_layout(width, height):
+    return (0, 0) if max(width, height) < 728 else (max(1, round(height / 504)), max(1, round(width / 504)))
+
+
+def one_by_one(path_tokens, budgets, max_items):
+    return plan_paired_batches(path_tokens, budgets, 1)
+
+
+def always_both_paths(path_tokens, budgets, max_items):
+    batches = plan_paired_batches(path_tokens, budgets, max_items)
+    return [
+        PairedBatch(b.indices, {path: b.budgets.get(path, of_path[0]) for path, of_path in budgets.items()})
+        for b in batches
+    ]
+
+
 def rank_by_rank(gathered, tokens, order, counts):
     """The order of the ranks, which is not the caller's."""
     embeds = restore_order(gathered, tokens, order, counts)
@@ -146,6 +163,7 @@ def with_padding(gathered, tokens, order, counts):
     ("check", "function"),
     [
         (exercises.check_count_tokens, lambda height, width: count_tokens(height, width, PatchConfig())),
+        (exercises.check_crop_layout, lambda width, height: plan_crops(width, height).layout),
         (exercises.check_fill_buffer, fill_buffer),
         (exercises.check_frame_sample, frame_sample),
         (exercises.check_greedy_batches, greedy_batches),
@@ -153,6 +171,7 @@ def with_padding(gathered, tokens, order, counts):
         (exercises.check_load_balance, get_load_balance_assignment),
         (exercises.check_merge_embeddings, merge_embeddings),
         (exercises.check_mrope_positions, get_mrope_input_positions),
+        (exercises.check_paired_batches, plan_paired_batches),
         (exercises.check_patch_rows, lambda pixels, config: patch_rows(pixels, config)[0]),
         (exercises.check_read_table, read_table),
         (exercises.check_replay, replay),
@@ -171,6 +190,8 @@ def test_the_library_passes(check, function):
     ("check", "function", "message"),
     [
         (exercises.check_count_tokens, lambda h, w: (h // 28) * (w // 28), "427 x 640 .*should be 345 tokens, got 330"),
+        (exercises.check_crop_layout, rounded_layout, r"728 x 728 px .*rows=2, columns=2\), got \(1, 1\)"),
+        (exercises.check_crop_layout, lambda w, h: plan_crops(h, w).layout, "500 x 300 px .*rows=1, columns=2"),
         (
             exercises.check_fill_buffer,
             fill_another_buffer,
@@ -183,7 +204,7 @@ def test_the_library_passes(check, function):
             r"\[30, 30, 200\].*: batch 0: should be Batch\(indices=\(0, 1\), budget=64\), got Batch\(indices=\(0,\)",
         ),
         (exercises.check_greedy_batches, lambda *_: [], r"\[30, 30, 200\].*: number of batches: should be 2, got 0"),
-        (exercises.check_greedy_batches, lambda *_: None, "expected a list of Batch, got NoneType"),
+        (exercises.check_greedy_batches, lambda *_: None, "expected a list of batches, got NoneType"),
         (
             exercises.check_grid_positions,
             lambda t, h, w, f: grid_positions(t, h, w, int(f)),
@@ -204,6 +225,8 @@ def test_the_library_passes(check, function):
         ),
         (exercises.check_mrope_positions, larger_side_positions, r"a long clip: element \[0, 25\] should be 12, got 3"),
         (exercises.check_mrope_positions, lambda n, s: torch.arange(n), r"expected \(positions, delta\), got Tensor"),
+        (exercises.check_paired_batches, one_by_one, r"no crops at all, .*: batch 0: should be .*\(0, 1, 2\)"),
+        (exercises.check_paired_batches, always_both_paths, r"no crops at all, .*: should be .*{'global': 676}\), got"),
         (exercises.check_patch_rows, line_by_line, r"one row of blocks: element \[2, 0\] should be 1176.0, got 28.0"),
         (exercises.check_replay, run_without_writing, r"two operations, .*: element \[0\] should be 11.0, got 7.0"),
         (exercises.check_replay, write_first_results, r"two results, .*: element \[1\] should be 5.0, got 7.0"),

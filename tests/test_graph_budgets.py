@@ -194,6 +194,26 @@ def test_frames_split_a_batch_and_a_long_clip_runs_eagerly():
     assert plan_batches([10, 10, 10, 10], [64], 8, frames=[3, 9, 2, 4]) == [Batch((0, 1, 2, 3), 64)]
 
 
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), max_size=8),
+    st.lists(st.integers(1, 48), min_size=1, max_size=4, unique=True),
+    st.sampled_from(["greedy", "optimal"]),
+)
+def test_a_budget_holds_tokens_and_rows(sizes, budgets, policy):
+    """Oracle: each batch alone: the smallest budget with as many tokens, and twice as many rows."""
+    tokens, rows = [n for n, _ in sizes], [n for _, n in sizes]
+    max_rows = [2 * budget for budget in sorted(budgets)]
+    batches = plan_batches(tokens, budgets, 3, policy=policy, rows=rows, max_rows=max_rows)
+    assert sorted(i for batch in batches for i in batch.indices) == list(range(len(sizes)))
+    for batch in batches:
+        held, needed = sum(tokens[i] for i in batch.indices), sum(rows[i] for i in batch.indices)
+        assert batch.budget == min((b for b in budgets if b >= held and 2 * b >= needed), default=None)
+        assert len(batch.indices) <= (3 if batch.budget else 1)
+    if all(2 * n >= m for n, m in sizes):  # rows say nothing that tokens do not: as without them
+        assert batches == plan_batches(tokens, budgets, 3, policy=policy)
+
+
 def test_waste_counts_the_tokens_of_replays_alone():
     """64 tokens computed for 48, whatever ran eagerly; nothing computed is nothing wasted."""
     assert padding_waste([Batch((0, 1), 64), Batch((2,), None)], [30, 18, 999]) == 0.25

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
-from refvl.graphs.buffers import PAD_RULES, fill_metadata, fill_padded
+from refvl.graphs.buffers import PAD_RULES, fill_metadata, fill_padded, metadata_tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +96,26 @@ def test_what_does_not_fit_is_named(values, rule, error, message):
 
 
 # --- a metadata dataclass ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Nested:
+    first: Metadata
+    second: Metadata
+
+
+def test_nested_metadata_is_filled_in_turn():
+    """Each part by its own rules; a part of another class, or beyond its capacity, is refused."""
+    buffers = Nested(capacity(), capacity())
+    fill_metadata(buffers, Nested(metadata(), metadata(values=(5.0,), lengths=(0, 1), longest=2)))
+    assert (buffers.first.values.tolist(), buffers.second.values.tolist()) == ([1, 2, 0, 0], [5, 0, 0, 0])
+    assert buffers.second.lengths.tolist() == [0, 1, 1, 1, 1]
+    assert [t.tolist() for t in metadata_tensors(buffers)][2] == [5, 0, 0, 0]
+    assert sum(1 for _ in metadata_tensors(buffers)) == 4
+    with pytest.raises(TypeError, match="metadata: expected Metadata, got Nested"):
+        fill_metadata(buffers, Nested(metadata(), buffers))
+    with pytest.raises(ValueError, match="longest: 4 exceeds the captured capacity of 3"):
+        fill_metadata(buffers, Nested(metadata(), metadata(longest=4)))
 
 
 def test_metadata_is_filled_field_by_field():

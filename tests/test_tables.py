@@ -2,7 +2,7 @@
 
 import json
 from itertools import product
-from math import floor
+from math import cos, floor, sin
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refvl.positions import interpolate_position_table, merge_block_coordinates
+from refvl.positions import interpolate_position_table, merge_block_coordinates, sincos_1d, sincos_2d
+from refvl.positions.tables import resize_position_table, sincos, sincos_frequencies
 
 FOLDER = Path(__file__).parent / "golden"
 CASES = json.loads((FOLDER / "vit_rope_metadata.json").read_text())["cases"]
@@ -161,6 +162,85 @@ def test_no_items_no_positions():
     assert interpolate_position_table(random_table(4), []).shape == (0, 3)
 
 
+# --- sines and cosines ------------------------------------------------------------------------------------------------
+
+RESAMPLERS = np.load(FOLDER / "minicpmv_modules.npz")
+
+
+@pytest.mark.parametrize("name", ["3", "3x5", "5x3"])
+def test_sincos_2d_golden(name):
+    """Oracle: vLLM 0.33.0 `get_2d_sincos_pos_embed`, flat (2.0) and as a grid (2.5 and later)."""
+    size = tuple(map(int, name.split("x"))) if "x" in name else (3, 3)
+    table = sincos_2d(16, size)
+    torch.testing.assert_close(table, torch.from_numpy(RESAMPLERS[f"sincos/2_5/{name}"]), atol=1e-6, rtol=0)
+    flat = torch.from_numpy(RESAMPLERS[f"sincos/2_0/{name}"])
+    torch.testing.assert_close(table.flatten(0, 1), flat, atol=1e-6, rtol=0)
+
+
+def test_sincos_1d_golden():
+    """Oracle: vLLM 0.33.0 `get_1d_sincos_pos_embed_from_temporal_size`."""
+    want = torch.from_numpy(RESAMPLERS["r45/temporal_table_first8"])
+    torch.testing.assert_close(sincos_1d(64, 8), want, atol=1e-6, rtol=0)
+
+
+@given(st.integers(1, 6).map(lambda n: 4 * n), st.integers(1, 9), st.integers(1, 230))
+def test_sincos_2d_equals_a_loop(embed_dim, height, width):
+    """Oracle: each value from its formula in float64: column first, sines first, frequencies 10000^(-i / (D / 4))."""
+    table, quarter = sincos_2d(embed_dim, (height, width)), embed_dim // 4
+    assert table.shape == (height, width, embed_dim)
+    for row, column, i in product((0, height - 1), (0, width - 1), range(quarter)):
+        frequency = 10000.0 ** (-i / quarter)
+        want = [sin(column * frequency), cos(column * frequency), sin(row * frequency), cos(row * frequency)]
+        assert table[row, column, i::quarter].tolist() == pytest.approx(want, abs=5e-5)
+
+
+@given(st.integers(1, 60), st.integers(1, 60))
+def test_a_longer_table_continues_a_shorter_one(short, more):
+    """So a table may grow, or not exist: position p has the same vector in every one."""
+    assert torch.equal(sincos_1d(8, short + more)[:short], sincos_1d(8, short))
+    assert torch.equal(
+        sincos(torch.tensor([short]), sincos_frequencies(8)), sincos_1d(8, short + more)[short : short + 1]
+    )
+    assert torch.equal(sincos_2d(8, (short, more))[: short // 2], sincos_2d(8, (short, more + 3))[: short // 2, :more])
+
+
+def test_an_hour_of_tenths_of_seconds_is_rounded_as_upstream_rounds():
+    """Oracle: the formula step by step in numpy's float32; in float64 the last angles differ by hundredths."""
+    omega = np.arange(1792, dtype=np.float32)
+    omega /= 3584 / 2.0
+    angle = np.einsum("m,d->md", np.array([35999.0], dtype=np.float32), 1.0 / 10000**omega)
+    want = torch.from_numpy(np.concatenate([np.sin(angle), np.cos(angle)], axis=1))
+    got = sincos(torch.tensor([35999]), sincos_frequencies(3584))
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+    exact = 35999 * 10000.0 ** -(np.arange(1792) / 1792)
+    assert np.abs(np.sin(exact) - got[0, :1792].numpy()).max() > 1e-3
+
+
+# --- resized as a picture ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("antialias", [False, True])
+def test_a_resized_table_lies_over_the_grid_edge_to_edge(antialias):
+    """Its own size is itself, a constant stays one, and turning the table over turns the result over."""
+    table = random_table(5)
+    assert resize_position_table(table, (5, 5), antialias=antialias) is table
+    constant = resize_position_table(torch.full((25, 2), 3.0), (3, 11), antialias=antialias)
+    torch.testing.assert_close(constant, torch.full((33, 2), 3.0))
+    resized = resize_position_table(table, (3, 8), antialias=antialias).view(3, 8, -1)
+    over = resize_position_table(table.view(5, 5, -1).flip(1).flatten(0, 1), (3, 8), antialias=antialias)
+    torch.testing.assert_close(over.view(3, 8, -1).flip(1), resized, atol=1e-5, rtol=0)
+    lying = resize_position_table(table.view(5, 5, -1).transpose(0, 1).flatten(0, 1), (8, 3), antialias=antialias)
+    torch.testing.assert_close(lying.view(8, 3, -1).transpose(0, 1), resized, atol=1e-5, rtol=0)
+
+
+def test_antialias_matters_where_sides_shrink():
+    table = random_table(12)
+    sharp, smooth = (resize_position_table(table, (3, 4), antialias=a) for a in (False, True))
+    assert smooth.std() < 0.7 * sharp.std()
+    half = resize_position_table(table.bfloat16(), (3, 4), antialias=True)
+    assert torch.equal(half, resize_position_table(table.bfloat16().float(), (3, 4), antialias=True).bfloat16())
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -178,3 +258,18 @@ def test_no_items_no_positions():
 def test_bad_input_is_named(table, grids, options, error, message):
     with pytest.raises(error, match=message):
         interpolate_position_table(table, grids, **options)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "error", "message"),
+    [
+        (sincos_1d, (7, 3), ValueError, "embed_dim: must be a multiple of 2, got 7"),
+        (sincos_1d, (8, 0), ValueError, "length: must be at least 1, got 0"),
+        (sincos_2d, (6, (3, 3)), ValueError, "embed_dim: must be a multiple of 4, got 6"),
+        (sincos_2d, (8, (0, 3)), ValueError, "height: must be at least 1, got 0"),
+        (sincos_2d, (8, (3, 2.0)), TypeError, "width: expected an integer"),
+    ],
+)
+def test_bad_sizes_are_named(function, arguments, error, message):
+    with pytest.raises(error, match=message):
+        function(*arguments)

@@ -13,13 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 import refvl
-from data import demo_scenes, evaluate_tiny, photos, scenes, tiny_checkpoint, train_tiny
-from data.tiny_model import PromptBuilder, TinyModel, patch_rows, row_mask
+from data import demo_scenes, evaluate_tiny, photos, scenes, train_tiny
+from data.tiny_family import patch_rows
+from data.tiny_model import PromptBuilder, TinyModel, row_mask
+from data.tiny_qwen2_5_vl import FAMILY
 from refvl import patches
 from refvl.paths import DATA
 from refvl.positions import MediaSpan, get_mrope_input_positions
 
-FOLDER, WEIGHTS = tiny_checkpoint.FOLDER, tiny_checkpoint.FOLDER / "model.safetensors"
+FOLDER, WEIGHTS = FAMILY.folder, FAMILY.folder / "model.safetensors"
 FIRST = 100_000
 BAR = 0.95
 
@@ -132,8 +134,8 @@ def test_transformers_loads_it_and_nothing_is_missing():
 
 def test_the_folder_is_what_the_script_writes(tmp_path):
     """Oracle: the same functions, run again; only the numbers in the weights are trained."""
-    tokenizer = tiny_checkpoint.train_tokenizer()
-    tiny_checkpoint.write_checkpoint(tmp_path, tiny_checkpoint.tiny_config(tokenizer), tokenizer, {})
+    tokenizer = FAMILY.train_tokenizer()
+    FAMILY.write_checkpoint(tmp_path, FAMILY.config(tokenizer), tokenizer, {})
     for file in tmp_path.iterdir():
         if file.name != WEIGHTS.name:
             assert file.read_text() == (FOLDER / file.name).read_text(), file.name
@@ -195,15 +197,15 @@ def test_questions_in_one_row_are_answered_as_if_asked_alone(clip):
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     reference = Qwen2_5_VLForConditionalGeneration.from_pretrained(FOLDER, dtype=torch.float32)
-    tokenizer = tiny_checkpoint.train_tokenizer()
-    config = tiny_checkpoint.tiny_config(tokenizer)
-    model, builder = TinyModel(config), PromptBuilder(tokenizer, config)
+    tokenizer = FAMILY.train_tokenizer()
+    config = FAMILY.config(tokenizer)
+    model, builder = TinyModel(FAMILY, config), PromptBuilder(FAMILY, tokenizer, config)
     _load(model)
     scene = scenes.draw_scene("test", 2, clip=clip)
     kinds = ["motion", "color", "mover"] if clip else ["place", "shape", "thing_at"]
     questions = scenes.draw_questions(scene, kinds, np.random.default_rng(0))
     pixels = scenes.render(scene) if clip else scenes.render(scene)[None]
-    batch = builder.batch(pixels[None], [questions], seconds_per_grid=1.0 if clip else None)
+    batch = builder.batch(pixels[None], [questions], seconds=[scenes.SECONDS] if clip else None)
     with torch.no_grad():
         logits = model(batch)[0]
     for i, question in enumerate(questions):
@@ -260,7 +262,7 @@ def test_there_must_be_something_to_resume(tmp_path):
 # ----------------------------------------------------------------------------------------------- answers
 
 
-@pytest.mark.parametrize("kind", evaluate_tiny.KINDS)
+@pytest.mark.parametrize("kind", FAMILY.kinds)
 def test_held_out_scenes(model, kind):
     """Oracle: the scene's own answer, letter by letter."""
     asked = evaluate_tiny.evaluate(model, kind, 100, first=FIRST)
@@ -307,10 +309,10 @@ def test_photographs_are_recognised(model):
 
 def test_the_measurements_are_of_these_weights_and_meet_the_bar():
     """Oracle: the checksum of the weights, and the bar for every kind."""
-    record = json.loads(evaluate_tiny.MEASUREMENTS.read_text())
+    record = json.loads(FAMILY.measurements.read_text())
     assert record["weights_sha256"] == hashlib.sha256(WEIGHTS.read_bytes()).hexdigest()
     assert record["n"] >= 1000 and record["split"] == "test" and record["q"] == 0
-    assert record["accuracy"].keys() == evaluate_tiny.KINDS.keys()
+    assert record["accuracy"].keys() == FAMILY.kinds.keys()
     assert min(record["accuracy"].values()) >= BAR
     curve = {row["q"]: row["motion"] for row in record["evs_curve"]}
     assert tuple(curve) == evaluate_tiny.RATES

@@ -8,18 +8,49 @@ from refvl.encoders.features import (
 from refvl.encoders.glm4v import Glm4vVisionConfig, Glm4vVisionTransformer
 from refvl.encoders.glm_ocr import GlmOcrVisionConfig, GlmOcrVisionTransformer
 from refvl.encoders.info import get_vision_encoder_info, get_vit_attn_backend
+from refvl.encoders.minicpmv import (
+    MiniCPMV2_0Encoder,
+    MiniCPMV2_5Encoder,
+    MiniCPMV2_6Encoder,
+    MiniCPMV4_0Encoder,
+    MiniCPMV4_5Encoder,
+    MiniCPMVConfig,
+    SliceGroup,
+    minicpmv_version,
+)
+from refvl.encoders.navit_siglip import NaVitSiglip, NaVitSiglipConfig
 from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
+from refvl.encoders.resampler import Resampler2, Resampler2_5, Resampler4_5
+from refvl.encoders.siglip_vit import SiglipViT, SiglipViTConfig
+from refvl.encoders.step3_vl import Step3VisionConfig, Step3VisionEncoder
 
 __all__ = [
     "Glm4vVisionConfig",
     "Glm4vVisionTransformer",
     "GlmOcrVisionConfig",
     "GlmOcrVisionTransformer",
+    "MiniCPMV2_0Encoder",
+    "MiniCPMV2_5Encoder",
+    "MiniCPMV2_6Encoder",
+    "MiniCPMV4_0Encoder",
+    "MiniCPMV4_5Encoder",
+    "MiniCPMVConfig",
+    "NaVitSiglip",
+    "NaVitSiglipConfig",
     "Qwen2_5_VisionConfig",
     "Qwen2_5_VisionTransformer",
+    "Resampler2",
+    "Resampler2_5",
+    "Resampler4_5",
+    "SiglipViT",
+    "SiglipViTConfig",
+    "SliceGroup",
+    "Step3VisionConfig",
+    "Step3VisionEncoder",
     "get_feature_selector",
     "get_num_selected_vision_tokens",
     "get_vision_encoder_info",
     "get_vit_attn_backend",
+    "minicpmv_version",
     "resolve_visual_encoder_outputs",
 ]

@@ -85,11 +85,15 @@ def plan_batches(
     policy: str = "greedy",
     frames: Sequence[int] | None = None,
     max_frames: int | None = None,
+    rows: Sequence[int] | None = None,
+    max_rows: Sequence[int] | None = None,
 ) -> list[Batch]:
     """Pack items into batches, smallest items first.
 
     output_tokens: tokens of each item (an empty item is one, too). frames: frames of each item, bounded by `max_frames`
-    per batch (optional). policy "greedy": fill a batch while items fit the largest budget; "optimal": cut the sorted
+    per batch (optional). rows: patch rows of each item, and max_rows: how many the graph of each budget takes, in the
+    order of the sorted budgets (optional): where tokens do not say how many rows there are, a batch needs a budget that
+    holds both. policy "greedy": fill a batch while items fit the largest budget; "optimal": cut the sorted
     items into consecutive groups so that the summed budgets are smallest, then the fewest groups. Items that fit no
     graph come last, alone, with budget None. Every index appears once. Raises ValueError (TypeError for a wrong kind)
     naming the argument.
@@ -106,14 +110,18 @@ def plan_batches(
     max_frames = sum(frames) if max_frames is None else check_positive_int(max_frames, "max_frames")
     max_items = check_positive_int(max_items, "max_items")
     budgets = _check_budgets(budgets)
+    rows, max_rows = _check_rows(rows, max_rows, len(tokens), budgets)
 
     order = sorted(range(len(tokens)), key=tokens.__getitem__)  # stable: equal sizes keep their order
-    fits = [tokens[i] <= budgets[-1] and frames[i] <= max_frames for i in range(len(tokens))]
+    fits = [
+        tokens[i] <= budgets[-1] and frames[i] <= max_frames and rows[i] <= max_rows[-1] for i in range(len(tokens))
+    ]
     fitting = [i for i in order if fits[i]]
     packing = _Packing(
-        budgets, max_items, max_frames,
+        budgets, max_items, max_frames, max_rows,
         tokens_before=list(itertools.accumulate((tokens[i] for i in fitting), initial=0)),
         frames_before=list(itertools.accumulate((frames[i] for i in fitting), initial=0)),
+        rows_before=list(itertools.accumulate((rows[i] for i in fitting), initial=0)),
     )  # fmt: skip
     cuts = _greedy(len(fitting), packing) if policy == "greedy" else _optimal(len(fitting), packing)
     batches = [Batch(tuple(fitting[a:b]), packing.budget_for(a, b)) for a, b in itertools.pairwise(cuts)]
@@ -140,16 +148,20 @@ class _Packing:
     budgets: Sequence[int]
     max_items: int
     max_frames: int
+    max_rows: Sequence[int]
     tokens_before: Sequence[int]
     frames_before: Sequence[int]
+    rows_before: Sequence[int]
 
     def budget_for(self, start: int, stop: int) -> int | None:
         """The smallest budget that holds the sorted items from `start` to `stop`, None if none does."""
         too_many_frames = self.frames_before[stop] - self.frames_before[start] > self.max_frames
         if stop - start > self.max_items or too_many_frames:
             return None
-        total = self.tokens_before[stop] - self.tokens_before[start]
-        return self.budgets[bisect.bisect_left(self.budgets, total)] if total <= self.budgets[-1] else None
+        tokens = self.tokens_before[stop] - self.tokens_before[start]
+        rows = self.rows_before[stop] - self.rows_before[start]
+        smallest = max(bisect.bisect_left(self.budgets, tokens), bisect.bisect_left(self.max_rows, rows))
+        return self.budgets[smallest] if smallest < len(self.budgets) else None
 
 
 def _greedy(count: int, packing: _Packing) -> list[int]:
@@ -189,3 +201,17 @@ def _check_budgets(budgets: Sequence[int]) -> list[int]:
 
 def _check_counts(counts: Sequence[int], name: str) -> list[int]:
     return [count if count == 0 else check_positive_int(count, f"{name}[{i}]") for i, count in enumerate(counts)]
+
+
+def _check_rows(rows, max_rows, count: int, budgets: list[int]) -> tuple[list[int], list[int]]:
+    """Both given or neither; one row count per item, one growing capacity per budget."""
+    if (rows is None) != (max_rows is None):
+        raise ValueError("rows: give rows and max_rows together")
+    if rows is None:
+        return [0] * count, [0] * len(budgets)
+    rows, max_rows = _check_counts(rows, "rows"), _check_counts(max_rows, "max_rows")
+    if len(rows) != count:
+        raise ValueError(f"rows: expected one per item, {count}, got {len(rows)}")
+    if len(max_rows) != len(budgets) or max_rows != sorted(max_rows):
+        raise ValueError(f"max_rows: expected one per budget, {len(budgets)}, none below the last, got {max_rows}")
+    return rows, max_rows

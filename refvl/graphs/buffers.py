@@ -12,8 +12,8 @@ they are capacities, and a batch must stay below them.
     empty         nothing; the field (a tuple) is not used inside a graph
 """
 
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 
 import torch
 from torch import Tensor
@@ -59,8 +59,9 @@ def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
 def fill_metadata(buffers, metadata) -> None:
     """Fill a metadata dataclass at capacity (`buffers`) with the planned `metadata` of a batch, field by field.
 
-    Tensors are copied and padded, integers compared with their capacity, tuples left out. Raises TypeError for a field
-    of another class or without a padding rule, ValueError when something exceeds what was captured.
+    Tensors are copied and padded, integers compared with their capacity, tuples left out, dataclasses filled in turn.
+    Raises TypeError for a field of another class or without a padding rule, ValueError when something exceeds what was
+    captured.
     """
     if type(buffers) is not type(metadata):
         raise TypeError(f"metadata: expected {type(buffers).__name__}, got {type(metadata).__name__}")
@@ -68,8 +69,20 @@ def fill_metadata(buffers, metadata) -> None:
         buffer, value = getattr(buffers, field.name), getattr(metadata, field.name)
         if isinstance(buffer, Tensor):
             fill_padded(buffer, value, field.metadata.get("pad", "none"), field.name)
+        elif is_dataclass(buffer):
+            fill_metadata(buffer, value)
         elif isinstance(buffer, int):
             if value > buffer:
                 raise ValueError(f"{field.name}: {value} exceeds the captured capacity of {buffer}")
         elif field.metadata.get("pad") != "empty":
             raise TypeError(f"{field.name}: a {type(buffer).__name__} cannot be part of a graph")
+
+
+def metadata_tensors(metadata) -> Iterator[Tensor]:
+    """All tensors of a metadata dataclass that a graph reads, those of nested dataclasses too."""
+    for field in fields(metadata):
+        value = getattr(metadata, field.name)
+        if isinstance(value, Tensor):
+            yield value
+        elif is_dataclass(value):
+            yield from metadata_tensors(value)

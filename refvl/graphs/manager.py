@@ -8,7 +8,7 @@ It knows an encoder only through `GraphEncoder`: plan, forward, metadata at capa
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,14 +16,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from refvl.graphs.budgets import Batch, infer_limits, plan_batches
-from refvl.graphs.buffers import fill_metadata, fill_padded
+from refvl.graphs.buffers import fill_metadata, fill_padded, metadata_tensors
 from refvl.graphs.cuda import CudaGraph, pool_bytes
 from refvl.graphs.recorder import TraceGraph
 from refvl.schema import check_shape
 
 BACKENDS = ("cuda", "trace")
 MIN_BUDGET = 64  # tokens: a picture of 224 px
-MAX_BUDGET = {"varlen": 4096, "masked": 256}  # masked attention is quadratic in the budget
+MAX_BUDGET = {"varlen": 4096, "sdpa": 4096, "masked": 256}  # masked attention is quadratic in the budget
 CACHED_PATCHES = 2**16  # of kept plans, together: at most 0.4 KiB of device memory each for Qwen, 3 KiB for GLM
 
 
@@ -32,7 +32,7 @@ class GraphEncoder(Protocol):
 
     device: torch.device
     dtype: torch.dtype
-    graph_attention: str  # "varlen" or "masked": the backend to capture
+    graph_attention: str  # the backend to capture: "varlen", "masked", or "sdpa" where all segments are equally long
 
     def check_layouts(self, layouts) -> list[Hashable]:
         """The layouts of a batch, normalised, or a ValueError or TypeError that says what is wrong."""
@@ -47,7 +47,7 @@ class GraphEncoder(Protocol):
         """The same dataclass with every tensor as long, and every integer as large, as any batch within the limits."""
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """(patch rows, values) zeros for `max_tokens` output tokens."""
+        """(patch rows, values) zeros for `max_tokens` output tokens; items with more rows take a larger budget."""
 
     def __call__(self, pixel_values: Tensor, *, metadata, attention: str | None = None) -> Tensor:
         """Patch rows -> (tokens, D)."""
@@ -163,6 +163,8 @@ class EncoderGraphManager:
         self.last_batches = plan_batches(
             [tokens for _, tokens, _ in sizes], self.limits.budgets, self.limits.max_items,
             policy=self.policy, frames=[frames for _, _, frames in sizes], max_frames=self.limits.max_frames,
+            rows=[patches for patches, _, _ in sizes],
+            max_rows=[len(self.captured[budget].pixel_values) for budget in self.limits.budgets],
         )  # fmt: skip
         outputs: dict[int, Tensor] = {}
         for batch in self.last_batches:
@@ -226,5 +228,4 @@ class EncoderGraphManager:
 
 
 def _bytes(captured: CapturedBudget) -> int:
-    tensors = [captured.pixel_values, *(getattr(captured.metadata, f.name) for f in fields(captured.metadata))]
-    return sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+    return sum(tensor.nbytes for tensor in (captured.pixel_values, *metadata_tensors(captured.metadata)))

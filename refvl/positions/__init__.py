@@ -10,7 +10,7 @@ from refvl.positions.evs import (
 )
 from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_delta
 from refvl.positions.rotary import apply_rotary, merge_block_coordinates, vision_rotary_cos_sin
-from refvl.positions.tables import interpolate_position_table
+from refvl.positions.tables import interpolate_position_table, sincos_1d, sincos_2d
 from refvl.positions.timestamps import FrameSample, sample_video_frames
 from refvl.positions.windows import get_window_index, invert_permutation
 
@@ -31,5 +31,7 @@ __all__ = [
     "recompute_mrope_positions",
     "restrict_positions",
     "sample_video_frames",
+    "sincos_1d",
+    "sincos_2d",
     "vision_rotary_cos_sin",
 ]

@@ -1,16 +1,18 @@
-"""Position tables: a vector per place of a fixed grid, learned at one size and sampled at every other.
+"""Position tables: learned at one size and sampled at every other, or written by a formula for any size.
 
-The grid of an image is laid over the table, edge to edge, and each patch reads the table where its centre falls.
+A learned table holds a vector per place of a fixed grid: the grid of an image is laid over it, edge to edge, and each
+patch reads the table where its centre falls. Sines and cosines (`sincos_1d`, `sincos_2d`) need no table at all.
 """
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from refvl.positions.rotary import merge_block_coordinates
-from refvl.schema import as_grids, check_shape
+from refvl.schema import as_grids, check_positive_int, check_shape
 
 MODES = ("bicubic", "bilinear", "nearest")
 
@@ -30,9 +32,7 @@ def interpolate_position_table(
     """
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {MODES}, got {mode!r}")
-    side = math.isqrt(len(check_shape(table, ("positions", "D"), "table")))
-    if side == 0 or side**2 != len(table):
-        raise ValueError(f"table: expected the S * S positions of a square, got {len(table)}")
+    side = _square_side(table)
     table_1DSS = table.float().view(side, side, -1).permute(2, 0, 1)[None]
     pieces = [table[:0]]
     for t, h, w in as_grids(grid_thw, spatial_merge_size=spatial_merge_size):
@@ -48,3 +48,64 @@ def _place_on_table(h: int, w: int, spatial_merge_size: int) -> Tensor:
     """(h * w, 2) float32: where the centre of each patch falls, (column, row), -1 and 1 being the table's edges."""
     row_column = merge_block_coordinates([(1, h, w)], spatial_merge_size=spatial_merge_size)
     return (((row_column + 0.5) / torch.tensor([h, w])) * 2 - 1).flip(-1)
+
+
+def sincos_frequencies(embed_dim: int) -> Tensor:
+    """(embed_dim / 2,) float32: 10000^(-i / (embed_dim / 2)), rounded at each step as the released models were trained.
+
+    An hour into a clip a frequency off by one bit turns a token by a thousandth; hence no float64 here.
+    """
+    if check_positive_int(embed_dim, "embed_dim") % 2:
+        raise ValueError(f"embed_dim: must be a multiple of 2, got {embed_dim}")
+    exponent = np.arange(embed_dim // 2, dtype=np.float32) / np.float32(embed_dim / 2)
+    return torch.from_numpy(np.float32(1) / np.float32(10000) ** exponent)
+
+
+def sincos(position: Tensor, frequencies: Tensor) -> Tensor:
+    """(...) positions, (F,) frequencies -> (..., 2 * F) float32: the sines of all angles, then the cosines."""
+    angle = position.float()[..., None] * frequencies
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+def sincos_1d(embed_dim: int, length: int) -> Tensor:
+    """(length, embed_dim) float32: the positions 0, 1, ..., length - 1. Upstream: `Resampler4_5` (MiniCPM-V), time.
+
+    >>> sincos_1d(4, 2).tolist()[0]
+    [0.0, 0.0, 1.0, 1.0]
+    """
+    return sincos(torch.arange(check_positive_int(length, "length")), sincos_frequencies(embed_dim))
+
+
+def sincos_2d(embed_dim: int, size: tuple[int, int]) -> Tensor:
+    """(height, width, embed_dim) float32: the first half of the channels tells the column, the second the row.
+
+    Places count from 0 and are not scaled: the table of a smaller grid is a corner of the larger one's. Raises
+    ValueError unless embed_dim is a multiple of 4 and both sides are positive. Upstream: `get_2d_sincos_pos_embed`.
+    """
+    if check_positive_int(embed_dim, "embed_dim") % 4:
+        raise ValueError(f"embed_dim: must be a multiple of 4, got {embed_dim}")
+    height, width = size
+    column = sincos_1d(embed_dim // 2, check_positive_int(width, "width"))
+    row = sincos_1d(embed_dim // 2, check_positive_int(height, "height"))
+    return torch.cat([column.expand(height, -1, -1), row[:, None].expand(-1, width, -1)], dim=-1)
+
+
+def resize_position_table(table: Tensor, size: tuple[int, int], *, antialias: bool) -> Tensor:
+    """(S * S, D) positions of a square, row by row -> (height * width, D), bicubically resized as a picture would be.
+
+    Computed in float32, returned in the table's dtype; a table of that size already is returned as it is. Upstream:
+    timm's `resample_abs_pos_embed` (antialias=True), `get_abs_pos` of MiniCPM-V 2.0 (antialias=False).
+    """
+    side = _square_side(table)
+    if tuple(size) == (side, side):
+        return table
+    table_1DSS = table.float().view(side, side, -1).permute(2, 0, 1)[None]
+    resized_1DHW = F.interpolate(table_1DSS, size=tuple(size), mode="bicubic", align_corners=False, antialias=antialias)
+    return resized_1DHW[0].flatten(1).T.to(table.dtype)
+
+
+def _square_side(table: Tensor) -> int:
+    side = math.isqrt(len(check_shape(table, ("positions", "D"), "table")))
+    if side == 0 or side**2 != len(table):
+        raise ValueError(f"table: expected the S * S positions of a square, got {len(table)}")
+    return side

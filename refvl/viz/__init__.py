@@ -33,11 +33,13 @@ from refvl.viz.positions import (
     plot_positions,
     plot_rotary,
 )
+from refvl.viz.step3 import explore_crops, plot_crop_prompt, plot_crop_tokens, plot_crops, plot_path_timeline
 from refvl.viz.timings import plot_stage_timings
 from refvl.viz.windows import explore_windows, plot_attention_segments, plot_window_permutation, plot_windows
 
 __all__ = [
     "explore_assignment",
+    "explore_crops",
     "explore_keep_mask",
     "explore_packing",
     "explore_positions",
@@ -51,6 +53,9 @@ __all__ = [
     "plot_clip_positions",
     "plot_clip_prompt",
     "plot_clip_tokens",
+    "plot_crop_prompt",
+    "plot_crop_tokens",
+    "plot_crops",
     "plot_dissimilarity",
     "plot_gather",
     "plot_keep_mask",
@@ -58,6 +63,7 @@ __all__ = [
     "plot_patch_rows",
     "plot_patch_values",
     "plot_patches",
+    "plot_path_timeline",
     "plot_place_answers",
     "plot_position_grid",
     "plot_position_table",

@@ -1,0 +1,159 @@
+"""Pages with small print, for the tiny Step3: coloured boxes, each with a white letter of 5 x 5 px.
+
+A page is 224 x 224 px: 4 x 4 windows of 56 px for crops, and 2.7 times as wide as the overview of 84 px. One to three
+boxes stand on it, in different quarters. Where a box stands and which colour it has can be seen in the overview; which
+letter it holds can only be seen in a crop. Every letter is drawn with nine pixels, so that all lighten the blurred box
+alike. A page is a function of (split, index) alone.
+
+>>> render(draw_page("test", 0)).shape
+(224, 224, 3)
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+SIDE, WINDOW, CELL, BOX = 224, 56, 14, 9  # px: of a page, of a crop, of a patch, of a box, which stands in one patch
+WINDOWS = SIDE // WINDOW
+SPLITS = {"train": 0, "select": 1, "test": 2, "demo": 3}  # "select" chose the recipe, "test" measures it
+SEED = 20263
+
+LETTERS = {
+    "J": ("....#", "....#", "#...#", "#...#", ".###."),
+    "L": ("#....", "#....", "#....", "#....", "#####"),
+    "T": ("#####", "..#..", "..#..", "..#..", "..#.."),
+    "V": ("#...#", "#...#", ".#.#.", ".#.#.", "..#.."),
+    "X": ("#...#", ".#.#.", "..#..", ".#.#.", "#...#"),
+    "Y": ("#...#", "##.##", "..#..", "..#..", "..#.."),
+}
+COLORS = {"red": (210, 30, 30), "green": (20, 150, 40), "blue": (35, 60, 220), "black": (25, 25, 30)}
+WHITE = 250
+PLACES = ("top left", "top right", "bottom left", "bottom right")
+PHRASES = {  # {x} is a colour, or a place where the colour is asked for
+    "letter": ("Which letter is in the {x} box?", "What letter does the {x} box hold?"),
+    "place": ("Where is the {x} box?",),
+    "color": ("What color is the box in the {x}?",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """letter: of `LETTERS`; color: of `COLORS`; corner: (x, y) of its top left pixel on the page; rgb: as drawn."""
+
+    letter: str
+    color: str
+    corner: tuple[int, int]
+    rgb: tuple[float, float, float]
+
+    @property
+    def window(self) -> int:
+        """Number of the crop that shows it, row by row."""
+        x, y = self.corner
+        return y // WINDOW * WINDOWS + x // WINDOW
+
+    @property
+    def place(self) -> str:
+        x, y = self.corner
+        return PLACES[2 * (y >= SIDE // 2) + (x >= SIDE // 2)]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    boxes: tuple[Box, ...]
+    background: tuple[float, float, float]
+    noise: float  # standard deviation, 0-255 scale
+    noise_seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    kind: str  # of `PHRASES`
+    text: str
+    answer: str
+
+
+def draw_page(split: str, index: int, *, crowded: bool = False) -> Page:
+    """Page number `index` of a split. crowded: a box in most windows, for a tower that learns to read crops."""
+    if split not in SPLITS:
+        raise ValueError(f"split: expected one of {tuple(SPLITS)}, got {split!r}")
+    rng = np.random.default_rng([SEED, SPLITS[split], index, crowded])
+    if crowded:
+        windows = [w for w in range(WINDOWS**2) if rng.random() < 0.7]
+        colors = rng.choice(list(COLORS), len(windows))
+    else:
+        quarters = rng.permutation(4)[: int(rng.integers(1, 4))]  # different quarters, in each one of four windows
+        windows = [
+            2 * (q // 2) * WINDOWS + 2 * (q % 2) + int(rng.choice([0, 1, WINDOWS, WINDOWS + 1])) for q in quarters
+        ]
+        colors = rng.permutation(list(COLORS))
+    base = rng.uniform(215, 250)
+    return Page(
+        boxes=tuple(_draw_box(rng, int(w), str(c)) for w, c in zip(windows, colors, strict=False)),
+        background=tuple(float(v) for v in base + rng.uniform(-5, 5, 3)),
+        noise=float(rng.uniform(1, 5)),
+        noise_seed=int(rng.integers(2**31)),
+    )
+
+
+def _draw_box(rng: np.random.Generator, window: int, color: str) -> Box:
+    """Anywhere in the window, but inside one patch."""
+    row, column = divmod(window, WINDOWS)
+    cell_x, cell_y = rng.integers(0, WINDOW // CELL, 2)
+    dx, dy = rng.integers(0, CELL - BOX + 1, 2)
+    corner = (column * WINDOW + int(cell_x) * CELL + int(dx), row * WINDOW + int(cell_y) * CELL + int(dy))
+    rgb = np.clip(np.array(COLORS[color]) + rng.uniform(-15, 15, 3), 0, 255)
+    return Box(str(rng.choice(list(LETTERS))), color, corner, tuple(float(v) for v in rgb))
+
+
+def render(page: Page) -> np.ndarray:
+    """(224, 224, 3) uint8; the same page gives the same pixels."""
+    noise = np.random.default_rng(page.noise_seed).standard_normal((SIDE, SIDE, 3), dtype=np.float32)
+    canvas = np.float32(page.background) + page.noise * noise
+    for box in page.boxes:
+        x, y = box.corner
+        canvas[y : y + BOX, x : x + BOX] = box.rgb
+        ink = np.array([[pixel == "#" for pixel in row] for row in LETTERS[box.letter]])
+        canvas[y + 2 : y + 7, x + 2 : x + 7][ink] = WHITE
+    return np.clip(canvas + 0.5, 0, 255).astype(np.uint8)
+
+
+def crop_labels(page: Page) -> np.ndarray:
+    """(16, 2) int64: letter and colour in each window, 0 for none."""
+    labels = np.zeros((WINDOWS**2, 2), dtype=np.int64)
+    for box in page.boxes:
+        labels[box.window] = 1 + list(LETTERS).index(box.letter), 1 + list(COLORS).index(box.color)
+    return labels
+
+
+def quarter_labels(page: Page) -> np.ndarray:
+    """(4, 2) int64: the same for each quarter of a page that is not crowded."""
+    labels = np.zeros((4, 2), dtype=np.int64)
+    for box in page.boxes:
+        labels[PLACES.index(box.place)] = (
+            1 + list(LETTERS).index(box.letter),
+            1 + list(COLORS).index(box.color),
+        )
+    return labels
+
+
+def all_questions(page: Page) -> dict[str, list[Question]]:
+    """Every question about a page, by kind."""
+    found: dict[str, list[Question]] = {kind: [] for kind in PHRASES}
+    for box in page.boxes:
+        said = {"letter": (box.color, box.letter), "place": (box.color, box.place)}
+        said |= {"color": (box.place, box.color)}
+        for kind, (x, answer) in said.items():
+            found[kind] += [Question(kind, phrase.format(x=x), answer) for phrase in PHRASES[kind]]
+    return found
+
+
+def draw_questions(page: Page, kinds: list[str], rng: np.random.Generator) -> list[Question]:
+    """One question of each kind asked for, in that order."""
+    questions = all_questions(page)
+    return [questions[kind][int(rng.integers(len(questions[kind])))] for kind in kinds]
+
+
+def all_phrases() -> list[str]:
+    """Texts that hold every word of every question and answer: the tokenizer learns from them."""
+    questions = [phrase.format(x=x) for phrases in PHRASES.values() for phrase in phrases for x in (*COLORS, *PLACES)]
+    return [*questions, *LETTERS, *COLORS, *PLACES]

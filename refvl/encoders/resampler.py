@@ -1,0 +1,415 @@
+"""MiniCPM-V's resamplers: learned queries read the patches of a slice, and 1,000 patches become 64 tokens.
+
+    rows of the tower (N, C)                      slice after slice
+       | kv_proj, ln_kv   to the language model's width
+    keys = rows + positions, values = rows (N, D)
+       | attn             `query`, through ln_q, over the keys of each slice: Q tokens per slice
+       | ln_post, proj    LayerNorm, one matrix product
+    tokens (slices * Q, D)
+
+    Resampler2     queries and keys carry positions: the queries' fixed grid, resized to the slice's      (2.0)
+    Resampler2_5   keys alone: sines and cosines of row and column                                   (2.5, 2.6, 4.0)
+    Resampler4_5   and of time; frames of one group share a set of queries                                (4.5)
+
+Upstream keeps tables of sines and cosines and lets them grow; a formula has no size, so a grid of 4 x 227 or a frame
+two hours into a clip needs nothing special. Padded keys do not exist here: slices lie end to end. `resample` is that
+core; `forward` takes the padded form.
+
+Shape suffixes: N patches of all slices, D the language model's width, Q queries, H heads, K head dimension;
+B slices, L patches of the longest.
+Upstream: `Resampler2`, `Resampler2_5`, `Resampler4_5` (vLLM).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from refvl.attention import available_backends, choose_backend, group_segment_pairs, varlen_cross_attention
+from refvl.encoders.navit_siglip import cumulative_lengths, unpad
+from refvl.encoders.weights import load_strict
+from refvl.positions.tables import resize_position_table, sincos, sincos_2d, sincos_frequencies
+from refvl.schema import as_size, as_sizes, check_positive_int, check_shape
+
+NO_TIME = -1  # the temporal id of a picture
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResamplerMetadata:
+    """What one `resample` needs besides rows. Integers are baked in by a capture: there they are capacities.
+
+    The frequencies depend on the width alone. They are planned because a buffer of the module would be rounded by
+    `.to(torch.bfloat16)` and lost by `to_empty`.
+    """
+
+    places: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch in its slice
+    frequencies: Tensor = field(metadata={"pad": "zero"})  # (D / 4,) float32
+    cu_seqlens_q: Tensor = field(metadata={"pad": "repeat_last"})  # (sets + 1,) int32, tokens
+    cu_seqlens_k: Tensor = field(metadata={"pad": "repeat_last"})  # (sets + 1,) int32, patches
+    set_groups: tuple = field(metadata={"pad": "empty"})  # sets of equal lengths, for the sdpa backend
+    max_seqlen_q: int  # Q
+    max_seqlen_k: int  # patches that the fullest set of queries reads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TemporalResamplerMetadata(ResamplerMetadata):
+    """And when each patch was seen."""
+
+    times: Tensor = field(metadata={"pad": "zero"})  # (N,) int32: temporal id of the patch's frame, -1 for none
+    time_frequencies: Tensor = field(metadata={"pad": "zero"})  # (D / 2,) float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FixedGridMetadata:
+    """What `Resampler2.resample` needs besides rows."""
+
+    query_positions: Tensor  # (Q, D) in the module's dtype
+    key_positions: Tensor  # (N, D) in the module's dtype
+    cu_seqlens_q: Tensor  # (slices + 1,) int32, tokens
+    cu_seqlens_k: Tensor  # (slices + 1,) int32, patches
+    set_groups: tuple
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+class Resampler2(nn.Module):
+    """A fixed grid of queries whose positions are known to queries and keys: MiniCPM-V 2.0."""
+
+    def __init__(
+        self,
+        grid_size: int,
+        embed_dim: int,
+        num_heads: int,
+        kv_dim: int | None = None,
+        *,
+        adaptive: bool = False,
+        do_post_projection: bool = True,
+        attention: str = "auto",
+    ):
+        """grid_size: G, for Q = G * G queries. kv_dim: width of the rows (default: embed_dim, no projection).
+
+        adaptive: keys get the sines and cosines of their own grid instead of the queries' resized. do_post_projection:
+        False ends at the attention (Qwen-VL's form).
+        """
+        super().__init__()
+        self.grid_size, self.num_queries = check_positive_int(grid_size, "grid_size"), grid_size**2
+        self.adaptive, self.attention = adaptive, attention
+        self.query = nn.Parameter(torch.empty(self.num_queries, embed_dim).normal_(std=0.02))
+        self.kv_proj = key_projection(kv_dim, embed_dim)
+        self.attn = CrossAttention(embed_dim, num_heads)
+        self.ln_q, self.ln_kv = layer_norm(embed_dim), layer_norm(embed_dim)
+        self.ln_post = layer_norm(embed_dim) if do_post_projection else None
+        self.proj = nn.Parameter(embed_dim**-0.5 * torch.randn(embed_dim, embed_dim)) if do_post_projection else None
+
+    @classmethod
+    def from_config(cls, config: dict, **extra) -> "Resampler2":
+        """Build from a dict of the constructor's arguments."""
+        return cls(**config, **extra)
+
+    @property
+    def embed_dim(self) -> int:
+        return self.query.shape[1]
+
+    def plan(self, tgt_sizes) -> FixedGridMetadata:
+        """tgt_sizes: (h, w) per slice in patches."""
+        sizes = as_sizes(tgt_sizes)
+        cu_seqlens_q, cu_seqlens_k, groups = plan_sets(self.num_queries, [h * w for h, w in sizes], self.query.device)
+        positions = sincos_2d(self.embed_dim, (self.grid_size, self.grid_size)).flatten(0, 1)
+        keys = [positions[:0], *(self._key_positions(positions, size) for size in sizes)]
+        return FixedGridMetadata(
+            query_positions=positions.to(self.query),
+            key_positions=torch.cat(keys).to(self.query),
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            set_groups=groups,
+            max_seqlen_q=self.num_queries,
+            max_seqlen_k=max((h * w for h, w in sizes), default=0),
+        )
+
+    def _key_positions(self, query_positions_QD: Tensor, size: tuple[int, int]) -> Tensor:
+        if self.adaptive:
+            return sincos_2d(self.embed_dim, size).flatten(0, 1)
+        return resize_position_table(query_positions_QD, size, antialias=False)
+
+    def resample(self, rows_NC: Tensor, metadata: FixedGridMetadata, attention: str | None = None) -> Tensor:
+        """(N, kv_dim) rows of all slices -> (slices * Q, D)."""
+        check_shape(rows_NC, (len(metadata.key_positions), "kv_dim"), "x")
+        values_ND = self.ln_kv(self.kv_proj(rows_NC.to(self.query.dtype)))
+        query_QD = self.ln_q(self.query) + metadata.query_positions
+        tokens_MD = self.attn(
+            query_QD, values_ND + metadata.key_positions, values_ND, metadata, self._backend(attention)
+        )
+        return tokens_MD if self.proj is None else self.ln_post(tokens_MD) @ self.proj
+
+    def forward(self, x: Tensor, tgt_size: tuple[int, int] | None = None) -> Tensor:
+        """(B, L, kv_dim) -> (B, Q, D). tgt_size: (h, w) of every slice, h * w = L; None: a square."""
+        check_shape(x, ("B", "L", "kv_dim"), "x")
+        side = int(x.shape[1] ** 0.5)
+        h, w = (side, side) if tgt_size is None else as_size(tgt_size, "tgt_size")
+        if h * w != x.shape[1]:
+            raise ValueError(f"tgt_size: {(h, w)} does not hold the {x.shape[1]} patches of x")
+        return self.resample(x.flatten(0, 1), self.plan([(h, w)] * len(x))).unflatten(0, (len(x), self.num_queries))
+
+    def _backend(self, attention: str | None) -> str:
+        return choose_backend(attention or self.attention, self.query.device, self.query.dtype, self.attn.head_dim)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Strictly, see `load_strict`; `pos_embed`, which checkpoints hold too, is left out: it is a formula."""
+        kept = ((name, x) for name, x in weights if name.removeprefix("resampler.") != "pos_embed")
+        return load_strict(self, kept, rename=lambda name: name.removeprefix("resampler."))
+
+
+class Resampler2_5(nn.Module):
+    """Keys carry the sines and cosines of their row and column: MiniCPM-V 2.5, 2.6 and 4.0."""
+
+    def __init__(
+        self,
+        num_queries: int,
+        embed_dim: int,
+        num_heads: int,
+        kv_dim: int | None = None,
+        max_size: tuple[int, int] = (70, 70),
+        *,
+        attention: str = "auto",
+    ):
+        """kv_dim: width of the rows (default: embed_dim, no projection). max_size: upstream's first table, and nothing
+        more: any grid will do.
+        """
+        super().__init__()
+        self.num_queries, self.max_size = check_positive_int(num_queries, "num_queries"), as_size(max_size, "max_size")
+        self.attention = attention
+        self.query = nn.Parameter(torch.empty(num_queries, embed_dim).normal_(std=0.02))
+        self.kv_proj = key_projection(kv_dim, embed_dim)
+        self.attn = CrossAttention(embed_dim, num_heads)
+        self.ln_q, self.ln_kv, self.ln_post = layer_norm(embed_dim), layer_norm(embed_dim), layer_norm(embed_dim)
+        self.proj = nn.Parameter(embed_dim**-0.5 * torch.randn(embed_dim, embed_dim))
+
+    @classmethod
+    def from_config(cls, config: dict, **extra) -> "Resampler2_5":
+        """Build from a dict of the constructor's arguments."""
+        return cls(**config, **extra)
+
+    @property
+    def embed_dim(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def graph_attention(self) -> str:
+        """The backend for a capture: one whose shapes do not depend on the lengths of the sets."""
+        available = available_backends(self.query.device, self.query.dtype, self.attn.head_dim)
+        return "varlen" if "varlen" in available else "masked"
+
+    def plan(self, tgt_sizes) -> ResamplerMetadata:
+        """Everything that depends on sizes, computed on the CPU. tgt_sizes: (h, w) per slice in patches."""
+        sizes = as_sizes(tgt_sizes)
+        return ResamplerMetadata(**self._plan_places(sizes), **self._plan_sets([h * w for h, w in sizes]))
+
+    def _plan_places(self, sizes: Sequence[tuple[int, int]]) -> dict:
+        places = [torch.zeros(0, 2, dtype=torch.int32), *(grid_places(h, w) for h, w in sizes)]
+        return {
+            "places": torch.cat(places).to(self.query.device, non_blocking=True),
+            "frequencies": sincos_frequencies(self.embed_dim // 2).to(self.query.device, non_blocking=True),
+        }
+
+    def _plan_sets(self, patches_per_set: Sequence[int]) -> dict:
+        cu_seqlens_q, cu_seqlens_k, groups = plan_sets(self.num_queries, patches_per_set, self.query.device)
+        return {
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "set_groups": groups,
+            "max_seqlen_q": self.num_queries,
+            "max_seqlen_k": max(patches_per_set, default=0),
+        }
+
+    def plan_capacity(self, max_patches: int, max_sets: int) -> ResamplerMetadata:
+        """Metadata as large as any batch of so many patches and sets of queries; legal values: one set reads all."""
+        return ResamplerMetadata(**self._capacity(max_patches, max_sets))
+
+    def _capacity(self, max_patches: int, max_sets: int) -> dict:
+        cu_seqlens_k = torch.full((max_sets + 1,), max_patches, dtype=torch.int32)
+        cu_seqlens_q = torch.full((max_sets + 1,), self.num_queries, dtype=torch.int32)
+        cu_seqlens_q[0] = cu_seqlens_k[0] = 0
+        device = self.query.device
+        return {
+            "places": torch.zeros(max_patches, 2, dtype=torch.int32, device=device),
+            "frequencies": sincos_frequencies(self.embed_dim // 2).to(device),
+            "cu_seqlens_q": cu_seqlens_q.to(device),
+            "cu_seqlens_k": cu_seqlens_k.to(device),
+            "set_groups": (),
+            "max_seqlen_q": self.num_queries,
+            "max_seqlen_k": max_patches,
+        }
+
+    def resample(self, rows_NC: Tensor, metadata: ResamplerMetadata, attention: str | None = None) -> Tensor:
+        """(N, kv_dim) rows of all slices -> (sets * Q, D); `attention` overrides the module's backend."""
+        check_shape(rows_NC, (len(metadata.places), "kv_dim"), "x")
+        backend = choose_backend(attention or self.attention, self.query.device, self.query.dtype, self.attn.head_dim)
+        values_ND = self.ln_kv(self.kv_proj(rows_NC.to(self.query.dtype)))
+        keys_ND = self.add_positions(values_ND, metadata)
+        tokens_MD = self.attn(self.ln_q(self.query), keys_ND, values_ND, metadata, backend)
+        return self.ln_post(tokens_MD) @ self.proj
+
+    def add_positions(self, x_ND: Tensor, metadata: ResamplerMetadata) -> Tensor:
+        """The first half of the channels tells the column, the second the row, as in `sincos_2d`."""
+        column_row = sincos(metadata.places.flip(-1), metadata.frequencies)  # (N, 2, D / 2)
+        return x_ND + column_row.flatten(1).to(x_ND.dtype)
+
+    def forward(self, x: Tensor, tgt_sizes) -> Tensor:
+        """(B, L, kv_dim) -> (B, Q, D). tgt_sizes: (B, 2); slice b is the first h * w rows of x[b], no other is read."""
+        sizes = self._check(x, tgt_sizes)
+        rows = unpad(x, [h * w for h, w in sizes], "x")
+        return self.resample(rows, self.plan(sizes)).unflatten(0, (-1, self.num_queries))
+
+    def _check(self, x: Tensor, tgt_sizes) -> list[tuple[int, int]]:
+        sizes = as_sizes(tgt_sizes)
+        check_shape(x, (len(sizes), "L", "kv_dim"), "x")
+        return sizes
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load (checkpoint name, tensor) pairs strictly; names under `resampler.` or bare ones."""
+        return load_strict(self, weights, rename=lambda name: name.removeprefix("resampler."))
+
+
+class Resampler4_5(Resampler2_5):
+    """Keys carry time as well, and frames of one group share a set of queries: MiniCPM-V 4.5."""
+
+    def __init__(self, *args, max_temporal_size: int = 36000, **kwargs):
+        """As `Resampler2_5`. max_temporal_size: upstream's first table, an hour in tenths of a second, and no limit."""
+        super().__init__(*args, **kwargs)
+        self.max_temporal_size = check_positive_int(max_temporal_size, "max_temporal_size")
+
+    def plan(self, tgt_sizes, temporal_ids: Sequence[Sequence[int]] | None = None) -> TemporalResamplerMetadata:
+        """tgt_sizes: (h, w) per slice. temporal_ids: one list per group, one id per slice, -1 or None for none.
+
+        A group shares one set of queries, unless all of its ids are -1: then each slice has its own.
+        """
+        sizes = as_sizes(tgt_sizes)
+        groups = as_temporal_groups(temporal_ids, len(sizes))
+        patches = iter([h * w for h, w in sizes])
+        patches_per_set = [n for ids in groups for n in count_per_set(ids, [next(patches) for _ in ids])]
+        ids = torch.tensor([id_ for group in groups for id_ in group], dtype=torch.int32)
+        times = ids.repeat_interleave(torch.tensor([h * w for h, w in sizes], dtype=torch.long))
+        return TemporalResamplerMetadata(
+            **self._plan_places(sizes),
+            **self._plan_sets(patches_per_set),
+            times=times.to(self.query.device, non_blocking=True),
+            time_frequencies=sincos_frequencies(self.embed_dim).to(self.query.device, non_blocking=True),
+        )
+
+    def plan_capacity(self, max_patches: int, max_sets: int) -> TemporalResamplerMetadata:
+        """As in `Resampler2_5`."""
+        return TemporalResamplerMetadata(
+            **self._capacity(max_patches, max_sets),
+            times=torch.zeros(max_patches, dtype=torch.int32, device=self.query.device),
+            time_frequencies=sincos_frequencies(self.embed_dim).to(self.query.device),
+        )
+
+    def add_positions(self, x_ND: Tensor, metadata: TemporalResamplerMetadata) -> Tensor:
+        """Row, column, and time where there is one."""
+        x_ND = super().add_positions(x_ND, metadata)
+        time_ND = sincos(metadata.times, metadata.time_frequencies).to(x_ND.dtype)
+        return x_ND + time_ND.masked_fill((metadata.times == NO_TIME)[:, None], 0)
+
+    def forward(self, x: Tensor, tgt_sizes, temporal_ids=None) -> Tensor:
+        """(B, L, kv_dim) -> (sets, Q, D).
+
+        temporal_ids: one list per group, see `plan`; a (B,) tensor of ids groups nothing; None: no times.
+        """
+        sizes = self._check(x, tgt_sizes)
+        rows = unpad(x, [h * w for h, w in sizes], "x")
+        metadata = self.plan(sizes, ungrouped(temporal_ids) if isinstance(temporal_ids, Tensor) else temporal_ids)
+        return self.resample(rows, metadata).unflatten(0, (-1, self.num_queries))
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention of Q queries over the keys of each set; parameters as in `nn.MultiheadAttention`."""
+
+    def __init__(self, embed_dim: int, num_heads: int):
+        super().__init__()
+        if check_positive_int(embed_dim, "embed_dim") % check_positive_int(num_heads, "num_heads"):
+            raise ValueError(f"embed_dim: must be a multiple of num_heads={num_heads}, got {embed_dim}")
+        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim).normal_(std=0.02))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * embed_dim))
+        self.out_proj = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, query_QD: Tensor, keys_ND: Tensor, values_ND: Tensor, metadata, backend: str) -> Tensor:
+        """(Q, D) queries, the same for every set -> (sets * Q, D)."""
+        weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
+        q_QHK, k_NHK, v_NHK = (
+            F.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1))
+            for x, weight, bias in zip((query_QD, keys_ND, values_ND), weights, biases, strict=True)
+        )
+        out_MHK = varlen_cross_attention(
+            q_QHK.repeat(len(metadata.cu_seqlens_q) - 1, 1, 1), k_NHK, v_NHK,
+            metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.max_seqlen_q, metadata.max_seqlen_k,
+            backend=backend, groups=metadata.set_groups,
+        )  # fmt: skip
+        return self.out_proj(out_MHK.flatten(1))
+
+
+def layer_norm(embed_dim: int) -> nn.LayerNorm:
+    return nn.LayerNorm(embed_dim, eps=1e-6)
+
+
+def key_projection(kv_dim: int | None, embed_dim: int) -> nn.Module:
+    """The tower's width to the language model's; nothing where they agree."""
+    return nn.Identity() if kv_dim in (None, embed_dim) else nn.Linear(kv_dim, embed_dim, bias=False)
+
+
+def grid_places(h: int, w: int) -> Tensor:
+    """(h * w, 2) int32: row and column of each patch, row by row."""
+    return torch.cartesian_prod(torch.arange(h, dtype=torch.int32), torch.arange(w, dtype=torch.int32)).view(-1, 2)
+
+
+def plan_sets(num_queries: int, patches_per_set: Sequence[int], device) -> tuple[Tensor, Tensor, tuple]:
+    """Cumulative lengths of queries and keys, and the sets of equal lengths for the sdpa backend, on `device`."""
+    cu_seqlens_q = cumulative_lengths([num_queries] * len(patches_per_set))
+    cu_seqlens_k = cumulative_lengths(patches_per_set)
+    groups = group_segment_pairs(cu_seqlens_q, cu_seqlens_k)
+    return (
+        cu_seqlens_q.to(device, non_blocking=True),
+        cu_seqlens_k.to(device, non_blocking=True),
+        tuple((q.to(device, non_blocking=True), k.to(device, non_blocking=True)) for q, k in groups),
+    )
+
+
+def as_temporal_groups(temporal_ids, num_slices: int) -> list[list[int]]:
+    """One list of ids per group, -1 for None; None: every slice for itself, without a time.
+
+    Raises TypeError for another kind and ValueError for ids below -1, an empty group, or ids that do not cover every
+    slice once.
+    """
+    if temporal_ids is None:
+        return [[NO_TIME]] * num_slices
+    if not isinstance(temporal_ids, Sequence) or not all(isinstance(ids, Sequence) for ids in temporal_ids):
+        raise TypeError(f"temporal_ids: expected one list of ids per group, or a flat tensor, got {temporal_ids!r}")
+    groups = [[NO_TIME if id_ is None else id_ for id_ in ids] for ids in temporal_ids]
+    for i, ids in enumerate(groups):
+        if any(isinstance(id_, bool) or not hasattr(id_, "__index__") for id_ in ids):
+            raise TypeError(f"temporal_ids[{i}]: expected integers, got {ids}")
+        if not ids or min(ids) < NO_TIME:
+            raise ValueError(f"temporal_ids[{i}]: expected at least one id, each -1 (no time) or more, got {ids}")
+    if sum(map(len, groups)) != num_slices:
+        raise ValueError(
+            f"temporal_ids: expected one id per slice, {num_slices}, got {sum(map(len, groups))} in {groups}"
+        )
+    return groups
+
+
+def ungrouped(temporal_ids: Tensor) -> list[list[int]]:
+    """(B,) ids -> every slice for itself."""
+    if temporal_ids.is_floating_point() or temporal_ids.dtype == torch.bool:
+        raise TypeError(f"temporal_ids: expected integers, got dtype {temporal_ids.dtype}")
+    return [[id_] for id_ in check_shape(temporal_ids, ("slices",), "temporal_ids").tolist()]
+
+
+def count_per_set(ids: Sequence[int], patches: Sequence[int]) -> list[int]:
+    """Patches that each set of queries reads: all of the group's, or each slice's alone where there is no time.
+
+    >>> count_per_set([2, 6], [24, 24]), count_per_set([-1, -1], [24, 24])
+    ([48], [24, 24])
+    """
+    return [sum(patches)] if any(id_ != NO_TIME for id_ in ids) else list(patches)

@@ -1,0 +1,492 @@
+"""The Step3-VL vision encoder, read downward: tower, two-stage downsampler and projector together.
+
+    squares of pixels (B, C, S, S)                S = 728 for overviews ("global"), 504 for crops ("local")
+       | patch_embedding     one matrix product (a convolution whose stride is its kernel)
+       | class_embedding     one learned token in front of each square
+       | position_embedding  a learned table, resized bicubically for squares it was not learned on
+       | repeat              the class token four times: the model was trained so
+    (B, 4 + n*n, E)          n = S / P patches per side
+       | layers              x + LN(attn(x)); x + LN(mlp(x)): the *result* of each sub-layer is normalised
+       | drop                the four class tokens; nothing reads them afterwards
+    (B, E, n, n)
+       | vit_downsampler     convolution 2 x 2, then 3 x 3 with stride 2: 52 -> 26 -> 13 patches per side
+       | vit_large_projector one linear layer
+    embeddings (B, M, D)     169 tokens of an overview, 81 of a crop
+
+A picture is one overview and any number of crops (`refvl.crops`), so a batch holds squares of two sizes. They do not
+attend to each other: `plan(layouts)` says which patch rows belong to which size, each size runs as one stack, and the
+embeddings are put back in the order of the prompt, crops first. `paths` offers the two stacks to graphs.
+
+Shape suffixes: B squares, N patch rows, T tokens of a square, M output tokens, E tower width, D language width,
+H heads, K head dimension. Upstream: `Step3VisionTransformer` and `Step3VLForConditionalGeneration` (vLLM).
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from refvl.attention import available_backends, choose_backend, varlen_attention
+from refvl.crops import CropLayout, as_crop_layouts, square_patch_rows
+from refvl.encoders.weights import config_values, load_strict
+from refvl.schema import Grid, as_grids, check_shape
+
+CLASS_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Step3VisionConfig:
+    """Sizes of the encoder; the first ones carry the names and defaults of the checkpoint's `vision_config`."""
+
+    hidden_size: int = 1792
+    intermediate_size: int = 3072
+    output_hidden_size: int = 4096  # of the first downsampling convolution; the second doubles it
+    num_hidden_layers: int = 63
+    num_attention_heads: int = 16
+    num_channels: int = 3
+    image_size: int = 728  # of an overview, in pixels: the position table was learned on it
+    crop_size: int = 504  # a constant of the released model
+    patch_size: int = 14
+    layer_norm_eps: float = 1e-5
+    understand_projector_stride: int = 2  # this and the next two stand in the config of the whole model
+    out_hidden_size: int = 7168  # the language model's width
+    projector_bias: bool = False
+
+    def __post_init__(self):
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size: must be a multiple of num_attention_heads={self.num_attention_heads}, "
+                f"got {self.hidden_size}"
+            )
+        for name in ("image_size", "crop_size"):
+            if getattr(self, name) < 2 * self.patch_size:
+                raise ValueError(
+                    f"{name}: must be at least two patches of {self.patch_size}, got {getattr(self, name)}"
+                )
+
+    @classmethod
+    def from_hf(
+        cls,
+        config,
+        *,
+        understand_projector_stride: int | None = None,
+        hidden_size: int | None = None,
+        projector_bias: bool | None = None,
+    ) -> "Step3VisionConfig":
+        """From a vision config or a whole model's, as an object or as the dict in `config.json`.
+
+        hidden_size: the language model's. What is None is read from the whole model's config, if that was given.
+        Unknown keys are ignored.
+        """
+        values = config_values(config, fields(cls), aliases={})
+        if (activation := values.pop("hidden_act", "quick_gelu")) != "quick_gelu":
+            raise ValueError(f"hidden_act: the tower is written for 'quick_gelu', got {activation!r}")
+        whole = config if isinstance(config, dict) else config.to_dict()
+        whole = whole if "vision_config" in whole else {}
+        given = {
+            "understand_projector_stride": (understand_projector_stride, whole.get("understand_projector_stride")),
+            "out_hidden_size": (hidden_size, whole.get("hidden_size"), whole.get("text_config", {}).get("hidden_size")),
+            "projector_bias": (projector_bias, whole.get("projector_bias")),
+        }
+        known = {name: next((v for v in options if v is not None), None) for name, options in given.items()}
+        return cls(**(values | {name: value for name, value in known.items() if value is not None}))
+
+    @classmethod
+    def tiny(cls) -> "Step3VisionConfig":
+        """Three blocks, overviews of 6 x 6 patches (4 tokens), crops of 4 x 4 (1 token): for tests and pictures."""
+        return cls(
+            hidden_size=48, intermediate_size=80, output_hidden_size=40, num_hidden_layers=3, num_attention_heads=4,
+            image_size=84, crop_size=56, out_hidden_size=56,
+        )  # fmt: skip
+
+    @property
+    def depth(self) -> int:
+        return self.num_hidden_layers
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def patch_values(self) -> int:
+        """Values in one patch row: C * P * P."""
+        return self.num_channels * self.patch_size**2
+
+    def patches_per_side(self, size: int) -> int:
+        return size // self.patch_size
+
+    def tokens_of(self, size: int) -> int:
+        """Output tokens of a square of `size` pixels per side."""
+        after_first = (self.patches_per_side(size) - 2) // self.understand_projector_stride + 1
+        return ((after_first - 1) // 2 + 1) ** 2
+
+    @property
+    def image_tokens(self) -> int:
+        """Output tokens of an overview."""
+        return self.tokens_of(self.image_size)
+
+    @property
+    def crop_tokens(self) -> int:
+        """Output tokens of a crop."""
+        return self.tokens_of(self.crop_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VisionMetadata:
+    """What one forward over pictures needs besides pixels. Graphs capture the two stacks instead (`StackMetadata`)."""
+
+    local_rows: Tensor  # (crops * n_l^2,) int64: which patch rows are crops'
+    global_rows: Tensor  # (overviews * n_g^2,) int64
+    local_position_embeds: Tensor  # (1 + n_l^2, E) in the tower's dtype, the class token's first
+    global_position_embeds: Tensor  # (1 + n_g^2, E)
+    order: Tensor  # (M,) int64: all crops' tokens, then all overviews', into the order of the pictures
+    num_crops: int
+    num_images: int
+
+    @property
+    def summary(self) -> str:
+        """One line for tables."""
+        return f"{self.num_crops} crops, {self.num_images} overviews"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackMetadata:
+    """What a stack of equal squares needs besides pixels: its shape says all the rest."""
+
+    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (1 + n^2, E), the same for every stack of a path
+
+
+class Step3VisionEncoder(nn.Module):
+    """Squares in, embeddings of the language model's width out; parameter names are the checkpoint's."""
+
+    def __init__(self, config: Step3VisionConfig, *, attention: str = "auto"):
+        super().__init__()
+        c = config
+        self.config, self.attention = config, attention
+        self.vision_model = VisionTransformer(config)
+        self.vit_downsampler = nn.Conv2d(c.hidden_size, c.output_hidden_size, 2, stride=c.understand_projector_stride)
+        self.vit_downsampler2 = nn.Conv2d(c.output_hidden_size, 2 * c.output_hidden_size, 3, stride=2, padding=1)
+        self.vit_large_projector = nn.Linear(2 * c.output_hidden_size, c.out_hidden_size, bias=c.projector_bias)
+
+    @classmethod
+    def from_config(
+        cls,
+        config,
+        *,
+        understand_projector_stride: int | None = None,
+        hidden_size: int | None = None,
+        projector_bias: bool | None = None,
+        attention: str = "auto",
+    ) -> "Step3VisionEncoder":
+        """Build from a `Step3VisionConfig`, a vision config, or the config of the whole model, which has the three
+        values that a vision config lacks; hidden_size is the language model's.
+
+        attention: a backend of `refvl.attention`, or "auto" for the best one on the device the pixels come from.
+        """
+        if not isinstance(config, Step3VisionConfig):
+            config = Step3VisionConfig.from_hf(
+                config, understand_projector_stride=understand_projector_stride, hidden_size=hidden_size,
+                projector_bias=projector_bias,
+            )  # fmt: skip
+        return cls(config, attention=attention)
+
+    @property
+    def device(self) -> torch.device:
+        return self.vit_large_projector.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.vit_large_projector.weight.dtype
+
+    @property
+    def paths(self) -> dict[str, "SquarePath"]:
+        """The two stacks as encoders of their own, in the order in which a picture's rows and embeddings lie."""
+        return {"local": SquarePath(self, self.config.crop_size), "global": SquarePath(self, self.config.image_size)}
+
+    def path_layouts(self, layout: CropLayout) -> dict[str, Grid | None]:
+        """(squares, n, n) of a picture on each path; None where it has nothing there."""
+        local, overview = (
+            self.config.patches_per_side(size) for size in (self.config.crop_size, self.config.image_size)
+        )
+        crops = (layout.crops, local, local) if layout.crops else None
+        return {"local": crops, "global": (1, overview, overview)}
+
+    def check_layouts(self, layouts, *, name: str = "layouts") -> list[CropLayout]:
+        """Layouts, (rows, columns) of crops per picture, normalised; TypeError or ValueError where one is not."""
+        return as_crop_layouts(layouts, name)
+
+    def item_size(self, layout: CropLayout) -> tuple[int, int, int]:
+        """(patch rows, output tokens, squares) of one picture."""
+        [layout], paths = self.check_layouts([layout]), self.paths
+        sizes = [paths[name].item_size(grid) for name, grid in self.path_layouts(layout).items() if grid]
+        return tuple(map(sum, zip(*sizes, strict=True)))
+
+    def plan(self, layouts) -> VisionMetadata:
+        """Which rows make which stack, and the way back, computed on the CPU and moved to the encoder's device.
+
+        Only the position table is resized where it lies. The plan holds what the weights say now: plan again after
+        loading. layouts: (rows, columns) of crops per picture.
+        """
+        layouts, paths = self.check_layouts(layouts), self.paths
+        crops = [layout.crops for layout in layouts]
+        (rows_l, tokens_l, _), (rows_g, tokens_g, _) = (p.item_size((1, p.side, p.side)) for p in paths.values())
+        local_rows, global_rows = _split_places([(n * rows_l, rows_g) for n in crops])
+        # where each computed token belongs; sorting that says, for each place, which token comes there
+        order = torch.cat(_split_places([(n * tokens_l, tokens_g) for n in crops])).argsort()
+        return VisionMetadata(
+            local_rows=local_rows.to(self.device, non_blocking=True),
+            global_rows=global_rows.to(self.device, non_blocking=True),
+            local_position_embeds=self.position_embeds(paths["local"].side),
+            global_position_embeds=self.position_embeds(paths["global"].side),
+            order=order.to(self.device, non_blocking=True),
+            num_crops=sum(crops),
+            num_images=len(layouts),
+        )
+
+    def position_embeds(self, side: int) -> Tensor:
+        """(1 + side^2, E): the position table for squares of side x side patches."""
+        return resize_position_table(self.vision_model.embeddings.position_embedding.weight, side)
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        layouts=None,
+        *,
+        metadata: VisionMetadata | None = None,
+        attention: str | None = None,
+    ) -> Tensor:
+        """Squares (B, C, S, S) -> (B, M, D); or patch rows of pictures (N, C*P*P) -> (M, D), pictures in order.
+
+        Rows of a picture: its crops in order, then the overview, patches row by row; its embeddings come in the same
+        order. With rows give `layouts` to plan here, or the `metadata` of an earlier `plan`; `attention` overrides the
+        encoder's backend. Raises ValueError when the rows do not match.
+        """
+        if isinstance(pixel_values, Tensor) and pixel_values.ndim == 4:
+            return self._encode_pixels(pixel_values, attention)
+        if (metadata is None) == (layouts is None):
+            raise ValueError("forward: patch rows need exactly one of layouts and metadata")
+        metadata = self.plan(layouts) if metadata is None else metadata
+        num_rows = len(metadata.local_rows) + len(metadata.global_rows)
+        check_shape(pixel_values, (num_rows, self.config.patch_values), "pixel_values")
+        embeds = [
+            self.encode_stack(pixel_values[rows], position_embeds, attention=attention).flatten(0, 1)
+            for rows, position_embeds in (
+                (metadata.local_rows, metadata.local_position_embeds),
+                (metadata.global_rows, metadata.global_position_embeds),
+            )
+            if len(rows)
+        ]
+        return torch.cat(embeds)[metadata.order] if embeds else pixel_values.new_zeros(0, self.config.out_hidden_size)
+
+    def _encode_pixels(self, pixels: Tensor, attention: str | None) -> Tensor:
+        check_shape(pixels, ("B", self.config.num_channels, "S", "S"), "pixel_values")
+        side = self.config.patches_per_side(pixels.shape[-1])
+        rows = square_patch_rows(pixels, self.config.patch_size)
+        return self.encode_stack(rows, self.position_embeds(side), attention=attention)
+
+    def encode_stack(self, rows_NC: Tensor, position_embeds: Tensor, *, attention: str | None = None) -> Tensor:
+        """(B * n^2, C*P*P) rows of equal squares, (1 + n^2, E) positions -> (B, M, D). Reads no value back."""
+        backend = choose_backend(attention or self.attention, rows_NC.device, self.dtype, self.config.head_dim)
+        side = math.isqrt(len(position_embeds) - 1)
+        x_BTE = self.vision_model(rows_NC.to(self.dtype), position_embeds, backend)
+        x_BEnn = x_BTE[:, CLASS_TOKENS:].transpose(1, 2).unflatten(2, (side, side))
+        x_BEmm = self.vit_downsampler2(self.vit_downsampler(x_BEnn))
+        return self.vit_large_projector(x_BEmm.flatten(2).transpose(1, 2))  # (B, M, D)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load (checkpoint name, tensor) pairs strictly; returns the names of the parameters that were filled.
+
+        Missing, unexpected and misshapen names are listed in one ValueError.
+        """
+        c = self.config
+        kernel = (c.hidden_size, c.num_channels, c.patch_size, c.patch_size)
+        return load_strict(
+            self, weights, rename=checkpoint_to_module_name,
+            kernels={"vision_model.embeddings.patch_embedding.weight": kernel},
+        )  # fmt: skip
+
+
+class SquarePath:
+    """One of the two stacks as an encoder that graphs can capture; its layouts are (squares, n, n) in patches.
+
+    Every square of a path has the same size, so there is nothing to pad but whole squares, which nothing else sees.
+    """
+
+    def __init__(self, encoder: Step3VisionEncoder, size: int):
+        self.encoder, self.size = encoder, size
+        self.side, self.tokens = encoder.config.patches_per_side(size), encoder.config.tokens_of(size)
+
+    @property
+    def device(self) -> torch.device:
+        return self.encoder.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.encoder.dtype
+
+    @property
+    def graph_attention(self) -> str:
+        """Segments are equally long, so the shapes of `sdpa` do not depend on their lengths, and it needs no mask."""
+        available = available_backends(self.device, self.dtype, self.encoder.config.head_dim)
+        return "varlen" if "varlen" in available else "sdpa"
+
+    def check_layouts(self, layouts) -> list[Grid]:
+        grids = as_grids(layouts, name="layouts")
+        for i, (_, h, w) in enumerate(grids):
+            if (h, w) != (self.side, self.side):
+                raise ValueError(f"layouts[{i}]: squares here have {self.side} x {self.side} patches, got {h} x {w}")
+        return grids
+
+    def item_size(self, layout: Grid) -> tuple[int, int, int]:
+        """(patch rows, output tokens, squares) of `layout`."""
+        [(squares, h, w)] = self.check_layouts([layout])
+        return squares * h * w, squares * self.tokens, squares
+
+    def plan(self, layouts) -> StackMetadata:
+        self.check_layouts(layouts)
+        return StackMetadata(self.encoder.position_embeds(self.side))
+
+    def plan_capacity(self, max_tokens: int, max_frames: int) -> StackMetadata:
+        """The same for every capacity: positions of one square."""
+        width = self.encoder.config.hidden_size
+        return StackMetadata(torch.zeros(1 + self.side**2, width, dtype=self.dtype, device=self.device))
+
+    def pixel_buffer(self, max_tokens: int) -> Tensor:
+        """(patch rows, C*P*P) zeros for all the squares whose outputs fit into `max_tokens`."""
+        rows = max_tokens // self.tokens * self.side**2
+        return torch.zeros(rows, self.encoder.config.patch_values, dtype=self.dtype, device=self.device)
+
+    def __call__(self, pixel_values: Tensor, *, metadata: StackMetadata, attention: str | None = None) -> Tensor:
+        """(N, C*P*P) rows of whole squares -> (M, D)."""
+        return self.encoder.encode_stack(pixel_values, metadata.position_embeds, attention=attention).flatten(0, 1)
+
+
+class VisionTransformer(nn.Module):
+    """Embeddings, then layers; the result still has its four class tokens."""
+
+    def __init__(self, config: Step3VisionConfig):
+        super().__init__()
+        self.embeddings = VisionEmbeddings(config)
+        self.transformer = nn.ModuleDict(
+            {"layers": nn.ModuleList(VisionLayer(config) for _ in range(config.num_hidden_layers))}
+        )
+
+    def forward(self, rows_NC: Tensor, position_embeds: Tensor, backend: str) -> Tensor:
+        x_BTE = self.embeddings(rows_NC, position_embeds)
+        B, T, _ = x_BTE.shape
+        segments = Segments.equal(B, T, x_BTE.device)
+        x_NE = x_BTE.flatten(0, 1)
+        for layer in self.transformer["layers"]:
+            x_NE = layer(x_NE, segments, backend)
+        return x_NE.unflatten(0, (B, T))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """Squares end to end: known from the shape alone, so a graph may compute them."""
+
+    cu_seqlens: Tensor  # (B + 1,) int32
+    groups: tuple[Tensor, ...]  # one (B, T) int64
+    max_seqlen: int
+
+    @classmethod
+    def equal(cls, count: int, length: int, device) -> "Segments":
+        cu_seqlens = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=device)
+        return cls(cu_seqlens, (torch.arange(count * length, device=device).unflatten(0, (count, length)),), length)
+
+
+class VisionEmbeddings(nn.Module):
+    """Patches and a class token, each at its position; the class token is then repeated."""
+
+    def __init__(self, config: Step3VisionConfig):
+        super().__init__()
+        self.class_embedding = nn.Parameter(torch.zeros(1, config.hidden_size))
+        self.patch_embedding = nn.Linear(config.patch_values, config.hidden_size)
+        num_positions = config.patches_per_side(config.image_size) ** 2 + 1
+        self.position_embedding = nn.Embedding(num_positions, config.hidden_size)
+
+    def forward(self, rows_NC: Tensor, position_embeds: Tensor) -> Tensor:
+        patches_BTE = self.patch_embedding(rows_NC).unflatten(0, (-1, len(position_embeds) - 1)) + position_embeds[1:]
+        class_E = (self.class_embedding + position_embeds[:1])[0]
+        return torch.cat([class_E.expand(len(patches_BTE), CLASS_TOKENS, -1), patches_BTE], dim=1)
+
+
+class VisionLayer(nn.Module):
+    """x + LN(attn(x)), then x + LN(mlp(x)). The stream itself is never normalised."""
+
+    def __init__(self, config: Step3VisionConfig):
+        super().__init__()
+        self.self_attn = VisionAttention(config)
+        self.layer_norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = VisionMLP(config)
+        self.layer_norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, x_NE: Tensor, segments: Segments, backend: str) -> Tensor:
+        x_NE = x_NE + self.layer_norm1(self.self_attn(x_NE, segments, backend))
+        return x_NE + self.layer_norm2(self.mlp(x_NE))
+
+
+class VisionAttention(nn.Module):
+    """Fused q, k, v; every token attends within its own square."""
+
+    def __init__(self, config: Step3VisionConfig):
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x_NE: Tensor, segments: Segments, backend: str) -> Tensor:
+        q_NHK, k_NHK, v_NHK = self.qkv_proj(x_NE).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
+        out_NHK = varlen_attention(
+            q_NHK, k_NHK, v_NHK, segments.cu_seqlens, segments.max_seqlen, backend=backend, groups=segments.groups
+        )
+        return self.out_proj(out_NHK.flatten(1))  # (N, E)
+
+
+class VisionMLP(nn.Module):
+    """Linear - quick GELU (x * sigmoid(1.702 x), CLIP's) - Linear."""
+
+    def __init__(self, config: Step3VisionConfig):
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x_NE: Tensor) -> Tensor:
+        x_NE = self.fc1(x_NE)
+        return self.fc2(x_NE * torch.sigmoid(1.702 * x_NE))
+
+
+def resize_position_table(table: Tensor, side: int) -> Tensor:
+    """(1 + S*S, E) -> (1 + side*side, E): the class token's row stays, the others are resized as a picture.
+
+    Bicubic with antialias, in float32; a table of the right size is returned as it is. Raises ValueError when the rows
+    behind the first are no square. Upstream: `get_abs_pos`.
+    """
+    check_shape(table, ("1 + S * S", "E"), "table")
+    size = math.isqrt(len(table) - 1)
+    if size == 0 or size**2 != len(table) - 1:
+        raise ValueError(f"table: expected 1 + S * S rows, got {len(table)}")
+    if size == side:
+        return table
+    table_1ESS = table[1:].float().unflatten(0, (size, size)).permute(2, 0, 1)[None]
+    resized = F.interpolate(table_1ESS, size=(side, side), mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([table[:1], resized[0].flatten(1).T.to(table.dtype)])
+
+
+def checkpoint_to_module_name(name: str) -> str:
+    """The checkpoint's names, which are the module's; a leading `model.` is dropped."""
+    return name.removeprefix("model.")
+
+
+def _split_places(sizes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Items that each consist of two pieces lie end to end: the places of all first pieces, and of all second ones."""
+    pieces = torch.arange(sum(map(sum, sizes))).split([size for pair in sizes for size in pair])
+    empty = torch.arange(0)
+    return torch.cat([empty, *pieces[::2]]), torch.cat([empty, *pieces[1::2]])

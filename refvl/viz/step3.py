@@ -1,0 +1,186 @@
+"""Step3-VL: where a picture is cut, what that costs in tokens, and when its two encoder paths run.
+
+plot_crops          the windows on the canvas, and the overview beside them
+plot_crop_prompt    the prompt of one picture: crops, newline marks, overview
+plot_crop_tokens    tokens by size of picture, one line per aspect ratio
+plot_path_timeline  replays of both paths in the order in which they ran
+explore_crops       the windows while the size of the picture changes
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+from PIL import Image
+
+from refvl.crops import RELEASED, CropConfig, CropLayout, count_prompt_tokens, cut_crops, plan_crops
+from refvl.graphs import PathBatch
+from refvl.media import load_image
+from refvl.viz.positions import grid_of_axes
+from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, axes_or_new, image_axes, interactive
+from refvl.viz.windows import sequence_colors
+
+_PREVIEW = 480  # pixels per side are enough for a figure
+_FREE = {"facecolor": "white", "edgecolor": "0.6", "hatch": "////", "linewidth": 0}  # computed for nothing
+
+
+def plot_crops(
+    image, config: CropConfig = RELEASED, *, crop_tokens: int = 81, image_tokens: int = 169, ax=None
+) -> np.ndarray:
+    """On the left the canvas with its numbered windows, on the right the overview as the encoder sees it.
+
+    image: anything `load_image` takes. crop_tokens, image_tokens: output tokens of one crop and of an overview. ax: two
+    Axes, or None. Returns both.
+    """
+    picture = load_image(image)
+    overview, _, plan = cut_crops(picture, config)
+    left, right = grid_of_axes(ax, 1, 2, (9.6, 4.3))[0]
+    _draw_canvas(left, overview, plan, picture.size)
+    size = config.image_size
+    image_axes(right, f"overview: {size} x {size} px, whatever the shape\n{image_tokens} tokens")
+    right.imshow(overview.resize((_PREVIEW, _PREVIEW)), extent=(0, size, size, 0))
+    right.set_xlabel(_token_sum(plan.layout, crop_tokens, image_tokens))
+    return np.array([left, right])
+
+
+def _draw_canvas(ax: Axes, overview: Image.Image, plan, size: tuple[int, int]) -> None:
+    (width, height), layout = plan.canvas, plan.layout
+    title = f"{size[0]} x {size[1]} px, canvas {width} x {height} px\n"
+    image_axes(
+        ax, title + (f"{layout.rows} x {layout.columns} windows of {plan.window} px" if plan.boxes else "no crops")
+    )
+    scale = min(1.0, _PREVIEW / max(width, height))
+    ax.imshow(overview.resize([max(1, round(side * scale)) for side in plan.canvas]), extent=(0, width, height, 0))
+    bottom = max([height, *(box[3] for box in plan.boxes)])
+    for i, ((x, y, _, _), ends_row) in enumerate(zip(plan.boxes, layout.newline_mask, strict=True)):
+        ax.add_patch(Rectangle((x, y), plan.window, plan.window, fill=False, edgecolor="white", linewidth=1.6))
+        ax.text(
+            x + plan.window / 2, y + plan.window / 2, str(i), size=11, color="white", weight="bold", ha="center",
+            va="center", bbox={"boxstyle": "circle,pad=0.2", "facecolor": "black", "alpha": 0.55, "linewidth": 0},
+        )  # fmt: skip
+        if ends_row:
+            ax.plot([width], [y + plan.window / 2], "<", color=HIGHLIGHT, ms=10, clip_on=False, zorder=3)
+    ax.set(xlim=(0, width), ylim=(bottom, 0), facecolor="black")  # what lies beyond a low canvas
+    ax.set_xlabel("orange: a newline mark follows" if layout.newlines else "")
+
+
+def _token_sum(layout: CropLayout, crop_tokens: int, image_tokens: int) -> str:
+    total = count_prompt_tokens(layout, crop_tokens=crop_tokens, image_tokens=image_tokens)
+    terms = [f"{layout.crops} x ({crop_tokens} + 2)"] * bool(layout.crops)
+    terms += [f"{layout.newlines} newline{'s' * (layout.newlines > 1)}"] * bool(layout.newlines)
+    return " + ".join([*terms, f"({image_tokens} + 2)"]) + f" = {total} tokens in the prompt"
+
+
+def plot_crop_prompt(
+    layout: CropLayout, *, crop_tokens: int = 81, image_tokens: int = 169, ax: Axes | None = None
+) -> Axes:
+    """What stands in the prompt for one picture, left to right: numbered crops, newline marks, the overview.
+
+    The marks before and after each of them are counted in its length.
+    """
+    ax, colors, left = axes_or_new(ax, figsize=(10, 1.5)), sequence_colors(max(1, layout.crops)), 0
+    total = count_prompt_tokens(layout, crop_tokens=crop_tokens, image_tokens=image_tokens)
+    for i, ends_row in enumerate(layout.newline_mask):
+        ax.barh(0, crop_tokens + 2, left=left, color=colors[i], edgecolor="white")
+        ax.text(left + crop_tokens / 2 + 1, 0, str(i), color="white", ha="center", va="center", size=8)
+        left += crop_tokens + 2
+        if ends_row:
+            ax.plot([left + 0.5] * 2, [-0.55, 0.55], color=HIGHLIGHT, lw=2.5)
+            left += 1
+    ax.barh(0, image_tokens + 2, left=left, color=TOKEN_COLORS["image"], edgecolor="white")
+    ax.text(left + image_tokens / 2 + 1, 0, "overview", color="white", ha="center", va="center", size=9)
+    title = f"{layout.rows} x {layout.columns} crops: {_token_sum(layout, crop_tokens, image_tokens)}"
+    ax.set(xlim=(0, total), yticks=[], xlabel="place in the prompt (orange: newline mark)")
+    ax.set_title(title, size=10)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    return ax
+
+
+def plot_crop_tokens(
+    config: CropConfig = RELEASED,
+    *,
+    ratios: Sequence[tuple[int, int]] = ((1, 1), (4, 3), (16, 9), (5, 1)),
+    max_side: int = 4000,
+    crop_tokens: int = 81,
+    image_tokens: int = 169,
+    ax: Axes | None = None,
+) -> Axes:
+    """Tokens in the prompt against the long side of a picture, one line per aspect ratio (width, height)."""
+    ax = axes_or_new(ax, figsize=(8, 4))
+    sides = np.arange(max_side // 400, max_side + 1, max(1, max_side // 400))
+    for (width, height), color in zip(ratios, STAGE_COLORS, strict=False):
+        plans = [plan_crops(int(side), max(1, int(side) * height // width), config) for side in sides]
+        counts = [count_prompt_tokens(p.layout, crop_tokens=crop_tokens, image_tokens=image_tokens) for p in plans]
+        ax.step(sides, counts, where="mid", color=color, lw=1.8, label=f"{width} : {height}")
+    ax.axvline(config.image_size, color="0.6", ls=":", lw=1, label=f"{config.image_size} px: the overview's side")
+    ax.axvline(config.max_side, color="0.3", ls="--", lw=1, label=f"{config.max_side} px: scaled down from here")
+    ax.set(xlabel="long side of the picture (px)", ylabel="tokens in the prompt", title="what a picture costs")
+    ax.set_ylim(bottom=0)
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize=8, title="width : height", title_fontsize=8)
+    return ax
+
+
+def plot_path_timeline(
+    path_tokens: Sequence[Mapping[str, int]], batches: Sequence[PathBatch], *, title: str = "", ax: Axes | None = None
+) -> Axes:
+    """One lane per path; replays from left to right as they ran, each as long as the tokens it computes.
+
+    path_tokens: output tokens of each picture on each path. batches: `DualPathGraphManager.last_batches`. Pictures are
+    numbered and keep their colour on both lanes; hatched: padding; dashed: eager, because no graph was large enough.
+    """
+    paths = list(dict.fromkeys(path for tokens in path_tokens for path in tokens))
+    ax, colors = axes_or_new(ax, figsize=(10, 0.7 * len(paths) + 1.2)), sequence_colors(len(path_tokens))
+    whole = max(1, sum(batch.budget or batch.tokens for batch in batches))
+    start = 0
+    for batch in batches:
+        lane, length, left = paths.index(batch.path), batch.budget or batch.tokens, start
+        for i in batch.indices:
+            tokens = path_tokens[i][batch.path]
+            ax.barh(lane, tokens, left=left, color=colors[i], edgecolor="white", linewidth=0.5, height=0.7)
+            if tokens >= 0.012 * whole:
+                ax.text(left + tokens / 2, lane, str(i), color="white", size=7, ha="center", va="center")
+            left += tokens
+        if batch.budget is not None:
+            ax.barh(lane, start + length - left, left=left, height=0.7, **_FREE)
+        style = "--" if batch.budget is None else "-"
+        ax.barh(
+            lane, length, left=start, height=0.7, facecolor="none", edgecolor="black", linewidth=1.2, linestyle=style
+        )
+        start += length
+    ax.set_yticks(range(len(paths)), paths)
+    ax.set(
+        xlim=(0, whole),
+        ylim=(max(1, len(paths)) - 0.5, -0.5),
+        xlabel="output tokens computed so far (hatched: padding)",
+    )
+    ax.set_title(f"{title}: {_timeline_report(batches)}" if title else _timeline_report(batches), size=10)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def _timeline_report(batches: Sequence[PathBatch]) -> str:
+    replays = [batch for batch in batches if batch.budget is not None]
+    computed, eager = sum(batch.budget for batch in replays), len(batches) - len(replays)
+    waste = 1 - sum(batch.tokens for batch in replays) / computed if computed else 0.0
+    report = f"{len(replays)} replay{'s' * (len(replays) != 1)} of {computed} tokens, {waste:.0%} padding"
+    return report + f", {eager} eager" * bool(eager)
+
+
+def draw_crops(width: int, height: int, image, config: CropConfig = RELEASED) -> Axes:
+    """What `explore_crops` draws: the picture stretched to width x height pixels, and cut."""
+    left, _ = plot_crops(load_image(image).resize((width, height)), config)
+    return left
+
+
+def explore_crops(image, config: CropConfig = RELEASED, *, max_side: int = 3200):
+    """Sliders over width and height of the picture: where it is cut, and what it costs. Needs ipywidgets."""
+    import ipywidgets
+
+    sliders = {
+        name: ipywidgets.IntSlider(value=side, min=20, max=max_side, step=4, description=name, continuous_update=False)
+        for name, side in (("width", 1200), ("height", 800))
+    }
+    return interactive(partial(draw_crops, image=image, config=config), **sliders)

@@ -1,0 +1,250 @@
+"""MiniCPM-V by graph: slices of any grid, pictures and clips mixed, replayed from one graph per budget == eager."""
+
+from dataclasses import fields, is_dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from refvl.encoders import SliceGroup
+from refvl.encoders.minicpmv import ENCODERS
+from refvl.graphs import Batch, EncoderGraphManager
+from refvl.graphs.buffers import metadata_tensors
+
+LATER = ["2.5", "2.6", "4.0", "4.5"]
+VISION = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 98, "patch_size": 14,
+}  # fmt: skip
+# 4 x 4 patches per slice and 8 spare: 24 patch rows for every 4 tokens
+CONFIG = {"hidden_size": 48, "query_num": 4, "vision_config": VISION, "scale_resolution": 56}
+BUDGETS, MAX_ITEMS, MAX_FRAMES = [8, 16, 32], 3, 4
+# float32; replay sums attention over masked pairs, eager over segments: rounding only
+TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
+
+
+def build(version):
+    encoder = ENCODERS[version].from_config(CONFIG).eval()
+    torch.manual_seed(0)
+    for name, parameter in encoder.named_parameters():
+        is_scale = name.endswith("weight") and ("norm" in name or ".ln_" in name)
+        nn.init.normal_(parameter, mean=float(is_scale), std=0.2)
+    return encoder
+
+
+@pytest.fixture(scope="module", params=LATER)
+def manager(request):
+    """One manager for all tests: what a test before left in its memory must not matter."""
+    manager = EncoderGraphManager(
+        build(request.param), budgets=BUDGETS, max_items=MAX_ITEMS, max_frames=MAX_FRAMES, progress=False
+    )
+    manager.capture()
+    return manager
+
+
+@pytest.fixture(scope="module")
+def manager_4_5():
+    manager = EncoderGraphManager(
+        build("4.5"), budgets=BUDGETS, max_items=MAX_ITEMS, max_frames=MAX_FRAMES, progress=False
+    )
+    manager.capture()
+    return manager
+
+
+def poison(manager):
+    """NaN in every pixel buffer and in everything that the graphs compute; integers and masks get a wrong value."""
+    for captured in manager.captured.values():
+        captured.pixel_values.fill_(float("nan"))
+        for operation in captured.graph.operations:
+            for out in operation.outputs:
+                out.fill_(float("nan") if out.is_floating_point() else 1)
+
+
+def random_rows(encoder, layouts, seed=0):
+    rows = sum(encoder.item_size(layout)[0] for layout in encoder.check_layouts(layouts))
+    return torch.randn(rows, 588, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def eager(encoder, rows, layouts):
+    """One tensor per item, each encoded alone."""
+    counts = [encoder.item_size(layout)[0] for layout in encoder.check_layouts(layouts)]
+    return [encoder(part, [layout]) for part, layout in zip(rows.split(counts), layouts, strict=True)]
+
+
+def check(manager, layouts, seed=0):
+    """Replay equals eager, item by item, whatever the buffers held; returns the outputs."""
+    poison(manager)
+    rows = random_rows(manager.encoder, layouts, seed)
+    outputs = manager.execute(rows, layouts)
+    for output, want in zip(outputs, eager(manager.encoder, rows, layouts), strict=True):
+        torch.testing.assert_close(output, want, **TOLERANCE)
+    return outputs
+
+
+# --- replay equals eager ----------------------------------------------------------------------------------------------
+
+slices = st.tuples(st.integers(1, 8), st.integers(1, 8))
+pictures = st.lists(slices, min_size=1, max_size=5).map(tuple)
+
+
+@st.composite
+def frame_groups(draw):
+    frames = draw(st.lists(slices, min_size=1, max_size=4))
+    ids = draw(st.lists(st.integers(-1, 400), min_size=len(frames), max_size=len(frames)))
+    return SliceGroup(tuple(frames), tuple(ids))
+
+
+clips = st.lists(st.one_of(frame_groups(), slices), min_size=1, max_size=4).map(tuple)
+
+
+@settings(max_examples=12)
+@given(layouts=st.lists(pictures, max_size=6), seed=st.integers(0, 1000))
+def test_slices_of_any_grid(manager, layouts, seed):
+    """Oracle: each medium alone through the encoder. Mixed grids through the same graphs, some larger than every one.
+
+    No graph is keyed by a grid: shapes are N and the numbers of slices and sets, all of them capacities.
+    """
+    check(manager, layouts, seed)
+    assert len(manager.captured) == len(BUDGETS)
+
+
+@settings(max_examples=20)
+@given(layouts=st.lists(st.one_of(pictures, clips), max_size=6), seed=st.integers(0, 1000))
+def test_pictures_and_groups_of_frames(manager_4_5, layouts, seed):
+    """Oracle: as above; frames that share queries, times, and groups whose ids are all -1."""
+    check(manager_4_5, layouts, seed)
+
+
+def test_a_b_a(manager):
+    """Two batches through one graph in turn; equal inputs give equal bits, whatever ran between."""
+    a, b = [((4, 4), (2, 7))], [((1, 9),), ((6, 4),)]
+    first = check(manager, a, seed=1)[0]
+    check(manager, b, seed=2)
+    assert manager.last_batches == [Batch((0, 1), 8)]
+    assert torch.equal(check(manager, a, seed=1)[0], first)
+    assert manager.last_batches == [Batch((0,), 8)]
+
+
+def test_padding_that_holds_nan_reaches_nothing(manager):
+    """Rows behind the last slice, NaN in the buffer itself: neither the tower nor the resampler reads them."""
+    layouts = [((3, 5), (4, 2)), ((1, 7),)]
+    outputs = torch.cat(check(manager, layouts))
+    [batch], captured = manager.last_batches, manager.captured[16]
+    assert batch.budget == 16
+    captured.pixel_values[30:] = float("nan")
+    order = torch.cat([torch.arange(12).split([8, 4])[i] for i in batch.indices])
+    assert torch.equal(captured.graph.replay()[:12], outputs[order])
+
+
+def test_buffers_of_both_plans_count_as_memory(manager):
+    """Pixels, and every tensor of the tower's and the resampler's metadata."""
+    captured = manager.captured[32]
+    nested = (captured.metadata.vision, captured.metadata.resampler)
+    tensors = [getattr(part, f.name) for part in nested for f in fields(part)]
+    held = sum(t.nbytes for t in tensors if isinstance(t, Tensor)) + captured.pixel_values.nbytes
+    assert sum(t.nbytes for t in metadata_tensors(captured.metadata)) + captured.pixel_values.nbytes == held
+    assert manager.memory_bytes() > held > 192 * 588 * 4
+
+
+def test_stale_metadata_would_show(manager_4_5):
+    """Leave one field of the buffers as the batch before had it, and the outputs are wrong: each of them counts."""
+    manager = manager_4_5
+    before = [(SliceGroup(((2, 8),), (5,)), SliceGroup(((3, 5),), (90,)))]
+    layouts = [(SliceGroup(((4, 3), (3, 4)), (0, 300)),), ((2, 6),)]
+    rows, captured = random_rows(manager.encoder, layouts), manager.captured[8]
+    wanted = torch.cat(eager(manager.encoder, rows, layouts))
+    seen = []
+    for part in (captured.metadata.vision, captured.metadata.resampler):
+        for name in (f.name for f in fields(part) if isinstance(getattr(part, f.name), Tensor)):
+            field = getattr(part, name)
+            manager.execute(random_rows(manager.encoder, before), before)
+            stale = field.clone()
+            manager.execute(rows, layouts)
+            assert [batch.budget for batch in manager.last_batches] == [8]
+            if torch.equal(stale, field):
+                continue
+            field.copy_(stale)
+            assert not torch.allclose(captured.graph.replay()[: len(wanted)], wanted, atol=1e-3), name
+            seen.append(name)
+    assert seen == ["position_ids", "cu_seqlens", "places", "cu_seqlens_k", "times"]
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_pays_for_its_rows(manager):
+    """Budget 8 holds two sets of queries and 48 rows: 2 slices of 24 fit, one row more takes the next budget."""
+    for layouts, budget in [
+        ([((4, 6), (6, 4))], 8),
+        ([((4, 6), (5, 5))], 16),
+        ([((8, 6),)], 8),
+        ([((7, 7),)], 16),
+        ([((8, 24),)], 32),
+        ([((1, 193),)], None),
+        ([((1, 1),) * 8], 32),
+        ([((1, 1),) * 9], None),
+    ]:
+        before = manager.stats()
+        check(manager, layouts)
+        assert [batch.budget for batch in manager.last_batches] == [budget], layouts
+        after = manager.stats()
+        assert (after.hits - before.hits, after.misses - before.misses) == ((1, 0) if budget else (0, 1))
+
+
+def test_frames_that_share_queries_are_limited(manager_4_5):
+    """Four tokens for up to 1 + MAX_FRAMES frames: as many as the smallest budget's buffers hold, and no more."""
+    for count, budget in [(5, 8), (6, None)]:
+        layouts = [(SliceGroup(((1, 2),) * count, tuple(range(count))),)]
+        check(manager_4_5, layouts)
+        assert manager_4_5.last_batches == [Batch((0,), budget)]
+        assert manager_4_5.encoder.item_size(manager_4_5.encoder.check_layouts(layouts)[0]) == (2 * count, 4, count - 1)
+
+
+@settings(max_examples=60)
+@given(layouts=st.lists(st.one_of(pictures, clips), min_size=1, max_size=3), budget=st.integers(1, 40))
+def test_what_fits_the_limits_fits_the_buffers(manager_4_5, layouts, budget):
+    """Whenever tokens, rows and frames are within their limits, so is every tensor and integer of the plan."""
+    encoder = manager_4_5.encoder
+    sizes = [encoder.item_size(layout) for layout in encoder.check_layouts(layouts)]
+    rows, tokens, frames = (sum(column) for column in zip(*sizes, strict=True))
+    pixel_rows = len(encoder.pixel_buffer(budget))
+    if tokens <= budget and rows <= pixel_rows and frames <= MAX_FRAMES:
+        assert_within(encoder.plan(layouts), encoder.plan_capacity(budget, MAX_FRAMES))
+    if tokens > budget // 4 * 4:
+        assert tokens > budget  # tokens come in sets, so a rounded-down number of sets loses nothing
+
+
+def assert_within(plan, capacity):
+    for f in fields(plan):
+        value, limit = getattr(plan, f.name), getattr(capacity, f.name)
+        if is_dataclass(value):
+            assert_within(value, limit)
+        elif isinstance(value, Tensor):
+            assert len(value) <= len(limit)
+        elif isinstance(value, int):
+            assert value <= limit
+
+
+def test_released_sizes():
+    """17 rows per token: 1,088 for 64 queries, where a square slice has 1,024; 64 slices in a budget of 4,096."""
+    values = {"hidden_size": 3584, "query_num": 64, "vision_config": {}}
+    with torch.device("meta"):
+        encoder = ENCODERS["2.6"].from_config(values)
+    assert (encoder.patches_per_slice, encoder.max_rows(64), encoder.max_rows(4096)) == (1088, 1088, 69632)
+    assert encoder.plan_capacity(4096, 32).resampler.cu_seqlens_q.shape == (65,)
+
+
+@given(st.floats(1, 12), st.integers(3, 70))
+def test_rounded_sides_stay_within_a_slice_s_rows(ratio, side):
+    """A slice of S * S patches' area and any shape up to 12 to 1, its sides rounded to whole patches."""
+    h, w = side * ratio**-0.5, side * ratio**0.5
+    assert max(1, round(h)) * max(1, round(w)) <= side**2 + 2 * side
+
+
+def test_2_0_has_no_graph_path():
+    encoder = ENCODERS["2.0"].from_config({"hidden_size": 48, "query_num": 4, "vision_config": {"depth": 1}})
+    with pytest.raises(ValueError, match="graphs: MiniCPM-V 2.0 has no graph path"):
+        EncoderGraphManager(encoder)
