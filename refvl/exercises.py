@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from refvl.graphs import Batch, TraceGraph, plan_batches
+from refvl.crops import plan_crops
+from refvl.graphs import Batch, PairedBatch, TraceGraph, generate_budgets, plan_batches, plan_paired_batches
 from refvl.graphs.buffers import fill_padded
 from refvl.merge import merge_embeddings
 from refvl.parallel import get_load_balance_assignment, restore_order
@@ -259,9 +260,9 @@ def check_greedy_batches(function: Callable) -> str:
     return f"right in {len(cases)} cases"
 
 
-def _check_batches(case: str, got, want: list[Batch]) -> None:
+def _check_batches(case: str, got, want: list[Batch] | list[PairedBatch]) -> None:
     if not isinstance(got, list):
-        raise AssertionError(f"{case}: expected a list of Batch, got {type(got).__name__}")
+        raise AssertionError(f"{case}: expected a list of batches, got {type(got).__name__}")
     for i, (ours, theirs) in enumerate(zip(want, got, strict=False)):
         _check_value(f"{case}: batch {i}", theirs, ours)
     _check_value(f"{case}: number of batches", len(got), len(want))
@@ -282,6 +283,39 @@ def check_smallest_budget_sum(function: Callable) -> str:
         case = f"output_tokens={output_tokens}, budgets={budgets}, max_items={max_items}"
         got = function(output_tokens, budgets, max_items)
         _check_value(case, got, sum(batch.budget for batch in batches))
+    return f"right in {len(cases)} cases"
+
+
+def check_crop_layout(function: Callable) -> str:
+    """`function(width, height) -> (rows, columns)`: the crops of a Step3-VL picture, (0, 0) without any."""
+    sizes = [
+        (100, 100), (727, 727), (728, 728), (500, 300), (300, 450), (1024, 768), (1108, 504), (1109, 504),
+        (1920, 1080), (4000, 3000), (800, 400), (300, 2000), (31, 124), (31, 200),
+    ]  # fmt: skip
+    for width, height in sizes:
+        _check_value(
+            f"{width} x {height} px (width x height)", function(width, height), plan_crops(width, height).layout
+        )
+    return f"right in {len(sizes)} cases"
+
+
+def check_paired_batches(function: Callable) -> str:
+    """`function(path_tokens, budgets, max_items) -> list of PairedBatch`, packed as `plan_paired_batches` does."""
+    budgets = {"local": generate_budgets(81, 1296), "global": generate_budgets(169, 676)}
+    cases = {
+        "one picture": ([4], 8),
+        "no crops at all": ([0, 0, 0], 8),
+        "smallest first": ([9, 0, 4, 1], 8),
+        "the local path is full": ([8, 8, 8], 8),
+        "the global path is full": ([0] * 6, 8),
+        "two to a batch": ([1, 0, 1, 0, 1], 2),
+        "more crops than any budget": ([20, 1], 8),
+        "nothing arrived": ([], 8),
+    }
+    for case, (crops, max_items) in cases.items():
+        tokens = [{"local": 81 * n, "global": 169} for n in crops]
+        want, got = plan_paired_batches(tokens, budgets, max_items), function(tokens, budgets, max_items)
+        _check_batches(f"{case}, crops={crops}, max_items={max_items}", got, want)
     return f"right in {len(cases)} cases"
 
 
