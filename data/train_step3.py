@@ -120,7 +120,7 @@ class Trainer:
         r = self.recipe
         drawn = self.draw(r.pages if crops else r.overviews)
         batch = self.ask(drawn, KINDS, crops, np.random.default_rng([r.seed, self.step, self.rank, crops]))
-        logits, media_BMD = self.learner.vlm(batch)
+        logits, media_BMD, _ = self.learner.vlm(batch)
         answers = F.cross_entropy(logits, batch.targets)
         squares = self.learner.square_loss(media_BMD, drawn, crops)
         (answers + r.probe_weight * squares).backward()

@@ -127,7 +127,7 @@ def test_questions_in_one_row_are_answered_as_if_asked_alone(vlm, crops):
     questions = [pages.draw_questions(page, ["letter", "place", "color"], np.random.default_rng(0)) for page in chosen]
     pixels = [pages.render(page) for page in chosen]
     batch = builder.batch(np.stack(pixels)[:, None], questions)
-    logits, _ = model(batch)
+    logits, *_ = model(batch)
     set_crops(vlm, crops)
     for number, (i, question) in enumerate((i, question) for i, row in enumerate(questions) for question in row):
         trace = vlm.trace(question.text, images=[pixels[i]], max_new_tokens=1)
