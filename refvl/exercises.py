@@ -341,7 +341,7 @@ def check_load_balance(function: Callable) -> str:
 
 
 def check_restore_order(function: Callable) -> str:
-    """`function(gathered (ranks * longest, D), tokens, order, counts)`: a list of (tokens, D), as they arrived."""
+    """`function(gathered (ranks * longest, D), tokens, order, counts)`: a list of (tokens, D), in the first order."""
     cases = [([2, 5, 1, 3], 2), ([5, 4, 2], 2), ([4, 4, 4], 3), ([6, 1], 4), ([3], 1)]
     for tokens, num_gpus in cases:
         order, counts, loads = get_load_balance_assignment(tokens, num_gpus)

@@ -7,6 +7,7 @@ from refvl.viz.evs import (
     plot_keep_mask,
     plot_pruned_positions,
 )
+from refvl.viz.families import plot_family_costs, plot_family_curves, plot_family_stages
 from refvl.viz.glm import (
     explore_timeline,
     plot_clip_prompt,
@@ -57,6 +58,9 @@ __all__ = [
     "plot_crop_tokens",
     "plot_crops",
     "plot_dissimilarity",
+    "plot_family_costs",
+    "plot_family_curves",
+    "plot_family_stages",
     "plot_gather",
     "plot_keep_mask",
     "plot_packing",
