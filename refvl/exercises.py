@@ -6,6 +6,7 @@ raises AssertionError with the case, the place, what came and what was expected.
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from refvl.graphs import Batch, PairedBatch, TraceGraph, generate_budgets, plan_
 from refvl.graphs.buffers import fill_padded
 from refvl.merge import merge_embeddings
 from refvl.parallel import get_load_balance_assignment, restore_order
-from refvl.patches import PatchConfig, count_tokens, patch_rows
+from refvl.patches import Glm4vPatchConfig, PatchConfig, count_tokens, patch_rows
+from refvl.planning import frames_that_fit, kv_cache_bytes_per_token
 from refvl.positions import (
     MediaSpan,
     compute_retention_mask,
@@ -355,3 +357,26 @@ def check_restore_order(function: Callable) -> str:
         for i, (ours, theirs) in enumerate(zip(want, got, strict=True)):
             _check(f"{case}: item {i}", theirs, ours)
     return f"right in {len(cases)} cases"
+
+
+def check_cache_bytes(function: Callable) -> str:
+    """`function(config, dtype) -> bytes`: keys and values of all layers for one token; head_dim may be None."""
+    names = ("num_hidden_layers", "num_key_value_heads", "head_dim", "hidden_size", "num_attention_heads")
+    cases = [(28, 4, None, 3584, 28), (40, 2, 128, 4096, 32), (61, 1, 256, 7168, 64), (1, 1, None, 64, 4)]
+    for values in cases:
+        config = SimpleNamespace(**dict(zip(names, values, strict=True)))
+        for dtype in (torch.bfloat16, torch.float32):
+            case = f"{config}, {dtype}".removeprefix("namespace")
+            _check_value(case, function(config, dtype), kv_cache_bytes_per_token(config, dtype))
+    return f"right in {2 * len(cases)} cases"
+
+
+def check_frames_that_fit(function: Callable) -> str:
+    """`function(max_tokens, (height, width), config) -> frames`, 600 at most."""
+    configs = {"Qwen2.5-VL": PatchConfig.for_video(), "GLM-4.1V": Glm4vPatchConfig.for_video()}
+    cases = [(4096, (336, 336)), (100, (336, 336)), (143, (336, 336)), (144, (336, 336)), (10_000, (28, 56))]
+    for name, config in configs.items():
+        for max_tokens, size in cases:
+            case = f"{name}, max_tokens={max_tokens}, size={size}"
+            _check_value(case, function(max_tokens, size, config), frames_that_fit(max_tokens, size, config))
+    return f"right in {len(configs) * len(cases)} cases"

@@ -16,6 +16,7 @@ from refvl.graphs.buffers import fill_padded
 from refvl.merge import merge_embeddings
 from refvl.parallel import get_count_assignment, get_load_balance_assignment, restore_order
 from refvl.patches import PatchConfig, count_tokens, patch_rows
+from refvl.planning import frames_that_fit, kv_cache_bytes_per_token
 from refvl.positions import (
     compute_retention_mask,
     get_mrope_input_positions,
@@ -162,10 +163,12 @@ def with_padding(gathered, tokens, order, counts):
 @pytest.mark.parametrize(
     ("check", "function"),
     [
+        (exercises.check_cache_bytes, kv_cache_bytes_per_token),
         (exercises.check_count_tokens, lambda height, width: count_tokens(height, width, PatchConfig())),
         (exercises.check_crop_layout, lambda width, height: plan_crops(width, height).layout),
         (exercises.check_fill_buffer, fill_buffer),
         (exercises.check_frame_sample, frame_sample),
+        (exercises.check_frames_that_fit, frames_that_fit),
         (exercises.check_greedy_batches, greedy_batches),
         (exercises.check_grid_positions, grid_positions),
         (exercises.check_load_balance, get_load_balance_assignment),
@@ -214,6 +217,16 @@ def test_the_library_passes(check, function):
             exercises.check_load_balance,
             get_count_assignment,
             r"\[1000, 100, 200, 50\], num_gpus=2: order: should be \[0, 2, 1, 3\], got \[0, 1, 2, 3\]",
+        ),
+        (
+            exercises.check_cache_bytes,
+            lambda config, dtype: kv_cache_bytes_per_token(config, dtype) // 2,
+            "num_hidden_layers=28, .*bfloat16: should be 57344, got 28672",
+        ),
+        (
+            exercises.check_frames_that_fit,
+            lambda max_tokens, size, config: max_tokens // count_tokens(*size, config, 1),
+            r"Qwen2.5-VL, max_tokens=4096, .*: should be \d+, got \d+",
         ),
         (exercises.check_load_balance, lambda *_: [], r"expected \(order, counts, loads\), got list"),
         (exercises.check_merge_embeddings, merge_in_place, "one picture: the text embeddings were changed in place"),
