@@ -80,7 +80,7 @@ def test_commands_exist(words, monkeypatch, capsys):
     match words:
         case ["make", target]:
             assert target in TARGETS
-        case ["python", "-m", "refvl", command, *arguments]:
+        case ["python", "-m", "refvl", command, *arguments] | ["torchrun", _, _, "-m", "refvl", command, *arguments]:
             check_command_line(command, arguments, monkeypatch, capsys)
         case ["python", "-m", module, *_]:
             assert importlib.util.find_spec(module) is not None
