@@ -18,18 +18,22 @@ import time
 import numpy as np
 import torch
 import typer
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.report import Device, Repeats, Write, environment, resolve_device, write_measurement
 from benchmarks.tower import seconds_of
-from refvl.encoders import Glm4vVisionConfig, Glm4vVisionTransformer, Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
-from refvl.graphs import EncoderGraphManager, generate_budgets, padding_waste, plan_batches
+from refvl.checkpoints import find_family, random_encoder, read_config
+from refvl.graphs import generate_budgets, plan_batches
+from refvl.paths import DATA
 
-TOWERS = {
-    "qwen2_5_vl": (Qwen2_5_VisionTransformer, {"cpu": Qwen2_5_VisionConfig.tiny(), "cuda": Qwen2_5_VisionConfig()}),
-    "glm4v": (Glm4vVisionTransformer, {"cpu": Glm4vVisionConfig.tiny(), "cuda": Glm4vVisionConfig()}),
+TOWERS = {  # the shapes measured on a CPU and on CUDA
+    "qwen2_5_vl": ("checkpoints/tiny-qwen2_5_vl/config.json", "configs/Qwen2.5-VL-7B-Instruct.json"),
+    "glm4v": ("checkpoints/tiny-glm4v/config.json", "configs/GLM-4.1V-9B-Thinking.json"),
+    "minicpmv": ("checkpoints/tiny-minicpmv-4_5/config.json", "configs/MiniCPM-V-4_5.json"),
+    "step3": ("checkpoints/tiny-step3/config.json", "configs/Step3.json"),
 }
 SIZES = {"cpu": (112, 168, 224, 336), "cuda": (112, 224, 336, 448, 560, 672, 784, 896, 1036)}  # px, multiples of 28
 BATCHES = (1, 4)
@@ -39,60 +43,83 @@ PEAK = {"H100": 989e12, "H200": 989e12}  # dense bfloat16 operations per second,
 
 
 def build(tower: str, device: str):
-    """The tower with random weights: times depend on shapes alone."""
-    torch.manual_seed(0)
-    encoder_class, configs = TOWERS[tower]
-    with torch.device(device):
-        encoder = encoder_class(configs[device]).eval()
-    return encoder.to(torch.bfloat16 if device == "cuda" else torch.float32)
+    """(encoder, layout of a square picture of so many px, class of the manager); weights are random: times depend on
+    shapes alone."""
+    config = read_config(DATA / TOWERS[tower][device == "cuda"])
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    family = find_family(config)
+    encoder, processor = random_encoder(config, dtype=dtype, device=device, attention="auto"), family.processor(config)
+    return encoder, lambda size: processor.plan(Image.new("RGB", (size, size)))[1], family.graphs
 
 
-def grids_of(size: int, images: int, config) -> list[tuple[int, int, int]]:
-    """So many square pictures of `size` px, in patches."""
-    side = size // config.patch_size
-    return [(1, side, side)] * images
-
-
-def operations(encoder, grids: list) -> int:
+def operations(encoder, layouts: list) -> int:
     """Multiplications and additions of one forward without padding, counted by torch without computing anything."""
     with torch.device("meta"):
-        shadow = type(encoder)(encoder.config, attention="sdpa")
-        rows = torch.empty(sum(t * h * w for t, h, w in grids), encoder.config.patch_values)
+        shadow = type(encoder).from_config(encoder.config, attention="sdpa")
+        rows = torch.empty(count_rows(encoder, layouts), values_per_row(encoder))
     with FlopCounterMode(display=False) as counter:
-        shadow(rows, grids)
+        shadow(rows, layouts)
     return counter.get_total_flops()
 
 
-def capture(encoder, **limits) -> tuple[EncoderGraphManager, dict]:
-    """A manager with its graphs, and what they cost."""
-    manager = EncoderGraphManager(encoder, **limits)
-    seconds = seconds_of(manager.capture, encoder.device.type)
+def count_rows(encoder, layouts: list) -> int:
+    return sum(encoder.item_size(layout)[0] for layout in layouts)
+
+
+def values_per_row(encoder) -> int:
+    return getattr(encoder.config, "vision", encoder.config).patch_values  # MiniCPM-V's tower has a config of its own
+
+
+def fitted_budgets(encoder, layouts: list):
+    """One budget for each of these pictures; for encoders of two paths, on each."""
+    if not hasattr(encoder, "paths"):
+        return sorted({encoder.item_size(layout)[1] for layout in layouts})
+    parts = [encoder.path_layouts(layout) for layout in layouts]
+    return {
+        name: sorted({path.item_size(part[name])[1] for part in parts if part[name]} or {path.tokens})
+        for name, path in encoder.paths.items()
+    }
+
+
+def capture(manager) -> tuple[object, dict]:
+    """The manager with its graphs, and what they cost."""
+    seconds = seconds_of(manager.capture, manager.encoder.device.type)
+    limits = manager.limits
+    paths = limits if isinstance(limits, dict) else {"": limits}
     cost = {"seconds": seconds, "memory_mib": manager.memory_bytes() / 2**20}
-    return manager, {"budgets": list(manager.limits.budgets), "max_items": manager.limits.max_items} | cost
+    cost["budgets"] = [budget for of_path in paths.values() for budget in of_path.budgets]
+    return manager, cost | {"max_items": min(of_path.max_items for of_path in paths.values())}
+
+
+def waste_of(batches: list, tokens: list[int]) -> float:
+    """Share of what replays computed that was padding; a batch of one path says its own tokens."""
+    replays = [batch for batch in batches if batch.budget]
+    used = sum(getattr(batch, "tokens", 0) or sum(tokens[i] for i in batch.indices) for batch in replays)
+    return 1 - used / sum(batch.budget for batch in replays) if replays else 0.0
 
 
 @torch.inference_mode()
-def measure(encoder, managers: dict[str, EncoderGraphManager], grids: list, repeats: int) -> dict:
+def measure(encoder, managers: dict, layouts: list, repeats: int) -> dict:
     """Median and 99th percentile of each way in ms, the budgets that the managers chose, and how far outputs differ."""
-    device, patches = encoder.device, sum(t * h * w for t, h, w in grids)
-    plan = encoder.plan(grids)
+    device, patches = encoder.device, count_rows(encoder, layouts)
+    plan = encoder.plan(layouts)
     ways = {
-        "eager": lambda x: encoder(x, grids),
+        "eager": lambda x: encoder(x, layouts),
         "planned": lambda x: encoder(x, metadata=plan),
-        **{name: lambda x, manager=manager: manager.execute(x, grids) for name, manager in managers.items()},
+        **{name: lambda x, manager=manager: manager.execute(x, layouts) for name, manager in managers.items()},
     }
     row, samples = {}, {name: [] for name in ways}
     for i in range(WARM_UP + repeats):
-        x = torch.randn(patches, encoder.config.patch_values, device=device, dtype=encoder.dtype)
+        x = torch.randn(patches, values_per_row(encoder), device=device, dtype=encoder.dtype)
         for name, way in ways.items():
             seconds = seconds_of(lambda way=way, x=x: way(x), device.type)
             samples[name] += [seconds] if i >= WARM_UP else []
-    want = encoder(x, grids).float()
+    want = encoder(x, layouts).float()
     for name, manager in managers.items():
-        got = torch.cat(manager.execute(x, grids)).float()
-        tokens = [t * h * w // encoder.config.spatial_merge_size**2 for t, h, w in grids]
+        got = torch.cat(manager.execute(x, layouts)).float()
+        tokens = [encoder.item_size(layout)[1] for layout in layouts]
         row[f"{name}_budgets"] = [batch.budget for batch in manager.last_batches]
-        row[f"{name}_waste"] = padding_waste(manager.last_batches, tokens)
+        row[f"{name}_waste"] = waste_of(manager.last_batches, tokens)
         row[f"{name}_difference"] = ((got - want).norm() / want.norm()).item()
     for name, seconds in samples.items():
         row[f"{name}_ms"] = statistics.median(seconds) * 1e3
@@ -138,23 +165,22 @@ def run(device: Device = "auto", repeats: Repeats = 50, write: Write = True) -> 
 
 def run_tower(tower: str, device: str, repeats: int, write: bool) -> None:
     """One tower's table and file."""
-    encoder = build(tower, device)
-    config, sizes = encoder.config, SIZES[device]
-    merged = config.patch_size * config.spatial_merge_size
-    fitted = [(size // merged) ** 2 for size in sizes]
+    encoder, layout_of, manager_class = build(tower, device)
+    layouts = {size: layout_of(size) for size in SIZES[device]}
+    smallest = max(MIN_BUDGET[device], min(encoder.item_size(layout)[1] for layout in layouts.values()))
+    limits = {"doubling": {"min_budget": smallest}, "fitted": {"budgets": fitted_budgets(encoder, layouts.values())}}
     managers, costs = {}, {}
-    for name, limits in {"doubling": {"min_budget": MIN_BUDGET[device]}, "fitted": {"budgets": fitted}}.items():
-        managers[name], costs[name] = capture(encoder, **limits)
+    for name, chosen in limits.items():
+        managers[name], costs[name] = capture(manager_class(encoder, **chosen))
     where = environment(device)
     peak = next((peak for name, peak in PEAK.items() if name in where["device"]), None)
     rows = []
-    for size in sizes:
+    for size, layout in layouts.items():
         for images in BATCHES:
-            grids = grids_of(size, images, config)
-            row = {"px": size, "images": images, "tokens": images * (size // merged) ** 2}
-            work = operations(encoder, grids)
+            work = operations(encoder, [layout] * images)
+            row = {"px": size, "images": images, "tokens": images * encoder.item_size(layout)[1]}
             row |= {"teraoperations": work / 1e12, "floor_ms": work / peak * 1e3 if peak else None}
-            rows.append(row | measure(encoder, managers, grids, repeats))
+            rows.append(row | measure(encoder, managers, [layout] * images, repeats))
     Console().print(as_table(tower, device, rows))
     for name, cost in costs.items():
         print(f"{name}: {len(cost['budgets'])} graphs in {cost['seconds']:.1f} s, {cost['memory_mib']:.0f} MiB")
