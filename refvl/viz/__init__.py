@@ -23,6 +23,13 @@ from refvl.viz.graphs import (
     plot_replay_timings,
     plot_waste,
 )
+from refvl.viz.minicpmv import (
+    explore_slices,
+    plot_frame_tokens,
+    plot_query_attention,
+    plot_slices,
+    plot_time_shift,
+)
 from refvl.viz.patches import explore_resize, plot_patch_rows, plot_patches
 from refvl.viz.positions import (
     explore_positions,
@@ -42,6 +49,7 @@ __all__ = [
     "explore_packing",
     "explore_positions",
     "explore_resize",
+    "explore_slices",
     "explore_timeline",
     "explore_windows",
     "plot_accuracy_curve",
@@ -54,6 +62,7 @@ __all__ = [
     "plot_crop_tokens",
     "plot_crops",
     "plot_dissimilarity",
+    "plot_frame_tokens",
     "plot_keep_mask",
     "plot_packing",
     "plot_patch_rows",
@@ -65,10 +74,13 @@ __all__ = [
     "plot_position_table",
     "plot_positions",
     "plot_pruned_positions",
+    "plot_query_attention",
     "plot_recording",
     "plot_replay_timings",
     "plot_rotary",
+    "plot_slices",
     "plot_stage_timings",
+    "plot_time_shift",
     "plot_timelines",
     "plot_waste",
     "plot_window_permutation",
