@@ -23,7 +23,7 @@ from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import SEQUENCE_CMAP, STAGE_COLORS, axes_or_new, image_axes, interactive
 
 _PREVIEW = 480  # pixels per side are enough for a figure
-_HEAT = {"cmap": SEQUENCE_CMAP, "alpha": 0.72, "interpolation": "nearest"}
+_HEAT = {"cmap": SEQUENCE_CMAP, "alpha": 0.6, "interpolation": "nearest"}
 _NUMBER = {"boxstyle": "circle,pad=0.2", "facecolor": "black", "alpha": 0.55, "linewidth": 0}
 
 
@@ -114,7 +114,7 @@ def plot_frame_tokens(
     ax = axes_or_new(ax, figsize=(6.2, 3.8))
     for (name, counts), color in zip(tokens.items(), STAGE_COLORS, strict=False):
         ax.plot(frames, counts, "o-", ms=4, color=color, label=name)
-    ax.set(xscale="log", yscale="log", xlabel="frames", ylabel="tokens in the prompt", title=title)
+    ax.set(xscale="log", yscale="log", xlabel="frames", ylabel="tokens", title=title)
     ax.set_xticks(frames, [str(n) for n in frames])
     ax.minorticks_off()
     ax.grid(alpha=0.25)
