@@ -1,6 +1,7 @@
 # Everything a newcomer needs: `make demo`, then `make test`. Each target sets up .venv when it is missing or outdated.
 
 PYTHON ?= python3
+MODEL  ?= qwen2_5_vl
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -33,8 +34,8 @@ notebooks: $(STAMP) ## run the notebooks and keep their outputs
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=False \
 	  --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
-train: $(STAMP) ## train the small model again
-	$(BIN)/python -m data.train_tiny
+train: $(STAMP) ## train a small model again (MODEL=qwen2_5_vl, glm4v, minicpmv)
+	$(BIN)/python -m data.train_tiny --model $(MODEL)
 
 clean: ## remove .venv and everything that was generated
 	rm -rf $(VENV) outputs build *.egg-info .pytest_cache .ruff_cache .hypothesis

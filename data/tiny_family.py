@@ -53,6 +53,7 @@ class TinyFamily:
     normalizer = None
     texts: tuple[str, ...] = ()  # what the tokenizer learns besides the questions and answers
     clips: tuple[str, ...] = ("motion",)  # the sorts of clips it learns from, of `scenes.SORTS`
+    sliced: bool = False  # does a picture become an overview and slices
     recipe: dict = {}  # noqa: RUF012  what its training does otherwise than `train_tiny.Recipe`
     by_adam: tuple[str, ...] = ("embed_tokens", "lm_head")  # parts of names of matrices that Muon does not suit
     release: str | None = None  # names the folder, where a family has several releases

@@ -58,6 +58,8 @@ class TinyMiniCPMV(TinyFamily):
     texts = ("system\n", "user\n", "assistant\n", *map(str, range(10)))
     by_adam = ("embed_tokens", "lm_head", "position_embedding", "resampler.query")
     prunable = False
+    sliced = True
+    recipe = {"precision": "float32", "see": 180, "steps": 2400}  # noqa: RUF012
 
     def config(self, tokenizer: Tokenizer) -> dict:
         """The dict of `config.json`, flat as released. The position table is for 112 x 112 px: it is sampled."""

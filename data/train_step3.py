@@ -34,8 +34,8 @@ LABELS = (1 + len(pages.LETTERS), 1 + len(pages.COLORS))
 class Recipe:
     """The defaults are those of the committed checkpoint. Counts of pages are per step and worker."""
 
-    steps: int = 1150
-    see: int = 350  # steps in which only the tower learns
+    steps: int = 1300
+    see: int = 250  # steps in which only the tower learns
     crowded: int = 5  # pages full of boxes, of which the tower learns to read crops
     pages: int = 8  # asked about with crops
     overviews: int = 8  # asked about without
@@ -45,8 +45,8 @@ class Recipe:
     warmup: int = 50
     probe_weight: float = 0.3
     seed: int = 0
-    measure_every: int = 100
-    measure_on: int = 128  # held-out pages
+    measure_every: int = 150
+    measure_on: int = 64  # held-out pages
 
 
 class Learner(nn.Module):
@@ -120,7 +120,7 @@ class Trainer:
         r = self.recipe
         drawn = self.draw(r.pages if crops else r.overviews)
         batch = self.ask(drawn, KINDS, crops, np.random.default_rng([r.seed, self.step, self.rank, crops]))
-        logits, media_BMD = self.learner.vlm(batch)
+        logits, media_BMD, _ = self.learner.vlm(batch)
         answers = F.cross_entropy(logits, batch.targets)
         squares = self.learner.square_loss(media_BMD, drawn, crops)
         (answers + r.probe_weight * squares).backward()

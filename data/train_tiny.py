@@ -68,6 +68,7 @@ class Recipe:
     prune_up_to: float = 0.6  # every second step prunes its clips by EVS at random rates below this
     photos: int = 6  # crops of photographs, every fourth step after seeing; the clip comes every eighth
     photo_weight: float = 0.3
+    precision: str = "bfloat16"  # of matrix products; "float32" is quicker where they are many and small
     seed: int = 0
     measure_every: int = 250
     measure_on: int = 256  # held-out scenes
@@ -81,7 +82,8 @@ class Learner(nn.Module):
         self.vlm = TinyModel(family, config)
         self.vlm.init_weights(seed)
         movements = 1 + len(scenes.DIRECTIONS) + ("change" in family.clips)
-        self.labels = (1 + len(scenes.SHAPES), 1 + len(scenes.COLORS), movements, len(scenes.PLACES))
+        places = len(scenes.PLACES) + family.sliced
+        self.labels = (1 + len(scenes.SHAPES), 1 + len(scenes.COLORS), movements, places)
         self.probe = nn.Linear(self.vlm.lm_head.in_features, sum(self.labels))
         self.time_probe = nn.Linear(self.probe.in_features, movements) if "change" in family.clips else None
         for probe in filter(None, (self.probe, self.time_probe)):
@@ -91,11 +93,17 @@ class Learner(nn.Module):
     def cell_loss(self, media_BMD: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of the probe, summed over its four questions. labels: (B * cells, 4).
 
-        A medium with more tokens than cells begins with an overview, whose tokens these are.
+        A medium with more tokens than cells begins with an overview, whose tokens these are. The others are slices'
+        and have no place in the whole, which is a label of its own: a query gives one token of each, and without that
+        label nothing tells them apart.
         """
-        media_BMD = media_BMD[:, : len(labels) // len(media_BMD)]
-        logits = self.probe(media_BMD.flatten(0, 1).float()).split(self.labels, -1)
-        return sum(F.cross_entropy(x, labels[:, i]) for i, x in enumerate(logits))
+        cells = len(labels) // len(media_BMD)
+        logits = self.probe(media_BMD[:, :cells].flatten(0, 1).float()).split(self.labels, -1)
+        loss = sum(F.cross_entropy(x, labels[:, i]) for i, x in enumerate(logits))
+        if media_BMD.shape[1] == cells:
+            return loss
+        places = self.probe(media_BMD[:, cells:].flatten(0, 1).float()).split(self.labels, -1)[-1]
+        return loss + F.cross_entropy(places, torch.full((len(places),), len(scenes.PLACES)))
 
     def time_loss(self, words_BTD: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of what each second's word knows of its own step: how something moved, if anything did."""
@@ -210,7 +218,7 @@ class Trainer:
     def _see(self, sort: str, count: int, number: int, rng) -> tuple[Tensor, Tensor]:
         count = int(count * self.recipe.seeing)
         _, pixels, labels = self.pool.draw(sort, number * count, count)
-        with torch.autocast("cpu", torch.bfloat16):
+        with self._autocast():
             media_BMD = self.learner.vlm.encode(expose(pixels, rng))
         return torch.zeros(()), self.learner.cell_loss(media_BMD, labels)
 
@@ -219,7 +227,7 @@ class Trainer:
         batch = ask_about(self.builder, drawn, expose(pixels, rng), sort, rng)
         is_pruned = sort != "picture" and number % 2 and self.family.prunable
         prune = torch.from_numpy(rng.uniform(0, self.recipe.prune_up_to, count)) if is_pruned else None
-        with torch.autocast("cpu", torch.bfloat16):
+        with self._autocast():
             logits, media_BMD, words_BTD = self.learner.vlm(batch, prune=prune)
         probes = self.learner.cell_loss(media_BMD, labels)
         if sort != "picture" and self.learner.time_probe:
@@ -234,11 +242,14 @@ class Trainer:
         pixels, questions = photos.draw_clip(rng) if is_clip else photos.draw_pictures(rng, self.recipe.photos)
         seconds = [photos.seconds(pixels.shape[1])] if is_clip else None
         batch = self.builder.batch(expose(torch.from_numpy(pixels), rng), questions, seconds=seconds)
-        with torch.autocast("cpu", torch.bfloat16):
+        with self._autocast():
             logits, *_ = self.learner.vlm(batch)
         loss = F.cross_entropy(logits.float(), batch.targets)
         (self.recipe.photo_weight * loss).backward()
         return loss.detach()
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.recipe.precision == "bfloat16")
 
     def _groups(self) -> list[dict]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -205,7 +205,7 @@ class _Shards:
         if not names:
             return
         taken = {name: self.waiting.pop(name) for name in names}
-        images = json.dumps({name: entry for name, (_, entry) in taken.items()}, default=asdict)
+        images = json.dumps({name: entry for name, (_, entry) in taken.items()}, default=_plain)
         header = {"format": "pt", "model": json.dumps(self.model), "images": images}
         path = self._free_name()
         partial = path.with_name(path.name + PARTIAL)
@@ -217,6 +217,12 @@ class _Shards:
         while (path := self.out / f"embeds-{self.rank:03}-{number:05}.safetensors").exists():
             number += 1
         return path
+
+
+def _plain(group):
+    """What JSON has no form for: a slice of MiniCPM-V becomes its (h, w), which the encoder reads as the same."""
+    [size] = group.slices
+    return size
 
 
 def _settle(partial: Path, path: Path) -> None:

@@ -6,6 +6,7 @@ raises AssertionError with the case, the place, what came and what was expected.
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from refvl.crops import plan_crops
 from refvl.graphs import Batch, PairedBatch, TraceGraph, generate_budgets, plan_batches, plan_paired_batches
 from refvl.graphs.buffers import fill_padded
 from refvl.merge import merge_embeddings
-from refvl.patches import PatchConfig, count_tokens, patch_rows
+from refvl.parallel import get_load_balance_assignment, restore_order
+from refvl.patches import Glm4vPatchConfig, PatchConfig, count_tokens, patch_rows
+from refvl.planning import frames_that_fit, kv_cache_bytes_per_token
 from refvl.positions import (
     MediaSpan,
     compute_retention_mask,
@@ -318,6 +321,67 @@ def check_paired_batches(function: Callable) -> str:
         want, got = plan_paired_batches(tokens, budgets, max_items), function(tokens, budgets, max_items)
         _check_batches(f"{case}, crops={crops}, max_items={max_items}", got, want)
     return f"right in {len(cases)} cases"
+
+
+def check_load_balance(function: Callable) -> str:
+    """`function(sizes, num_gpus) -> (order, counts, loads)`: largest first, onto the least loaded rank."""
+    cases = [
+        ([1000, 100, 200, 50], 2),
+        ([3, 3, 3, 3, 3], 3),
+        ([7, 1, 6, 2, 5, 3, 4], 3),
+        ([5], 4),
+        ([], 2),
+        ([1, 1, 1, 1, 1, 100], 2),
+    ]
+    for sizes, num_gpus in cases:
+        case, got = f"sizes={sizes}, num_gpus={num_gpus}", function(sizes, num_gpus)
+        if not isinstance(got, tuple) or len(got) != 3:
+            raise AssertionError(f"{case}: expected (order, counts, loads), got {type(got).__name__}")
+        for name, ours, theirs in zip(
+            ("order", "counts", "loads"), get_load_balance_assignment(sizes, num_gpus), got, strict=True
+        ):
+            _check_value(f"{case}: {name}", list(theirs), ours)
+    return f"right in {len(cases)} cases"
+
+
+def check_restore_order(function: Callable) -> str:
+    """`function(gathered (ranks * longest, D), tokens, order, counts)`: a list of (tokens, D), in the first order."""
+    cases = [([2, 5, 1, 3], 2), ([5, 4, 2], 2), ([4, 4, 4], 3), ([6, 1], 4), ([3], 1)]
+    for tokens, num_gpus in cases:
+        order, counts, loads = get_load_balance_assignment(tokens, num_gpus)
+        ends, gathered = torch.tensor(counts).cumsum(0).tolist(), torch.full((num_gpus * max(loads), 1), torch.nan)
+        for rank, (count, end) in enumerate(zip(counts, ends, strict=True)):  # row k of item i holds i + k / 10
+            rows = [i + k / 10 for i in order[end - count : end] for k in range(tokens[i])]
+            gathered[rank * max(loads) : rank * max(loads) + len(rows), 0] = torch.tensor(rows)
+        got, want = function(gathered, tokens, order, counts), restore_order(gathered, tokens, order, counts)
+        case = f"tokens={tokens} on {num_gpus} ranks"
+        _check_value(f"{case}: number of items", len(got), len(want))
+        for i, (ours, theirs) in enumerate(zip(want, got, strict=True)):
+            _check(f"{case}: item {i}", theirs, ours)
+    return f"right in {len(cases)} cases"
+
+
+def check_cache_bytes(function: Callable) -> str:
+    """`function(config, dtype) -> bytes`: keys and values of all layers for one token; head_dim may be None."""
+    names = ("num_hidden_layers", "num_key_value_heads", "head_dim", "hidden_size", "num_attention_heads")
+    cases = [(28, 4, None, 3584, 28), (40, 2, 128, 4096, 32), (61, 1, 256, 7168, 64), (1, 1, None, 64, 4)]
+    for values in cases:
+        config = SimpleNamespace(**dict(zip(names, values, strict=True)))
+        for dtype in (torch.bfloat16, torch.float32):
+            case = f"{config}, {dtype}".removeprefix("namespace")
+            _check_value(case, function(config, dtype), kv_cache_bytes_per_token(config, dtype))
+    return f"right in {2 * len(cases)} cases"
+
+
+def check_frames_that_fit(function: Callable) -> str:
+    """`function(max_tokens, (height, width), config) -> frames`, 600 at most."""
+    configs = {"Qwen2.5-VL": PatchConfig.for_video(), "GLM-4.1V": Glm4vPatchConfig.for_video()}
+    cases = [(4096, (336, 336)), (100, (336, 336)), (143, (336, 336)), (144, (336, 336)), (10_000, (28, 56))]
+    for name, config in configs.items():
+        for max_tokens, size in cases:
+            case = f"{name}, max_tokens={max_tokens}, size={size}"
+            _check_value(case, function(max_tokens, size, config), frames_that_fit(max_tokens, size, config))
+    return f"right in {len(configs) * len(cases)} cases"
 
 
 def check_slice_grid(function: Callable) -> str:

@@ -79,7 +79,9 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MergedMedia], token_ids:
     """Where each medium stands in an expanded prompt (L,), in the order of `media`: one span per run.
 
     Media of one kind fill the placeholders of that kind in order; kinds may alternate in the prompt. Raises ValueError
-    when a run of placeholders is shorter than its medium, or placeholders or media are left over.
+    when a run of placeholders is shorter than its medium, when two runs of a medium touch (something always stands
+    between frames or crops: here they are of other lengths, or in another order), or placeholders or media are left
+    over.
     """
     spans = {i: [] for i in range(len(media))}
     for kind, token in token_ids.items():
@@ -90,11 +92,14 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MergedMedia], token_ids:
             raise ValueError(
                 f"input_ids: {len(places)} {kind} placeholders, but {len(items)} {kind}(s) need {expected}"
             )
-        used = 0
-        for i, thw, t_factor in ((i, thw, item.t_factor) for i, item in items for thw in item.runs):
-            span = MediaSpan(places[used], *thw, t_factor)
+        used, runs = 0, [(i, item, thw) for i, item in items for thw in item.runs]
+        for i, item, thw in runs:
+            span = MediaSpan(places[used], *thw, item.t_factor)
             if places[used + span.num_tokens - 1] - span.offset + 1 != span.num_tokens:
                 raise ValueError(f"input_ids: the {span.num_tokens} placeholders of {kind} {i} are not consecutive")
+            if spans[i] and places[used - 1] + 1 == span.offset:
+                lengths = [t * h * w for t, h, w in item.runs]
+                raise ValueError(f"input_ids: the placeholders of {kind} {i} do not stand in runs of {lengths}")
             spans[i].append(span)
             used += span.num_tokens
     return [span for of_medium in spans.values() for span in of_medium]

@@ -16,7 +16,7 @@ import os
 from collections.abc import Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from math import prod
 from numbers import Real
 
@@ -114,12 +114,23 @@ def run_dp_sharded_mrope_vision_model(
             local, (("tokens", sum(tokens[i] for i in items[rank])), *["..."] * (local.ndim - 1)), "vision_model"
         )
     gathered = _gather_padded(local, [sum(tokens[i] for i in own) for own in items], device, group)
+    return tuple(restore_order(gathered, tokens, order, counts))
 
-    embeds: list[Tensor | None] = [None] * len(layouts)
-    for own, rows_of_rank in zip(items, gathered, strict=True):
-        for i, item_embeds in zip(own, rows_of_rank.split([tokens[i] for i in own]), strict=True):
-            embeds[i] = item_embeds
-    return tuple(embeds)
+
+def restore_order(gathered: Tensor, tokens: Sequence[int], order: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
+    """From what an all-gather leaves to one tensor per item, in the caller's order; padding is dropped.
+
+    gathered: (ranks * longest, ...), the rows of all ranks, each rank's padded to the longest. tokens: output tokens of
+    each item. order, counts: the assignment.
+    """
+    embeds: list[Tensor | None] = [None] * len(tokens)
+    items = iter(order)
+    for rank, count in enumerate(counts):
+        start = rank * (len(gathered) // len(counts))
+        for i in islice(items, count):
+            embeds[i] = gathered[start : start + tokens[i]]
+            start += tokens[i]
+    return embeds
 
 
 def _encoder(vision_model):
@@ -154,24 +165,23 @@ def _encode(vision_model, rows: Tensor, layouts: list, rope_type: str) -> Tensor
     return output if isinstance(output, Tensor) else torch.cat(list(output))
 
 
-def _gather_padded(local: Tensor | None, lengths: list[int], device, group) -> list[Tensor]:
-    """Rows of every rank, (lengths[rank], ...) each; local: this rank's, None if it has none.
+def _gather_padded(local: Tensor | None, lengths: list[int], device, group) -> Tensor:
+    """(ranks * longest, ...): the rows of all ranks; local: this rank's (lengths[rank], ...), None if it has none.
 
     All-gather takes equal shapes, so each rank sends as many rows as the longest has. A rank without items does not
     know how wide its padding has to be: rank 0, which always has the largest item, tells it.
     """
-    _, world_size = rank_and_world_size(group)
-    if world_size == 1:
-        return [local]
+    if len(lengths) == 1:
+        return local
     if 0 in lengths:
         told = [None if local is None else (local.shape[1:], local.dtype)]
         dist.broadcast_object_list(told, group=group, group_src=0, device=_object_device(group))
         shape, dtype = told[0]
         local = torch.empty(0, *shape, dtype=dtype, device=device) if local is None else local
     padded = F.pad(local, (0, 0) * (local.ndim - 1) + (0, max(lengths) - len(local))).contiguous()
-    gathered = padded.new_empty(world_size * len(padded), *padded.shape[1:])
+    gathered = padded.new_empty(len(lengths) * len(padded), *padded.shape[1:])
     dist.all_gather_into_tensor(gathered, padded, group=group)
-    return [rows[:length] for rows, length in zip(gathered.split(len(padded)), lengths, strict=True)]
+    return gathered
 
 
 def _object_device(group) -> torch.device | None:

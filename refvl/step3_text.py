@@ -169,11 +169,13 @@ class Step3TextModel(PreTrainedModel):
         attention_mask: Tensor | None = None,
         past_key_values=None,
         use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """(B, L) ids or (B, L, D) embeddings -> hidden states (B, L, D).
 
         position_ids: (B, L), by default those behind the cache. attention_mask: (B, cached + L), 0 for padding.
+        output_hidden_states: also what each layer is given, and the result last, as in transformers' models.
         Raises ValueError unless exactly one of input_ids and inputs_embeds is given.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -191,10 +193,16 @@ class Step3TextModel(PreTrainedModel):
             past_key_values=past_key_values,
             position_ids=position_ids,
         )
-        cos_sin = rotary_cos_sin(position_ids, self.config, x_BLD.dtype)
+        cos_sin, given = rotary_cos_sin(position_ids, self.config, x_BLD.dtype), []
         for layer in self.layers:
+            given.append(x_BLD)
             x_BLD = layer(x_BLD, cos_sin, mask, past_key_values, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x_BLD), past_key_values=past_key_values)
+        x_BLD = self.norm(x_BLD)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x_BLD,
+            past_key_values=past_key_values,
+            hidden_states=(*given, x_BLD) if output_hidden_states else None,
+        )
 
 
 def rotary_cos_sin(position_ids: Tensor, config: Step3TextConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -76,7 +76,8 @@ def readme_row(stem: str) -> str:
 
 def test_every_config_has_its_row_here():
     rows = {f"Qwen2.5-VL-{size}-Instruct" for size in SHAPES} | GLM.keys() | {"Step3"}
-    assert {path.stem for path in CONFIGS.glob("*.json")} == rows
+    others = {path.stem for path in CONFIGS.glob("*.json") if not path.stem.startswith("MiniCPM")}
+    assert others == rows  # MiniCPM-V's: tests/test_configs_minicpmv.py
 
 
 @sizes

@@ -6,13 +6,15 @@ import sys
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint, make_glm_checkpoint
+from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_step3_checkpoint
+from checkpoint_factory_minicpmv import make_minicpmv_checkpoint
 from PIL import Image
 from safetensors import safe_open
 
 import refvl
 from refvl import encoding
 from refvl.encoding import encode_folder, find_pictures, read_embeddings
+from refvl.media import load_image
 from refvl.paths import DATA
 
 SIZES = {"a.png": (84, 84), "b.jpg": (120, 60), "c.webp": (30, 90), "sub/a.png": (200, 140), "z.PNG": (64, 64)}
@@ -53,7 +55,8 @@ def check_equal(vlm, folder, out, names=SIZES, exact=False):
         [want] = vlm.encode(images=[folder / name])
         torch.testing.assert_close(got, want, atol=1e-5 * float(want.abs().max()), rtol=1e-5)
         assert entry["tokens"] == len(want) and entry["bytes"] == (folder / name).stat().st_size
-        assert vlm.encoder.item_size(tuple(entry["layout"]))[1] == len(want)
+        [layout] = vlm.encoder.check_layouts([entry["layout"]])
+        assert layout == vlm.processor.plan(load_image(folder / name))[1]
         assert f"torch.{manifest['dtype']}" == str(got.dtype)
     return manifest
 
@@ -80,13 +83,23 @@ def test_small_batches_change_nothing(vlm, folder, tmp_path, monkeypatch):
     check_equal(vlm, folder, tmp_path / "out")
 
 
-@pytest.mark.parametrize("family", ["GLM", "graphs"])
-def test_other_ways_of_encoding(family, folder, tmp_path, checkpoint):
-    """GLM's tower, and graphs instead of the eager encoder."""
-    path = make_glm_checkpoint(tmp_path / "glm", "glm4v", "Glm4vProcessor") if family == "GLM" else checkpoint
-    vlm = refvl.load(path, progress=False)
-    graphs = {"budgets": [16, 64], "max_items": 4} if family == "graphs" else None
-    encode_folder(refvl.load(path, graphs=graphs, progress=False), folder, tmp_path / "out", progress=False)
+@pytest.mark.parametrize("family", ["GLM", "MiniCPM-V 2.6", "Step3-VL"])
+def test_other_families(family, folder, tmp_path):
+    """Grids, slices and crops: whatever a picture's layout is, the manifest says it so that the encoder reads it."""
+    if family == "GLM":
+        make_glm_checkpoint(tmp_path / "model", "glm4v", "Glm4vProcessor")
+    elif family == "Step3-VL":
+        make_step3_checkpoint(tmp_path / "model")
+    else:
+        make_minicpmv_checkpoint(tmp_path / "model", "2.6")
+    vlm = refvl.load(tmp_path / "model", progress=False)
+    encode_folder(vlm, folder, tmp_path / "out", progress=False)
+    check_equal(vlm, folder, tmp_path / "out")
+
+
+def test_graphs_encode_as_well(vlm, checkpoint, folder, tmp_path):
+    graphs = {"budgets": [16, 64], "max_items": 4}
+    encode_folder(refvl.load(checkpoint, graphs=graphs, progress=False), folder, tmp_path / "out", progress=False)
     check_equal(vlm, folder, tmp_path / "out")
 
 

@@ -14,7 +14,9 @@ from refvl.crops import plan_crops
 from refvl.graphs import PairedBatch, plan_batches, plan_paired_batches
 from refvl.graphs.buffers import fill_padded
 from refvl.merge import merge_embeddings
+from refvl.parallel import get_count_assignment, get_load_balance_assignment, restore_order
 from refvl.patches import PatchConfig, count_tokens, patch_rows
+from refvl.planning import frames_that_fit, kv_cache_bytes_per_token
 from refvl.positions import (
     compute_retention_mask,
     get_mrope_input_positions,
@@ -147,6 +149,18 @@ def always_both_paths(path_tokens, budgets, max_items):
     ]
 
 
+def rank_by_rank(gathered, tokens, order, counts):
+    """The order of the ranks, which is not the caller's."""
+    embeds = restore_order(gathered, tokens, order, counts)
+    return [embeds[i] for i in order]
+
+
+def with_padding(gathered, tokens, order, counts):
+    """As if nothing had been padded: right until the first rank that is shorter."""
+    embeds = gathered.split([tokens[i] for i in order] + [len(gathered) - sum(tokens)])
+    return [embeds[order.index(i)] for i in range(len(tokens))]
+
+
 def read_sets(q, k, v, patches_per_set):
     """Oracle: softmax written out, set by set."""
     return torch.cat(
@@ -173,12 +187,15 @@ def larger_area_first(width, height):
 @pytest.mark.parametrize(
     ("check", "function"),
     [
+        (exercises.check_cache_bytes, kv_cache_bytes_per_token),
         (exercises.check_count_tokens, lambda height, width: count_tokens(height, width, PatchConfig())),
         (exercises.check_crop_layout, lambda width, height: plan_crops(width, height).layout),
         (exercises.check_fill_buffer, fill_buffer),
         (exercises.check_frame_sample, frame_sample),
+        (exercises.check_frames_that_fit, frames_that_fit),
         (exercises.check_greedy_batches, greedy_batches),
         (exercises.check_grid_positions, grid_positions),
+        (exercises.check_load_balance, get_load_balance_assignment),
         (exercises.check_merge_embeddings, merge_embeddings),
         (exercises.check_mrope_positions, get_mrope_input_positions),
         (exercises.check_paired_batches, plan_paired_batches),
@@ -186,6 +203,7 @@ def larger_area_first(width, height):
         (exercises.check_read_sets, read_sets),
         (exercises.check_read_table, read_table),
         (exercises.check_replay, replay),
+        (exercises.check_restore_order, restore_order),
         (exercises.check_restrict_positions, restrict_positions),
         (exercises.check_retention_mask, retention_mask),
         (exercises.check_slice_grid, lambda width, height: slice_grid(width, height, SliceConfig())),
@@ -221,6 +239,22 @@ def test_the_library_passes(check, function):
             lambda t, h, w, f: grid_positions(t, h, w, int(f)),
             r"t=4, h=1, w=2, t_factor=1.4: element \[0, 6\] should be 4, got 3",
         ),
+        (
+            exercises.check_load_balance,
+            get_count_assignment,
+            r"\[1000, 100, 200, 50\], num_gpus=2: order: should be \[0, 2, 1, 3\], got \[0, 1, 2, 3\]",
+        ),
+        (
+            exercises.check_cache_bytes,
+            lambda config, dtype: kv_cache_bytes_per_token(config, dtype) // 2,
+            "num_hidden_layers=28, .*bfloat16: should be 57344, got 28672",
+        ),
+        (
+            exercises.check_frames_that_fit,
+            lambda max_tokens, size, config: max_tokens // count_tokens(*size, config, 1),
+            r"Qwen2.5-VL, max_tokens=4096, .*: should be \d+, got \d+",
+        ),
+        (exercises.check_load_balance, lambda *_: [], r"expected \(order, counts, loads\), got list"),
         (exercises.check_merge_embeddings, merge_in_place, "one picture: the text embeddings were changed in place"),
         (exercises.check_merge_embeddings, lambda t, s, m: t.clone(), r"element \[2, 0\] should be -1.0, got 4.0"),
         (
@@ -259,6 +293,16 @@ def test_the_library_passes(check, function):
             r"fewer frames than asked for .*: timestamps\[2\]: should be 2, got 3",
         ),
         (exercises.check_frame_sample, lambda *_: [], r"expected \(indices, timestamps\), got list"),
+        (
+            exercises.check_restore_order,
+            rank_by_rank,
+            r"\[2, 5, 1, 3\] on 2 ranks: item 0: expected shape \(2, 1\), got \(5, 1\)",
+        ),
+        (
+            exercises.check_restore_order,
+            with_padding,
+            r"\[5, 4, 2\] on 2 ranks: item 1: element \[0, 0\] should be 1.0, got nan",
+        ),
         (exercises.check_smallest_budget_sum, greedy_budget_sum, r"\[60, 60, 60\].*: should be 192, got 256"),
         (exercises.check_restrict_positions, cut_to_length, r"some tokens pruned: element \[0, 9\] should be 7, got 5"),
         (exercises.check_restrict_positions, delta_of_the_full_prompt, "some tokens .* delta should be -7, got -11"),

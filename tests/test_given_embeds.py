@@ -1,8 +1,11 @@
 """Embeddings that were made before, instead of pixels. Oracle: the same call with pixels, id for id."""
 
+from functools import partial
+
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint, make_glm_checkpoint
+from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_step3_checkpoint
+from checkpoint_factory_minicpmv import make_minicpmv_checkpoint
 
 import refvl
 from refvl.paths import DATA
@@ -18,14 +21,41 @@ CONTENT = [
 ]
 
 
-@pytest.fixture(scope="module", params=["Qwen2.5-VL", "GLM-4.1V", "GLM-OCR"])
+MODELS = {
+    "Qwen2.5-VL": make_checkpoint,
+    "GLM-4.1V": partial(make_glm_checkpoint, model_type="glm4v", processor_class="Glm4vProcessor"),
+    "GLM-OCR": partial(make_glm_checkpoint, model_type="glm_ocr", processor_class="Glm46VProcessor"),
+}
+OTHERS = {  # families whose layouts are no grids, and what they see
+    "MiniCPM-V 2.5": (partial(make_minicpmv_checkpoint, version="2.5"), {"images": PHOTOS}),
+    "MiniCPM-V 4.5": (partial(make_minicpmv_checkpoint, version="4.5"), {"images": PHOTOS, "videos": [CLIP]}),
+    "Step3-VL": (make_step3_checkpoint, {"images": PHOTOS}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_families_without_grids(name, tmp_path):
+    """Their layouts go where the others' grids go; pixels and embeddings give the ids of `trace`."""
+    make, media = OTHERS[name]
+    vlm = refvl.load(make(tmp_path), device="cpu", progress=False)
+    run = vlm.trace("What is it?", max_new_tokens=8, **media)
+    arguments = {}
+    for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        items = [(p, e) for p, e in zip(run.patches, run.embeds, strict=True) if p.merged.kind == kind]
+        if items:
+            arguments[f"{kind}_grid_thw"] = [p.layout for p, _ in items]
+            arguments[pixels] = torch.cat([p.pixel_values for p, _ in items])
+            arguments[f"{kind}_embeds"] = [e for _, e in items]
+    for given in ("pixel_values", "embeds"):
+        chosen = {key: value for key, value in arguments.items() if "grid" in key or given in key}
+        ids = vlm.generate(run.full_ids[None], max_new_tokens=8, **chosen)[0, len(run.full_ids) :]
+        assert ids.tolist() == run.token_ids, given
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def vlm(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
-    if request.param == "Qwen2.5-VL":
-        make_checkpoint(folder)
-    else:
-        model_type, name = {"GLM-4.1V": ("glm4v", "Glm4v"), "GLM-OCR": ("glm_ocr", "Glm46V")}[request.param]
-        make_glm_checkpoint(folder, model_type, f"{name}Processor")
+    MODELS[request.param](folder)
     return refvl.load(folder, device="cpu", progress=False)
 
 

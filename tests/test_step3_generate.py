@@ -302,6 +302,22 @@ def test_an_interrupted_overview_is_refused(vlm):
         vlm.generate(**inputs | {"input_ids": torch.tensor([moved])})
 
 
+@pytest.mark.parametrize("written", ["the overview first", "a crop's token behind"])
+def test_squares_in_another_order_are_refused(vlm, written):
+    """The count is right, but rows would stand in the place of another square."""
+    inputs, _ = generate_inputs(vlm, [SQUARE])
+    text = vlm.processor.tokenizer.decode(inputs["input_ids"][0])
+    crops, overview = WRITTEN["SQUARE"].split("<im_start>")
+    if written == "the overview first":
+        text = text.replace(crops + "<im_start>" + overview, "<im_start>" + overview + crops)
+    else:
+        text = text.replace("<patch_start><im_patch>", "<patch_start>", 1).replace("<im_start>", "<im_start><im_patch>")
+    ids = torch.tensor([vlm.processor.tokenizer(text, add_special_tokens=False)["input_ids"]])
+    assert ids.shape == inputs["input_ids"].shape
+    with pytest.raises(ValueError, match=r"placeholders of image 0 do not stand in runs of \[1, 1, 1, 1, 4\]"):
+        vlm.generate(**inputs | {"input_ids": ids})
+
+
 def test_a_placeholder_in_the_question_is_refused(vlm):
     with pytest.raises(ValueError, match=r"prompt: its placeholders are \['image'\], but the media given are \[\]"):
         vlm.chat("one <im_patch>")

@@ -134,8 +134,11 @@ def test_all_dense_model_is_llama_with_a_low_rank_query():
         weights[name.replace(found, names[found]) if found else name] = tensor
     llama.load_state_dict(weights)
     ids = torch.arange(20).view(2, 10)
-    expected = llama(input_ids=ids).last_hidden_state
-    torch.testing.assert_close(model(input_ids=ids).last_hidden_state, expected, **TOLERANCE)
+    expected, found = (m(input_ids=ids, output_hidden_states=True).hidden_states for m in (llama, model))
+    assert len(found) == len(expected) == 4 and model(input_ids=ids).hidden_states is None
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+    torch.testing.assert_close(model(input_ids=ids).last_hidden_state, expected[-1], **TOLERANCE)
 
 
 @pytest.mark.parametrize("pieces", [(9,), (8, 1), (3, 4, 2), (1,) * 9])

@@ -54,7 +54,7 @@ def test_training_sees_what_the_public_path_sees(tiny, vlm, sort):
         5 if picture else 3
     )
     with torch.no_grad():
-        logits, media_BMD = model(batch)
+        logits, media_BMD, *_ = model(batch)
     assert media_BMD.shape[1] == QUERIES * len(batch.spans)
     assert torch.allclose(media_BMD[0], trace.embeds[0], atol=1e-4)
     assert int(logits[0].argmax()) == trace.token_ids[0]

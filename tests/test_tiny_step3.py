@@ -11,11 +11,13 @@ from transformers import AutoTokenizer
 
 import refvl
 from data import pages
+from data.demo_page import PICTURE, demo_page
 from data.evaluate_step3 import CHANCE, evaluate, set_crops
 from data.evaluate_tiny import checksum
 from data.tiny_model import PromptBuilder, TinyModel
 from data.tiny_step3 import FAMILY, TinyStep3
 from refvl.crops import CropConfig, patchify_crops
+from refvl.media import load_image
 
 FOLDER = FAMILY.folder
 MEASURED = json.loads(FAMILY.measurements.read_text())
@@ -125,7 +127,7 @@ def test_questions_in_one_row_are_answered_as_if_asked_alone(vlm, crops):
     questions = [pages.draw_questions(page, ["letter", "place", "color"], np.random.default_rng(0)) for page in chosen]
     pixels = [pages.render(page) for page in chosen]
     batch = builder.batch(np.stack(pixels)[:, None], questions)
-    logits, _ = model(batch)
+    logits, *_ = model(batch)
     set_crops(vlm, crops)
     for number, (i, question) in enumerate((i, question) for i, row in enumerate(questions) for question in row):
         trace = vlm.trace(question.text, images=[pixels[i]], max_new_tokens=1)
@@ -189,6 +191,15 @@ def test_measurement_is_of_this_checkpoint():
     assert all(row["crops"] >= 0.95 for row in accuracy.values())
     assert accuracy["letter"]["overview_only"] < 2 * CHANCE["letter"]
     assert min(accuracy[kind]["overview_only"] for kind in ("place", "color")) >= 0.9
+
+
+def test_the_demo_page_is_read(vlm):
+    """All of its questions, from the file."""
+    page = demo_page()
+    assert np.array_equal(np.asarray(load_image(PICTURE)), pages.render(page))
+    set_crops(vlm, True)
+    for question in (q for questions in pages.all_questions(page).values() for q in questions):
+        assert vlm.chat(question.text, images=[PICTURE], max_new_tokens=6) == question.answer
 
 
 def test_graphs_and_batches_answer_the_same(vlm):

@@ -274,7 +274,8 @@ class Step3VisionEncoder(nn.Module):
             raise ValueError("forward: patch rows need exactly one of layouts and metadata")
         metadata = self.plan(layouts) if metadata is None else metadata
         num_rows = len(metadata.local_rows) + len(metadata.global_rows)
-        check_shape(pixel_values, (num_rows, self.config.patch_values), "pixel_values")
+        rows = (("patches", num_rows), ("values (C*P*P)", self.config.patch_values))
+        check_shape(pixel_values, rows, "pixel_values")
         embeds = [
             self.encode_stack(pixel_values[rows], position_embeds, attention=attention).flatten(0, 1)
             for rows, position_embeds in (

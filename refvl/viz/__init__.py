@@ -7,6 +7,7 @@ from refvl.viz.evs import (
     plot_keep_mask,
     plot_pruned_positions,
 )
+from refvl.viz.families import plot_family_costs, plot_family_curves, plot_family_stages
 from refvl.viz.glm import (
     explore_timeline,
     plot_clip_prompt,
@@ -30,6 +31,7 @@ from refvl.viz.minicpmv import (
     plot_slices,
     plot_time_shift,
 )
+from refvl.viz.parallel import explore_assignment, plot_assignment, plot_gather, plot_speed_up
 from refvl.viz.patches import explore_resize, plot_patch_rows, plot_patches
 from refvl.viz.positions import (
     explore_positions,
@@ -44,6 +46,7 @@ from refvl.viz.timings import plot_stage_timings
 from refvl.viz.windows import explore_windows, plot_attention_segments, plot_window_permutation, plot_windows
 
 __all__ = [
+    "explore_assignment",
     "explore_crops",
     "explore_keep_mask",
     "explore_packing",
@@ -53,6 +56,7 @@ __all__ = [
     "explore_timeline",
     "explore_windows",
     "plot_accuracy_curve",
+    "plot_assignment",
     "plot_attention_segments",
     "plot_buffers",
     "plot_clip_positions",
@@ -62,7 +66,11 @@ __all__ = [
     "plot_crop_tokens",
     "plot_crops",
     "plot_dissimilarity",
+    "plot_family_costs",
+    "plot_family_curves",
+    "plot_family_stages",
     "plot_frame_tokens",
+    "plot_gather",
     "plot_keep_mask",
     "plot_packing",
     "plot_patch_rows",
@@ -79,6 +87,7 @@ __all__ = [
     "plot_replay_timings",
     "plot_rotary",
     "plot_slices",
+    "plot_speed_up",
     "plot_stage_timings",
     "plot_time_shift",
     "plot_timelines",

@@ -1,0 +1,74 @@
+"""Families side by side: the same picture or clip, a colour for each family in every figure.
+
+plot_family_costs    patches through the tower and tokens of the prompt, per family
+plot_family_curves   tokens against the side of a square picture
+plot_family_stages   where the seconds of a run go, per family
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from refvl.planning import MediaPlan
+from refvl.trace import Trace
+from refvl.viz.style import STAGE_COLORS, axes_or_new
+
+FAMILY_COLORS = dict(
+    zip(
+        ("Qwen2.5-VL", "GLM-4.1V", "MiniCPM-V 4.5", "Step3-VL"),
+        ("#3d5a80", "#8d5a97", "#2a9d8f", "#edae49"),
+        strict=True,
+    )
+)
+
+
+def plot_family_costs(plans: Mapping[str, Sequence[MediaPlan]], *, title: str = "", ax: Axes | None = None) -> Axes:
+    """Two bars per family on a logarithmic scale: patches (pale) and tokens, with their ratio written out.
+
+    plans: per family, those of all media that the bar sums up.
+    """
+    ax = axes_or_new(ax, figsize=(7, 3.4))
+    patches = [sum(plan.patches for plan in of_family) for of_family in plans.values()]
+    tokens = [sum(plan.tokens for plan in of_family) for of_family in plans.values()]
+    places = np.arange(len(plans))
+    colors = [FAMILY_COLORS[name] for name in plans]
+    for offset, counts, alpha in ((-0.2, patches, 0.35), (0.2, tokens, 1.0)):
+        bars = ax.bar(places + offset, counts, 0.4, color=colors, alpha=alpha)
+        ax.bar_label(bars, [f"{n:,}" for n in counts], fontsize=8, padding=2)
+    names = [f"{name}\n{p / t:.3g} patches a token" for name, p, t in zip(plans, patches, tokens, strict=True)]
+    ax.set_xticks(places, names, fontsize=9)
+    ax.set(yscale="log", ylabel="patches (pale), tokens", ylim=(min(tokens) / 2, max(patches) * 2.5), title=title)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def plot_family_curves(sides: Sequence[int], tokens: Mapping[str, Sequence[int]], *, ax: Axes | None = None) -> Axes:
+    """Tokens of a square picture against its side in px, a line per family; both axes are logarithmic."""
+    ax = axes_or_new(ax, figsize=(7, 4))
+    for name, counts in tokens.items():
+        ax.plot(sides, counts, "o-", ms=3, lw=1.6, color=FAMILY_COLORS[name], label=name)
+    ax.set(xscale="log", yscale="log", xlabel="side of a square picture (px)", ylabel="tokens in the prompt")
+    ticks = [side for side in (112, 224, 448, 896, 1792, 3584) if min(sides) <= side <= max(sides)]
+    ax.set_xticks(ticks, [str(side) for side in ticks])
+    ax.minorticks_off()
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize=9)
+    ax.set_title("what a picture costs the language model")
+    return ax
+
+
+def plot_family_stages(traces: Mapping[str, Trace], *, title: str = "", ax: Axes | None = None) -> Axes:
+    """A bar per family, the stages of its run end to end in milliseconds."""
+    ax = axes_or_new(ax, figsize=(9, 0.5 * len(traces) + 1.4))
+    stages = list(dict.fromkeys(stage for trace in traces.values() for stage in trace.seconds))
+    left = np.zeros(len(traces))
+    for stage, color in zip(stages, STAGE_COLORS, strict=False):
+        widths = np.array([trace.seconds.get(stage, 0.0) * 1e3 for trace in traces.values()])
+        ax.barh(list(traces), widths, left=left, color=color, label=stage)
+        left += widths
+    ax.invert_yaxis()
+    ax.set(xlabel="milliseconds", title=title)
+    ax.legend(fontsize=8, ncols=len(stages), loc="upper center", bbox_to_anchor=(0.5, -0.35), frameon=False)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax

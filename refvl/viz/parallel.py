@@ -1,0 +1,119 @@
+"""Data-parallel encoding: who encodes what, what is gathered, and what it brings.
+
+plot_assignment     one bar per rank, its items side by side; hatched: the rank waits for the slowest
+plot_gather         the rows of an all-gather, rank after rank with their padding, and the caller's order below
+plot_speed_up       how much sooner, against the number of ranks
+explore_assignment  the assignment while ranks, items and the rule change
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from matplotlib.axes import Axes
+
+from refvl.parallel import Assignment, get_count_assignment, get_load_balance_assignment, get_speed_up
+from refvl.viz.style import axes_or_new, interactive
+from refvl.viz.windows import sequence_colors
+
+RULES = {"by size": get_load_balance_assignment, "by count": get_count_assignment}
+_IDLE = {"facecolor": "white", "edgecolor": "0.6", "hatch": "////", "linewidth": 0}  # nothing is computed here
+
+
+def plot_assignment(
+    sizes: Sequence[int], assignment: Assignment, *, title: str = "", unit: str = "patches", ax: Axes | None = None
+) -> Axes:
+    """One bar per rank: its items in the order in which it got them, numbered as they arrived, hatched while it waits.
+
+    sizes: of each item, in `unit`. assignment: what `get_load_balance_assignment` returns.
+    """
+    order, counts, loads = assignment
+    ax = axes_or_new(ax, figsize=(9, 0.34 * len(counts) + 1.3))
+    colors, longest, items = sequence_colors(len(sizes)), max([1, *loads]), iter(order)
+    for rank, (count, load) in enumerate(zip(counts, loads, strict=True)):
+        left = 0
+        for _ in range(count):
+            i = next(items)
+            _draw_item(ax, rank, left, sizes[i], i, colors[i], longest)
+            left += sizes[i]
+        ax.barh(rank, longest - load, left=load, height=0.7, **_IDLE)
+        ax.text(1.01 * longest, rank, f"{count} item{'s' * (count != 1)}, {load} {unit}", size=8, va="center")
+    ax.set_yticks(range(len(counts)), [f"rank {rank}" for rank in range(len(counts))])
+    right = max(1.25 * longest, ax.get_xlim()[1])  # an axis shared with another figure stays as wide as that needs
+    ax.set(xlabel=f"{unit} (hatched: waits)", xlim=(0, right), ylim=(len(counts) - 0.5, -0.5))
+    report = f"{get_speed_up(loads):.1f} times as fast on {len(counts)} ranks"
+    ax.set_title(f"{title}: {report}" if title else report, fontsize=10)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def _draw_item(ax: Axes, row: float, left: float, size: float, number: int, color, widest: float) -> None:
+    ax.barh(row, size, left=left, color=color, edgecolor="white", height=0.7)
+    if size >= 0.03 * widest:
+        ax.text(left + size / 2, row, str(number), color="white", size=8, ha="center", va="center")
+
+
+def plot_gather(tokens: Sequence[int], assignment: Assignment, *, title: str = "", ax: Axes | None = None) -> Axes:
+    """Above: the gathered rows, rank after rank, each padded to the longest. Below: the items as the caller had them.
+
+    tokens: output tokens of each item. assignment: who encoded which.
+    """
+    order, counts, _ = assignment
+    ax, colors, items = axes_or_new(ax, figsize=(9, 2)), sequence_colors(len(tokens)), list(order)
+    own = [[items.pop(0) for _ in range(count)] for count in counts]
+    lengths = [sum(tokens[i] for i in ids) for ids in own]
+    longest = max([1, *lengths])
+    total = longest * len(counts)
+    for rank, ids in enumerate(own):
+        left = rank * longest
+        for i in ids:
+            _draw_item(ax, 0, left, tokens[i], i, colors[i], total)
+            left += tokens[i]
+        ax.barh(0, (rank + 1) * longest - left, left=left, height=0.7, **_IDLE)
+        ax.barh(0, longest, left=rank * longest, height=0.7, facecolor="none", edgecolor="black", linewidth=1.3)
+        ax.text((rank + 0.5) * longest, -0.47, f"rank {rank}", size=8, ha="center")
+    left = 0
+    for i, count in enumerate(tokens):
+        _draw_item(ax, 1.1, left, count, i, colors[i], total)
+        left += count
+    ax.set_yticks([0, 1.1], ["gathered", "returned"])
+    ax.set(xlabel="rows (output tokens; hatched: padding)", xlim=(0, max(total, ax.get_xlim()[1])), ylim=(1.6, -0.75))
+    report = f"{total} rows sent for {sum(tokens)}, {1 - sum(tokens) / total:.0%} padding"
+    ax.set_title(f"{title}: {report}" if title else report, fontsize=10)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def plot_speed_up(speed_up: Mapping[str, Mapping[int, float]], *, title: str = "", ax: Axes | None = None) -> Axes:
+    """How many times as fast, against the number of ranks; dashed: as many times as there are ranks.
+
+    speed_up: {name of a line: {ranks: times as fast as one rank}}.
+    """
+    ax = axes_or_new(ax, figsize=(6.5, 4))
+    ranks = sorted({n for curve in speed_up.values() for n in curve})
+    ax.plot(ranks, ranks, "--", color="0.5", label="ideal")
+    for (name, curve), marker in zip(speed_up.items(), "osd^v<>", strict=False):
+        ax.plot(list(curve), list(curve.values()), marker=marker, ms=5, lw=1.8, label=name)
+    ax.set(xlabel="ranks", ylabel="times as fast as one rank", title=title or "speed-up", xticks=ranks)
+    ax.set_ylim(bottom=0)
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize=9)
+    return ax
+
+
+def draw_assignment(items: int, ranks: int, rule: str, sizes: Sequence[int], unit: str = "patches") -> Axes:
+    """What `explore_assignment` draws: the first `items` arrivals on `ranks` ranks."""
+    sizes = list(sizes)[:items]
+    ax = axes_or_new(None, figsize=(9, 3.8))
+    return plot_assignment(sizes, RULES[rule](sizes, ranks), title=rule, unit=unit, ax=ax)
+
+
+def explore_assignment(sizes: Sequence[int], *, ranks: int = 4, max_ranks: int = 8, unit: str = "patches"):
+    """Sliders over how many items arrive and how many ranks share them, and a choice of the rule. Needs ipywidgets."""
+    import ipywidgets
+
+    return interactive(
+        partial(draw_assignment, sizes=list(sizes), unit=unit),
+        items=ipywidgets.IntSlider(value=len(sizes), min=1, max=len(sizes), description="items"),
+        ranks=ipywidgets.IntSlider(value=ranks, min=1, max=max_ranks, description="ranks"),
+        rule=ipywidgets.ToggleButtons(options=list(RULES), description="rule"),
+    )
