@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from refvl.attention import group_segment_pairs, varlen_cross_attention
 from refvl.crops import plan_crops
 from refvl.graphs import Batch, PairedBatch, TraceGraph, generate_budgets, plan_batches, plan_paired_batches
 from refvl.graphs.buffers import fill_padded
@@ -28,6 +29,7 @@ from refvl.positions import (
 )
 from refvl.positions.mrope import grid_positions
 from refvl.positions.timestamps import sample_video_frames
+from refvl.slices import SliceConfig, slice_grid
 
 
 def _first_difference(got, want: Tensor) -> str | None:
@@ -380,3 +382,32 @@ def check_frames_that_fit(function: Callable) -> str:
             case = f"{name}, max_tokens={max_tokens}, size={size}"
             _check_value(case, function(max_tokens, size, config), frames_that_fit(max_tokens, size, config))
     return f"right in {len(configs) * len(cases)} cases"
+
+
+def check_slice_grid(function: Callable) -> str:
+    """`function(width, height) -> (columns, rows)`, or None without slices: MiniCPM-V, 448 px, at most 9."""
+    sizes = [
+        (448, 448), (300, 600), (449, 448), (640, 480), (480, 640), (800, 300), (1280, 720), (1920, 1080), (1080, 1920),
+        (4000, 3000), (4000, 400), (200, 3000), (1000, 1000),
+    ]  # fmt: skip
+    for width, height in sizes:
+        want = slice_grid(width, height, SliceConfig())
+        _check_value(f"{width} x {height} px (width x height)", function(width, height), want)
+    return f"right in {len(sizes)} cases"
+
+
+def check_read_sets(function: Callable) -> str:
+    """`function(q (Q, H, K), k (N, H, K), v (N, H, K), patches_per_set) -> (sets * Q, H, K)`: the same queries read
+    the patches of each set, which lie end to end."""
+    generator = torch.Generator().manual_seed(0)
+    cases = {"one slice": [6], "two slices": [4, 6], "a packed set and a short one": [12, 4], "sets alike": [3, 3, 3]}
+    for case, patches in cases.items():
+        q, k, v = (torch.randn(n, 2, 8, generator=generator) for n in (5, sum(patches), sum(patches)))
+        cu_k = torch.tensor([0, *patches]).cumsum(0)
+        cu_q = 5 * torch.arange(len(patches) + 1)
+        want = varlen_cross_attention(
+            q.repeat(len(patches), 1, 1), k, v, cu_q, cu_k, 5, max(patches), backend="sdpa",
+            groups=group_segment_pairs(cu_q, cu_k),
+        )  # fmt: skip
+        _check(f"{case}, patches_per_set={patches}", function(q.clone(), k.clone(), v.clone(), list(patches)), want)
+    return f"right in {len(cases)} cases"

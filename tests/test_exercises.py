@@ -28,6 +28,7 @@ from refvl.positions import (
 from refvl.positions.mrope import grid_positions
 from refvl.positions.timestamps import sample_video_frames
 from refvl.positions.upstream import larger_side_positions, width_offset_positions
+from refvl.slices import SliceConfig, slice_grid
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 
@@ -160,6 +161,29 @@ def with_padding(gathered, tokens, order, counts):
     return [embeds[order.index(i)] for i in range(len(tokens))]
 
 
+def read_sets(q, k, v, patches_per_set):
+    """Oracle: softmax written out, set by set."""
+    return torch.cat(
+        [read_all(q, *parts) for parts in zip(k.split(patches_per_set), v.split(patches_per_set), strict=True)]
+    )
+
+
+def read_all(q, k, v, *_):
+    """Every query over all patches that there are."""
+    scores = torch.einsum("qhk,nhk->hqn", q, k) / q.shape[-1] ** 0.5
+    return torch.einsum("hqn,nhk->qhk", scores.softmax(-1), v)
+
+
+def without_a_scale(q, k, v, patches_per_set):
+    return read_sets(q * q.shape[-1] ** 0.5, k, v, patches_per_set)
+
+
+def larger_area_first(width, height):
+    """The number of slices is right, their ratio is not looked at."""
+    wanted = min(-(-width * height // 448**2), 9)
+    return None if wanted < 2 else (wanted, 1)
+
+
 @pytest.mark.parametrize(
     ("check", "function"),
     [
@@ -176,11 +200,13 @@ def with_padding(gathered, tokens, order, counts):
         (exercises.check_mrope_positions, get_mrope_input_positions),
         (exercises.check_paired_batches, plan_paired_batches),
         (exercises.check_patch_rows, lambda pixels, config: patch_rows(pixels, config)[0]),
+        (exercises.check_read_sets, read_sets),
         (exercises.check_read_table, read_table),
         (exercises.check_replay, replay),
         (exercises.check_restore_order, restore_order),
         (exercises.check_restrict_positions, restrict_positions),
         (exercises.check_retention_mask, retention_mask),
+        (exercises.check_slice_grid, lambda width, height: slice_grid(width, height, SliceConfig())),
         (exercises.check_smallest_budget_sum, smallest_budget_sum),
         (exercises.check_window_index, window_index),
     ],
@@ -243,6 +269,14 @@ def test_the_library_passes(check, function):
         (exercises.check_patch_rows, line_by_line, r"one row of blocks: element \[2, 0\] should be 1176.0, got 28.0"),
         (exercises.check_replay, run_without_writing, r"two operations, .*: element \[0\] should be 11.0, got 7.0"),
         (exercises.check_replay, write_first_results, r"two results, .*: element \[1\] should be 5.0, got 7.0"),
+        (exercises.check_read_sets, read_all, r"two slices, .*: expected shape \(10, 2, 8\), got \(5, 2, 8\)"),
+        (exercises.check_read_sets, without_a_scale, r"one slice, .*: element \[0, 0, 0\] should be"),
+        (exercises.check_slice_grid, larger_area_first, r"480 x 640 px .*: should be \(1, 2\), got \(2, 1\)"),
+        (
+            exercises.check_slice_grid,
+            lambda width, height: slice_grid(height, width, SliceConfig()),
+            r"449 x 448 px .*should be \(2, 1\), got \(1, 2\)",
+        ),
         (
             exercises.check_read_table,
             lambda table, h, w: read_table(table, h, w, merge_size=1),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from refvl.encoders import Resampler2, Resampler2_5, Resampler4_5
+from refvl.encoders.resampler import attention_weights
 from refvl.positions import sincos_1d, sincos_2d
 
 FOLDER = Path(__file__).parent / "golden"
@@ -245,3 +246,33 @@ def test_bad_grids_and_widths_are_named():
         Resampler2(3, 64, 4, 48)(torch.zeros(1, 20, 48))
     with pytest.raises(ValueError, match="embed_dim: must be a multiple of num_heads=5, got 64"):
         Resampler2_5(6, 64, 5)
+
+
+# --- looking ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["2.0", "2.5", "4.5"])
+@torch.no_grad()
+def test_attention_weights_are_those_behind_the_tokens(case):
+    """Oracle: `resample`. Rows of weights sum to 1, and weights, values and both projections give its tokens."""
+    sizes, groups, sets = [(3, 5), (2, 2), (3, 5)], [[3, 7], [-1]], [15, 4, 15]
+    if case == "2.0":
+        resampler = randomised(Resampler2(3, 64, 4, 48))
+        metadata = resampler.plan(sizes)
+    elif case == "2.5":
+        resampler = randomised(Resampler2_5(6, 64, 4, 48))
+        metadata = resampler.plan(sizes)
+    else:
+        resampler, sets = randomised(Resampler4_5(6, 64, 4, 48)), [19, 15]
+        metadata = resampler.plan(sizes, groups)
+    rows = torch.randn(34, 48)
+    weights = attention_weights(resampler, rows, metadata)
+    assert [tuple(w.shape) for w in weights] == [(4, resampler.num_queries, patches) for patches in sets]
+    for w in weights:
+        torch.testing.assert_close(w.sum(-1), torch.ones(w.shape[:2]), **CLOSE)
+    assert max(float(w.amax()) for w in weights) > 0.3  # far from looking at everything alike
+    _, _, v_NHK = resampler.attn.project(*resampler.attention_inputs(rows, metadata))
+    read = [w @ v.transpose(0, 1) for w, v in zip(weights, v_NHK.split(sets), strict=True)]  # (H, Q, K) per set
+    tokens = resampler.attn.out_proj(torch.cat(read, dim=1).transpose(0, 1).flatten(1))
+    want = resampler.resample(rows, metadata)
+    torch.testing.assert_close(resampler.ln_post(tokens) @ resampler.proj, want, atol=2e-5, rtol=2e-5)

@@ -135,13 +135,14 @@ class Resampler2(nn.Module):
 
     def resample(self, rows_NC: Tensor, metadata: FixedGridMetadata, attention: str | None = None) -> Tensor:
         """(N, kv_dim) rows of all slices -> (slices * Q, D)."""
+        tokens_MD = self.attn(*self.attention_inputs(rows_NC, metadata), metadata, self._backend(attention))
+        return tokens_MD if self.proj is None else self.ln_post(tokens_MD) @ self.proj
+
+    def attention_inputs(self, rows_NC: Tensor, metadata: FixedGridMetadata) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (Q, D), keys (N, D), values (N, D) before they are projected."""
         check_shape(rows_NC, (len(metadata.key_positions), "kv_dim"), "x")
         values_ND = self.ln_kv(self.kv_proj(rows_NC.to(self.query.dtype)))
-        query_QD = self.ln_q(self.query) + metadata.query_positions
-        tokens_MD = self.attn(
-            query_QD, values_ND + metadata.key_positions, values_ND, metadata, self._backend(attention)
-        )
-        return tokens_MD if self.proj is None else self.ln_post(tokens_MD) @ self.proj
+        return self.ln_q(self.query) + metadata.query_positions, values_ND + metadata.key_positions, values_ND
 
     def forward(self, x: Tensor, tgt_size: tuple[int, int] | None = None) -> Tensor:
         """(B, L, kv_dim) -> (B, Q, D). tgt_size: (h, w) of every slice, h * w = L; None: a square."""
@@ -244,12 +245,15 @@ class Resampler2_5(nn.Module):
 
     def resample(self, rows_NC: Tensor, metadata: ResamplerMetadata, attention: str | None = None) -> Tensor:
         """(N, kv_dim) rows of all slices -> (sets * Q, D); `attention` overrides the module's backend."""
-        check_shape(rows_NC, (len(metadata.places), "kv_dim"), "x")
         backend = choose_backend(attention or self.attention, self.query.device, self.query.dtype, self.attn.head_dim)
-        values_ND = self.ln_kv(self.kv_proj(rows_NC.to(self.query.dtype)))
-        keys_ND = self.add_positions(values_ND, metadata)
-        tokens_MD = self.attn(self.ln_q(self.query), keys_ND, values_ND, metadata, backend)
+        tokens_MD = self.attn(*self.attention_inputs(rows_NC, metadata), metadata, backend)
         return self.ln_post(tokens_MD) @ self.proj
+
+    def attention_inputs(self, rows_NC: Tensor, metadata: ResamplerMetadata) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (Q, D), keys (N, D), values (N, D) before they are projected."""
+        check_shape(rows_NC, (len(metadata.places), "kv_dim"), "x")
+        values_ND = self.ln_kv(self.kv_proj(rows_NC.to(self.query.dtype)))
+        return self.ln_q(self.query), self.add_positions(values_ND, metadata), values_ND
 
     def add_positions(self, x_ND: Tensor, metadata: ResamplerMetadata) -> Tensor:
         """The first half of the channels tells the column, the second the row, as in `sincos_2d`."""
@@ -337,17 +341,34 @@ class CrossAttention(nn.Module):
 
     def forward(self, query_QD: Tensor, keys_ND: Tensor, values_ND: Tensor, metadata, backend: str) -> Tensor:
         """(Q, D) queries, the same for every set -> (sets * Q, D)."""
-        weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
-        q_QHK, k_NHK, v_NHK = (
-            F.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1))
-            for x, weight, bias in zip((query_QD, keys_ND, values_ND), weights, biases, strict=True)
-        )
+        q_QHK, k_NHK, v_NHK = self.project(query_QD, keys_ND, values_ND)
         out_MHK = varlen_cross_attention(
             q_QHK.repeat(len(metadata.cu_seqlens_q) - 1, 1, 1), k_NHK, v_NHK,
             metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.max_seqlen_q, metadata.max_seqlen_k,
             backend=backend, groups=metadata.set_groups,
         )  # fmt: skip
         return self.out_proj(out_MHK.flatten(1))
+
+    def project(self, *query_keys_values: Tensor) -> tuple[Tensor, ...]:
+        """Queries (Q, D), keys (N, D) and values (N, D) -> (Q, H, K), (N, H, K), (N, H, K)."""
+        weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
+        return tuple(
+            F.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1))
+            for x, weight, bias in zip(query_keys_values, weights, biases, strict=True)
+        )
+
+
+def attention_weights(
+    resampler: Resampler2 | Resampler2_5, rows_NC: Tensor, metadata: ResamplerMetadata | FixedGridMetadata
+) -> list[Tensor]:
+    """How much each query takes from each patch: per set of queries (H, Q, L), L patches, whose rows sum to 1.
+
+    For looking at: `resample` never holds them. Arguments as there.
+    """
+    q_QHK, k_NHK, _ = resampler.attn.project(*resampler.attention_inputs(rows_NC, metadata))
+    scores_HQN = torch.einsum("qhk,nhk->hqn", q_QHK, k_NHK) / resampler.attn.head_dim**0.5
+    patches_per_set = metadata.cu_seqlens_k.diff().tolist()
+    return [scores_HQL.softmax(-1) for scores_HQL in scores_HQN.split(patches_per_set, dim=-1)]
 
 
 def layer_norm(embed_dim: int) -> nn.LayerNorm:

@@ -24,6 +24,13 @@ from refvl.viz.graphs import (
     plot_replay_timings,
     plot_waste,
 )
+from refvl.viz.minicpmv import (
+    explore_slices,
+    plot_frame_tokens,
+    plot_query_attention,
+    plot_slices,
+    plot_time_shift,
+)
 from refvl.viz.parallel import explore_assignment, plot_assignment, plot_gather, plot_speed_up
 from refvl.viz.patches import explore_resize, plot_patch_rows, plot_patches
 from refvl.viz.positions import (
@@ -45,6 +52,7 @@ __all__ = [
     "explore_packing",
     "explore_positions",
     "explore_resize",
+    "explore_slices",
     "explore_timeline",
     "explore_windows",
     "plot_accuracy_curve",
@@ -61,6 +69,7 @@ __all__ = [
     "plot_family_costs",
     "plot_family_curves",
     "plot_family_stages",
+    "plot_frame_tokens",
     "plot_gather",
     "plot_keep_mask",
     "plot_packing",
@@ -73,11 +82,14 @@ __all__ = [
     "plot_position_table",
     "plot_positions",
     "plot_pruned_positions",
+    "plot_query_attention",
     "plot_recording",
     "plot_replay_timings",
     "plot_rotary",
+    "plot_slices",
     "plot_speed_up",
     "plot_stage_timings",
+    "plot_time_shift",
     "plot_timelines",
     "plot_waste",
     "plot_window_permutation",

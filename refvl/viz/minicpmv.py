@@ -1,0 +1,158 @@
+"""MiniCPM-V: where a picture is sliced, what each query looks at, and what a clip costs when frames are packed.
+
+plot_slices           the picture as it is cut, and the overview beside it
+plot_query_attention  heat maps over a slice: how much each query takes from each patch
+plot_frame_tokens     tokens of a clip against its frames, one line per model
+plot_time_shift       how far embeddings move when frames are told other times
+explore_slices        the slices while size and limit change
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+from torch import Tensor
+
+from refvl.media import load_image
+from refvl.schema import check_shape
+from refvl.slices import SliceConfig, SlicePlan, plan_slices
+from refvl.viz.positions import grid_of_axes
+from refvl.viz.style import SEQUENCE_CMAP, STAGE_COLORS, axes_or_new, image_axes, interactive
+
+_PREVIEW = 480  # pixels per side are enough for a figure
+_HEAT = {"cmap": SEQUENCE_CMAP, "alpha": 0.6, "interpolation": "nearest"}
+_NUMBER = {"boxstyle": "circle,pad=0.2", "facecolor": "black", "alpha": 0.55, "linewidth": 0}
+
+
+def plot_slices(image, config: SliceConfig, *, query_num: int = 64, ax=None) -> np.ndarray:
+    """On the left the picture with its slices, numbered as they come in the prompt, on the right the overview (0).
+
+    image: anything `load_image` takes. query_num: tokens of the overview and of each slice. ax: two Axes, or None.
+    Returns both.
+    """
+    image = load_image(image)
+    plan = plan_slices(*image.size, config)
+    left, right = grid_of_axes(ax, 1, 2, (9.6, 3.6))[0]
+    _draw_cuts(left, image, plan)
+    width, height = plan.overview
+    (h, w), slices = plan.tgt_sizes[0], len(plan.tgt_sizes) - 1
+    image_axes(right, f"overview: {width} x {height} px = {w} x {h} patches\n{query_num} tokens")
+    right.imshow(_small(image), extent=(0, width, height, 0))
+    _number(right, width / 2, height / 2, 0)
+    right.set_xlabel(f"(1 + {slices}) x {query_num} = {(1 + slices) * query_num} tokens of the picture")
+    return np.array([left, right])
+
+
+def _draw_cuts(ax: Axes, image, plan: SlicePlan) -> None:
+    """The picture at the size at which it is cut: all slices together."""
+    size, title = f"{image.width} x {image.height} px", "no slices: the overview holds all"
+    (columns, rows), (width, height) = plan.grid or (1, 1), plan.cell or image.size
+    if plan.grid:
+        title = f"{columns} x {rows} slices of {width} x {height} px = "
+        title += f"{width // plan.patch_size} x {height // plan.patch_size} patches"
+    image_axes(ax, f"{size}\n{title}")
+    ax.imshow(_small(image), extent=(0, columns * width, rows * height, 0))
+    for i in range(columns * rows if plan.grid else 0):
+        x, y = i % columns * width, i // columns * height
+        ax.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor="white", linewidth=1.8))
+        _number(ax, x + width / 2, y + height / 2, i + 1)
+    ax.set(xlim=(0, columns * width), ylim=(rows * height, 0))
+
+
+def _small(image):
+    scale = min(1.0, _PREVIEW / max(image.size))
+    return image.resize([max(1, round(side * scale)) for side in image.size])
+
+
+def _number(ax: Axes, x: float, y: float, number: int) -> None:
+    ax.text(x, y, str(number), size=11, color="white", weight="bold", ha="center", va="center", bbox=_NUMBER)
+
+
+def plot_query_attention(
+    image,
+    weights_QL: Tensor,
+    tgt_size: tuple[int, int],
+    *,
+    queries: Sequence[int] | None = None,
+    columns: int | None = None,
+    title: str = "",
+    ax=None,
+) -> np.ndarray:
+    """A heat map per query over the slice it reads: bright where it takes more.
+
+    image: the slice, anything `load_image` takes, of any size. weights_QL: (Q, L), a row per query, its L = h * w
+    patches row by row; all maps share one scale from 0 to the largest weight shown. queries: which to show (all).
+    columns: maps in a row (all in one). ax: an array of as many Axes as the maps need, or None. Returns that array.
+    """
+    (h, w), image = tgt_size, load_image(image)
+    check_shape(weights_QL, ("queries", h * w), "weights_QL")
+    queries = list(range(len(weights_QL)) if queries is None else queries)
+    columns = columns or len(queries)
+    rows = -(-len(queries) // columns)
+    width, height = image.size
+    axes = grid_of_axes(ax, rows, columns, (1.9 * columns + 0.9, 1.9 * rows * height / width + 0.3 * rows + 0.5))
+    maps = weights_QL.detach().float().cpu()[queries].reshape(-1, h, w).numpy()
+    for panel, query, heat in zip(axes.flat, queries, maps, strict=False):
+        image_axes(panel, f"query {query}").imshow(image, extent=(0, w, h, 0))
+        drawn = panel.imshow(heat, extent=(0, w, h, 0), vmin=0, vmax=float(maps.max()), **_HEAT)
+    for panel in axes.flat[len(queries) :]:
+        panel.set_visible(False)
+    figure = axes.flat[0].figure
+    if ax is None:
+        figure.colorbar(drawn, ax=axes, label="share of the query", shrink=0.8)
+        figure.suptitle(title)
+    return axes
+
+
+def plot_frame_tokens(
+    frames: Sequence[int], tokens: Mapping[str, Sequence[int]], *, title: str = "", ax: Axes | None = None
+) -> Axes:
+    """Tokens of a clip against the frames that are looked at, a line per model; both axes are logarithmic."""
+    ax = axes_or_new(ax, figsize=(6.2, 3.8))
+    for (name, counts), color in zip(tokens.items(), STAGE_COLORS, strict=False):
+        ax.plot(frames, counts, "o-", ms=4, color=color, label=name)
+    ax.set(xscale="log", yscale="log", xlabel="frames", ylabel="tokens", title=title)
+    ax.set_xticks(frames, [str(n) for n in frames])
+    ax.minorticks_off()
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize=8)
+    return ax
+
+
+def plot_time_shift(
+    seconds: Sequence[float], moved: Mapping[str, Sequence[float]], *, title: str = "", ax: Axes | None = None
+) -> Axes:
+    """How far embeddings move, relative to their length, against the seconds by which times differ; a line per name."""
+    ax = axes_or_new(ax, figsize=(7, 3.4))
+    for (name, distances), color in zip(moved.items(), STAGE_COLORS, strict=False):
+        ax.plot(seconds, [100 * d for d in distances], "o-", ms=4, color=color, label=name)
+    ax.set(xscale="log", xlabel="seconds", ylabel="moved by (% of the length)", title=title)
+    ax.set_ylim(bottom=0)
+    ax.grid(alpha=0.25)
+    ax.legend(fontsize=9)
+    return ax
+
+
+def draw_slices(width: int, height: int, max_slice_nums: int, image, config: SliceConfig) -> Axes:
+    """What `explore_slices` draws: the picture stretched to width x height pixels, and cut."""
+    stretched = load_image(image).resize((width, height))
+    left, _ = plot_slices(stretched, replace(config, max_slice_nums=max_slice_nums))
+    return left
+
+
+def explore_slices(image, config: SliceConfig, *, max_side: int = 2400):
+    """Sliders over the picture's width and height and the most slices allowed. Needs ipywidgets."""
+    import ipywidgets
+
+    ranges = {"width": (1600, 20, max_side), "height": (700, 20, max_side), "max_slice_nums": (9, 1, 16)}
+    sliders = {
+        name: ipywidgets.IntSlider(
+            value=min(value, high), min=low, max=high, description=name, continuous_update=False,
+            style={"description_width": "initial"},
+        )
+        for name, (value, low, high) in ranges.items()
+    }  # fmt: skip
+    return interactive(partial(draw_slices, image=image, config=config), **sliders)
