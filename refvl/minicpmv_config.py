@@ -35,6 +35,9 @@ class MiniCPMVConfig(PretrainedConfig):
         """values: the keys of config.json. Raises ValueError, listing the known ones, for an unknown version."""
         version = minicpmv_version(values)  # refused before anything is built from it
         values = {"tie_word_embeddings": False} | values
+        values.pop("minicpmv_version", None)
+        if isinstance(text_config := values.pop("text_config", None), dict):  # both stand in what `to_dict` gives
+            values["rope_parameters"] = text_config.get("rope_parameters")
         text_config = read_text_config(values, version)
         values = {key: value for key, value in values.items() if not key.startswith("rope_")}  # text_config has them
         super().__init__(**values, minicpmv_version=version, text_config=text_config)
