@@ -31,7 +31,7 @@ lab: $(STAMP) ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
 notebooks: $(STAMP) ## run the notebooks and keep their outputs
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=False \
+	OMP_NUM_THREADS=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=False \
 	  --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 train: $(STAMP) ## train a small model again (MODEL=qwen2_5_vl, glm4v, minicpmv)
