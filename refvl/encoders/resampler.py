@@ -372,6 +372,7 @@ def attention_weights(
 
 
 def layer_norm(embed_dim: int) -> nn.LayerNorm:
+    """The norms of all resamplers have this eps, which is not torch's default."""
     return nn.LayerNorm(embed_dim, eps=1e-6)
 
 

@@ -40,7 +40,8 @@ def plot_crops(
     _draw_canvas(left, overview, plan, picture.size)
     size = config.image_size
     image_axes(right, f"overview: {size} x {size} px, whatever the shape\n{image_tokens} tokens")
-    right.imshow(overview.resize((_PREVIEW, _PREVIEW)), extent=(0, size, size, 0))
+    seen = overview.resize((size, size), Image.Resampling.BILINEAR)  # no sharper than the encoder gets it
+    right.imshow(seen, extent=(0, size, size, 0), interpolation="nearest")
     right.set_xlabel(_token_sum(plan.layout, crop_tokens, image_tokens))
     return np.array([left, right])
 
