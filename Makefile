@@ -21,7 +21,7 @@ demo: $(STAMP) ## answer questions about a picture and a clip; print every stage
 test: $(STAMP) ## lint, test, and run every notebook from top to bottom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 	OMP_NUM_THREADS=1 $(LIMIT) $(BIN)/python -m pytest --nbmake --nbmake-timeout=120 -n 2 notebooks
 
 test-slow: $(STAMP) ## the tests that take minutes
