@@ -6,7 +6,6 @@ the first clip of three in which exactly one object is a circle; in the clip the
 
 from pathlib import Path
 
-import av
 import numpy as np
 from PIL import Image
 
@@ -35,6 +34,8 @@ def _circles(scene: scenes.Scene) -> int:
 
 def write_clip(frames: np.ndarray, path: Path) -> None:
     """(T, H, W, 3) uint8 -> H.264 at the frame rate of the scenes; sides must be even."""
+    import av
+
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=int(scenes.FPS), options={"crf": "15", "threads": "1"})
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"

@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
 
@@ -30,6 +29,7 @@ from refvl.positions.timestamps import sample_video_frames
 from refvl.positions.upstream import larger_side_positions, width_offset_positions
 from refvl.slices import SliceConfig, slice_grid
 
+nbformat = pytest.importorskip("nbformat")
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 
 

@@ -9,7 +9,6 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 
-import av
 import numpy as np
 import pytest
 import torch
@@ -308,6 +307,7 @@ def test_the_second_holds_when_half_of_the_clip_is_pruned(model):
 
 def test_the_command_line_says_when(model, tmp_path, monkeypatch, capsys):
     """A file of one frame per second and one of two: the same frames, other seconds."""
+    av = pytest.importorskip("av")
     scene = next(
         s for s in (scenes.draw_change("demo", i) for i in range(99)) if s.things[0].shape == "circle" and s.step
     )
