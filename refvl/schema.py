@@ -16,16 +16,22 @@ def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw") -
     Raises TypeError for a wrong kind and ValueError for a wrong shape or value; h and w must be
     multiples of `spatial_merge_size`, because a merged token needs its whole block of patches.
     """
-    if isinstance(grid_thw, Tensor) or hasattr(grid_thw, "__array__"):
-        grid = torch.as_tensor(grid_thw)
-        if grid.is_floating_point() or grid.is_complex() or grid.dtype == torch.bool:
-            raise TypeError(f"{name}: expected integers, got dtype {grid.dtype}")
-        if grid.ndim != 2 or grid.shape[1] != 3:
-            raise ValueError(f"{name}: expected shape (items, 3), got {tuple(grid.shape)}")
-        grid_thw = grid.tolist()
-    if not isinstance(grid_thw, Sequence) or isinstance(grid_thw, str):
-        raise TypeError(f"{name}: expected a sequence of (t, h, w), got {type(grid_thw).__name__}")
-    return [_as_grid(item, i, spatial_merge_size, name) for i, item in enumerate(grid_thw)]
+    rows = _integer_rows(grid_thw, ("items", 3), "(t, h, w)", name)
+    return [_as_grid(item, i, spatial_merge_size, name) for i, item in enumerate(rows)]
+
+
+def _integer_rows(values, shape: tuple[str, int], row: str, name: str) -> Sequence:
+    """`values` if it is a sequence, the rows of an integer tensor or array of `shape`; rows are not checked here."""
+    if isinstance(values, Tensor) or hasattr(values, "__array__"):
+        values = torch.as_tensor(values)
+        if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+            raise TypeError(f"{name}: expected integers, got dtype {values.dtype}")
+        if values.ndim != 2 or values.shape[1] != shape[1]:
+            raise ValueError(f"{name}: expected shape ({shape[0]}, {shape[1]}), got {tuple(values.shape)}")
+        values = values.tolist()
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise TypeError(f"{name}: expected a sequence of {row}, got {type(values).__name__}")
+    return values
 
 
 def _as_grid(item, i: int, spatial_merge_size: int, name: str) -> Grid:
@@ -46,16 +52,8 @@ def _as_grid(item, i: int, spatial_merge_size: int, name: str) -> Grid:
 
 def as_sizes(tgt_sizes, name: str = "tgt_sizes") -> list[tuple[int, int]]:
     """Normalise `tgt_sizes` to a list of (h, w) tuples of Python ints, in patches; errors as in `as_grids`."""
-    if isinstance(tgt_sizes, Tensor) or hasattr(tgt_sizes, "__array__"):
-        sizes = torch.as_tensor(tgt_sizes)
-        if sizes.is_floating_point() or sizes.is_complex() or sizes.dtype == torch.bool:
-            raise TypeError(f"{name}: expected integers, got dtype {sizes.dtype}")
-        if sizes.ndim != 2 or sizes.shape[1] != 2:
-            raise ValueError(f"{name}: expected shape (slices, 2), got {tuple(sizes.shape)}")
-        tgt_sizes = sizes.tolist()
-    if not isinstance(tgt_sizes, Sequence) or isinstance(tgt_sizes, str):
-        raise TypeError(f"{name}: expected a sequence of (h, w), got {type(tgt_sizes).__name__}")
-    return [as_size(size, f"{name}[{i}]") for i, size in enumerate(tgt_sizes)]
+    rows = _integer_rows(tgt_sizes, ("slices", 2), "(h, w)", name)
+    return [as_size(size, f"{name}[{i}]") for i, size in enumerate(rows)]
 
 
 def as_size(size, name: str) -> tuple[int, int]:

@@ -26,12 +26,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.attention import available_backends, choose_backend, varlen_attention
 from refvl.crops import CropLayout, as_crop_layouts, square_patch_rows
 from refvl.encoders.weights import config_values, load_strict
+from refvl.positions import tables
 from refvl.schema import Grid, as_grids, check_shape
 
 CLASS_TOKENS = 4
@@ -476,9 +476,7 @@ def resize_position_table(table: Tensor, side: int) -> Tensor:
         raise ValueError(f"table: expected 1 + S * S rows, got {len(table)}")
     if size == side:
         return table
-    table_1ESS = table[1:].float().unflatten(0, (size, size)).permute(2, 0, 1)[None]
-    resized = F.interpolate(table_1ESS, size=(side, side), mode="bicubic", antialias=True, align_corners=False)
-    return torch.cat([table[:1], resized[0].flatten(1).T.to(table.dtype)])
+    return torch.cat([table[:1], tables.resize_position_table(table[1:], (side, side), antialias=True)])
 
 
 def checkpoint_to_module_name(name: str) -> str:
