@@ -16,7 +16,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## answer questions about a picture and a clip; print every stage, write its figures
-	$(BIN)/python -m refvl.demo --out outputs/demo
+	$(BIN)/python -m refvl.tools.demo --out outputs/demo
 
 test: $(STAMP) ## lint, test, and run every notebook from top to bottom
 	$(BIN)/ruff check .
@@ -35,7 +35,7 @@ notebooks: $(STAMP) ## run the notebooks and keep their outputs
 	  --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 train: $(STAMP) ## train a small model again (MODEL=qwen2_5_vl, glm4v, minicpmv)
-	$(BIN)/python -m data.train_tiny --model $(MODEL)
+	$(BIN)/python -m data.training.train_tiny --model $(MODEL)
 
 clean: ## remove .venv and everything that was generated
 	rm -rf $(VENV) outputs build *.egg-info .pytest_cache .ruff_cache .hypothesis

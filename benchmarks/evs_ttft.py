@@ -17,8 +17,8 @@ from rich.table import Table
 
 import refvl
 from benchmarks.report import Device, Repeats, Write, environment, resolve_device, write_measurement
-from refvl.media import load_video
 from refvl.paths import DATA
+from refvl.pixels.media import load_video
 from refvl.positions import compute_retained_tokens_count
 from refvl.trace import synchronized_time
 

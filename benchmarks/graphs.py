@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.report import Device, Repeats, Write, environment, resolve_device, write_measurement
 from benchmarks.tower import seconds_of
-from refvl.checkpoints import find_family, random_encoder, read_config
+from refvl.families import find_family, random_encoder, read_config
 from refvl.graphs import generate_budgets, plan_batches
 from refvl.paths import DATA
 

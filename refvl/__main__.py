@@ -1,3 +1,3 @@
-from refvl.cli import main
+from refvl.tools.cli import main
 
 main()

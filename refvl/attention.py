@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.schema import check_shape
+from refvl.checks import check_shape
 
 BACKENDS = ("varlen", "flash", "sdpa", "masked")
 HALF = (torch.float16, torch.bfloat16)

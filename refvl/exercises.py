@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from refvl.attention import group_segment_pairs, varlen_cross_attention
-from refvl.crops import plan_crops
 from refvl.graphs import Batch, PairedBatch, TraceGraph, generate_budgets, plan_batches, plan_paired_batches
 from refvl.graphs.buffers import fill_padded
 from refvl.merge import merge_embeddings
 from refvl.parallel import get_load_balance_assignment, restore_order
-from refvl.patches import Glm4vPatchConfig, PatchConfig, count_tokens, patch_rows
-from refvl.planning import frames_that_fit, kv_cache_bytes_per_token
+from refvl.pixels.crops import plan_crops
+from refvl.pixels.patches import Glm4vPatchConfig, PatchConfig, count_tokens, patch_rows
+from refvl.pixels.slices import SliceConfig, slice_grid
 from refvl.positions import (
     MediaSpan,
     compute_retention_mask,
@@ -29,7 +29,7 @@ from refvl.positions import (
 )
 from refvl.positions.mrope import grid_positions
 from refvl.positions.timestamps import sample_video_frames
-from refvl.slices import SliceConfig, slice_grid
+from refvl.tools.costs import frames_that_fit, kv_cache_bytes_per_token
 
 
 def _first_difference(got, want: Tensor) -> str | None:

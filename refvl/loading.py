@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from refvl import checkpoints
+from refvl import checkpoints, families
 from refvl.graphs.manager import MIN_BUDGET, EncoderGraphManager
-from refvl.language import load_language_model, random_language_model
+from refvl.language.model import load_language_model, random_language_model
 from refvl.pipeline import VLM
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,18 +44,18 @@ def load(
     if weights == "checkpoint" and not from_folder:
         raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
     folder = checkpoints.find_checkpoint(path_or_id, weights=weights == "checkpoint") if from_folder else None
-    config = checkpoints.read_config(folder or path_or_id)
+    config = families.read_config(folder or path_or_id)
     options = {"device": (device := _resolve_device(device)), "dtype": _resolve_dtype(dtype, config, device)}
-    family, text_config = checkpoints.find_family(config), checkpoints.text_config_of(config)
+    family, text_config = families.find_family(config), families.text_config_of(config)
     if weights == "random":
-        encoder = checkpoints.random_encoder(config, attention=attention, **options)
+        encoder = families.random_encoder(config, attention=attention, **options)
         language_model = random_language_model(text_config, model_class=family.text_model, **options, **model_kwargs)
     else:
-        encoder = checkpoints.load_encoder(folder, config, attention=attention, progress=progress, **options)
+        encoder = families.load_encoder(folder, config, attention=attention, progress=progress, **options)
         language_model = load_language_model(
             folder, text_config, model_class=family.text_model, progress=progress, **options, **model_kwargs
         )
-    vlm = VLM(config, checkpoints.load_processor(folder, config), encoder, language_model)
+    vlm = VLM(config, families.load_processor(folder, config), encoder, language_model)
     _add_stop_tokens(vlm)
     if graphs:
         vlm.graphs = _capture_graphs(vlm, {} if graphs is True else graphs, progress)

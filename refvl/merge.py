@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from refvl.checks import check_shape
 from refvl.positions import MediaSpan, compute_retention_mask
-from refvl.schema import check_shape
 
 
 @dataclass(frozen=True, slots=True)

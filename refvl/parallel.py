@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.schema import check_positive_int, check_shape
+from refvl.checks import check_positive_int, check_shape
 
 Assignment = tuple[list[int], list[int], list[int]]
 ROPE_TYPES = ("rope_3d", "rope_2d")

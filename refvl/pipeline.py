@@ -1,13 +1,13 @@
 """OPEN FIRST. The whole path, as named calls; every other file is one of these rooms.
 
-decode media      media.py        file, array -> picture, sampled frames
-patchify          patches.py      -> patch rows (N, C*Tp*P*P) and their grid (t, h, w)
-plan              encoders/       grid -> window order, rotary angles, segment lengths (CPU)
-encode            encoders/       rows -> embeddings (M, D)
-prune             positions/evs   which video tokens stay (EVS)
-merge             merge.py        embeddings into the prompt's placeholders
-positions         positions/mrope (3, L) for every token, restricted to what stays
-prefill, decode   language.py     embeddings + positions -> token ids -> text
+decode media      pixels/media       file, array -> image, sampled frames
+patchify          pixels/            -> patch rows (N, C*Tp*P*P) and their layout, e.g. the grid (t, h, w)
+plan              encoders/          layout -> window order, rotary angles, segment lengths (CPU)
+encode            encoders/, graphs/ rows -> embeddings (M, D)
+prune             positions/evs      which video tokens stay (EVS)
+merge             merge.py           embeddings into the prompt's placeholders
+positions         positions/mrope    (3, L) for every token, restricted to what stays
+prefill, decode   language/          embeddings + positions -> token ids -> text
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PretrainedConfig, TextIteratorStreamer
 
-from refvl import checkpoints
-from refvl.graphs.manager import EncoderGraphManager
-from refvl.language import CausalTextModel, generate
-from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
-from refvl.positions import restrict_positions
-from refvl.schema import (
+from refvl import families
+from refvl.checks import (
     as_seconds,
     check_floats,
     check_positive_int,
@@ -31,6 +27,10 @@ from refvl.schema import (
     check_shape,
     check_token_ids,
 )
+from refvl.graphs.manager import EncoderGraphManager
+from refvl.language.model import CausalTextModel, generate
+from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
+from refvl.positions import restrict_positions
 from refvl.trace import TokenTimer, Trace
 
 MAX_PATCHES_PER_FORWARD = 2**16  # longer encodes run in several forwards, with a progress bar
@@ -44,8 +44,8 @@ class VLM:
         self.graphs: EncoderGraphManager | None = None  # when set, it encodes instead of the eager encoder
 
     @property
-    def family(self) -> checkpoints.Family:
-        return checkpoints.find_family(self.config)
+    def family(self) -> families.Family:
+        return families.find_family(self.config)
 
     @property
     def token_ids(self) -> dict[str, int]:

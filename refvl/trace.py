@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from refvl.graphs.dual import PathBatch
-from refvl.media import Video
+from refvl.pixels.media import Video
 from refvl.positions import MediaSpan
-from refvl.prompts import Patches
+from refvl.processors.chat import Patches
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
-from data.tiny_qwen2_5_vl import FAMILY as TINY_QWEN
+from data.training.tiny_qwen2_5_vl import FAMILY as TINY_QWEN
 from refvl.encoders import Step3VisionEncoder
-from refvl.language import Step3ForCausalLM
+from refvl.language.step3_vl import Step3ForCausalLM
 
 hf_config, tiny_config = TINY_QWEN.hf_config, TINY_QWEN.config
 train_tokenizer, write_checkpoint = TINY_QWEN.train_tokenizer, TINY_QWEN.write_checkpoint

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from refvl.schema import check_positive_int, check_shape
+from refvl.checks import check_positive_int, check_shape
 
 FeatureSelectStrategy = Literal["class", "default", "full"] | Callable[[Tensor], Tensor]
 

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.attention import available_backends, choose_backend, group_segments, varlen_attention
+from refvl.checks import Grid, as_grids, check_shape
 from refvl.encoders.glm4v import (
     PatchEmbed,
     PatchMerger,
@@ -36,7 +37,6 @@ from refvl.encoders.glm4v import (
 )
 from refvl.encoders.weights import config_values, load_strict
 from refvl.positions.rotary import apply_rotary, vision_rotary_cos_sin
-from refvl.schema import Grid, as_grids, check_shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from refvl.attention import available_backends, choose_backend
-from refvl.schema import check_positive_int
+from refvl.checks import check_positive_int
 
 logger = logging.getLogger(__name__)
 

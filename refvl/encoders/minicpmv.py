@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from refvl.checks import as_size, check_positive_int
 from refvl.encoders.navit_siglip import NaVitMetadata, NaVitSiglip, NaVitSiglipConfig, rename_projections
 from refvl.encoders.resampler import (
     NO_TIME,
@@ -41,7 +42,6 @@ from refvl.encoders.resampler import (
 )
 from refvl.encoders.siglip_vit import SiglipViT, SiglipViTConfig, SiglipViTMetadata
 from refvl.encoders.weights import load_strict
-from refvl.schema import as_size, check_positive_int
 
 HEAD_DIM = 128  # of the resampler, in every release
 AUDIO_PARTS = r"(apm|tts|audio_\w+)\."  # of omni checkpoints, which hold an ear and a mouth too

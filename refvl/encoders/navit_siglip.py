@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.attention import available_backends, choose_backend, group_segments, varlen_attention
+from refvl.checks import as_sizes, check_shape
 from refvl.encoders.weights import config_values, load_strict
-from refvl.schema import as_sizes, check_shape
 
 Size = tuple[int, int]
 

@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.attention import available_backends, choose_backend, group_segment_pairs, varlen_cross_attention
+from refvl.checks import as_size, as_sizes, check_positive_int, check_shape
 from refvl.encoders.navit_siglip import cumulative_lengths, unpad
 from refvl.encoders.weights import load_strict
 from refvl.positions.tables import resize_position_table, sincos, sincos_2d, sincos_frequencies
-from refvl.schema import as_size, as_sizes, check_positive_int, check_shape
 
 NO_TIME = -1  # the temporal id of a picture
 

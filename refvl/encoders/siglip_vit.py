@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.attention import choose_backend, group_segments, varlen_attention
+from refvl.checks import as_sizes, check_shape
 from refvl.encoders.navit_siglip import cumulative_lengths
 from refvl.encoders.weights import config_values, load_strict
 from refvl.positions.tables import resize_position_table
-from refvl.schema import as_sizes, check_shape
 
 LAYER_NORM_EPS = 1e-6
 

@@ -13,9 +13,9 @@
        | vit_large_projector one linear layer
     embeddings (B, M, D)     169 tokens of an overview, 81 of a crop
 
-A picture is one overview and any number of crops (`refvl.crops`), so a batch holds squares of two sizes. They do not
-attend to each other: `plan(layouts)` says which patch rows belong to which size, each size runs as one stack, and the
-embeddings are put back in the order of the prompt, crops first. `paths` offers the two stacks to graphs.
+A picture is one overview and any number of crops (`refvl.pixels.crops`), so a batch holds squares of two sizes. They do
+not attend to each other: `plan(layouts)` says which patch rows belong to which size, each size runs as one stack, and
+the embeddings are put back in the order of the prompt, crops first. `paths` offers the two stacks to graphs.
 
 Shape suffixes: B squares, N patch rows, T tokens of a square, M output tokens, E tower width, D language width,
 H heads, K head dimension. Upstream: `Step3VisionTransformer` and `Step3VLForConditionalGeneration` (vLLM).
@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from refvl.attention import available_backends, choose_backend, varlen_attention
-from refvl.crops import CropLayout, as_crop_layouts, square_patch_rows
+from refvl.checks import Grid, as_grids, check_shape
 from refvl.encoders.weights import config_values, load_strict
+from refvl.pixels.crops import CropLayout, as_crop_layouts, square_patch_rows
 from refvl.positions import tables
-from refvl.schema import Grid, as_grids, check_shape
 
 CLASS_TOKENS = 4
 

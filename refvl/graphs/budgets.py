@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from refvl.schema import check_positive_int
+from refvl.checks import check_positive_int
 
 POLICIES = ("greedy", "optimal")
 

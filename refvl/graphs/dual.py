@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from refvl.checks import check_positive_int, check_shape
 from refvl.graphs.budgets import POLICIES, Batch, Limits, generate_budgets
 from refvl.graphs.manager import MAX_BUDGET, EncoderGraphManager, GraphEncoder, GraphStats
-from refvl.schema import check_positive_int, check_shape
 
 MAX_UNITS = 64  # squares in the largest inferred graph; models whose squares have many tokens stop at MAX_BUDGET
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from refvl.checks import check_shape
 from refvl.graphs.budgets import Batch, infer_limits, plan_batches
 from refvl.graphs.buffers import fill_metadata, fill_padded, metadata_tensors
 from refvl.graphs.cuda import CudaGraph, pool_bytes
 from refvl.graphs.recorder import TraceGraph
-from refvl.schema import check_shape
 
 BACKENDS = ("cuda", "trace")
 MIN_BUDGET = 64  # tokens: a picture of 224 px

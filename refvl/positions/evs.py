@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from refvl.checks import as_grids, check_positive_int, check_pruning_rate, check_shape
 from refvl.positions.mrope import grid_positions, mrope_delta
-from refvl.schema import as_grids, check_positive_int, check_pruning_rate, check_shape
 
 ALWAYS_KEPT = 255.0  # dissimilarity given to first-frame tokens; a cosine distance never exceeds 2
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refvl.schema import check_positive_int
+from refvl.checks import check_positive_int
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ block by a plain reshape.
 import torch
 from torch import Tensor
 
-from refvl.schema import as_grids, check_positive_int
+from refvl.checks import as_grids, check_positive_int
 
 
 def merge_block_coordinates(grid_thw, *, spatial_merge_size: int = 2) -> Tensor:

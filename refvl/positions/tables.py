@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from refvl.checks import as_grids, check_positive_int, check_shape
 from refvl.positions.rotary import merge_block_coordinates
-from refvl.schema import as_grids, check_positive_int, check_shape
 
 MODES = ("bicubic", "bilinear", "nearest")
 

@@ -20,7 +20,7 @@ from numbers import Real
 
 import numpy as np
 
-from refvl.schema import check_positive_int
+from refvl.checks import check_positive_int
 
 VARIANTS = ("glm4v", "glm46v", "glmga")
 GLM46V_RATES = ((30, 3), (300, 1), (2400, 0.5))  # clips up to so many seconds, grid steps per second

@@ -8,7 +8,7 @@ kernel needs only cumulative lengths. One permutation goes in, its inverse comes
 import torch
 from torch import Tensor
 
-from refvl.schema import Grid, as_grids, check_positive_int
+from refvl.checks import Grid, as_grids, check_positive_int
 
 
 def get_window_index(

@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from torch import Tensor
 
+from refvl.checks import Grid, check_shape
 from refvl.positions import MediaSpan, compute_retention_mask, restrict_positions
-from refvl.schema import Grid, check_shape
 from refvl.viz.positions import grid_of_axes, kind_of, plot_positions, shade_tokens
 from refvl.viz.style import HIGHLIGHT, KEPT, PRUNED, SEQUENCE_CMAP, axes_or_new, interactive
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 
-from refvl.planning import MediaPlan
+from refvl.tools.costs import MediaPlan
 from refvl.trace import Trace
 from refvl.viz.style import STAGE_COLORS, axes_or_new
 

@@ -16,9 +16,9 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 from torch import Tensor
 
+from refvl.checks import check_shape
 from refvl.positions import interpolate_position_table, merge_block_coordinates
 from refvl.positions.timestamps import VARIANTS, FrameSample, sample_video_frames
-from refvl.schema import check_shape
 from refvl.trace import Trace
 from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import HIGHLIGHT, PRUNED, SEQUENCE_CMAP, TOKEN_COLORS, axes_or_new, image_axes, interactive

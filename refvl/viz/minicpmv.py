@@ -16,9 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from refvl.media import load_image
-from refvl.schema import check_shape
-from refvl.slices import SliceConfig, SlicePlan, plan_slices
+from refvl.checks import check_shape
+from refvl.pixels.media import load_image
+from refvl.pixels.slices import SliceConfig, SlicePlan, plan_slices
 from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import SEQUENCE_CMAP, STAGE_COLORS, axes_or_new, image_axes, interactive
 

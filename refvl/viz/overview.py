@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from refvl.patches import PatchConfig
+from refvl.pixels.patches import PatchConfig
 from refvl.trace import Trace
 from refvl.viz.evs import plot_keep_mask
 from refvl.viz.patches import plot_patches, with_token_budget

@@ -10,10 +10,10 @@ from matplotlib.offsetbox import AnnotationBbox, OffsetImage
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from refvl.media import load_image
-from refvl.patches import PatchConfig, plan_grid, resize_image, unpatchify
+from refvl.checks import Grid, as_grids, check_shape
+from refvl.pixels.media import load_image
+from refvl.pixels.patches import PatchConfig, plan_grid, resize_image, unpatchify
 from refvl.positions import merge_block_coordinates
-from refvl.schema import Grid, as_grids, check_shape
 from refvl.viz.style import HIGHLIGHT, axes_or_new, image_axes, interactive
 
 MIN_FONT_SIZE, MAX_FONT_SIZE = 4.5, 11  # points; numbers that would be smaller than the first are left out

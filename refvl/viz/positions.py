@@ -18,8 +18,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from torch import Tensor
 
+from refvl.checks import check_shape
 from refvl.positions import MediaSpan, get_mrope_input_positions, merge_block_coordinates, vision_rotary_cos_sin
-from refvl.schema import check_shape
 from refvl.viz.style import AXIS_COLORS, TOKEN_COLORS, axes_or_new, interactive
 
 _NAMES = {"t": "time", "h": "height", "w": "width"}

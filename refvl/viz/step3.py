@@ -15,9 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from PIL import Image
 
-from refvl.crops import RELEASED, CropConfig, CropLayout, count_prompt_tokens, cut_crops, plan_crops
 from refvl.graphs import PathBatch
-from refvl.media import load_image
+from refvl.pixels.crops import RELEASED, CropConfig, CropLayout, count_prompt_tokens, cut_crops, plan_crops
+from refvl.pixels.media import load_image
 from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, axes_or_new, image_axes, interactive
 from refvl.viz.windows import sequence_colors

@@ -11,9 +11,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from refvl.patches import PatchConfig
+from refvl.checks import check_shape
+from refvl.pixels.patches import PatchConfig
 from refvl.positions import get_window_index, invert_permutation
-from refvl.schema import check_shape
 from refvl.viz.patches import draw_grid, show_resized, with_token_budget, write_numbers
 from refvl.viz.style import PRUNED, SEQUENCE_CMAP, axes_or_new, interactive
 

@@ -1,0 +1,202 @@
+"""What the tiny models of all families share besides training, and what a family adds.
+
+A family is a class in a module of its own, `tiny_<name>.py`, which ends in `FAMILY = ...`. It says what lies in its
+checkpoint folder - in the layout and under the names of the released checkpoints, so that one code path loads this
+model and those - and how its prompts and its tower take a medium. The training and evaluation scripts
+(`python -m data.training.train_tiny --model <name>`) and the tests know nothing else of it.
+"""
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from data.training import photos, scenes
+from refvl.paths import DATA
+from refvl.positions import MediaSpan, get_mrope_input_positions
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+DEFAULT = "qwen2_5_vl"
+
+
+def find_family(name: str = DEFAULT) -> "TinyFamily":
+    """The family in `data/tiny_<name>.py`; raises ValueError listing those that are there."""
+    known = family_names()
+    if name not in known:
+        raise ValueError(f"model: expected one of {known}, got {name!r}")
+    return importlib.import_module(f"data.training.tiny_{name}").FAMILY
+
+
+def family_names() -> list[str]:
+    shared = {"family", "model", "step3"}  # step3 is trained by train_step3.py
+    return sorted({file.stem.removeprefix("tiny_") for file in Path(__file__).parent.glob("tiny_*.py")} - shared)
+
+
+class TinyFamily:
+    """The defaults are those of a model with M-RoPE whose media are one run of placeholders, as Qwen2.5-VL's are.
+
+    grid: (t, h, w) of a medium in patches. seconds: of each of its t steps in time; () for a picture.
+    """
+
+    name: str  # of the module and the folder
+    special_tokens: tuple[str, ...]
+    end_of_turn: str  # ends every answer
+    end_of_media: dict[str, str]  # "image", "video" -> the token behind a medium, where the questions begin
+    chat_template: str
+    pieces: str  # regular expression: how text is cut before bytes are merged
+    normalizer = None
+    texts: tuple[str, ...] = ()  # what the tokenizer learns besides the questions and answers
+    clips: tuple[str, ...] = ("motion",)  # the sorts of clips it learns from, of `scenes.SORTS`
+    sliced: bool = False  # does a picture become an overview and slices
+    recipe: dict = {}  # noqa: RUF012  what its training does otherwise than `train_tiny.Recipe`
+    by_adam: tuple[str, ...] = ("embed_tokens", "lm_head")  # parts of names of matrices that Muon does not suit
+    release: str | None = None  # names the folder, where a family has several releases
+    prunable: bool = True  # clips by EVS
+
+    # -------------------------------------------------------------------------------------- the folder
+
+    @property
+    def folder(self) -> Path:
+        return DATA / "checkpoints" / f"tiny-{self.release or self.name}"
+
+    @property
+    def measurements(self) -> Path:
+        return DATA / "measurements" / f"tiny-{self.release or self.name}.json"
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """What is measured: kind of question -> sort of scene."""
+        return {kind: sort for kind, sort in scenes.MEASURED.items() if sort in ("picture", *self.clips)}
+
+    def config(self, tokenizer: Tokenizer) -> dict:
+        """The dict of `config.json`."""
+        raise NotImplementedError
+
+    def side_files(self, config: dict) -> dict[str, dict]:
+        """File name -> contents, for every JSON file but the tokenizer's own."""
+        raise NotImplementedError
+
+    def hf_config(self, config: dict) -> PretrainedConfig:
+        """transformers' config object of the same sizes."""
+        return AutoConfig.for_model(**config)
+
+    def train_tokenizer(self) -> Tokenizer:
+        """Byte-level BPE over all 256 bytes, so that any text has tokens; each word of the questions is one token."""
+        tokenizer = Tokenizer(models.BPE())
+        if self.normalizer is not None:
+            tokenizer.normalizer = self.normalizer
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(self.pieces), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=2048,  # more than the words need: merging stops when every piece is one token
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        phrases = [text for pair in scenes.all_phrases(self.clips) for text in pair]
+        tokenizer.train_from_iterator([*self.texts, *phrases, *photos.answers()] * 2, trainer)
+        tokenizer.add_special_tokens(list(self.special_tokens))
+        return tokenizer
+
+    def write_checkpoint(self, folder: Path, config: dict, tokenizer: Tokenizer, weights: dict[str, Tensor]) -> None:
+        """Write the whole folder; `weights` are under checkpoint names and are stored in bfloat16."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "chat_template.jinja").write_text(self.chat_template)
+        for name, values in self.side_files(config).items():
+            (folder / name).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+        tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
+        partial = folder / "model.safetensors.partial"
+        save_file(tensors, partial, metadata={"format": "pt"})
+        partial.chmod(0o644)
+        partial.replace(folder / "model.safetensors")
+
+    def checkpoint_weights(self, weights: dict[str, Tensor], config: dict) -> dict[str, Tensor]:
+        """The parameters of `TinyModel` (`visual.`, `model.`, `lm_head.`) under released names, in released shapes."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------ tower and text model
+
+    def tower(self, config: dict) -> torch.nn.Module:
+        """refvl's encoder with weights that do not matter."""
+        raise NotImplementedError
+
+    def init_weights(self, model: torch.nn.Module) -> None:
+        """What should start otherwise than by `TinyModel.init_weights`; is called after it."""
+
+    def patchify(self, pixels: Tensor) -> tuple[Tensor, list]:
+        """(B, frames, H, W, 3) uint8 of one size -> the encoder's rows (N, C), and the layout of each medium."""
+        grid = self.grid(pixels.shape)
+        return patch_rows(pixels), [grid] * len(pixels)
+
+    def grid(self, shape) -> tuple[int, int, int]:
+        """(t, h, w) in patches of each medium in pixels of the shape (B, frames, H, W, 3)."""
+        return max(1, shape[1] // 2), shape[2] // 14, shape[3] // 14
+
+    def merged(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
+        """The same in tokens."""
+        return grid[0], grid[1] // 2, grid[2] // 2
+
+    def plan(self, tower, layouts: list, kept: dict):
+        """Metadata of media that look alike; `kept` remembers it, since only sizes count."""
+        key = (len(layouts), layouts[0])
+        if key not in kept:
+            kept[key] = tower.plan(layouts)
+        return kept[key]
+
+    # ---------------------------------------------------------------------------------------- the prompt
+
+    def media_token(self, config: dict, media: str) -> int:
+        """What stands for a medium in the prompt that the chat template makes."""
+        return config[f"{media}_token_id"]
+
+    def pad_id(self, config: dict) -> int:
+        return config["text_config"]["pad_token_id"]
+
+    def place_media(
+        self, ids: list[int], token: int, grid: tuple[int, int, int], seconds: tuple, encode: Callable
+    ) -> tuple[list[int], list[MediaSpan]]:
+        """`ids` with the medium in the place of its one `token`, and the spans that it fills.
+
+        encode: text -> ids. The spans may depend on the grid and on differences of seconds, not on the seconds.
+        """
+        start = ids.index(token)
+        span = MediaSpan(start, *self.merged(grid), self.time_factor(seconds))
+        return [*ids[:start], *[token] * span.num_tokens, *ids[start + 1 :]], [span]
+
+    def time_factor(self, seconds: tuple) -> float:
+        return 1.0
+
+    def time_columns(self, spans: list[MediaSpan]) -> list[int]:
+        """Places of the words that tell when each step of a clip was."""
+        return []
+
+    def positions(self, length: int, spans: list[MediaSpan]) -> Tensor:
+        """(3, length) int64."""
+        return get_mrope_input_positions(length, spans)[0]
+
+    def text_positions(self, positions_3BL: Tensor) -> Tensor:
+        """As transformers' text model takes them; (B, L) where it has no M-RoPE."""
+        return positions_3BL
+
+
+def patch_rows(pixels: Tensor, patch: int = 14, merge: int = 2, frames: int = 2) -> Tensor:
+    """(B, frames, H, W, 3) uint8 -> (N, C*Tp*P*P) float32 in merge-block order; a single frame is repeated."""
+    mean, std = torch.tensor(CLIP_MEAN), torch.tensor(CLIP_STD)
+    x = pixels * (1 / (255 * std)) - mean / std
+    if x.shape[1] == 1:
+        x = x.expand(-1, frames, -1, -1, -1)
+    batch, count, height, width, channels = x.shape
+    h, w = height // (patch * merge), width // (patch * merge)
+    x = x.reshape(batch, count // frames, frames, h, merge, patch, w, merge, patch, channels)
+    return x.permute(0, 1, 3, 6, 4, 7, 9, 2, 5, 8).reshape(-1, channels * frames * patch**2)

@@ -1,0 +1,216 @@
+"""The tiny MiniCPM-V 4.5, `data/checkpoints/tiny-minicpmv-4_5`: what lies there besides trained numbers, its slices.
+
+A scene of 84 x 84 px is larger than its overview of 56 x 56, so that it is cut into 2 x 2 slices of 56 x 56 as well;
+frames of a clip are overviews, two of which share a set of queries and are told apart by their temporal ids. Nine
+queries: while the tower learns to see, query i of the overview is asked about place i.
+"""
+
+import re
+from collections.abc import Callable
+from itertools import groupby
+from types import SimpleNamespace
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from data.training.tiny_family import TinyFamily
+from data.training.tiny_qwen2_5_vl import PIECES
+from refvl.encoders.minicpmv import MiniCPMV4_5Encoder, SliceGroup
+from refvl.language.minicpmv import MiniCPMVConfig
+from refvl.pixels.slices import SliceConfig, patchify_slices, plan_slices
+from refvl.positions import MediaSpan
+from refvl.processors.minicpmv import MARKS, TENTHS, MiniCPMV4_5Processor, SlicedMedia
+
+QUERIES, PACKING, FPS, PATCH = 9, 2, 2.0, 14
+SLICES = SliceConfig(scale_resolution=56, use_image_id=True)
+FRAMES = SliceConfig(scale_resolution=56, max_slice_nums=1)
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *MARKS.values())
+
+# Content is a string, where the processor has written the media out; the parts of a list are for training, which puts
+# them in place by itself.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.content is string -%}
+{{- message.content -}}
+{%- else -%}
+{%- for part in message.content -%}
+{{- part.text if part.type == 'text' else '<image><unk></image>\\n' -}}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+
+class TinyMiniCPMV(TinyFamily):
+    name = "minicpmv"
+    release = "minicpmv-4_5"
+    special_tokens = SPECIAL_TOKENS
+    end_of_turn = "<|im_end|>"
+    end_of_media = {"image": "</image>", "video": "</image>"}  # noqa: RUF012
+    chat_template = CHAT_TEMPLATE
+    pieces = PIECES
+    texts = ("system\n", "user\n", "assistant\n", *map(str, range(10)))
+    by_adam = ("embed_tokens", "lm_head", "position_embedding", "resampler.query")
+    prunable = False
+    sliced = True
+    recipe = {"precision": "float32", "see": 180, "steps": 2400}  # noqa: RUF012
+
+    def config(self, tokenizer: Tokenizer) -> dict:
+        """The dict of `config.json`, flat as released. The position table is for 112 x 112 px: it is sampled."""
+        token = tokenizer.token_to_id
+        return {
+            "architectures": ["MiniCPMV"],
+            "model_type": "minicpmv",
+            "version": 4.5,
+            "torch_dtype": "bfloat16",
+            "attention_bias": False,
+            "batch_vision_input": True,
+            "bos_token_id": token("<|endoftext|>"),
+            "drop_vision_last_layer": False,
+            "eos_token_id": token("<|im_end|>"),
+            "head_dim": 32,
+            "hidden_act": "silu",
+            "hidden_size": 128,
+            "image_size": 56,
+            "intermediate_size": 320,
+            "max_position_embeddings": 4096,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 2,
+            "pad_token_id": token("<|endoftext|>"),
+            "patch_size": PATCH,
+            "query_num": QUERIES,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 100.0,
+            "slice_config": {
+                "max_slice_nums": SLICES.max_slice_nums,
+                "model_type": "minicpmv",
+                "patch_size": PATCH,
+                "scale_resolution": SLICES.scale_resolution,
+            },
+            "slice_mode": True,
+            "tie_word_embeddings": False,
+            "use_image_id": True,
+            "use_sliding_window": False,
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_act": "gelu_pytorch_tanh",
+                "hidden_size": 96,
+                "image_size": 112,
+                "intermediate_size": 256,
+                "layer_norm_eps": 1e-06,
+                "num_attention_heads": 4,
+                "num_channels": 3,
+                "num_hidden_layers": 4,
+                "patch_size": PATCH,
+            },
+            "vocab_size": -(-tokenizer.get_vocab_size() // 64) * 64,
+        }
+
+    def side_files(self, config: dict) -> dict[str, dict]:
+        return {
+            "config.json": config,
+            "generation_config.json": {
+                "eos_token_id": [config["eos_token_id"], config["pad_token_id"]],
+                "pad_token_id": config["pad_token_id"],
+                "do_sample": False,
+            },
+            "tokenizer_config.json": {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": "<|im_end|>",
+                "pad_token": "<|endoftext|>",
+                "unk_token": "<unk>",
+                "additional_special_tokens": list(SPECIAL_TOKENS[3:]),
+                "clean_up_tokenization_spaces": False,
+                "model_max_length": config["max_position_embeddings"],
+            },
+            "preprocessor_config.json": {
+                "image_processor_type": "MiniCPMVImageProcessor",
+                "max_slice_nums": SLICES.max_slice_nums,
+                "scale_resolution": SLICES.scale_resolution,
+                "patch_size": PATCH,
+                "use_image_id": True,
+                "image_feature_size": QUERIES,
+                **MARKS,
+                "slice_mode": True,
+                "norm_mean": SLICES.image_mean,
+                "norm_std": SLICES.image_std,
+                "version": 4.5,
+            },
+            "video_preprocessor_config.json": {
+                "fps": FPS,
+                "max_frames": 16,
+                "max_packing": PACKING,
+                "packing": PACKING,
+            },
+        }
+
+    def hf_config(self, config: dict) -> MiniCPMVConfig:
+        return MiniCPMVConfig(**config)
+
+    def media_token(self, config: dict, media: str) -> str:
+        return "<unk>"  # found by its marks, see `place_media`
+
+    def pad_id(self, config: dict) -> int:
+        return config["pad_token_id"]
+
+    def checkpoint_weights(self, weights: dict[str, Tensor], config: dict) -> dict[str, Tensor]:
+        renamed = {}
+        for name, weight in weights.items():
+            name = re.sub(r"^visual\.", "", re.sub(r"^(model|lm_head)\.", r"llm.\1.", name))
+            if name.endswith("patch_embedding.weight"):
+                weight = weight.unflatten(1, (3, PATCH, PATCH))
+            if ".qkv." in name:
+                renamed |= {name.replace("qkv", f"{x}_proj"): w for x, w in zip("qkv", weight.chunk(3), strict=True)}
+            else:
+                renamed[name] = weight
+        return renamed
+
+    def tower(self, config: dict) -> MiniCPMV4_5Encoder:
+        return MiniCPMV4_5Encoder.from_config(config, attention="sdpa")
+
+    def patchify(self, pixels: Tensor) -> tuple[Tensor, list]:
+        """Pictures are sliced; clips are packed, a frame every half second."""
+        is_picture = pixels.shape[1] == 1
+        patched = [patchify_slices(frame.numpy(), SLICES if is_picture else FRAMES) for frame in pixels.flatten(0, 1)]
+        sizes = patched[0][1]
+        if is_picture:
+            layout = tuple(SliceGroup((size,)) for size in sizes)
+        else:
+            ids = [round(i / FPS * TENTHS) for i in range(pixels.shape[1])]
+            packs = [ids[i : i + PACKING] for i in range(0, len(ids), PACKING)]
+            layout = tuple(SliceGroup(tuple(sizes) * len(pack), tuple(pack)) for pack in packs)
+        return torch.cat([rows for rows, _ in patched]), [layout] * len(pixels)
+
+    def place_media(
+        self, ids: list[int], token: str, grid: tuple[int, int, int], seconds: tuple, encode: Callable
+    ) -> tuple[list[int], list[MediaSpan]]:
+        """Everything that the processor writes for a picture or a clip, and the spans of its unknown tokens."""
+        t, h, w = grid
+        processor = MiniCPMV4_5Processor(SimpleNamespace(query_num=QUERIES), image_config=SLICES)
+        if seconds:
+            text = processor.write_video(SlicedMedia("video", (t, 1, QUERIES)))
+        else:
+            plan = plan_slices(w * PATCH, h * PATCH, SLICES)
+            text = processor.write_image(SlicedMedia("image", (len(plan.tgt_sizes), 1, QUERIES), grid=plan.grid), 0)
+        (begin, unknown, _), written = encode("<image><unk></image>"), encode(text)
+        start = next(i for i in range(len(ids)) if ids[i : i + 2] == [begin, unknown])
+        placed = [*ids[:start], *written, *ids[start + 3 :]]
+        runs = groupby(range(len(placed)), lambda i: placed[i] == unknown)
+        return placed, [MediaSpan(next(run), 1, 1, QUERIES) for is_run, run in runs if is_run]
+
+    def positions(self, length: int, spans: list[MediaSpan]) -> Tensor:
+        """One after the other, media included."""
+        return torch.arange(length).expand(3, -1)
+
+    def text_positions(self, positions_3BL: Tensor) -> Tensor:
+        return positions_3BL[0]
+
+
+FAMILY = TinyMiniCPMV()

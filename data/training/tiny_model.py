@@ -1,0 +1,208 @@
+"""The tiny model as it is trained: refvl's tower, transformers' text model, and the questions of a scene in one row.
+
+A scene is encoded once. Its questions stand one behind the other in one sequence, but each sees only the prefix
+(system prompt and media) and itself, and each starts at the position where the prefix ends. So every question is
+answered exactly as if it had been asked alone, at a fraction of the cost.
+
+    prefix                                                  tail 1            tail 2
+    <|im_start|>system ... <|vision_start|> media <|vision_end|>  Where is ...  What color ...
+
+What differs between families is in `TinyFamily` (`tiny_family.py`).
+
+Shape suffixes: B scenes, Q questions, P prefix tokens, T tokens of a tail, L = P + Q * T, M media tokens, D width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedTokenizerFast
+
+from data.training.tiny_family import TinyFamily
+from refvl.positions import MediaSpan, compute_retention_mask
+
+IGNORE = -100
+
+
+class TinyModel(nn.Module):
+    """refvl's tower, transformers' text model, and the output head."""
+
+    def __init__(self, family: TinyFamily, config: dict):
+        super().__init__()
+        self.family, self.config, hf = family, config, family.hf_config(config)
+        text_config = hf.get_text_config()
+        text_config._attn_implementation = "sdpa"
+        self.visual = family.tower(config)
+        self.model = AutoModel.from_config(text_config, dtype=torch.float32)
+        self.lm_head = nn.Linear(text_config.hidden_size, text_config.vocab_size, bias=False)
+        self._plans = {}
+
+    def init_weights(self, seed: int, std: float = 0.05) -> None:
+        """Matrices normal(0, std), biases zero, norms one, and what the family wants otherwise."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            with torch.no_grad():
+                if parameter.ndim >= 2:
+                    parameter.normal_(0, std, generator=generator)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        self.family.init_weights(self)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """(B, frames, H, W, 3) uint8 of one size -> (B, M, D)."""
+        rows_NC, layouts = self.family.patchify(pixels)
+        metadata = self.family.plan(self.visual, layouts, self._plans)
+        return self.visual(rows_NC, metadata=metadata).unflatten(0, (len(pixels), -1))
+
+    def forward(self, batch: "Batch", *, prune: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits (labelled positions, V), in the order of `batch.targets`, the media (B, M, D), and the words that
+        tell the time (B, t, D) as the last layer gets them (t is 0 where there are none).
+
+        prune: (B,) pruning rate of each clip.
+        """
+        media_BMD, tellings = self.encode(batch.pixels), len(batch.ids_BL) // len(batch.pixels)
+        told_BMD = media_BMD.repeat_interleave(tellings, 0)
+        embeds_BLD = put_media(self.model.embed_tokens(batch.ids_BL), told_BMD, batch.spans)
+        mask = batch.mask_LL[None, None]
+        if prune is not None:
+            kept_BM = self.kept(media_BMD, batch.grid, prune).repeat_interleave(tellings, 0)
+            keep_BL = put_media(torch.ones_like(batch.ids_BL, dtype=torch.bool), kept_BM, batch.spans)
+            # a token that is not kept may see itself, so that no row of the mask is empty; nobody else sees it
+            mask = mask & (keep_BL[:, None, None] | torch.eye(mask.shape[-1], dtype=torch.bool))
+        positions = batch.positions_3L[:, None].expand(-1, len(embeds_BLD), -1)
+        hidden_BLD = self.model(
+            inputs_embeds=embeds_BLD,
+            attention_mask=mask,
+            position_ids=self.family.text_positions(positions),
+            use_cache=False,
+            output_hidden_states=True,
+        ).hidden_states
+        answers_AD = hidden_BLD[-1][batch.target_rows, batch.target_columns]
+        return self.lm_head(answers_AD), media_BMD, hidden_BLD[-2][:, self.family.time_columns(batch.spans)]
+
+    def kept(self, media_BMD: Tensor, grid: tuple[int, int, int], prune: Tensor) -> Tensor:
+        """(B, M) bool: what EVS keeps of each clip at its own rate."""
+        thw = self.family.merged(grid)
+        with torch.no_grad():
+            masks = [compute_retention_mask(m, thw, 1, q) for m, q in zip(media_BMD, prune.tolist(), strict=True)]
+        return torch.stack(masks)
+
+    def checkpoint_weights(self) -> dict[str, Tensor]:
+        """Tensors under the names and in the shapes of the released checkpoints."""
+        return self.family.checkpoint_weights(self.state_dict(), self.config)
+
+
+def put_media(rows_BL: Tensor, media_BM: Tensor, spans: list[MediaSpan]) -> Tensor:
+    """(B, L, ...) with the media (B, M, ...) in the place of their spans, which stand in order."""
+    pieces, end = [], 0
+    for span, media in zip(spans, media_BM.split([span.num_tokens for span in spans], dim=1), strict=True):
+        pieces += [rows_BL[:, end : span.offset], media]
+        end = span.offset + span.num_tokens
+    return torch.cat([*pieces, rows_BL[:, end:]], dim=1)
+
+
+@dataclass(eq=False)
+class Batch:
+    """Scenes of one size with their questions, ready for `TinyModel`."""
+
+    pixels: Tensor  # (B, frames, H, W, 3) uint8
+    grid: tuple[int, int, int]
+    spans: list[MediaSpan]  # where the medium stands in the row
+    ids_BL: Tensor
+    positions_3L: Tensor
+    mask_LL: Tensor  # bool, True where a row may see a column
+    target_rows: Tensor  # (A,) scene of each answer token
+    target_columns: Tensor  # (A,) place in the sequence from which it is predicted
+    targets: Tensor  # (A,) its id
+    question_of_target: Tensor  # (A,) number of the question, scene-major
+
+
+class PromptBuilder:
+    """Token ids of prefixes and tails, made with the real chat template and tokenizer, and kept."""
+
+    def __init__(self, family: TinyFamily, tokenizer: Tokenizer, config: dict):
+        self.family, self.tokenizer, self.config = family, tokenizer, config
+        self.template = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=family.chat_template)
+        self._tails, self._prefixes, self._layouts = {}, {}, {}
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def split(self, question: str, answer: str | None, media: str) -> tuple[list[int], list[int]]:
+        """Ids up to and with the end of the medium (one placeholder), and the ids behind it, up to the answer's end."""
+        messages = [{"role": "user", "content": [{"type": media}, {"type": "text", "text": question}]}]
+        text = self.template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text += f"{answer}{self.family.end_of_turn}" if answer is not None else ""
+        ids = self.encode(text)
+        cut = ids.index(self.tokenizer.token_to_id(self.family.end_of_media[media])) + 1
+        return ids[:cut], ids[cut:]
+
+    def tail(self, question: str, answer: str) -> tuple[list[int], int]:
+        """Ids of question and answer, and how many of them are the answer's (with the end of the turn)."""
+        key = (question, answer)
+        if key not in self._tails:
+            ids = self.split(question, answer, "image")[1]
+            self._tails[key] = ids, len(ids) - len(self.split(question, None, "image")[1])
+        return self._tails[key]
+
+    def prefix(self, media: str, grid: tuple[int, int, int], seconds: tuple) -> tuple[list[int], list[MediaSpan]]:
+        """Ids up to and with the end of the medium, all of its tokens in place, and the spans that these fill."""
+        key = (media, grid, seconds)
+        if key not in self._prefixes:
+            ids, token = self.split("?", "", media)[0], self.family.media_token(self.config, media)
+            self._prefixes[key] = self.family.place_media(ids, token, grid, seconds, self.encode)
+        return self._prefixes[key]
+
+    def layout(self, length: int, spans: list[MediaSpan], num_tails: int, tail_length: int) -> tuple[Tensor, Tensor]:
+        """(positions (3, L), mask (L, L)) of a row of tails behind a prefix of `length` tokens."""
+        key = (length, tuple(spans), num_tails, tail_length)
+        if key not in self._layouts:
+            positions = self.family.positions(length + tail_length, spans)
+            positions = torch.cat([positions[:, :length], positions[:, length:].repeat(1, num_tails)], dim=1)
+            self._layouts[key] = positions, row_mask(length, num_tails, tail_length)
+        return self._layouts[key]
+
+    def batch(
+        self, pixels: np.ndarray | Tensor, questions: list[list], *, seconds: Sequence[Sequence[float]] | None = None
+    ) -> Batch:
+        """Scenes (B, frames, H, W, 3) uint8, each with the same number of questions (`.text`, `.answer`).
+
+        seconds: of each step in time of each clip; None for pictures. With k times as many rows of questions and
+        seconds as scenes, each scene is told k times in succession. Raises ValueError when prompts of one batch differ
+        in more than the names of their tokens.
+        """
+        media, grid = "image" if seconds is None else "video", self.family.grid(pixels.shape)
+        prefixes = [self.prefix(media, grid, tuple(row)) for row in seconds or [()] * len(questions)]
+        spans, lengths = prefixes[0][1], {len(ids) for ids, _ in prefixes}
+        if len(lengths) > 1 or any(other != spans for _, other in prefixes):
+            raise ValueError(f"seconds: prompts of one batch must be alike, got lengths {sorted(lengths)}")
+        tails = [[self.tail(q.text, q.answer) for q in row] for row in questions]
+        longest, [length] = max(len(ids) for row in tails for ids, _ in row), lengths
+        positions, mask = self.layout(length, spans, len(tails[0]), longest)
+        pad = self.family.pad_id(self.config)
+        ids = np.full((len(tails), length + len(tails[0]) * longest), pad)
+        ids[:, :length] = [prefix for prefix, _ in prefixes]
+        rows, columns, numbers = [], [], []
+        for b, row in enumerate(tails):
+            for q, (tail, answer_length) in enumerate(row):
+                begin = length + q * longest
+                ids[b, begin : begin + len(tail)] = tail
+                rows += [b] * answer_length
+                columns += range(begin + len(tail) - answer_length - 1, begin + len(tail) - 1)
+                numbers += [b * len(row) + q] * answer_length
+        ids, rows, columns = torch.from_numpy(ids), torch.tensor(rows), torch.tensor(columns)
+        return Batch(
+            torch.as_tensor(pixels), grid, spans, ids, positions, mask,
+            rows, columns, ids[rows, columns + 1], torch.tensor(numbers),
+        )  # fmt: skip
+
+
+def row_mask(prefix: int, num_tails: int, tail_length: int) -> Tensor:
+    """(L, L) bool: causal, and a tail sees the prefix and itself but no other tail."""
+    owner = torch.cat([torch.full((prefix,), -1), torch.arange(num_tails).repeat_interleave(tail_length)])
+    causal = torch.ones(len(owner), len(owner), dtype=torch.bool).tril()
+    return causal & ((owner[None, :] == -1) | (owner[None, :] == owner[:, None]))

@@ -1,0 +1,237 @@
+"""Step3-VL's pictures: one overview of the whole, and square crops that see the details.
+
+    image (W, H)
+       | pad          a thin strip becomes a square (black, picture top left)
+       | resize       sides above `max_side` scaled down           Pillow, bilinear
+       +--> overview  image_size x image_size pixels, whatever the aspect ratio
+       | canvas       resized so that whole windows fit            Pillow, bilinear
+       +--> crops     the windows row by row, each crop_size x crop_size pixels
+    patch rows (N, C*P*P)    of all crops in order, then of the overview; P patch_size, C channels
+    CropLayout               rows x columns of crops
+
+In the prompt the crops come first, each between two marks, with a newline mark after every row of crops but the last;
+then the overview between two marks. Upstream: `ImagePatcher` and `Step3VisionProcessor` (vLLM).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from refvl.checks import check_positive_int, check_shape
+from refvl.pixels.media import load_image
+
+MIN_SIDE, THIN_RATIO = 32, 4  # a picture below this side and above this ratio is padded to a square
+SQUARE_RATIO = 1.5  # a small picture up to this ratio is seen well enough in the overview
+SPARE_REMAINDER = 0.2  # of a window: a larger remainder gets a window of its own
+
+
+@dataclass(frozen=True, slots=True)
+class CropConfig:
+    """How a picture is cut. The defaults are the constants of the released model; sides are in pixels."""
+
+    image_size: int = 728  # of the overview
+    crop_size: int = 504
+    patch_size: int = 14
+    max_side: int = 3024
+    enable_crops: bool = True  # False: overviews only
+    image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # OpenAI CLIP
+    image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+
+    def __post_init__(self):
+        for name in ("image_size", "crop_size", "patch_size", "max_side"):
+            check_positive_int(getattr(self, name), name)
+        for name in ("image_size", "crop_size"):
+            if getattr(self, name) % self.patch_size:
+                raise ValueError(
+                    f"{name}: must be a multiple of patch_size={self.patch_size}, got {getattr(self, name)}"
+                )
+
+    @classmethod
+    def from_hf(cls, config) -> "CropConfig":
+        """From a model's config or its vision config, as an object or a dict.
+
+        Released configs say `image_size` and `patch_size`; small ones may say `crop_size` and `max_side` as well.
+        """
+        values = config if isinstance(config, dict) else config.to_dict()
+        values = values.get("vision_config", values)
+        names = ("image_size", "crop_size", "patch_size", "max_side")
+        return cls(**{name: values[name] for name in names if values.get(name) is not None})
+
+
+RELEASED = CropConfig()
+
+
+class CropLayout(NamedTuple):
+    """How many rows and columns of crops a picture has; (0, 0) for none. The overview is always there."""
+
+    rows: int
+    columns: int
+
+    @property
+    def crops(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def newlines(self) -> int:
+        """Newline marks in the prompt: after each row of crops but the last."""
+        return max(0, self.rows - 1)
+
+    @property
+    def newline_mask(self) -> tuple[bool, ...]:
+        """Per crop, whether a newline mark follows it. Upstream: `patch_newline_mask`."""
+        ends = (column == self.columns - 1 for _ in range(self.rows) for column in range(self.columns))
+        return tuple(end and i < self.crops - 1 for i, end in enumerate(ends))
+
+
+@dataclass(frozen=True, slots=True)
+class CropPlan:
+    """What becomes of a picture, before a pixel is touched; sizes are (width, height) in pixels."""
+
+    padded: tuple[int, int]
+    resized: tuple[int, int]  # what the overview is made of
+    window: int  # side of the windows on the canvas; 0 without crops
+    canvas: tuple[int, int]  # the picture the windows are cut from
+    layout: CropLayout
+
+    @property
+    def boxes(self) -> list[tuple[int, int, int, int]]:
+        """(left, top, right, bottom) of each window on the canvas, row by row; may reach beyond a low canvas."""
+        side, (rows, columns) = self.window, self.layout
+        return [(c * side, r * side, (c + 1) * side, (r + 1) * side) for r in range(rows) for c in range(columns)]
+
+
+def as_crop_layouts(layouts, name: str = "layouts") -> list[CropLayout]:
+    """Normalise (rows, columns) of crops, one pair per picture; (0, 0) says none. A sequence or a tensor (pictures, 2).
+
+    Raises TypeError for a wrong kind, ValueError for negative numbers or rows without columns.
+    """
+    layouts = layouts.tolist() if hasattr(layouts, "__array__") else layouts
+    if not isinstance(layouts, Sequence) or isinstance(layouts, str):
+        raise TypeError(f"{name}: expected a sequence of (rows, columns), got {type(layouts).__name__}")
+    checked = []
+    for i, layout in enumerate(layouts):
+        if not isinstance(layout, Sequence) or isinstance(layout, str) or len(layout) != 2:
+            raise ValueError(f"{name}[{i}]: expected (rows, columns) of crops, got {layout!r}")
+        if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in layout):
+            raise TypeError(f"{name}[{i}]: expected two integers, got {layout!r}")
+        rows, columns = map(int, layout)
+        if min(rows, columns) < 0 or (rows == 0) != (columns == 0):
+            raise ValueError(
+                f"{name}[{i}]: rows and columns are both positive, or both 0 without crops, got {layout!r}"
+            )
+        checked.append(CropLayout(rows, columns))
+    return checked
+
+
+def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_tokens: int = 169) -> int:
+    """Tokens of a picture in the prompt, marks included: every crop and the overview stand between two.
+
+    >>> count_prompt_tokens(CropLayout(2, 2))
+    504
+    """
+    return layout.crops * (crop_tokens + 2) + layout.newlines + image_tokens + 2
+
+
+def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPlan:
+    """Where a picture of width x height pixels is cut.
+
+    Ratios are compared in floating point exactly as upstream compares them: 330 / 150 leaves a remainder just above
+    0.2, so that one more window is cut than on paper, and prompts must agree with those the model was trained on.
+
+    >>> plan_crops(1024, 768).layout
+    CropLayout(rows=2, columns=2)
+    """
+    padded = _pad_thin(check_positive_int(width, "width"), check_positive_int(height, "height"))
+    resized = _limit(*padded, config.max_side)
+    window = choose_window(*resized, config) if config.enable_crops else 0
+    if not window:
+        return CropPlan(padded, resized, 0, resized, CropLayout(0, 0))
+    columns, rows = (_count_windows(side, window) for side in resized)
+    # A side below the window keeps its length; the windows then reach beyond the canvas, which reads as black.
+    canvas = tuple(side if side < window else n * window for side, n in zip(resized, (columns, rows), strict=True))
+    return CropPlan(padded, resized, window, canvas, CropLayout(rows, columns))
+
+
+def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int:
+    """The side of the crops' windows in pixels; 0 when the overview is enough. Upstream: `determine_window_size`.
+
+    Below `image_size`: none, unless the picture is elongated; then its short side. Above: `crop_size`, or the short
+    side of a long strip if that is less.
+    """
+    long, short = max(width, height), min(width, height)
+    if long < config.image_size:
+        return short if long / short > SQUARE_RATIO else 0
+    return min(short, config.crop_size) if long / short > THIN_RATIO else config.crop_size
+
+
+def cut_crops(image, config: CropConfig = RELEASED) -> tuple[Image.Image, list[Image.Image], CropPlan]:
+    """Anything `load_image` takes -> (the picture for the overview, its crops row by row, the plan)."""
+    image = load_image(image)
+    plan = plan_crops(*image.size, config)
+    if plan.padded != image.size:
+        square = Image.new("RGB", plan.padded)
+        square.paste(image, (0, 0))
+        image = square
+    image = image.resize(plan.resized, Image.Resampling.BILINEAR)
+    canvas = image.resize(plan.canvas, Image.Resampling.BILINEAR)
+    return image, [canvas.crop(box) for box in plan.boxes], plan
+
+
+def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED) -> Tensor:
+    """A picture -> (3, side, side) float32: to [0, 1], normalised, and only then resized, bilinear with antialias.
+
+    The order matters: this resize works on floats, which are neither rounded nor clamped to 8 bits.
+    """
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+    mean, std = (torch.tensor(x).view(3, 1, 1) for x in (config.image_mean, config.image_std))
+    pixels = ((pixels - mean) / std)[None]
+    return F.interpolate(pixels, size=(side, side), mode="bilinear", antialias=True, align_corners=False)[0]
+
+
+def square_patch_rows(pixels: Tensor, patch_size: int) -> Tensor:
+    """(B, C, S, S) -> (B * (S/P)^2, C*P*P): patches row by row; within one channel, patch row, patch column.
+
+    What a convolution with kernel = stride = P sees. Pixels right and below of the last whole patch are left out, as it
+    leaves them.
+    """
+    check_shape(pixels, ("B", "C", "S", "S"), "pixels")
+    B, C, height, width = pixels.shape
+    if height != width or height < patch_size:
+        raise ValueError(f"pixels: expected squares of at least {patch_size} pixels, got {tuple(pixels.shape)}")
+    n = height // patch_size
+    blocks = (
+        pixels[:, :, : n * patch_size, : n * patch_size].unflatten(3, (n, patch_size)).unflatten(2, (n, patch_size))
+    )
+    return blocks.permute(0, 2, 4, 1, 3, 5).reshape(B * n * n, C * patch_size**2)
+
+
+def patchify_crops(image, config: CropConfig = RELEASED) -> tuple[Tensor, CropLayout]:
+    """Anything `load_image` takes -> (patch rows (N, C*P*P) float32 of all crops, then the overview; the layout)."""
+    image, crops, plan = cut_crops(image, config)
+    squares = [prepare_pixels(crop, config.crop_size, config) for crop in crops]
+    squares.append(prepare_pixels(image, config.image_size, config))
+    return torch.cat([square_patch_rows(square[None], config.patch_size) for square in squares]), plan.layout
+
+
+def _pad_thin(width: int, height: int) -> tuple[int, int]:
+    is_thin = min(width, height) < MIN_SIDE and max(width, height) > THIN_RATIO * min(width, height)
+    return (max(width, height),) * 2 if is_thin else (width, height)
+
+
+def _limit(width: int, height: int, max_side: int) -> tuple[int, int]:
+    """Scaled down to `max_side`, truncated in floating point as upstream does: 3023 may come out, never 3025."""
+    if max(width, height) <= max_side:
+        return width, height
+    scale = max_side / max(width, height)
+    return max(1, int(width * scale)), max(1, int(height * scale))
+
+
+def _count_windows(side: int, window: int) -> int:
+    ratio = side / window
+    return max(1, int(ratio) + (ratio - side // window > SPARE_REMAINDER)) if ratio >= 1 else 1

@@ -1,0 +1,372 @@
+"""Pixels to patch rows: the border between a picture and the encoder.
+
+    image (H, W)  or  frames (T, H, W, 3) uint8
+       | resize       sides to multiples of P * m, area into [min_pixels, max_pixels]
+       | normalize    to [0, 1], then (x - mean) / std per channel
+    pixels (T, C, h*P, w*P) float32
+       | patch_rows   pad T to a multiple of Tp by repeating the last frame, then cut
+    patches (N, C*Tp*P*P), grid (t, h, w)    N = t * h * w rows in merge-block order
+
+P patch_size, Tp temporal_patch_size, m merge_size, N patches, C channels. A grid counts patches.
+
+Images follow the Pillow backend of transformers (`Qwen2VLImageProcessorPil`) bit for bit, videos its torchvision
+backend (`Qwen2VLVideoProcessor`), which is the only one there is; torchvision itself is not needed. The two backends
+round differently, so the same picture as an image and as a clip gives slightly different values.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from refvl.checks import Grid, as_grids, check_positive_int, check_shape
+from refvl.pixels.media import as_frames, load_image
+
+MAX_ASPECT_RATIO = 200
+VIDEO_DEFAULTS = {"min_pixels": 128 * 28 * 28, "max_pixels": 768 * 28 * 28, "cap_pixels_per_frame": True}
+
+
+@dataclass(frozen=True, slots=True)
+class PatchConfig:
+    """How pixels become patch rows. The defaults are those of an image in transformers; `for_video` has a clip's.
+
+    Pixel budgets are areas, per picture or frame. `cap_pixels_per_frame` bounds the sum over a clip as well: each
+    frame gets an even share of 90 % of `max_video_tokens` tokens' worth of pixels, so that a long clip cannot outgrow
+    the context. Released checkpoints come with the image budget of 16,384 tokens for every frame; the cap is what the
+    reference implementation (qwen-vl-utils) does and is on for clips, while transformers (5.17 to 5.23) leaves it off
+    unless asked.
+    """
+
+    patch_size: int = 14
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # OpenAI CLIP
+    image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    rescale_factor: float = 1 / 255
+    cap_pixels_per_frame: bool = False
+    max_video_tokens: int = 128_000
+    fps: float = 2.0  # how densely a clip is sampled, see refvl.pixels.media
+    min_frames: int = 4
+    max_frames: int = 768
+
+    def __post_init__(self):
+        for name in ("patch_size", "temporal_patch_size", "merge_size", "min_pixels", "max_pixels"):
+            check_positive_int(getattr(self, name), name)
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels: must not exceed max_pixels={self.max_pixels}, got {self.min_pixels}")
+        for name in ("image_mean", "image_std"):
+            if len(getattr(self, name)) != 3:
+                raise ValueError(f"{name}: expected one value per RGB channel, got {getattr(self, name)!r}")
+
+    @classmethod
+    def for_video(cls, **changes) -> "PatchConfig":
+        """The defaults of a clip: a smaller budget per frame and the cap on the whole."""
+        return cls(**(VIDEO_DEFAULTS | changes))
+
+    @classmethod
+    def from_dict(cls, values: dict, kind: str = "image") -> "PatchConfig":
+        """From the contents of a preprocessor file; unknown keys are ignored, missing ones take the default of `kind`.
+
+        The pixel budget may be `min_pixels` and `max_pixels`, at the top or inside `size`, or the areas that `size`
+        calls `shortest_edge` and `longest_edge`. Raises ValueError for a preprocessing this library does not have.
+        """
+        _check_supported(values)
+        size = values.get("size") or {}
+        known = {f.name: values[f.name] for f in fields(cls) if values.get(f.name) is not None}
+        for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            found = [v for v in (values.get(name), size.get(edge), size.get(name)) if v is not None]
+            known |= {name: found[0]} if found else {}
+        known |= {name: tuple(known[name]) for name in ("image_mean", "image_std") if name in known}
+        return cls.for_video(**known) if kind == "video" else cls(**known)
+
+    @classmethod
+    def from_folder(cls, folder, kind: str = "image") -> "PatchConfig":
+        """From a checkpoint folder; kind is "image" or "video".
+
+        The first that is there counts, as in transformers: the section `image_processor` / `video_processor` of
+        processor_config.json, then for a video video_preprocessor_config.json, then preprocessor_config.json.
+        Raises FileNotFoundError when there is none, ValueError when one cannot be read.
+        """
+        if kind not in ("image", "video"):
+            raise ValueError(f'kind: expected "image" or "video", got {kind!r}')
+        folder, names = Path(folder), ["preprocessor_config.json"]
+        if kind == "video":
+            names.insert(0, "video_preprocessor_config.json")
+        if (nested := folder / "processor_config.json").is_file():
+            section = read_json(nested).get(f"{kind}_processor")
+            if section is not None:
+                return cls.from_dict(section, kind)
+        for path in (folder / name for name in names):
+            if path.is_file():
+                return cls.from_dict(read_json(path), kind)
+        raise FileNotFoundError(f"folder: {folder} has no {kind} settings (looked for processor_config.json, {names})")
+
+    @property
+    def factor(self) -> int:
+        """Sides of the resized picture are multiples of this: one merged token is factor x factor pixels."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def patch_values(self) -> int:
+        """Values in one patch row: C * Tp * P * P."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def max_image_tokens(self) -> int:
+        """A picture takes no more, unless it is so thin that its short side is one token already."""
+        return self.max_pixels // (self.patch_size * self.merge_size) ** 2
+
+    def fit(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
+        """`smart_resize` with the budget that each of `num_frames` frames has."""
+        budget = self.frame_budget(num_frames)
+        return smart_resize(height, width, factor=self.factor, min_pixels=self.min_pixels, max_pixels=budget)
+
+    def frame_budget(self, num_frames: int) -> int:
+        """The largest area one frame may have in a clip of `num_frames` (before padding)."""
+        if not self.cap_pixels_per_frame:
+            return self.max_pixels
+        clip_budget = int(self.max_video_tokens * self.factor**2 * 0.9)
+        share = clip_budget * self.temporal_patch_size // num_frames
+        return max(min(self.max_pixels, share), int(self.min_pixels * 1.05))
+
+
+@dataclass(frozen=True, slots=True)
+class Glm4vPatchConfig(PatchConfig):
+    """GLM's: budgets are areas over all frames, a picture counting as `temporal_patch_size` of them."""
+
+    min_pixels: int = 112 * 112
+    max_pixels: int = 28 * 28 * 15000
+    max_frames: int = 640
+    max_duration: float = 300.0  # seconds, beyond which GLM-4.1V spreads its frames
+
+    @classmethod
+    def for_video(cls, **changes) -> "Glm4vPatchConfig":
+        """The defaults of a clip: a larger budget, because it is for all frames."""
+        return cls(**({"max_pixels": 28 * 28 * 2 * 30000} | changes))
+
+    @property
+    def max_image_tokens(self) -> int:
+        """`temporal_patch_size` times fewer than the area holds, as a picture counts that often."""
+        return self.max_pixels // (self.temporal_patch_size * (self.patch_size * self.merge_size) ** 2)
+
+    def fit(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
+        """`smart_resize_video`; frames count as they are padded, in whole steps of the grid."""
+        step = self.temporal_patch_size
+        return smart_resize_video(
+            math.ceil(num_frames / step) * step, height, width,
+            temporal_factor=step, factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GlmgaPatchConfig(Glm4vPatchConfig):
+    """GLM-GA's: sides may be asked to be multiples of several merged tokens."""
+
+    patch_expand_factor: int = 1
+
+    def __post_init__(self):
+        PatchConfig.__post_init__(self)
+        check_positive_int(self.patch_expand_factor, "patch_expand_factor")
+
+    @classmethod
+    def for_video(cls, **changes) -> "GlmgaPatchConfig":
+        """The defaults of a clip: almost twice the budget of the other GLMs."""
+        return cls(**({"max_pixels": 28 * 28 * 2 * 55790} | changes))
+
+    @property
+    def factor(self) -> int:
+        """Sides of the resized picture are multiples of this."""
+        return self.patch_size * self.merge_size * self.patch_expand_factor
+
+
+def _check_supported(values: dict) -> None:
+    for name, wanted in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", 3)):
+        if values.get(name, wanted) not in (wanted, None):
+            raise ValueError(f"{name}: this preprocessing always has {name}={wanted!r}, got {values[name]!r}")
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file; ValueError, naming the file, for anything else."""
+    try:
+        values = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not a JSON file ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(values).__name__}")
+    return values
+
+
+def smart_resize(
+    height: int, width: int, *, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 28 * 28 * 1280
+) -> tuple[int, int]:
+    """The (height, width) to resize to: multiples of `factor`, area within the budget, ratio as near as that allows.
+
+    A picture too large is rounded down, one too small rounded up, so that the budget holds; a thin one may stay above
+    max_pixels, because no side goes below `factor`. Raises ValueError for an aspect ratio above 200.
+
+    >>> smart_resize(427, 640)
+    (420, 644)
+    """
+    height, width = check_positive_int(height, "height"), check_positive_int(width, "width")
+    _check_aspect_ratio(height, width)
+    return _fit_budget(height, width, factor, min_pixels, max_pixels)
+
+
+def smart_resize_video(
+    num_frames: int,
+    height: int,
+    width: int,
+    *,
+    temporal_factor: int = 2,
+    factor: int = 28,
+    min_pixels: int = 112 * 112,
+    max_pixels: int = 28 * 28 * 2 * 6144,
+) -> tuple[int, int]:
+    """GLM's `smart_resize`: the budgets count the pixels of all frames, and tiny pictures are enlarged first.
+
+    num_frames: of the clip; a picture counts as `temporal_factor` frames. temporal_factor: frames per step of the grid,
+    of which the budgets count whole ones. Raises ValueError for fewer frames than that, and for an aspect ratio above
+    200. Upstream: `smart_resize` of GLM-4.1V (transformers).
+
+    >>> smart_resize_video(2, 480, 640), smart_resize_video(600, 480, 640)
+    ((476, 644), (84, 140))
+    """
+    num_frames = check_positive_int(num_frames, "num_frames")
+    height, width = check_positive_int(height, "height"), check_positive_int(width, "width")
+    if num_frames < check_positive_int(temporal_factor, "temporal_factor"):
+        raise ValueError(f"num_frames: must be at least temporal_factor={temporal_factor}, got {num_frames}")
+    if min(height, width) < factor:
+        enlarge = max(factor / height, factor / width)
+        height, width = int(height * enlarge), int(width * enlarge)
+    _check_aspect_ratio(height, width)
+    whole_steps = round(num_frames / temporal_factor) * temporal_factor
+    return _fit_budget(height, width, factor, min_pixels, max_pixels, num_frames, whole_steps)
+
+
+def _check_aspect_ratio(height: int, width: int) -> None:
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise ValueError(
+            f"height, width: the aspect ratio may be at most {MAX_ASPECT_RATIO}, got {height} x {width} "
+            f"({max(height, width) / min(height, width):.1f})"
+        )
+
+
+def _fit_budget(
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: int = 1, counted_frames: int = 1
+) -> tuple[int, int]:
+    """Sides rounded to `factor`, then changed when `counted_frames` of them leave the budget that is for `frames`."""
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if counted_frames * new_height * new_width > max_pixels:
+        shrink = math.sqrt((frames * height * width) / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif counted_frames * new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (frames * height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+def plan_size(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> tuple[int, int]:
+    """The (height, width) that `config` resizes a picture to, or each of `num_frames` frames."""
+    return config.fit(height, width, num_frames)
+
+
+def plan_grid(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> Grid:
+    """The grid (t, h, w) in patches of a picture or clip of this size, without touching a pixel."""
+    num_frames = check_positive_int(num_frames, "num_frames")
+    new_height, new_width = plan_size(height, width, config, num_frames)
+    t = math.ceil(num_frames / config.temporal_patch_size)
+    return t, new_height // config.patch_size, new_width // config.patch_size
+
+
+def count_tokens(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> int:
+    """How many tokens of the language model a picture or clip of this size takes, start and end marks not counted."""
+    t, h, w = plan_grid(height, width, config, num_frames)
+    return t * h * w // config.merge_size**2
+
+
+def patchify_image(image, config: PatchConfig) -> tuple[Tensor, Grid]:
+    """Anything `load_image` takes -> (patches (N, C*Tp*P*P) float32, (1, h, w)).
+
+    Raises ValueError for an aspect ratio above 200.
+    """
+    resized = resize_image(load_image(image), config)
+    pixels = torch.from_numpy(np.array(resized)).permute(2, 0, 1)[None]  # (1, C, H, W) uint8
+    return patch_rows(normalize(pixels, config), config)
+
+
+def patchify_video(frames, config: PatchConfig) -> tuple[Tensor, Grid]:
+    """Sampled frames, (T, H, W, 3) uint8 or anything `as_frames` takes -> (patches (N, C*Tp*P*P) float32, (t, h, w)).
+
+    Raises ValueError for no frames and for an aspect ratio above 200.
+    """
+    return patch_rows(normalize(resize_frames(as_frames(frames), config), config, fused=True), config)
+
+
+def resize_image(image: Image.Image, config: PatchConfig) -> Image.Image:
+    """Bicubic in Pillow, on 8 bits."""
+    height, width = plan_size(image.height, image.width, config)
+    return image.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def resize_frames(frames: np.ndarray, config: PatchConfig) -> Tensor:
+    """(T, H, W, 3) uint8 -> (T, 3, H', W') uint8, bicubic with antialias in torch; it must stay 8 bits to be exact."""
+    num_frames, height, width, _ = frames.shape
+    size = plan_size(height, width, config, num_frames)
+    pixels = torch.from_numpy(np.ascontiguousarray(frames.transpose(0, 3, 1, 2)))
+    return F.interpolate(pixels, size=size, mode="bicubic", antialias=True, align_corners=False)
+
+
+def normalize(pixels: Tensor, config: PatchConfig, *, fused: bool = False) -> Tensor:
+    """(T, C, H, W) of 0..255 -> float32, (x * rescale_factor - mean) / std per channel.
+
+    The two backends agree to about 1e-6 only, so both orders of rounding are here: the Pillow backend rescales in
+    float64 first; `fused` folds the rescaling into mean and std, as the torchvision backend does.
+    """
+    mean, std = (torch.tensor(x, dtype=torch.float32).view(-1, 1, 1) for x in (config.image_mean, config.image_std))
+    if fused:
+        return (pixels.float() - mean * (1 / config.rescale_factor)) / (std * (1 / config.rescale_factor))
+    return ((pixels.double() * config.rescale_factor).float() - mean) / std
+
+
+def patch_rows(pixels: Tensor, config: PatchConfig) -> tuple[Tensor, Grid]:
+    """(T, C, H, W) -> (patches (N, C*Tp*P*P), (t, h, w)), rows in merge-block order.
+
+    For each t, block row and block column come the m * m patches of the block; within a row channel, time, patch row,
+    patch column. T is padded to a multiple of Tp by repeating the last frame (so a still image is repeated Tp times).
+    Raises ValueError when H or W is no multiple of P * m.
+    """
+    check_shape(pixels, ("T", 3, "H", "W"), "pixels")
+    m, P, Tp = config.merge_size, config.patch_size, config.temporal_patch_size
+    T, C, H, W = pixels.shape
+    if T == 0 or H % config.factor or W % config.factor or not H * W:
+        raise ValueError(f"pixels: needs frames, and sides in multiples of {config.factor}, got {tuple(pixels.shape)}")
+    pixels = torch.cat([pixels, pixels[-1:].expand(-T % Tp, -1, -1, -1)])
+    t, h, w = len(pixels) // Tp, H // P, W // P
+    blocks = pixels.view(t, Tp, C, h // m, m, P, w // m, m, P)
+    #                    0  1   2  3       4  5  6       7  8   ->  t, block row, block col, row, col, C, Tp, P, P
+    return blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, config.patch_values), (t, h, w)
+
+
+def unpatchify(patches: Tensor, grid: Sequence[int], config: PatchConfig) -> np.ndarray:
+    """(N, C*Tp*P*P) rows of one item -> (t*Tp, H, W, 3) uint8: the resized picture back, for looking at.
+
+    Undoes `patch_rows` and `normalize`, exactly for float32 rows; padding frames stay.
+    """
+    m, P, Tp = config.merge_size, config.patch_size, config.temporal_patch_size
+    [(t, h, w)] = as_grids([grid], spatial_merge_size=m, name="grid")
+    check_shape(patches, (t * h * w, config.patch_values), "patches")
+    blocks = patches.detach().float().cpu().reshape(t, h // m, w // m, m, m, 3, Tp, P, P)
+    pixels = blocks.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(t * Tp, h * P, w * P, 3)
+    mean, std = torch.tensor(config.image_mean), torch.tensor(config.image_std)
+    return ((pixels * std + mean) / config.rescale_factor).round().clamp(0, 255).to(torch.uint8).numpy()

@@ -1,0 +1,200 @@
+"""MiniCPM-V's pictures: an overview, and slices of a larger copy, each near the size the tower was trained on.
+
+    picture (W, H)
+       | slice_grid       how many columns and rows; none when the overview holds all there is to see
+       | plan_slices      sizes: overview and slices, multiples of P
+       | slice_image      bicubic in Pillow: [overview, slice 1, slice 2, ...], slices row by row
+       | patchify_slices  [0, 255] -> (x / 255 - mean) / std, cut into patches
+    patch rows (N, 3*P*P), tgt_sizes [(h, w), ...]     N patches of all slices, h x w of them in each
+
+P patch_size. Sizes in pixels are (width, height), as Pillow and the checkpoints' own preprocessing have them; tgt_sizes
+count patches and are (height, width). A slice keeps the ratio of its cell, so it is hardly ever a square: the area is
+what is kept near scale_resolution ** 2.
+
+The checkpoints' code lays each slice out as a strip, (3, P, L * P) for L patches, which `patch_strip` shows; here
+patches travel as rows, because rows of different slices can be put one after another.
+Paper: LLaVA-UHD, arXiv 2403.11703. Upstream: `MiniCPMVImageProcessor`, in transformers `MiniCPMV4_6ImageProcessorPil`,
+which rounds sides to four patches where versions 2.0 to 4.5 round to one.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from refvl.checks import check_positive_int, check_shape
+from refvl.pixels.media import load_image
+from refvl.pixels.patches import normalize, read_json
+
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SliceConfig:
+    """How a picture is sliced. The defaults are those of all released versions."""
+
+    max_slice_nums: int = 9
+    scale_resolution: int = 448  # the side of the square whose area a slice has
+    patch_size: int = 14
+    use_image_id: bool = False
+    image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    rescale_factor: float = 1 / 255
+
+    def __post_init__(self):
+        for name in ("max_slice_nums", "scale_resolution", "patch_size"):
+            check_positive_int(getattr(self, name), name)
+        for name in ("image_mean", "image_std"):
+            if len(getattr(self, name)) != 3:
+                raise ValueError(f"{name}: expected one value per RGB channel, got {getattr(self, name)!r}")
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "SliceConfig":
+        """From the contents of preprocessor_config.json or config.json; unknown keys are ignored.
+
+        Raises ValueError where slicing is switched off: then a picture of any size would reach the tower.
+        """
+        if not values.get("slice_mode", True):
+            raise ValueError("slice_mode: this preprocessing always has slice_mode=True, got False")
+        values = dict(values)
+        for theirs, ours in (("norm_mean", "image_mean"), ("norm_std", "image_std")):
+            if theirs in values:
+                values[ours] = tuple(values[theirs])
+        known = {f.name: values[f.name] for f in fields(cls) if values.get(f.name) is not None}
+        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in known.items()})
+
+    @classmethod
+    def from_folder(cls, folder: Path, defaults: dict) -> "SliceConfig":
+        """preprocessor_config.json over `defaults`; version 2.0 has no such file, its config.json says the sizes."""
+        file = Path(folder) / "preprocessor_config.json"
+        return cls.from_dict(defaults | (read_json(file) if file.is_file() else {}))
+
+
+@dataclass(frozen=True, slots=True)
+class SlicePlan:
+    """Sizes of a picture's overview and slices, without a pixel touched."""
+
+    overview: Size  # pixels, (width, height)
+    grid: Size | None  # (columns, rows); None: the overview only
+    cell: Size | None  # pixels of each slice
+    patch_size: int
+
+    @property
+    def tgt_sizes(self) -> list[Size]:
+        """(height, width) in patches: of the overview, then of every slice."""
+        columns, rows = self.grid or (0, 0)
+        sizes = [self.overview] + [self.cell] * (columns * rows)
+        return [(height // self.patch_size, width // self.patch_size) for width, height in sizes]
+
+
+def slice_grid(width: int, height: int, config: SliceConfig) -> Size | None:
+    """(columns, rows) that a picture is cut into; None when the overview is enough.
+
+    As many slices as the area holds squares of scale_resolution (at most max_slice_nums), one more or one less where
+    that meets the ratio of the sides better. Upstream: `get_sliced_grid`.
+
+    >>> slice_grid(1920, 1080, SliceConfig()), slice_grid(448, 448, SliceConfig())
+    ((4, 2), None)
+    """
+    width, height = check_positive_int(width, "width"), check_positive_int(height, "height")
+    wanted = min(math.ceil(width * height / config.scale_resolution**2), config.max_slice_nums)
+    if wanted <= 1:
+        return None
+    log_ratio = math.log(width / height)
+    numbers = [n for n in (wanted - 1, wanted, wanted + 1) if 1 < n <= config.max_slice_nums]
+    grids = [(columns, n // columns) for n in numbers for columns in range(1, n + 1) if n % columns == 0]
+    return min(grids, key=lambda grid: abs(log_ratio - math.log(grid[0] / grid[1])))  # the first one on ties
+
+
+def plan_slices(width: int, height: int, config: SliceConfig) -> SlicePlan:
+    """What becomes of a picture of this size.
+
+    The overview is brought down to the area of one square, and up as well where there are no slices; slices always are.
+    Upstream: `find_best_resize`, `get_refine_size`.
+    """
+    grid = slice_grid(width, height, config)
+    if grid is None:
+        return SlicePlan(_fit_area(width, height, config, upscale=True), None, None, config.patch_size)
+    columns, rows = grid
+    whole = _round_to(width, columns) / columns, _round_to(height, rows) / rows
+    cell = _fit_area(*whole, config, upscale=True)
+    return SlicePlan(_fit_area(width, height, config, upscale=False), grid, cell, config.patch_size)
+
+
+def _fit_area(width: float, height: float, config: SliceConfig, *, upscale: bool) -> Size:
+    """Sides of the same ratio whose area is scale_resolution ** 2, rounded to patches; small pictures stay small."""
+    if upscale or width * height > config.scale_resolution**2:
+        ratio = width / height
+        height = int(config.scale_resolution / math.sqrt(ratio))
+        width = int(height * ratio)
+    return _round_to(width, config.patch_size), _round_to(height, config.patch_size)
+
+
+def _round_to(length: float, divisor: int) -> int:
+    return max(round(length / divisor) * divisor, divisor)
+
+
+def slice_image(image, config: SliceConfig) -> list[Image.Image]:
+    """Anything `load_image` takes -> [overview, slices row by row]."""
+    image = load_image(image)
+    plan = plan_slices(*image.size, config)
+    slices = [image.resize(plan.overview, Image.Resampling.BICUBIC)]
+    if plan.grid is None:
+        return slices
+    (columns, rows), (width, height) = plan.grid, plan.cell
+    enlarged = image.resize((columns * width, rows * height), Image.Resampling.BICUBIC)
+    corners = [(column * width, row * height) for row in range(rows) for column in range(columns)]
+    return slices + [enlarged.crop((left, top, left + width, top + height)) for left, top in corners]
+
+
+def patchify_slices(image, config: SliceConfig) -> tuple[Tensor, list[Size]]:
+    """Anything `load_image` takes -> (patch rows (N, 3*P*P) float32 of all slices in order, their tgt_sizes)."""
+    slices = slice_image(image, config)
+    pixels = [normalize(torch.from_numpy(np.array(s)).permute(2, 0, 1), config) for s in slices]
+    return (
+        torch.cat([patch_rows(p, config.patch_size) for p in pixels]),
+        [(p.shape[1] // config.patch_size, p.shape[2] // config.patch_size) for p in pixels],
+    )
+
+
+def patch_rows(pixels: Tensor, patch_size: int) -> Tensor:
+    """(3, H, W) -> (H/P * W/P, 3*P*P): a row per patch, row by row; within it channel, patch row, patch column.
+
+    Raises ValueError when H or W is no multiple of P.
+    """
+    P = patch_size
+    _, H, W = check_shape(pixels, (3, "H", "W"), "pixels").shape
+    if H % P or W % P or not H * W:
+        raise ValueError(f"pixels: sides must be multiples of patch_size={P}, got {H} x {W}")
+    blocks = pixels.reshape(3, H // P, P, W // P, P)  # C, row, P, column, P
+    return blocks.permute(1, 3, 0, 2, 4).reshape(-1, 3 * P * P)
+
+
+def patch_strip(rows: Tensor, patch_size: int) -> Tensor:
+    """(L, 3*P*P) rows of one slice -> (3, P, L*P): the patches side by side, as the checkpoints' code has them."""
+    P = patch_size
+    check_shape(rows, ("L", 3 * P * P), "rows")
+    return rows.reshape(-1, 3, P, P).permute(1, 2, 0, 3).reshape(3, P, -1)
+
+
+def strip_rows(strip: Tensor, patch_size: int) -> Tensor:
+    """(3, P, L*P) -> (L, 3*P*P): undoes `patch_strip`."""
+    P = patch_size
+    _, _, width = check_shape(strip, (3, P, "L*P"), "strip").shape
+    if width % P:
+        raise ValueError(f"strip: its length must be a multiple of patch_size={P}, got {width}")
+    return strip.reshape(3, P, -1, P).permute(2, 0, 1, 3).reshape(-1, 3 * P * P)
+
+
+def image_of_rows(rows: Tensor, tgt_size: Sequence[int], config: SliceConfig) -> np.ndarray:
+    """(h*w, 3*P*P) rows of one slice -> (H, W, 3) uint8: the slice back, for looking at."""
+    (h, w), P = tgt_size, config.patch_size
+    check_shape(rows, (h * w, 3 * P * P), "rows")
+    pixels = rows.detach().float().cpu().reshape(h, w, 3, P, P).permute(0, 3, 1, 4, 2).reshape(h * P, w * P, 3)
+    mean, std = torch.tensor(config.image_mean), torch.tensor(config.image_std)
+    return ((pixels * std + mean) / config.rescale_factor).round().clamp(0, 255).to(torch.uint8).numpy()

@@ -1,0 +1,33 @@
+"""Qwen2.5-VL's prompts: a picture or a clip is one block of equal tokens between two marks of the chat template.
+
+A clip's seconds are not written out; they scale the time axis of its positions.
+"""
+
+from refvl.checks import Grid
+from refvl.merge import MergedMedia
+from refvl.pixels.media import Video, load_video
+from refvl.pixels.patches import patchify_video
+from refvl.processors.chat import ChatProcessor, Patches
+
+
+class Qwen2_5_VLProcessor(ChatProcessor):
+    """Qwen2.5-VL: a clip is one block of tokens, and its seconds scale the time axis."""
+
+    def load_video(self, source, options: dict) -> Video:
+        """The checkpoint's rate and limits, unless the message says otherwise."""
+        config = self.video_config
+        rate = {} if "num_frames" in options else {"fps": config.fps}
+        limits = {"min_frames": config.min_frames, "max_frames": config.max_frames}
+        return load_video(source, **(rate | limits | options))
+
+    def _patchify_video(self, video: Video) -> Patches:
+        pixel_values, grid = patchify_video(video.frames, self.video_config)
+        second_per_grid = self.video_config.temporal_patch_size / video.fps
+        return Patches(video, pixel_values, grid, self.merged("video", grid, second_per_grid))
+
+    def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
+        """Only a video's time axis is scaled."""
+        vision, (t, h, w) = self.config.vision_config, layout
+        m = vision.spatial_merge_size
+        t_factor = float(second_per_grid) * vision.tokens_per_second if kind == "video" else 1.0
+        return MergedMedia(kind, (t, h // m, w // m), t_factor)

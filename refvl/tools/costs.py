@@ -1,0 +1,151 @@
+"""What a model costs before it is loaded: parameters, memory, tokens - from the config and sizes alone."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from refvl.pipeline import VLM
+from refvl.pixels.media import Video
+from refvl.pixels.patches import PatchConfig, count_tokens, plan_size
+
+BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the picture that upstream plans with
+MAX_FRAMES_PER_VIDEO = 600
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPlan:
+    """What a picture or clip becomes. `patches` go through the encoder, `tokens` through the language model."""
+
+    kind: str
+    size: str  # as decoded
+    becomes: str  # size and grid after resizing
+    layout: Hashable  # (t, h, w) in patches for Qwen and GLM
+    patches: int
+    tokens: int
+
+
+def plan_media(vlm: VLM, medium) -> MediaPlan:
+    """Plan a decoded picture (PIL) or a `Video`."""
+    if isinstance(medium, Video):
+        frames, height, width = medium.frames.shape[:3]
+        kind, size = "video", f"{frames} frames of {width} x {height} px"
+    else:
+        kind, size = "image", f"{medium.width} x {medium.height} px"
+    becomes, layout = vlm.processor.plan(medium)
+    patches, tokens, _ = vlm.encoder.item_size(layout)
+    return MediaPlan(kind, size, becomes, layout, patches, tokens)
+
+
+def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
+    """(height, width) in px that a square picture, larger than any budget, is resized to.
+
+    One picture, not a clip: GLM's budgets count frames, and planning a picture as a clip of sixteen would find it
+    eight times too small. Upstream: `get_image_size_with_most_features` (vLLM).
+    """
+    return plan_size(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET, config)
+
+
+def frames_that_fit(
+    max_tokens: int, size: tuple[int, int], config: PatchConfig, *, limit: int = MAX_FRAMES_PER_VIDEO
+) -> int:
+    """How many frames of `size` (height, width) px a clip may have before its tokens exceed `max_tokens`.
+
+    GLM shrinks the frames of a longer clip, so that once the largest clip fits, any does: `limit` is returned.
+    Upstream: `_get_max_video_frames` (vLLM).
+    """
+    frames = 0
+    while frames < limit and count_tokens(*size, config, frames + 1) <= max_tokens:
+        frames += 1
+    return frames
+
+
+def num_frames_with_most_features(
+    context: int, image_config: PatchConfig, video_config: PatchConfig, *, images: int = 0, videos: int = 1
+) -> int:
+    """Frames per clip to plan with when a prompt of `context` tokens holds so many pictures and clips; at least one.
+
+    The pictures are as large as can be, and so are the frames. Upstream: `get_num_frames_with_most_features` (vLLM).
+    """
+    size, videos = image_size_with_most_features(image_config), max(videos, 1)
+    left = context - images * count_tokens(*size, image_config)
+    return max(1, frames_that_fit(left, size, video_config, limit=videos * MAX_FRAMES_PER_VIDEO) // videos)
+
+
+def parameter_count(module: torch.nn.Module) -> int:
+    """Parameters, a shared one counted once."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
+    """Keys and values of all layers for one token."""
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    return 2 * text_config.num_hidden_layers * text_config.num_key_value_heads * head_dim * dtype.itemsize
+
+
+def encoder_activation_bytes(encoder, patches: int) -> int:
+    """An estimate of the tower's peak: residual, normed input, q, k, v and output, and what is inside the MLP."""
+    mlp = next(module for name, module in encoder.named_modules() if name.endswith("mlp"))
+    width = sum(layer.out_features for layer in mlp.modules() if isinstance(layer, nn.Linear))  # counts the output, too
+    _, hidden_size, _ = tower_shape(encoder.config)
+    return patches * (5 * hidden_size + width) * encoder.dtype.itemsize
+
+
+def tower_shape(config) -> tuple[int, int, int]:
+    """(blocks, width, heads) of an encoder's tower; MiniCPM-V's is a part of the encoder, with a config of its own."""
+    tower = getattr(config, "vision", config)
+    return tower.depth - getattr(config, "drop_vision_last_layer", False), tower.hidden_size, tower.num_heads
+
+
+def describe(vlm: VLM, media=()) -> dict[str, str]:
+    """Rows for a table: family, sizes, tokens and memory of `media`; `vlm` may live on `meta`."""
+    (depth, width, heads), text = tower_shape(vlm.encoder.config), vlm.language_model.config
+    dtype = vlm.encoder.dtype
+    encoder, language = parameter_count(vlm.encoder), parameter_count(vlm.language_model)
+    plans = [plan_media(vlm, medium) for medium in media]
+    rows = {
+        "family": vlm.family.name,
+        "vision tower": f"{depth} blocks of width {width}, {heads} heads: {_count(encoder)}",
+        "language model": f"{text.num_hidden_layers} layers of width {text.hidden_size}, "
+        f"{text.num_attention_heads} heads ({text.num_key_value_heads} kv): {_count(language)}",
+        "context": f"{vlm.max_context:,} tokens",
+        f"weights in {str(dtype).removeprefix('torch.')}": _bytes((encoder + language) * dtype.itemsize),
+        "kv cache": f"{_bytes(kv_cache_bytes_per_token(text, dtype))} a token",
+        **_limits(vlm),
+    }
+    for i, plan in enumerate(plans):
+        rows[f"{plan.kind} {i + 1}"] = (
+            f"{plan.size} -> {plan.becomes} = {plan.patches:,} patches -> {plan.tokens:,} tokens"
+        )
+    if plans:
+        patches, tokens = sum(p.patches for p in plans), sum(p.tokens for p in plans)
+        peak = encoder_activation_bytes(vlm.encoder, patches)
+        cache = tokens * kv_cache_bytes_per_token(text, dtype)
+        total = (encoder + language) * dtype.itemsize + peak + cache
+        rows["memory for these media"] = f"kv cache {_bytes(cache)}, tower activations about {_bytes(peak)}"
+        rows["memory needed"] = f"about {_bytes(total)}"
+    return rows
+
+
+def _limits(vlm: VLM) -> dict[str, str]:
+    """The largest picture, and how a clip is sampled, for the processors that have such a rule."""
+    rows, config = {}, vlm.processor.image_config
+    if isinstance(config, PatchConfig):
+        height, width = image_size_with_most_features(config)
+        rows["largest square picture"] = f"{width} x {height} px -> {count_tokens(height, width, config):,} tokens"
+    if sampling := getattr(vlm.processor, "clip_sampling", None):
+        rows["clip sampling"] = sampling
+    return rows
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B parameters" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M parameters"
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

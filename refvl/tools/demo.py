@@ -1,0 +1,95 @@
+"""`make demo`: questions about a shipped picture and a shipped clip, every stage on the way, and its figures.
+
+Everything shown comes from a `Trace`; `python -m refvl.tools.demo --help` lists other media and questions.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from refvl.loading import load
+from refvl.paths import DATA
+from refvl.pipeline import VLM
+from refvl.pixels.patches import PatchConfig
+from refvl.tools.cli import Device, report_mistakes, stage_table
+from refvl.trace import Trace
+
+CHECKPOINT = DATA / "checkpoints" / "tiny-qwen2_5_vl"
+PICTURE, CLIP = DATA / "pictures" / "scene.png", DATA / "clips" / "scene.mp4"
+PICTURE_QUESTIONS = ("What color is the circle?", "Where is the circle?")
+CLIP_QUESTIONS = ("Which way does the circle move?", "What color is the circle?")
+PHOTO, FILM = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"
+PHOTO_QUESTION, FILM_QUESTION = "What is in the picture?", "What is in the clip?"  # known by heart, see data/README.md
+PRUNING_RATE = 0.5
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder for the figures")] = Path("outputs/demo"),
+    checkpoint: Annotated[str, typer.Option(help="a checkpoint folder or a hub id")] = str(CHECKPOINT),
+    device: Device = "auto",
+) -> None:
+    """Two questions about a picture and two about a clip, with a table of stages and figures."""
+    console = Console()
+    model = load(checkpoint, device=device, progress=console.is_terminal)
+    console.print(f"{model.family.name} from {checkpoint}, on {model.device}")
+    picture = ask(console, model, PICTURE, PICTURE_QUESTIONS, images=[PICTURE])
+    clip = ask(console, model, CLIP, CLIP_QUESTIONS, videos=[CLIP])
+    pruned = model.trace(CLIP_QUESTIONS[0], videos=[CLIP], pruning_rate=PRUNING_RATE)
+    console.print(
+        f"\nthe same clip with {PRUNING_RATE:.0%} of its tokens pruned: {CLIP_QUESTIONS[0]} [bold]{pruned.text}[/bold] "
+        f"({len(clip.input_ids)} prompt tokens became {len(pruned.input_ids)})"
+    )
+    photo = ask(console, model, PHOTO, (PHOTO_QUESTION,), images=[PHOTO])
+    film = model.trace(FILM_QUESTION, videos=[FILM], pruning_rate=PRUNING_RATE)
+    console.print(f"\n{FILM.relative_to(DATA.parent)}: {FILM_QUESTION} [bold]{film.text}[/bold]")
+    for path in write_figures(model, picture, clip, pruned, photo, film, out):
+        console.print(f"figure: {path}", highlight=False)
+    console.print(f"all figures are in {out}", highlight=False)
+
+
+def ask(console: Console, model: VLM, medium: Path, questions: tuple[str, ...], **media) -> Trace:
+    """Print the stages of the first question and the answers to all; returns the trace of the first."""
+    traces = [model.trace(question, **media) for question in questions]
+    console.print(f"\n{medium.relative_to(DATA.parent)}", style="bold", highlight=False)
+    console.print(stage_table(traces[0]))
+    for question, trace in zip(questions, traces, strict=True):
+        console.print(f"{question} [bold]{trace.text}[/bold]   (first token after {trace.ttft * 1e3:.0f} ms)")
+    return traces[0]
+
+
+def write_figures(model: VLM, picture: Trace, clip: Trace, pruned: Trace, photo: Trace, film: Trace, out: Path):
+    """One PNG per stage figure, and an overview of all; returns their paths."""
+    import matplotlib.pyplot as plt
+
+    from refvl import viz
+    from refvl.viz.overview import plot_overview
+
+    config = model.processor.image_config
+    window_size = model.config.vision_config.window_size
+    media, (patches,) = picture.media[0], clip.patches
+    figures = {
+        "patches": lambda: viz.plot_patches(media, config),
+        "windows": lambda: viz.plot_windows(media, config, window_size=window_size),
+        "positions": lambda: viz.plot_positions(clip.positions, clip.spans),
+        "keep_mask": lambda: viz.plot_keep_mask(clip.media[0].frames, pruned.keep_masks[0], patches.merged.thw)[0],
+        "timings": lambda: viz.plot_stage_timings(clip),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, draw in figures.items():
+        paths.append(out / f"{name}.png")
+        draw().figure.savefig(paths[-1], dpi=120)
+    paths.append(out / "overview.jpg")
+    plot_overview(photo.media[0], PatchConfig(), film).savefig(paths[-1], dpi=95)
+    plt.close("all")
+    return paths
+
+
+if __name__ == "__main__":
+    import matplotlib
+
+    matplotlib.use("Agg")
+    with report_mistakes():
+        typer.run(main)

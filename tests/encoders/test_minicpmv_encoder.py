@@ -1,0 +1,344 @@
+"""MiniCPM-V's encoders: tower and resampler joined, versions told apart, layouts checked, weights loaded strictly."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from refvl.encoders import SliceGroup, minicpmv_version
+from refvl.encoders.minicpmv import ENCODERS, MiniCPMVConfig, encoder_class
+
+FOLDER = Path(__file__).parents[1] / "golden"
+GOLDEN = json.loads((FOLDER / "minicpmv_modules.json").read_text())
+VERSIONS = json.loads((FOLDER / "minicpmv_slicing.json").read_text())
+NAMES = json.loads((FOLDER / "weight_mapping.json").read_text())["minicpmv"]
+ARRAYS = np.load(FOLDER / "minicpmv_modules.npz")
+CLOSE = {"atol": 2e-5, "rtol": 2e-5}
+
+LATER = ["2.5", "2.6", "4.0", "4.5"]
+NAVIT = {
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "image_size": 98, "patch_size": 14,
+}  # fmt: skip
+TIMM = {"img_size": 56, "patch_size": 14, "embed_dim": 48, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0}
+PICTURE = ((4, 5), (7, 6), (2, 3))
+CLIP = (SliceGroup(((3, 4), (3, 4), (2, 5)), (2, 6, 49)), SliceGroup(((3, 3),), (60,)), SliceGroup(((4, 4), (1, 2))))
+
+
+def config(version, **changes):
+    vision = TIMM if version == "2.0" else NAVIT
+    return {"version": version, "hidden_size": 64, "query_num": 4, "vision_config": vision} | changes
+
+
+def build(version, **changes):
+    """A tiny encoder with normal weights, biases and norms too, so that each of them counts."""
+    encoder = ENCODERS[version].from_config(config(version, **changes)).eval()
+    torch.manual_seed(0)
+    for name, parameter in encoder.named_parameters():
+        is_scale = name.endswith("weight") and ("norm" in name or ".ln_" in name)
+        nn.init.normal_(parameter, mean=float(is_scale), std=0.15)
+    return encoder
+
+
+@pytest.fixture(scope="module", params=ENCODERS)
+def encoder(request):
+    return build(request.param)
+
+
+def count_rows(encoder, layouts):
+    return [encoder.item_size(layout)[0] for layout in encoder.check_layouts(layouts)]
+
+
+def random_rows(encoder, layouts, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sum(count_rows(encoder, layouts)), 588, generator=generator)
+
+
+def strips(rows, sizes):
+    """Flat rows -> (B, 3, P, L) strips, padded with NaN, as the towers' public form takes them."""
+    longest = max(h * w for h, w in sizes)
+    padded = torch.full((len(sizes), longest, 3, 14, 14), float("nan"))
+    for strip, part in zip(padded, rows.split([h * w for h, w in sizes]), strict=True):
+        strip[: len(part)] = part.view(-1, 3, 14, 14)
+    return padded.permute(0, 2, 3, 1, 4).flatten(3)
+
+
+# --- tower and resampler ----------------------------------------------------------------------------------------------
+
+
+def array(name):
+    return torch.from_numpy(ARRAYS[name].astype(np.float32))
+
+
+@pytest.mark.parametrize("version", LATER)
+@torch.no_grad()
+def test_equals_the_padded_modules_on_golden_weights(version):
+    """Oracle: `NaVitSiglip`, then the resampler, in their padded forms, each equal to vLLM's on these weights."""
+    key = "r45" if version == "4.5" else "r25"
+    encoder = ENCODERS[version].from_config(
+        {"hidden_size": 64, "query_num": 6, "vision_config": GOLDEN["idefics"]["config"]}
+    )
+    encoder.resampler.attn.num_heads, encoder.resampler.attn.head_dim = 4, 16  # one head in a released layout of 64
+    names = [(n, p) for n in ARRAYS.files for p in (f"{key}/sd/", "idefics/sd/") if n.startswith(p)]
+    prefix = {f"{key}/sd/": "resampler.", "idefics/sd/": "vpm."}
+    encoder.load_weights((prefix[p] + n.removeprefix(p), array(n)) for n, p in names)
+    parts = [array(f"mcpmv/x{i}") for i in range(3)]
+    sizes = [tuple(size) for size in GOLDEN["mcpmv"]["tgt_sizes"]]
+    rows = torch.cat([x.unflatten(-1, (-1, 14)).permute(2, 0, 1, 3).flatten(1) for x in parts])
+    seen = [(1, h * w) for h, w in sizes] if version == "2.5" else None
+    features = encoder.vpm(strips(rows, sizes), sizes, seen)
+    want = encoder.resampler(features, sizes).flatten(0, 1)
+    torch.testing.assert_close(encoder(rows, [tuple(sizes)]), want, **CLOSE)
+    assert want.std() > 0.3
+
+
+@torch.no_grad()
+def test_2_0_equals_its_modules_slice_by_slice():
+    """Oracle: `SiglipViT` and `Resampler2` on each slice as a picture."""
+    encoder = build("2.0")
+    rows = random_rows(encoder, [PICTURE])
+    got = encoder(rows, [PICTURE]).unflatten(0, (-1, 4))
+    for tokens, part, (h, w) in zip(got, rows.split(count_rows(encoder, [[s] for s in PICTURE])), PICTURE, strict=True):
+        picture = part.view(h, w, 3, 14, 14).permute(2, 0, 3, 1, 4).reshape(1, 3, h * 14, w * 14)
+        torch.testing.assert_close(tokens, encoder.resampler(encoder.vpm(picture), (h, w))[0], **CLOSE)
+
+
+@torch.no_grad()
+def test_only_2_5_does_not_see_the_shape():
+    """Same weights, same rows: 4 x 6 and 6 x 4 look alike to 2.5's tower; 2.6 and 4.0 are one encoder."""
+    weights = build("2.6").state_dict()
+    towers = {}
+    for version in ("2.5", "2.6", "4.0"):
+        encoder = build(version)
+        encoder.load_state_dict(weights)
+        rows = random_rows(encoder, [[(4, 6)]])
+        towers[version] = [encoder.vpm.encode(rows, encoder.plan([[size]]).vision) for size in [(4, 6), (6, 4)]]
+    assert torch.equal(*towers["2.5"])
+    assert not torch.allclose(*towers["2.6"], atol=1e-2)
+    assert all(torch.equal(a, b) for a, b in zip(towers["2.6"], towers["4.0"], strict=True))
+
+
+@torch.no_grad()
+def test_frames_of_a_group_share_queries_in_4_5():
+    """Oracle: `Resampler4_5` on padded strips with its ids as lists; 3 frames, 1 frame, 2 pictures: 1 + 1 + 2 sets."""
+    encoder = build("4.5")
+    rows, sizes = random_rows(encoder, [CLIP]), [size for group in CLIP for size in group.slices]
+    want = encoder.resampler(encoder.vpm(strips(rows, sizes), sizes), sizes, [[2, 6, 49], [60], [-1, -1]])
+    torch.testing.assert_close(encoder(rows, [CLIP]), want.flatten(0, 1), **CLOSE)
+    assert encoder.item_size(CLIP) == (61, 16, 2)
+    assert encoder.plan([CLIP]).summary == "6 slices in 4 groups"
+    assert encoder.plan([PICTURE]).summary == "3 slices"
+
+
+sizes = st.tuples(st.integers(1, 6), st.integers(1, 6))
+pictures = st.lists(sizes, min_size=1, max_size=4).map(tuple)
+
+
+@settings(max_examples=15)
+@given(layouts=st.lists(pictures, max_size=4))
+@torch.no_grad()
+def test_media_of_a_batch_do_not_see_each_other(encoder, layouts):
+    """encode([a, b, c]) == [encode(a), encode(b), encode(c)], in order, with as many rows as `item_size` says."""
+    rows = random_rows(encoder, layouts)
+    together = encoder(rows, layouts)
+    tokens = [encoder.item_size(layout)[1] for layout in encoder.check_layouts(layouts)]
+    assert together.shape == (sum(tokens), 64)
+    parts = zip(together.split(tokens), rows.split(count_rows(encoder, layouts)), layouts, strict=True)
+    for got, part, layout in parts:
+        torch.testing.assert_close(got, encoder(part, [layout]), **CLOSE)
+
+
+@torch.no_grad()
+def test_planning_ahead_changes_nothing(encoder):
+    layouts = [PICTURE, ((1, 9),)]
+    rows, plan = random_rows(encoder, layouts), encoder.plan(layouts)
+    assert torch.equal(encoder(rows, metadata=plan), encoder(rows, layouts))
+    assert torch.equal(encoder(rows, metadata=encoder.plan(encoder.check_layouts(layouts))), encoder(rows, layouts))
+
+
+@pytest.mark.parametrize("version", ENCODERS)
+def test_forward_reads_nothing_back(version):
+    """On the meta device no value exists: any item(), tolist(), nonzero or branch on a tensor would raise."""
+    with torch.device("meta"):
+        encoder = ENCODERS[version].from_config(config(version))
+    rows = torch.empty(sum(count_rows(encoder, [PICTURE])), 588, device="meta")
+    assert encoder(rows, metadata=encoder.plan([PICTURE])).shape == (12, 64)
+
+
+def test_every_weight_is_trained(encoder):
+    encoder.zero_grad()
+    encoder(random_rows(encoder, [PICTURE]), [PICTURE]).square().sum().backward()
+    assert [name for name, p in encoder.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+# --- versions and configs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", VERSIONS["dispatch"], ids=lambda c: str(c["config"]))
+def test_dispatch_golden(case):
+    """Oracle: vLLM 0.33.0's `MiniCPMV.__new__`."""
+    if "error" in case:
+        with pytest.raises(ValueError, match=r"version: .* known: 2.0, 2.5, 2.6, 4.0, 4.5$"):
+            encoder_class(case["config"])
+        return
+    assert encoder_class(case["config"]).__name__ == case["cls"] + "Encoder"
+
+
+@pytest.mark.parametrize("case", VERSIONS["versions"], ids=lambda c: str(c["config"]))
+def test_versions_golden(case):
+    """Oracle: vLLM 0.33.0's `get_version_by_config`; what it reads but does not support is an error here."""
+    version = ".".join(map(str, case["out"]))
+    if version in ENCODERS:
+        assert minicpmv_version(case["config"]) == version
+    else:
+        with pytest.raises(ValueError, match="version: MiniCPM-V .* is not known"):
+            minicpmv_version(case["config"])
+
+
+def test_a_transformers_config_will_do():
+    from transformers import PretrainedConfig
+
+    assert minicpmv_version(PretrainedConfig(version=2.6)) == "2.6"
+    assert (
+        encoder_class(PretrainedConfig(**config("4.5"))).from_config(PretrainedConfig(**config("4.5"))).query_num == 4
+    )
+    with pytest.raises(TypeError, match="config: expected a dict or a transformers config, got str"):
+        minicpmv_version("2.6")
+
+
+@pytest.mark.parametrize(("version", "width", "heads"), [("2.0", 2304, 18), ("2.6", 3584, 28), ("4.5", 4096, 32)])
+def test_released_shapes(version, width, heads):
+    """Heads of 128 in the resampler, of 72 in the tower, 64 queries; no memory needed."""
+    values = {"hidden_size": width, "query_num": 64, "vision_config": {}, "slice_config": {"scale_resolution": 448}}
+    with torch.device("meta"):
+        encoder = ENCODERS[version].from_config(values)
+    assert (encoder.resampler.attn.num_heads, encoder.resampler.attn.head_dim) == (heads, 128)
+    assert (encoder.config.head_dim, encoder.resampler.num_queries, encoder.config.patch_size) == (72, 64, 14)
+
+
+def test_bad_configs_are_named():
+    with pytest.raises(ValueError, match="hidden_size: must be a multiple of its 3 heads, got 385"):
+        MiniCPMVConfig.from_hf(config("2.6", hidden_size=385))
+    with pytest.raises(ValueError, match="query_num: must be at least 1, got 0"):
+        MiniCPMVConfig.from_hf(config("2.6", query_num=0))
+    with pytest.raises(ValueError, match="vision_config: expected the sizes of the tower, got none"):
+        MiniCPMVConfig.from_hf({"hidden_size": 64, "query_num": 4})
+    with pytest.raises(ValueError, match="query_num: the queries of 2.0 form a square, got 6"):
+        build("2.0", query_num=6)
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def test_layouts_are_normalised_and_hashable(encoder):
+    """A bare (h, w) is a slice by itself; ids of -1 are no times."""
+    want = (SliceGroup(((4, 5),)), SliceGroup(((7, 6),)))
+    got = encoder.check_layouts([[(4, 5), torch.tensor([7, 6])], (SliceGroup([[4, 5]], (-1,)), SliceGroup(((7, 6),)))])
+    assert got == [want, want]
+    assert hash(got[0]) == hash(want)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "error", "message"),
+    [
+        ([()], ValueError, r"layouts\[0\]: expected at least one slice, got none"),
+        ([((4, 5), (0, 3))], ValueError, r"layouts\[0\]\[1\]: every extent must be at least 1, got \(0, 3\)"),
+        ([(4, 5)], ValueError, r"layouts\[0\]\[0\]: expected \(h, w\), got 4"),
+        ([((1, 4, 5),)], ValueError, r"layouts\[0\]\[0\]: expected \(h, w\), got \(1, 4, 5\)"),
+        ([((4.0, 5),)], TypeError, r"layouts\[0\]\[0\]: expected two integers"),
+        (7, TypeError, "layouts: expected a sequence of layouts, got int"),
+        ([SliceGroup(((4, 5),))], TypeError, r"layouts\[0\]: expected a tuple of SliceGroups or \(h, w\)"),
+        ([(SliceGroup(()),)], ValueError, r"layouts\[0\]\[0\]: expected at least one slice, got none"),
+        ([(SliceGroup(((4, 0),)),)], ValueError, r"layouts\[0\]\[0\].slices\[0\]: every extent must be at least 1"),
+        ([(SliceGroup(((4, 5),) * 2, (1,)),)], ValueError, r"\[0\]\[0\]: temporal_ids: expected one id per slice, 2"),
+        ([(SliceGroup(((4, 5),), (-3,)),)], ValueError, r"\[0\]\[0\]: temporal_ids\[0\]: expected at least one"),
+    ],
+)  # fmt: skip
+def test_bad_layouts_are_named(encoder, layouts, error, message):
+    with pytest.raises(error, match=message):
+        encoder.plan(layouts)
+
+
+@pytest.mark.parametrize("version", ["2.0", "2.5", "2.6", "4.0"])
+def test_times_are_for_4_5(version):
+    with pytest.raises(ValueError, match=r"layouts\[0\]\[0\]: temporal ids are read by MiniCPM-V 4.5 alone"):
+        build(version).check_layouts([CLIP])
+
+
+def test_rows_must_match_the_layout(encoder):
+    with pytest.raises(ValueError, match="pixel_values: dimension 0 must be 20, got 19"):
+        encoder(torch.zeros(19, 588), [[(4, 5)]])
+    with pytest.raises(ValueError, match="pixel_values: dimension 1 must be 588, got 1176"):
+        encoder(torch.zeros(20, 1176), [[(4, 5)]])
+    with pytest.raises(ValueError, match="forward: give exactly one of layouts and metadata"):
+        encoder(torch.zeros(20, 588))
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def checkpoint(encoder):
+    """The encoder's weights under the names and shapes of a checkpoint: q, k, v apart, kernels as convolutions."""
+    kernels = {f"vpm.{name}": shape for name, shape in encoder.vpm.kernels.items()}
+    weights = {}
+    for name, tensor in encoder.state_dict().items():
+        if ".self_attn.qkv." in name:
+            for part, piece in zip("qkv", tensor.chunk(3), strict=True):
+                weights[name.replace(".qkv.", f".{part}_proj.")] = piece
+        else:
+            weights[name] = tensor.reshape(kernels.get(name, tensor.shape))
+    return weights
+
+
+def test_a_checkpoint_loads_bit_by_bit(encoder):
+    fresh = type(encoder).from_config(encoder.config)
+    assert fresh.load_weights(checkpoint(encoder).items()) == set(encoder.state_dict())
+    assert all(
+        torch.equal(a, b) for a, b in zip(fresh.state_dict().values(), encoder.state_dict().values(), strict=True)
+    )
+    assert fresh.skipped == []
+
+
+@pytest.mark.parametrize("version", LATER)
+def test_golden_names(version):
+    """Oracle: vLLM 0.33.0's mapping: each name is known; from 2.6 the audio parts of omni checkpoints are dropped."""
+    encoder = build(version)
+    variant = "2.5" if version == "2.5" else "2.6+"
+    golden = {row[1]: row[3] for row in NAMES if row[0] == variant and not row[1].startswith("llm.")}
+    weights = checkpoint(encoder)
+    audio = {name for name in golden if name.split(".")[0] not in ("vpm", "resampler")}
+    assert golden.keys() - audio <= weights.keys()
+    weights |= dict.fromkeys(sorted(audio), torch.zeros(1))
+    if version == "2.5":
+        with pytest.raises(ValueError, match=r"unexpected \(2\): apm.layers.0.fc1.weight, audio_avg_pooler.w"):
+            encoder.load_weights(weights.items())
+    else:
+        assert all(golden[name] is None for name in audio)
+        encoder.load_weights(weights.items())
+        assert encoder.skipped == sorted(audio)
+
+
+@pytest.mark.parametrize("version", ENCODERS)
+@torch.no_grad()
+def test_what_has_no_place_is_left_out_by_name(version):
+    """A dropped last layer, pooling heads and 2.0's positions: listed in `skipped`, and the rest is strict."""
+    whole = build(version)
+    dropped = ENCODERS[version].from_config(config(version, drop_vision_last_layer=True))
+    pool = {
+        "2.0": {"vpm.attn_pool.latent": torch.zeros(1), "resampler.pos_embed": torch.zeros(4, 64)},
+    }.get(version, {"vpm.head.probe": torch.zeros(1)})  # fmt: skip
+    weights = checkpoint(whole) | pool
+    last = "vpm.blocks.1." if version == "2.0" else "vpm.encoder.layers.1."
+    dropped.load_weights(weights.items())
+    assert set(dropped.skipped) == {name for name in weights if name.startswith(last)} | pool.keys()
+    assert len(dropped.state_dict()) < len(whole.state_dict())
+    rows = random_rows(whole, [PICTURE])
+    assert not torch.allclose(dropped(rows, [PICTURE]), whole(rows, [PICTURE]), atol=1e-2)
+    del weights["resampler.query"]
+    with pytest.raises(ValueError, match=r"(?s)unexpected \(1\): llm.norm.weight.*missing \(1\): resampler.query"):
+        whole.load_weights((weights | {"llm.norm.weight": torch.zeros(1)}).items())

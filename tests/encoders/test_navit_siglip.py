@@ -1,0 +1,268 @@
+"""The SigLIP tower for slices of any shape: equal to transformers' towers on the same weights, and to vLLM's."""
+
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from refvl.encoders import NaVitSiglip, NaVitSiglipConfig
+from refvl.encoders.navit_siglip import place_in_table
+
+FOLDER = Path(__file__).parents[1] / "golden"
+GOLDEN = json.loads((FOLDER / "minicpmv_modules.json").read_text())["idefics"]
+ARRAYS = np.load(FOLDER / "minicpmv_modules.npz")
+TINY = NaVitSiglipConfig.tiny()  # a table of 7 x 7 places
+SIZES = [(4, 5), (7, 7), (13, 2), (1, 1), (4, 5)]
+
+
+def array(name):
+    return torch.from_numpy(ARRAYS[name].astype(np.float32))
+
+
+def golden_tower(**kwargs):
+    tower = NaVitSiglip.from_config(GOLDEN["config"], **kwargs)
+    names = [name for name in ARRAYS.files if name.startswith("idefics/sd/")]
+    tower.load_weights((name.removeprefix("idefics/sd/"), array(name)) for name in names)
+    return tower.eval()
+
+
+def random_strips(sizes, config=TINY, seed=0):
+    longest = max(h * w for h, w in sizes)
+    shape = (len(sizes), config.num_channels, config.patch_size, config.patch_size * longest)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def picture(strip, h, w, patch=14):
+    """(C, P, L) strip -> the (C, h * P, w * P) picture it was cut from: patches row by row."""
+    rows = strip[..., : h * w * patch].unflatten(-1, (h, w, patch))  # (C, P, h, w, P)
+    return rows.permute(0, 2, 1, 3, 4).flatten(3, 4).flatten(1, 2)
+
+
+def randomised(tower, std=0.12):
+    """Normal weights, biases and norms too, so that each of them counts."""
+    torch.manual_seed(0)
+    for name, parameter in tower.named_parameters():
+        nn.init.normal_(parameter, mean=float("norm" in name and "weight" in name), std=std)
+    return tower.eval()
+
+
+def same_weights(theirs, config, **kwargs):
+    with torch.device("meta"):
+        tower = NaVitSiglip.from_config(config, **kwargs)
+    tower.to_empty(device="cpu").load_weights(theirs.state_dict().items())
+    return tower.eval()
+
+
+@pytest.fixture(scope="module")
+def idefics2():
+    from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionConfig, Idefics2VisionTransformer
+
+    return randomised(Idefics2VisionTransformer(Idefics2VisionConfig(**asdict(TINY))))
+
+
+@pytest.fixture(scope="module")
+def ours(idefics2):
+    return same_weights(idefics2, TINY)
+
+
+# --- equal to upstream ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["v26_one", "v25_batch"])
+@torch.no_grad()
+def test_golden(name):
+    """Oracle: vLLM 0.33.0 `Idefics2VisionTransformer`, with and without tgt_sizes (2.6 and 2.5)."""
+    [case] = [case for case in GOLDEN["cases"] if case["name"] == name]
+    sizes, x = case["tgt_sizes"], array(f"idefics/{name}/x")
+    seen = None if case["tgt_sizes_passed"] else [(1, h * w) for h, w in sizes]
+    tower, want = golden_tower(), array(f"idefics/{name}/y")
+    got = tower(x, torch.tensor(sizes), seen)
+    assert got.shape == want.shape
+    for b, (h, w) in enumerate(sizes):
+        torch.testing.assert_close(got[b, : h * w], want[b, : h * w], atol=1e-5, rtol=1e-5)
+        assert torch.equal(tower.plan([sizes[b]], seen and [seen[b]]).position_ids, golden_ids(name)[b, : h * w])
+        assert not got[b, h * w :].any()
+
+
+def golden_ids(name):
+    return torch.from_numpy(ARRAYS[f"idefics/{name}/position_ids"])
+
+
+@torch.no_grad()
+def test_golden_picture():
+    """Oracle: as above, a picture of 5 x 3 patches that was never cut into a strip."""
+    x, want = array("idefics/nomask/x"), array("idefics/nomask/y")
+    strip = x.unfold(2, 14, 14).unfold(3, 14, 14).permute(0, 1, 4, 2, 3, 5).flatten(3)
+    torch.testing.assert_close(picture(strip[0], 5, 3), x[0])
+    torch.testing.assert_close(golden_tower()(strip, [(5, 3)]), want, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_equals_idefics2_of_transformers(ours, idefics2):
+    """Oracle: `Idefics2VisionTransformer`, pictures of many shapes padded to one square; below 1e-5 in float32."""
+    strips = random_strips(SIZES)
+    side = max(max(size) for size in SIZES)
+    pictures, mask = torch.zeros(len(SIZES), 3, 14 * side, 14 * side), torch.zeros(len(SIZES), side, side).bool()
+    for b, (h, w) in enumerate(SIZES):
+        pictures[b, :, : h * 14, : w * 14], mask[b, :h, :w] = picture(strips[b], h, w), True
+    want = idefics2(pictures, patch_attention_mask=mask).last_hidden_state
+    got = ours(strips, SIZES)
+    for b, (h, w) in enumerate(SIZES):
+        torch.testing.assert_close(got[b, : h * w], want[b, mask[b].flatten()], atol=1e-5, rtol=0)
+    assert want.std() > 0.3
+
+
+@torch.no_grad()
+def test_equals_siglip_of_transformers():
+    """Oracle: `SiglipVisionModel` on pictures of the table's own size; its pooling head is left out by name."""
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    theirs = randomised(SiglipVisionModel(SiglipVisionConfig(**asdict(TINY))))
+    strips = random_strips([(7, 7)] * 2)
+    want = theirs(torch.stack([picture(strip, 7, 7) for strip in strips])).last_hidden_state
+    torch.testing.assert_close(same_weights(theirs, TINY)(strips, [(7, 7)] * 2), want, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_equals_transformers_at_full_width():
+    """Oracle: `Idefics2VisionTransformer` at SigLIP-so400m's widths (heads of 72): one layer, a table of 70 x 70."""
+    from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionConfig, Idefics2VisionTransformer
+
+    config = replace(NaVitSiglipConfig(), num_hidden_layers=1)
+    assert (config.head_dim, config.num_patches_per_side) == (72, 70)
+    theirs = randomised(Idefics2VisionTransformer(Idefics2VisionConfig(**asdict(config))), std=0.03)
+    strips = random_strips([(4, 9)], config)
+    want = theirs(picture(strips[0], 4, 9)[None]).last_hidden_state
+    torch.testing.assert_close(same_weights(theirs, config)(strips, [(4, 9)]), want, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_the_last_layer_can_be_dropped(idefics2):
+    """Oracle: the golden tower with its last layer taken away; its weights may be in the checkpoint or not."""
+    whole, dropped = golden_tower(), golden_tower(drop_last_layer=True)
+    strips = random_strips(SIZES)
+    assert not torch.allclose(whole(strips, SIZES), dropped(strips, SIZES), atol=1e-2)
+    whole.encoder.layers = whole.encoder.layers[:-1]
+    assert torch.equal(whole(strips, SIZES), dropped(strips, SIZES))
+    again = NaVitSiglip.from_config(GOLDEN["config"], drop_last_layer=True)
+    again.load_weights(dropped.state_dict().items())
+    assert torch.equal(again(strips, SIZES), dropped(strips, SIZES))
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case", GOLDEN["position_id_cases"], ids=lambda c: f"{c['num_patches_per_side']}-{c.get('tgt_size', 'several')}"
+)
+def test_places_golden(case):
+    """Oracle: vLLM 0.33.0; the last case holds several slices, padded with zeros."""
+    side = case["num_patches_per_side"]
+    sizes = case.get("tgt_sizes", [case.get("tgt_size")])
+    wanted = case["position_ids"] if "tgt_sizes" in case else [case["position_ids"]]
+    for (h, w), want in zip(sizes, wanted, strict=True):
+        assert place_in_table(h, w, side).tolist() == want[: h * w]
+
+
+@given(st.integers(1, 1200), st.sampled_from([7, 10, 14, 27, 32, 70]))
+def test_integers_equal_the_buckets_of_fractions(length, side):
+    """Oracle: vLLM's formula, each fraction rounded once to float32. Multiples of 1 / length would miss some bounds."""
+    want = torch.bucketize(torch.arange(length) / length, torch.arange(1, side) / side, right=True)
+    assert torch.equal(place_in_table(1, length, side), want)
+    assert torch.equal(place_in_table(length, 1, side), want * side)
+
+
+def test_the_table_s_own_size_reads_it_in_order():
+    assert torch.equal(place_in_table(7, 7, 7), torch.arange(49))
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_padding_reaches_nothing_and_slices_do_not_see_each_other(ours):
+    """Pixels behind a slice may be NaN; each slice alone gives the same."""
+    strips = random_strips(SIZES)
+    want = ours(strips, SIZES)
+    poisoned = strips.clone()
+    for b, (h, w) in enumerate(SIZES):
+        poisoned[b, :, :, h * w * 14 :] = float("nan")
+        alone = ours(strips[b : b + 1, :, :, : h * w * 14], [(h, w)])
+        torch.testing.assert_close(want[b, : h * w], alone[0], atol=1e-5, rtol=0)
+    assert torch.equal(ours(poisoned, SIZES), want)
+
+
+@torch.no_grad()
+def test_attention_backends_agree(ours):
+    rows, plan = torch.randn(116, TINY.patch_values), ours.plan(SIZES)
+    torch.testing.assert_close(ours.encode(rows, plan, "masked"), ours.encode(rows, plan, "sdpa"), atol=1e-5, rtol=0)
+
+
+def test_encode_reads_nothing_back():
+    """On the meta device no value exists: any item(), tolist(), nonzero or branch on a tensor would raise."""
+    with torch.device("meta"):
+        tower = NaVitSiglip.from_config(TINY)
+    plan = tower.plan(SIZES)
+    assert all(getattr(plan, f.name).is_meta for f in fields(plan) if f.type is torch.Tensor)
+    for attention in ("sdpa", "masked"):
+        assert tower.encode(torch.empty(116, TINY.patch_values, device="meta"), plan, attention).shape == (116, 48)
+
+
+@torch.no_grad()
+def test_no_slices(ours):
+    assert ours(torch.zeros(0, 3, 14, 28), []).shape == (0, 2, 48)
+
+
+def test_every_weight_is_trained():
+    tower = NaVitSiglip(TINY)
+    tower(random_strips([(7, 7)]), [(7, 7)]).square().sum().backward()
+    assert [name for name, p in tower.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "seen", "error", "message"),
+    [
+        ((1, 3, 14, 280), [(4, 6)], None, ValueError, r"tgt_sizes: slices of \[24\] patches do not fit the 20"),
+        ((2, 3, 14, 280), [(4, 5)], None, ValueError, "pixel_values: dimension 0 must be 1, got 2"),
+        ((1, 3, 14, 281), [(4, 5)], None, ValueError, "pixel_values: strips must be whole patches of 14 px, got 281"),
+        ((1, 3, 28, 280), [(4, 5)], None, ValueError, "pixel_values: dimension 2 must be 14"),
+        ((1, 3, 14, 280), [(0, 5)], None, ValueError, r"tgt_sizes\[0\]: every extent must be at least 1, got \(0, 5\)"),
+        ((1, 3, 14, 280), [(4, 5.0)], None, TypeError, r"tgt_sizes\[0\]: expected two integers"),
+        ((1, 3, 14, 280), [(1, 4, 5)], None, ValueError, r"tgt_sizes\[0\]: expected \(h, w\)"),
+        ((1, 3, 14, 280), 4, None, TypeError, r"tgt_sizes: expected a sequence of \(h, w\), got int"),
+        ((1, 3, 14, 280), [(4, 5)], [(1, 19)], ValueError, "position_sizes: must hold as many patches per slice"),
+    ],
+)
+def test_bad_input_is_named(ours, shape, sizes, seen, error, message):
+    with pytest.raises(error, match=message):
+        ours(torch.zeros(shape), sizes, seen)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act: the tower is written for 'gelu_pytorch_tanh', got 'gelu'"),
+        ({"hidden_size": 50, "num_attention_heads": 4}, "hidden_size: must be a multiple of num_attention_heads=4"),
+        ({"image_size": 10}, "image_size: must be at least patch_size=14, got 10"),
+    ],
+)
+def test_bad_configs_are_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        NaVitSiglip.from_config(config)
+
+
+def test_weights_are_strict(idefics2):
+    weights = dict(idefics2.state_dict())
+    weights["embeddings.patch_embedding.weight"] = torch.zeros(48, 3, 16, 16)
+    weights["encoder.layers.7.mlp.fc1.bias"] = weights.pop("encoder.layers.0.mlp.fc1.bias")
+    with pytest.raises(ValueError, match="(?s)unexpected.*layers.7.*misshapen.*patch_embedding.*missing.*layers.0.mlp"):
+        NaVitSiglip.from_config(TINY).load_weights(weights.items())

@@ -1,0 +1,278 @@
+"""The resamplers: equal to vLLM's, and to one slow formula that pads, masks and loops."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from refvl.encoders import Resampler2, Resampler2_5, Resampler4_5
+from refvl.encoders.resampler import attention_weights
+from refvl.positions import sincos_1d, sincos_2d
+
+FOLDER = Path(__file__).parents[1] / "golden"
+GOLDEN = json.loads((FOLDER / "minicpmv_modules.json").read_text())
+ARRAYS = np.load(FOLDER / "minicpmv_modules.npz")
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def array(name):
+    return torch.from_numpy(ARRAYS[name].astype(np.float32))
+
+
+def golden_resampler(cls, key):
+    resampler = cls.from_config(GOLDEN[key]["kwargs"]).eval()
+    prefix = f"{key}/sd/"
+    resampler.load_weights((n.removeprefix(prefix), array(n)) for n in ARRAYS.files if n.startswith(prefix))
+    return resampler
+
+
+def randomised(resampler):
+    torch.manual_seed(0)
+    for name, parameter in resampler.named_parameters():
+        nn.init.normal_(parameter, mean=float(name.startswith("ln") and "weight" in name), std=0.2)
+    return resampler.eval()
+
+
+def slow(resampler, x, sizes, groups):
+    """Each set of queries for itself, in float64: positions from a table, softmax over the keys of the group.
+
+    groups: (slices, their ids) per set of queries.
+    """
+    r = resampler.double()
+    tokens, start = [], 0
+    for count, ids in groups:
+        keys, values = [], []
+        for b, time in zip(range(start, start + count), ids, strict=True):
+            h, w = sizes[b]
+            value = r.ln_kv(r.kv_proj(x[b, : h * w].double()))
+            position = sincos_2d(r.embed_dim, (h, w)).flatten(0, 1).double()
+            if time >= 0:
+                position = position + sincos_1d(r.embed_dim, time + 1)[time].double()
+            keys.append(value + position)
+            values.append(value)
+        w_q, w_k, w_v = r.attn.in_proj_weight.chunk(3)
+        b_q, b_k, b_v = r.attn.in_proj_bias.chunk(3)
+        q, k, v = r.ln_q(r.query) @ w_q.T + b_q, torch.cat(keys) @ w_k.T + b_k, torch.cat(values) @ w_v.T + b_v
+        heads = [t.unflatten(-1, (r.attn.num_heads, -1)).transpose(0, 1) for t in (q, k, v)]
+        scores = heads[0] @ heads[1].mT / r.attn.head_dim**0.5
+        out = r.attn.out_proj((scores.softmax(-1) @ heads[2]).transpose(0, 1).flatten(1))
+        tokens.append(r.ln_post(out) @ r.proj)
+        start += count
+    resampler.float()
+    return torch.stack(tokens).float()
+
+
+# --- 2.0 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("key", "name"), [("r2", "square"), ("r2", "same"), ("r2", "none"), ("r2a", "a")])
+@torch.no_grad()
+def test_resampler_2_golden(key, name):
+    """Oracle: vLLM 0.33.0 `Resampler2`; `r2a` is its form without a projection behind and with the keys' own grid."""
+    [case] = [case for case in GOLDEN[key]["cases"] if case["name"] == name]
+    resampler = golden_resampler(Resampler2, key)
+    want = array(f"{key}/{name}/y")
+    torch.testing.assert_close(resampler(array(f"{key}/{name}/x"), case["tgt_size"]), want, **CLOSE)
+
+
+def test_the_positions_in_checkpoints_are_the_formula():
+    """Oracle: vLLM's `pos_embed`; so loading leaves the name out, and any other unknown name is an error."""
+    resampler = Resampler2(**GOLDEN["r2"]["kwargs"])
+    torch.testing.assert_close(resampler.plan([(4, 4)]).query_positions, array("r2/pos_embed"), atol=1e-6, rtol=0)
+    weights = {f"resampler.{name}": x for name, x in resampler.state_dict().items()}
+    assert "query" in resampler.load_weights([*weights.items(), ("resampler.pos_embed", array("r2/pos_embed"))])
+    with pytest.raises(ValueError, match="unexpected.*resampler.position"):
+        resampler.load_weights([*weights.items(), ("resampler.position", array("r2/pos_embed"))])
+
+
+@torch.no_grad()
+def test_slices_of_2_0_do_not_see_each_other():
+    """Slices of different grids in one forward equal each alone."""
+    resampler = randomised(Resampler2(3, 64, 4, 48))
+    sizes = [(3, 5), (2, 2), (3, 3), (7, 2)]
+    rows = torch.randn(sum(h * w for h, w in sizes), 48)
+    together = resampler.resample(rows, resampler.plan(sizes)).unflatten(0, (-1, 9))
+    for got, part, size in zip(together, rows.split([h * w for h, w in sizes]), sizes, strict=True):
+        torch.testing.assert_close(got, resampler(part[None], size)[0], **CLOSE)
+
+
+# --- 2.5, 2.6, 4.0 ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_resampler_2_5_golden():
+    """Oracle: vLLM 0.33.0 `Resampler2_5`, its cases in order on one module, whose table grows between them."""
+    resampler = golden_resampler(Resampler2_5, "r25")
+    for case in GOLDEN["r25"]["cases"]:
+        got = resampler(array(f"r25/{case['name']}/x"), torch.tensor(case["tgt_sizes"]))
+        torch.testing.assert_close(got, array(f"r25/{case['name']}/y"), **CLOSE)
+        resampler(torch.zeros(1, 110, 48), [(10, 11)])
+
+
+@pytest.mark.parametrize("sizes", [[(4, 227), (227, 4)], [(1, 1)], [(70, 3), (71, 2), (9, 9)]], ids=str)
+@torch.no_grad()
+def test_any_grid_equals_the_slow_formula(sizes):
+    """Oracle: `slow`, in float64; grids beyond upstream's first table of 70 x 70."""
+    resampler = randomised(Resampler2_5(6, 64, 4, 48))
+    x = torch.randn(len(sizes), max(h * w for h, w in sizes), 48)
+    want = slow(resampler, x, sizes, [(1, [-1])] * len(sizes))
+    torch.testing.assert_close(resampler(x, sizes), want, atol=2e-5, rtol=2e-5)
+    assert want.std() > 0.1
+
+
+@pytest.mark.parametrize("cls", [Resampler2_5, Resampler4_5])
+@torch.no_grad()
+def test_padding_reaches_nothing(cls):
+    """Rows behind a slice may be NaN."""
+    resampler, sizes = randomised(cls(6, 64, 4, 48)), [(4, 6), (2, 3)]
+    x = torch.randn(2, 30, 48)
+    want = resampler(x, sizes)
+    x[0, 24:], x[1, 6:] = float("nan"), float("nan")
+    assert torch.equal(resampler(x, sizes), want)
+    assert want.isfinite().all()
+
+
+# --- 4.5 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", GOLDEN["r45"]["cases"], ids=lambda c: c["name"])
+@torch.no_grad()
+def test_resampler_4_5_golden(case):
+    """Oracle: `Resampler4_5` of the seed page, which vLLM 0.33.0 equals wherever it runs."""
+    ids = torch.tensor(case["temporal_ids"]) if case["temporal_ids_is_tensor"] else case["temporal_ids"]
+    got = golden_resampler(Resampler4_5, "r45")(array(f"r45/{case['name']}/x"), case["tgt_sizes"], ids)
+    assert list(got.shape) == case["out_shape"]
+    torch.testing.assert_close(got, array(f"r45/{case['name']}/y"), **CLOSE)
+
+
+def test_time_golden():
+    torch.testing.assert_close(sincos_1d(64, 8), array("r45/temporal_table_first8"), atol=1e-6, rtol=0)
+
+
+@torch.no_grad()
+def test_groups_and_times_equal_the_slow_formula():
+    """Oracle: `slow`; pictures, a group that mixes grids, times at and beyond the end of upstream's table of 50."""
+    resampler = randomised(Resampler4_5(6, 64, 4, 48, max_size=(8, 8), max_temporal_size=50))
+    sizes = [(4, 6), (2, 3), (3, 3), (5, 1), (1, 1), (9, 2)]
+    x = torch.randn(len(sizes), 24, 48)
+    got = resampler(x, sizes, [[-1], [49, 50, 51], [None], [120]])
+    want = slow(resampler, x, sizes, [(1, [-1]), (3, [49, 50, 51]), (1, [-1]), (1, [120])])
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+@torch.no_grad()
+def test_groups_without_times_are_not_merged_whatever_stands_beside_them():
+    """[[-1, -1], [3, 4]] gives 2 + 1 sets of tokens: a group's tokens do not hang on its neighbours' times."""
+    resampler, sizes = randomised(Resampler4_5(6, 64, 4, 48)), [(3, 4)] * 4
+    x = torch.randn(4, 12, 48)
+    together = resampler(x, sizes, [[-1, -1], [3, 4]])
+    torch.testing.assert_close(together[:2], resampler(x[:2], sizes[:2], [[-1, -1]]), **CLOSE)
+    torch.testing.assert_close(together[2:], resampler(x[2:], sizes[2:], [[3, 4]]), **CLOSE)
+
+
+@torch.no_grad()
+def test_time_is_told_apart():
+    """Times matter between frames of a group; alone a frame's time shifts all of its scores alike: softmax drops it."""
+    resampler, sizes = randomised(Resampler4_5(6, 64, 4, 48)), [(3, 4)] * 2
+    x = torch.randn(2, 12, 48)
+    together, apart, swapped = (resampler(x, sizes, [ids]) for ids in ([0, 0], [0, 36000], [36000, 0]))
+    assert min((a - b).abs().max() for a, b in [(together, apart), (apart, swapped), (together, swapped)]) > 1e-3
+    torch.testing.assert_close(resampler(x, sizes, [[7], [36000]]), resampler(x, sizes), **CLOSE)
+
+
+# --- all --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [Resampler2_5, Resampler4_5])
+def test_resample_reads_nothing_back(cls):
+    """On the meta device no value exists: any item(), tolist(), nonzero or branch on a tensor would raise."""
+    with torch.device("meta"):
+        resampler = cls(6, 64, 4, 48)
+    plan = resampler.plan([(4, 6), (2, 3)])
+    assert all(getattr(plan, f.name).is_meta for f in fields(plan) if f.type is torch.Tensor)
+    for attention in ("sdpa", "masked"):
+        assert resampler.resample(torch.empty(30, 48, device="meta"), plan, attention).shape == (12, 64)
+
+
+@pytest.mark.parametrize(
+    "resampler", [Resampler2(3, 64, 4, 48), Resampler2_5(6, 64, 4, 48), Resampler4_5(6, 64, 4, 48)]
+)
+def test_half_precision_every_weight_and_no_slices(resampler):
+    """bfloat16 keeps its dtype and comes near float32; gradients reach every weight; no slices give no tokens."""
+    randomised(resampler)
+    x, size = torch.randn(1, 20, 48), (4, 5)
+    want = resampler(x, size if isinstance(resampler, Resampler2) else [size])
+    want.square().sum().backward()
+    assert [name for name, p in resampler.named_parameters() if p.grad is None or not p.grad.any()] == []
+    half = resampler.bfloat16()(x.bfloat16(), size if isinstance(resampler, Resampler2) else [size])
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), want, atol=0.05 * want.std().item() + 0.05, rtol=0.05)
+    assert resampler.resample(torch.zeros(0, 48), resampler.plan([])).shape == (0, 64)
+
+
+def test_the_planned_frequencies_survive_a_cast():
+    """`.to(bfloat16)` must not round them: an hour into a clip the angle would be off by many turns."""
+    plan = Resampler4_5(6, 64, 4, 48).bfloat16().plan([(2, 2)])
+    assert (plan.frequencies.dtype, plan.time_frequencies.dtype) == (torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ids", "error", "message"),
+    [
+        ([(4, 6)], None, ValueError, "x: dimension 0 must be 1, got 2"),
+        ([(5, 6), (2, 3)], None, ValueError, r"tgt_sizes: slices of \[30, 6\] patches do not fit the 24 of x"),
+        ([(4, 6), (2, 0)], None, ValueError, r"tgt_sizes\[1\]: every extent must be at least 1, got \(2, 0\)"),
+        ([(4, 6), (2, 3)], [[1]], ValueError, r"temporal_ids: expected one id per slice, 2, got 1 in \[\[1\]\]"),
+        ([(4, 6), (2, 3)], [[1], [2, 3]], ValueError, "temporal_ids: expected one id per slice, 2, got 3"),
+        ([(4, 6), (2, 3)], [[1, 2], []], ValueError, r"temporal_ids\[1\]: expected at least one id"),
+        ([(4, 6), (2, 3)], [[1, -2]], ValueError, r"temporal_ids\[0\]: expected at least one id, each -1 \(no time\)"),
+        ([(4, 6), (2, 3)], [[1, 2.0]], TypeError, r"temporal_ids\[0\]: expected integers"),
+        ([(4, 6), (2, 3)], [1, 2], TypeError, "temporal_ids: expected one list of ids per group, or a flat tensor"),
+        ([(4, 6), (2, 3)], torch.tensor([1.0, 2.0]), TypeError, "temporal_ids: expected integers, got dtype"),
+        ([(4, 6), (2, 3)], torch.tensor([1, 2, 3]), ValueError, "temporal_ids: expected one id per slice, 2, got 3"),
+    ],
+)
+def test_bad_input_is_named(sizes, ids, error, message):
+    with pytest.raises(error, match=message):
+        Resampler4_5(6, 64, 4, 48)(torch.zeros(2, 24, 48), sizes, ids)
+
+
+def test_bad_grids_and_widths_are_named():
+    with pytest.raises(ValueError, match=r"tgt_size: \(4, 4\) does not hold the 20 patches of x"):
+        Resampler2(3, 64, 4, 48)(torch.zeros(1, 20, 48))
+    with pytest.raises(ValueError, match="embed_dim: must be a multiple of num_heads=5, got 64"):
+        Resampler2_5(6, 64, 5)
+
+
+# --- looking ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["2.0", "2.5", "4.5"])
+@torch.no_grad()
+def test_attention_weights_are_those_behind_the_tokens(case):
+    """Oracle: `resample`. Rows of weights sum to 1, and weights, values and both projections give its tokens."""
+    sizes, groups, sets = [(3, 5), (2, 2), (3, 5)], [[3, 7], [-1]], [15, 4, 15]
+    if case == "2.0":
+        resampler = randomised(Resampler2(3, 64, 4, 48))
+        metadata = resampler.plan(sizes)
+    elif case == "2.5":
+        resampler = randomised(Resampler2_5(6, 64, 4, 48))
+        metadata = resampler.plan(sizes)
+    else:
+        resampler, sets = randomised(Resampler4_5(6, 64, 4, 48)), [19, 15]
+        metadata = resampler.plan(sizes, groups)
+    rows = torch.randn(34, 48)
+    weights = attention_weights(resampler, rows, metadata)
+    assert [tuple(w.shape) for w in weights] == [(4, resampler.num_queries, patches) for patches in sets]
+    for w in weights:
+        torch.testing.assert_close(w.sum(-1), torch.ones(w.shape[:2]), **CLOSE)
+    assert max(float(w.amax()) for w in weights) > 0.3  # far from looking at everything alike
+    _, _, v_NHK = resampler.attn.project(*resampler.attention_inputs(rows, metadata))
+    read = [w @ v.transpose(0, 1) for w, v in zip(weights, v_NHK.split(sets), strict=True)]  # (H, Q, K) per set
+    tokens = resampler.attn.out_proj(torch.cat(read, dim=1).transpose(0, 1).flatten(1))
+    want = resampler.resample(rows, metadata)
+    torch.testing.assert_close(resampler.ln_post(tokens) @ resampler.proj, want, atol=2e-5, rtol=2e-5)

@@ -1,0 +1,106 @@
+"""The tower of MiniCPM-V 2.0: equal to timm's."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from refvl.encoders import SiglipViT, SiglipViTConfig
+
+FOLDER = Path(__file__).parents[1] / "golden"
+GOLDEN = json.loads((FOLDER / "siglip_vit.json").read_text())
+ARRAYS = np.load(FOLDER / "siglip_vit.npz")
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def array(name):
+    return torch.from_numpy(ARRAYS[name].astype(np.float32))
+
+
+def weights(prefix=""):
+    return {prefix + name.removeprefix("sd/"): array(name) for name in ARRAYS.files if name.startswith("sd/")}
+
+
+def tower(**kwargs):
+    vit = SiglipViT.from_config(GOLDEN["config"], **kwargs)
+    vit.load_weights(weights().items())
+    return vit.eval()
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: c["name"])
+@pytest.mark.parametrize("drop", [False, True])
+@torch.no_grad()
+def test_golden(case, drop):
+    """Oracle: timm 1.0.31 `forward_features`: the table's own size, another grid, and sides that need padding."""
+    want = array(f"{case['name']}/y_drop_last" if drop else f"{case['name']}/y")
+    got = tower(drop_last_layer=drop)(array(f"{case['name']}/x"))
+    assert got.shape == (1, case["tokens"], 48)
+    torch.testing.assert_close(got, want, **CLOSE)
+
+
+@torch.no_grad()
+def test_pictures_of_many_sizes_in_one_forward():
+    """Flat rows of three pictures equal each picture alone."""
+    vit, sizes = tower(), [(4, 4), (3, 7), (1, 1)]
+    parts = [torch.randn(1, 3, 14 * h, 14 * w) for h, w in sizes]
+    rows = [x.unfold(2, 14, 14).unfold(3, 14, 14).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(0, 2) for x in parts]
+    for attention in ("sdpa", "masked"):
+        together = vit.encode(torch.cat(rows), vit.plan(sizes), attention)
+        alone = torch.cat([vit(x)[0] for x in parts])
+        torch.testing.assert_close(together, alone, **CLOSE)
+
+
+def test_defaults_are_so400m():
+    config = SiglipViTConfig()
+    assert (config.embed_dim, config.depth, config.head_dim, int(config.embed_dim * config.mlp_ratio)) == (
+        1152, 27, 72, 4304,
+    )  # fmt: skip
+    named = {"vision_encoder": "vit_so400m_patch14_siglip_384.webli", "image_size": 448, "num_heads": 36}
+    assert SiglipViTConfig.from_hf(named) == config
+
+
+@torch.no_grad()
+def test_the_attention_pool_is_left_out_and_the_dropped_block_may_be_there():
+    names = weights("vpm.")
+    pool = {"vpm.attn_pool.latent": torch.zeros(1, 1, 48), "vpm.attn_pool.mlp.fc1.weight": torch.zeros(2, 48)}
+    x = array("wide/x")
+    whole = SiglipViT.from_config(GOLDEN["config"])
+    whole.load_weights((names | pool).items())
+    assert torch.equal(whole(x), tower()(x))
+    short = SiglipViT.from_config(GOLDEN["config"], drop_last_layer=True)
+    short.load_weights(item for item in names.items() if ".blocks.2." not in item[0])
+    assert torch.equal(short(x), tower(drop_last_layer=True)(x))
+
+
+def test_weights_are_strict():
+    changed = weights()
+    changed["head.weight"] = changed.pop("norm.weight")
+    changed["pos_embed"] = torch.zeros(1, 25, 48)
+    with pytest.raises(ValueError, match=r"(?s)unexpected.*head.weight.*misshapen.*pos_embed.*missing.*norm.weight"):
+        SiglipViT.from_config(GOLDEN["config"]).load_weights(changed.items())
+
+
+def test_every_weight_is_trained():
+    vit = SiglipViT.from_config(GOLDEN["config"])
+    vit(array("wide/x")).square().sum().backward()
+    assert [name for name, p in vit.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"embed_dim": 50, "num_heads": 4}, "embed_dim: must be a multiple of num_heads=4, got 50"),
+        ({"img_size": 10}, "img_size: must be at least patch_size=14, got 10"),
+        ({"vision_encoder": "eva02"}, "vision_encoder: expected 'vit_so400m_patch14_siglip_384', got 'eva02'"),
+    ],
+)
+def test_bad_configs_are_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        SiglipViT.from_config(config)
+
+
+def test_bad_pixels_are_named():
+    with pytest.raises(ValueError, match="pixel_values: dimension 1 must be 3, got 4"):
+        tower()(torch.zeros(1, 4, 28, 28))

@@ -1,0 +1,358 @@
+"""The Step3-VL encoder: equal to vLLM's on golden weights, to its formula written out, and to itself however packed."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from refvl.encoders import Step3VisionConfig, Step3VisionEncoder
+from refvl.encoders.step3_vl import resize_position_table
+from refvl.pixels.crops import CropLayout, square_patch_rows
+
+FOLDER = Path(__file__).parents[1] / "golden"
+GOLDEN = json.loads((FOLDER / "step3_vl.json").read_text())
+ARRAYS = np.load(FOLDER / "step3_vl.npz")
+NAMES = json.loads((FOLDER / "weight_mapping.json").read_text())["step3_vl"]
+EXTRA = {name: GOLDEN[name] for name in ("understand_projector_stride", "hidden_size", "projector_bias")}
+TINY = Step3VisionConfig.tiny()  # the golden sizes
+LAYOUTS = [(1, 2), (0, 0), (2, 2), (0, 0), (3, 1)]
+
+
+def golden(name):
+    """Arrays are stored as float16, but exact."""
+    return torch.from_numpy(ARRAYS[name].astype(np.float32))
+
+
+WEIGHTS = {name.removeprefix("sd/"): golden(name) for name in ARRAYS if name.startswith("sd/")}
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    """Golden weights, and crops of 56 pixels instead of 504."""
+    encoder = Step3VisionEncoder.from_config(GOLDEN["vision_config"] | {"crop_size": 56}, **EXTRA)
+    encoder.load_weights(WEIGHTS.items())
+    return encoder.eval()
+
+
+def random_rows(layouts, seed=1):
+    count = sum(16 * rows * columns + 36 for rows, columns in layouts)
+    return torch.randn(count, TINY.patch_values, generator=torch.Generator().manual_seed(seed))
+
+
+# --- equal to vLLM ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_squares_equal_golden(encoder):
+    """Oracle: vLLM 0.33.0, tower to projector; overviews of 84 pixels and crops of 56."""
+    for squares, want in (("pixel_values", "image_features"), ("patch_pixel_values", "patch_features")):
+        got = encoder(golden(squares))
+        torch.testing.assert_close(got, golden(want), atol=1e-4, rtol=0)
+        assert golden(want).abs().mean() > 1
+    flat = encoder(golden("pixel_values")).flatten(0, 1)
+    torch.testing.assert_close(flat, golden("batched_encoder_forward"), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: c["name"])
+@torch.no_grad()
+def test_pictures_with_crops_equal_golden(case, encoder):
+    """Oracle: vLLM 0.33.0 `_process_image_input`: crops of a picture first, overview last."""
+    overviews = square_patch_rows(golden("pixel_values"), 14).split(36)
+    crops = iter(square_patch_rows(golden("patch_pixel_values"), 14).split(16))
+    rows = [
+        [*(next(crops) for _ in range(n)), overview] for n, overview in zip(case["num_patches"], overviews, strict=True)
+    ]
+    layouts = [(min(n, 1), n) for n in case["num_patches"]]
+    got = encoder(torch.cat([row for picture in rows for row in picture]), layouts)
+    assert [encoder.item_size(layout)[1] for layout in layouts] == case["lens"]
+    for i, embeds in enumerate(got.split(case["lens"])):
+        torch.testing.assert_close(embeds, golden(f"{case['name']}/out{i}"), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("positions", [36, 16, 64, 25])
+def test_position_tables_equal_golden(positions):
+    """Oracle: vLLM 0.33.0 `get_abs_pos`: smaller, larger and the same."""
+    got = resize_position_table(golden("abs_pos/in")[0], int(positions**0.5))
+    torch.testing.assert_close(got, golden(f"abs_pos/out{positions}")[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("size", "patch_size", "stride", "tokens"), GOLDEN["spatial_tokens"])
+def test_token_counts_equal_golden(size, patch_size, stride, tokens):
+    """Oracle: vLLM 0.33.0 `_compute_spatial_tokens`."""
+    config = replace(TINY, patch_size=patch_size, understand_projector_stride=stride)
+    assert config.tokens_of(size) == tokens
+
+
+def test_the_released_sizes():
+    """Oracle: the tokens of the released processor, and the numbers its report gives."""
+    config = Step3VisionConfig()
+    assert (config.image_tokens, config.crop_tokens) == (169, 81)
+    assert (config.depth, config.hidden_size, config.head_dim, config.out_hidden_size) == (63, 1792, 112, 7168)
+    with torch.device("meta"):
+        encoder = Step3VisionEncoder(config)
+    assert encoder.item_size((2, 2)) == (4 * 36**2 + 52**2, 4 * 81 + 169, 5)
+    assert 1.7e9 < sum(p.numel() for p in encoder.parameters()) < 2.2e9
+
+
+# --- equal to the formula ---------------------------------------------------------------------------------------------
+
+
+def layer_norm(x, name, eps):
+    centred = x - x.mean(-1, keepdim=True)
+    normed = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+    return normed * WEIGHTS[f"{name}.weight"].double() + WEIGHTS[f"{name}.bias"].double()
+
+
+def linear(x, name):
+    return x @ WEIGHTS[f"{name}.weight"].double().T + WEIGHTS[f"{name}.bias"].double()
+
+
+def convolve(x, name, stride, padding):
+    """(E, n, n) -> (E', m, m), one output pixel at a time."""
+    weight, bias = WEIGHTS[f"{name}.weight"].double(), WEIGHTS[f"{name}.bias"].double()
+    x, size = F.pad(x, [padding] * 4), weight.shape[-1]
+    side = (x.shape[-1] - size) // stride + 1
+    columns = [
+        [(weight * x[:, r : r + size, c : c + size]).sum((1, 2, 3)) + bias for c in range(0, side * stride, stride)]
+        for r in range(0, side * stride, stride)
+    ]
+    return torch.stack([torch.stack(row, -1) for row in columns], -2)
+
+
+def slow_formula(pixels):
+    """(3, 84, 84) -> (4, D) in float64: one square, one head, one output pixel at a time."""
+    patches = pixels.double().unfold(1, 14, 14).unfold(2, 14, 14).permute(1, 2, 0, 3, 4).reshape(36, -1)
+    kernel = WEIGHTS["vision_model.embeddings.patch_embedding.weight"].double().flatten(1)
+    table = WEIGHTS["vision_model.embeddings.position_embedding.weight"].double()
+    embedded = patches @ kernel.T + WEIGHTS["vision_model.embeddings.patch_embedding.bias"].double() + table[1:]
+    class_token = WEIGHTS["vision_model.embeddings.class_embedding"].double() + table[:1]
+    x = torch.cat([class_token] * 4 + [embedded])
+    for i in range(3):
+        name = f"vision_model.transformer.layers.{i}"
+        q, k, v = linear(x, f"{name}.self_attn.qkv_proj").chunk(3, -1)
+        heads = [slice(12 * head, 12 * (head + 1)) for head in range(4)]
+        mixed = [(q[:, h] @ k[:, h].T / 12**0.5).softmax(-1) @ v[:, h] for h in heads]
+        attended = linear(torch.cat(mixed, -1), f"{name}.self_attn.out_proj")
+        x = x + layer_norm(attended, f"{name}.layer_norm1", 1e-5)
+        hidden = linear(x, f"{name}.mlp.fc1")
+        hidden = linear(hidden / (1 + (-1.702 * hidden).exp()), f"{name}.mlp.fc2")
+        x = x + layer_norm(hidden, f"{name}.layer_norm2", 1e-5)
+    square = x[4:].T.unflatten(1, (6, 6))
+    square = convolve(convolve(square, "vit_downsampler", 2, 0), "vit_downsampler2", 2, 1)
+    return square.flatten(1).T @ WEIGHTS["vit_large_projector.weight"].double().T
+
+
+@torch.no_grad()
+def test_equals_the_formula_written_out(encoder):
+    """Oracle: `slow_formula` above."""
+    pixels = torch.randn(2, 3, 84, 84, generator=torch.Generator().manual_seed(0))
+    want = torch.stack([slow_formula(square) for square in pixels])
+    torch.testing.assert_close(encoder(pixels).double(), want, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_a_projector_with_bias_adds_it(encoder):
+    with_bias = Step3VisionEncoder.from_config(GOLDEN["vision_config"], **EXTRA | {"projector_bias": True}).eval()
+    bias = torch.arange(56.0)
+    with_bias.load_weights([*WEIGHTS.items(), ("vit_large_projector.bias", bias)])
+    pixels = golden("pixel_values")
+    torch.testing.assert_close(with_bias(pixels), encoder(pixels) + bias, atol=1e-5, rtol=0)
+
+
+# --- pictures, stacks, plans ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_pictures_of_a_batch_do_not_see_each_other(encoder):
+    """encode([a, b, c]) == [encode(a), encode(b), encode(c)], each one crop by crop as squares."""
+    counts = [16 * rows * columns + 36 for rows, columns in LAYOUTS]
+    parts = random_rows(LAYOUTS).split(counts)
+    together = encoder(torch.cat(parts), LAYOUTS)
+    alone = torch.cat([encoder(part, [layout]) for part, layout in zip(parts, LAYOUTS, strict=True)])
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
+    pieces = []
+    for part in parts:
+        crops, overview = part[:-36].unflatten(0, (-1, 4, 4)), part[-36:].unflatten(0, (1, 6, 6))
+        for stack in (crops, overview):
+            squares = stack.unflatten(3, (3, 14, 14)).permute(0, 3, 1, 4, 2, 5).flatten(2, 3).flatten(3, 4)
+            pieces.append(encoder(squares).flatten(0, 1) if len(squares) else torch.zeros(0, 56))
+    torch.testing.assert_close(together, torch.cat(pieces), atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_planning_ahead_changes_nothing(encoder):
+    """forward(x, metadata=plan(layouts)) == forward(x, layouts), bit for bit; a tensor of layouts does as well."""
+    rows, plan = random_rows(LAYOUTS), encoder.plan(LAYOUTS)
+    want = encoder(rows, LAYOUTS)
+    assert torch.equal(encoder(rows, metadata=plan), want)
+    assert torch.equal(encoder(rows, torch.tensor(LAYOUTS)), want)
+    assert plan.summary == "9 crops, 5 overviews"
+
+
+def test_the_plan_by_hand():
+    """Two crops of one token and an overview of four, then an overview alone; rows 16, 16, 36 and 36."""
+    plan = Step3VisionEncoder(TINY).plan([(1, 2), (0, 0)])
+    assert plan.local_rows.tolist() == list(range(32))
+    assert plan.global_rows.tolist() == list(range(32, 104))
+    assert plan.order.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    plan = Step3VisionEncoder(TINY).plan([(0, 0), (1, 1)])
+    assert plan.local_rows.tolist() == list(range(36, 52))
+    assert plan.order.tolist() == [1, 2, 3, 4, 0, 5, 6, 7, 8]  # token 0 of the crop stands fifth
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "masked"])
+@torch.no_grad()
+def test_backends_agree(encoder, attention):
+    rows = random_rows(LAYOUTS)
+    torch.testing.assert_close(encoder(rows, LAYOUTS, attention=attention), encoder(rows, LAYOUTS), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("layouts", [[], [(0, 0)], LAYOUTS], ids=str)
+def test_forward_reads_nothing_back(layouts):
+    """On the meta device no value exists: any item(), tolist(), nonzero or branch on a tensor would raise."""
+    with torch.device("meta"):
+        encoder = Step3VisionEncoder(TINY)
+    for dtype in (torch.float32, torch.bfloat16):
+        plan = encoder.to(dtype).plan(layouts)
+        assert all(getattr(plan, f.name).is_meta for f in fields(plan) if f.type is torch.Tensor)
+        assert plan.local_position_embeds.dtype == plan.global_position_embeds.dtype == dtype
+        sizes = [encoder.item_size(layout) for layout in layouts]
+        rows = torch.empty(sum(n for n, _, _ in sizes), TINY.patch_values, device="meta")
+        assert encoder(rows, metadata=plan).shape == (sum(n for _, n, _ in sizes), TINY.out_hidden_size)
+
+
+@torch.no_grad()
+def test_half_precision_is_close(encoder):
+    """Oracle: float32, whose outputs are of size 1.5: bfloat16 within a few per cent of the norm."""
+    half = Step3VisionEncoder(encoder.config).eval()
+    half.load_state_dict(encoder.state_dict())
+    rows = random_rows(LAYOUTS)
+    exact, got = encoder(rows, LAYOUTS), half.bfloat16()(rows, LAYOUTS)
+    assert got.dtype == torch.bfloat16
+    assert (got - exact).norm() < 0.03 * exact.norm()
+
+
+def test_every_weight_is_trained():
+    """The position table too, though it is read in the plan, and the class token, though its output is dropped."""
+    encoder = Step3VisionEncoder(TINY)
+    encoder(random_rows([(1, 2)]), [(1, 2)]).square().sum().backward()
+    assert [name for name, p in encoder.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+@torch.no_grad()
+def test_equal_patches_are_told_apart_by_their_place(encoder):
+    tokens = encoder(torch.full((1, 3, 84, 84), 0.5))[0]
+    assert (tokens[1:] - tokens[0]).norm(dim=-1).min() > 1e-2
+
+
+# --- weights and configurations ---------------------------------------------------------------------------------------
+
+
+def test_parameters_have_the_names_and_shapes_of_the_checkpoint(encoder):
+    """Oracle: the golden state dict; the patch embedding's kernel is kept as a matrix."""
+    ours = {name: [*p.shape] for name, p in encoder.named_parameters()}
+    kernel = "vision_model.embeddings.patch_embedding.weight"
+    assert ours.pop(kernel) == [48, 3 * 14 * 14]
+    assert ours == {name: shape for name, shape in GOLDEN["param_shapes"].items() if name != kernel}
+
+
+def test_checkpoint_names_equal_golden():
+    """Oracle: vLLM 0.33.0's weight mapping; what it gives to the language model is not ours."""
+    names = {name for name, _ in Step3VisionEncoder(TINY).named_parameters()}
+    ours = [checkpoint for _, checkpoint, module, *_ in NAMES if not module.startswith("language_model.")]
+    assert len(ours) == 5
+    assert set(ours) <= names
+
+
+def test_loading_is_strict(encoder):
+    """Missing, unexpected and misshapen names in one error, nothing copied before; a prefix `model.` is dropped."""
+    fresh = Step3VisionEncoder(TINY)
+    assert fresh.load_weights((f"model.{name}", tensor) for name, tensor in WEIGHTS.items()) == set(WEIGHTS)
+    before = {name: p.clone() for name, p in fresh.named_parameters()}
+    broken = dict(WEIGHTS) | {"vision_model.pooler.weight": torch.zeros(1), "vit_downsampler.bias": torch.zeros(7)}
+    del broken["vit_downsampler2.bias"]
+    with pytest.raises(ValueError, match="do not match") as error:
+        fresh.load_weights(broken.items())
+    for text in ("missing (1): vit_downsampler2.bias", "vision_model.pooler.weight", "vit_downsampler.bias is (7,)"):
+        assert text in str(error.value)
+    assert all(torch.equal(p, before[name]) for name, p in fresh.named_parameters())
+
+
+class Whole:
+    """The config of a whole model, as transformers would hold it."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    def to_dict(self):
+        return self.values
+
+
+def test_configs_of_every_kind():
+    """A vision config with the three values beside it, a whole model's as a dict or an object: the same sizes."""
+    vision = GOLDEN["vision_config"] | {"crop_size": 56, "some_other_key": 1}
+    assert Step3VisionConfig.from_hf(vision, **EXTRA) == TINY
+    whole = {"vision_config": vision, **EXTRA, "text_config": {"hidden_size": 1}}
+    assert Step3VisionConfig.from_hf(whole) == Step3VisionConfig.from_hf(Whole(**whole)) == TINY
+    del whole["hidden_size"]
+    assert Step3VisionConfig.from_hf(whole).out_hidden_size == 1
+    assert Step3VisionConfig.from_hf(whole, hidden_size=2).out_hidden_size == 2
+    assert Step3VisionConfig.from_hf({}) == Step3VisionConfig()
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"hidden_act": "gelu"}, ValueError, "hidden_act: the tower is written for 'quick_gelu', got 'gelu'"),
+        ({"hidden_size": 50, "num_attention_heads": 4}, ValueError, "hidden_size: must be a multiple of"),
+        ({"image_size": 20}, ValueError, "image_size: must be at least two patches"),
+        (3, TypeError, "config: expected a dict"),
+    ],
+    ids=str,
+)
+def test_configs_that_cannot_be(config, error, message):
+    with pytest.raises(error, match=message):
+        Step3VisionConfig.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda e: e(torch.zeros(36, 588)), ValueError, "exactly one of layouts and metadata"),
+        (lambda e: e(torch.zeros(36, 588), [(1, 1)]), ValueError, "pixel_values: dimension 0 must be 52, got 36"),
+        (lambda e: e(torch.zeros(36, 587), [(0, 0)]), ValueError, "pixel_values: dimension 1 must be 588, got 587"),
+        (lambda e: e(torch.zeros(1, 4, 84, 84)), ValueError, "pixel_values: dimension 1 must be 3, got 4"),
+        (lambda e: e(torch.zeros(1, 3, 84, 98)), ValueError, "expected squares"),
+        (lambda e: e([1.0], [(0, 0)]), TypeError, "pixel_values: expected a torch.Tensor"),
+        (lambda e: e.plan([(1, 2, 3)]), ValueError, r"layouts\[0\]: expected \(rows, columns\)"),
+        (lambda e: e.check_layouts("ab", name="image_grid_thw"), TypeError, "image_grid_thw: expected a sequence"),
+    ],
+    ids=range(8),
+)
+def test_inputs_that_cannot_be(encoder, call, error, message):
+    with pytest.raises(error, match=message):
+        call(encoder)
+
+
+def test_tables_that_are_no_square():
+    for rows in (1, 8, 36):
+        with pytest.raises(ValueError, match=rf"expected 1 \+ S \* S rows, got {rows}"):
+            resize_position_table(torch.zeros(rows, 4), 3)
+
+
+def test_metadata_is_frozen_and_complete(encoder):
+    plan = encoder.plan([(1, 2)])
+    with pytest.raises(AttributeError):
+        plan.num_crops = 7
+    with pytest.raises(TypeError, match="order"):
+        type(plan)(**{f.name: getattr(plan, f.name) for f in fields(plan) if f.name != "order"})
+
+
+def test_layouts_come_back_normalised(encoder):
+    assert encoder.check_layouts([[1, 2], (0, 0)]) == [CropLayout(1, 2), CropLayout(0, 0)]
+    assert encoder.item_size((1, 2)) == (2 * 16 + 36, 2 * 1 + 4, 3)
+    assert encoder.item_size((0, 0)) == (36, 4, 1)

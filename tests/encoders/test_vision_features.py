@@ -1,0 +1,160 @@
+"""Selecting a tower's features. Oracle: vLLM's golden outputs, and transformers' towers and LLaVA."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+from refvl.encoders import get_feature_selector, get_num_selected_vision_tokens, resolve_visual_encoder_outputs
+
+FOLDER = Path(__file__).parents[1] / "golden"
+GOLDEN, ARRAYS = json.loads((FOLDER / "vision_utils.json").read_text()), np.load(FOLDER / "vision_utils.npz")
+CASES = [case for case in GOLDEN["resolve"] if case["last_hs_proc"] is None]  # later releases also take a function
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+SIZES |= {"image_size": 28, "patch_size": 7}
+
+
+def array(name):
+    return torch.from_numpy(ARRAYS[name])
+
+
+def post_norm():
+    norm = nn.LayerNorm(6)
+    norm.load_state_dict({"weight": array("ln_weight"), "bias": array("ln_bias")})
+    return norm
+
+
+@pytest.mark.filterwarnings("ignore:select_layers")
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c["name"])
+@torch.no_grad()
+def test_equals_golden_data(case):
+    """Oracle: the seed page's function; `class` drops the axis of tokens."""
+    count = case["num_hidden_states"]
+    got = resolve_visual_encoder_outputs(
+        [array(f"hs{i}") for i in range(count)] if count else array(case["single_input"]),
+        post_norm() if case["post_norm"] else None,
+        select_layers=case["select_layers"],
+        max_possible_layers=case["max_possible_layers"],
+        feature_select_strategy=case["strategy"],
+    )
+    assert list(got.shape) == case["seed_shape"]
+    torch.testing.assert_close(got, array(f"{case['name']}/seed"), atol=1e-6, rtol=0)
+
+
+def test_golden_cases_are_there():
+    assert len(CASES) == 76 and sum("trunc" in case["name"] for case in CASES) == 28
+
+
+@pytest.fixture(scope="module")
+def siglip():
+    torch.manual_seed(0)
+    return SiglipVisionModel(SiglipVisionConfig(**SIZES, vision_use_head=False)).eval()
+
+
+@torch.no_grad()
+def test_the_last_layer_equals_siglip_s_output(siglip):
+    """Oracle: `SiglipVisionModel.last_hidden_state`, which is normed, from its hidden states, which are not."""
+    out = siglip(torch.randn(2, 3, 28, 28), output_hidden_states=True)
+    norm = siglip.post_layernorm if hasattr(siglip, "post_layernorm") else siglip.vision_model.post_layernorm
+    assert len(out.hidden_states) == 5
+    ours = resolve_visual_encoder_outputs(out.hidden_states, norm, select_layers=[-1], max_possible_layers=4)
+    torch.testing.assert_close(ours, out.last_hidden_state, atol=1e-6, rtol=0)
+    assert not torch.allclose(ours, out.hidden_states[-1], atol=1e-3)
+
+
+@pytest.mark.parametrize("layers", [[-2], [1], [-3, -2], [0, 2, -2]], ids=str)
+@torch.no_grad()
+def test_fewer_layers_loaded_give_the_same(layers, siglip):
+    """Oracle: the same indices of the whole tower; the last layer is not needed, so only three were loaded."""
+    states = siglip(torch.randn(2, 3, 28, 28), output_hidden_states=True).hidden_states
+    whole = resolve_visual_encoder_outputs(states, None, select_layers=layers, max_possible_layers=4)
+    loaded = resolve_visual_encoder_outputs(states[:-1], None, select_layers=layers, max_possible_layers=4)
+    assert torch.equal(loaded, whole)
+    assert torch.equal(whole, torch.cat([states[layer] for layer in layers], dim=-1))
+
+
+@pytest.mark.parametrize("strategy", ["default", "full"])
+@pytest.mark.parametrize("layers", [-2, [-3, -2]], ids=str)
+@torch.no_grad()
+def test_equals_llava(layers, strategy):
+    """Oracle: `LlavaModel.get_image_features` with a CLIP tower, its projector replaced by nothing."""
+    torch.manual_seed(1)
+    text = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**SIZES).to_dict(), text_config=text | {"num_attention_heads": 2},
+        vision_feature_layer=layers, vision_feature_select_strategy=strategy,
+    )  # fmt: skip
+    llava = LlavaModel(config).eval()
+    llava.multi_modal_projector = nn.Identity()
+    pixels = torch.randn(2, 3, 28, 28)
+    want = llava.get_image_features(pixels)
+    want = torch.stack(list(getattr(want, "pooler_output", want)))
+    states = llava.vision_tower(pixels, output_hidden_states=True).hidden_states
+    layers = layers if isinstance(layers, list) else [layers]
+    ours = resolve_visual_encoder_outputs(
+        states, None, select_layers=layers, max_possible_layers=4, feature_select_strategy=strategy
+    )
+    torch.testing.assert_close(ours, want, atol=1e-6, rtol=0)
+    assert ours.shape[1] == get_num_selected_vision_tokens(17, strategy)
+
+
+@pytest.mark.parametrize(("tokens", "strategy", "selected"), GOLDEN["num_selected"])
+def test_selected_tokens_are_counted(tokens, strategy, selected):
+    assert get_num_selected_vision_tokens(tokens, strategy) == selected
+
+
+def test_a_callable_is_its_own_strategy():
+    states = torch.arange(24.0).view(1, 4, 6)
+    picked = resolve_visual_encoder_outputs(states, None, feature_select_strategy=lambda x: x[:, ::2])
+    assert torch.equal(picked, states[:, [0, 2]])
+    assert get_num_selected_vision_tokens(4, lambda x: x[:, ::2]) == 2
+    assert get_feature_selector(len) is len
+
+
+def test_class_token_is_the_first():
+    states = torch.randn(2, 5, 6)
+    assert torch.equal(resolve_visual_encoder_outputs(states, None, feature_select_strategy="class"), states[:, 0])
+
+
+def test_the_true_last_index_gets_no_norm():
+    """Upstream's rule, kept: of a tower of four, [4] is its output without, [-1] with the norm."""
+    states = [torch.randn(1, 2, 6) for _ in range(5)]
+    plain, normed = (
+        resolve_visual_encoder_outputs(states, post_norm(), select_layers=[layer], max_possible_layers=4)
+        for layer in (4, -1)
+    )
+    assert torch.equal(plain, states[4]) and torch.equal(normed, post_norm()(states[4]))
+
+
+def test_a_layer_behind_the_loaded_ones_is_a_warning():
+    states = [torch.full((1, 2, 6), float(i)) for i in range(3)]
+    with pytest.warns(UserWarning, match="layer -1 of 4 is behind the 2 loaded ones; .* hidden state 1"):
+        resolve_visual_encoder_outputs(states, None, select_layers=[-1], max_possible_layers=4)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "options", "message"),
+    [
+        ([torch.ones(1, 2, 6)], {}, r"encoder_outputs: without select_layers, expected .*\(one tensor\), got list"),
+        (torch.ones(1, 2, 6), {"feature_select_strategy": "foo"}, "feature_select_strategy: expected one of .*'foo'"),
+        ([torch.ones(1, 2, 6)] * 3, {"select_layers": [1]}, "max_possible_layers: must be given"),
+        (torch.ones(1, 2, 6), {"select_layers": [1], "max_possible_layers": 2}, "expected the list of all hidden"),
+        ([torch.ones(1, 2, 6)] * 3, {"select_layers": [3], "max_possible_layers": 4}, "layer 3 is not among 2 loaded"),
+        ([torch.ones(1, 2, 6)] * 3, {"select_layers": [-6], "max_possible_layers": 4}, "layer -6 is not among"),
+        ([torch.ones(1, 2, 6)] * 3, {"select_layers": [], "max_possible_layers": 2}, "at least one layer"),
+        (torch.ones(2, 6), {}, r"encoder_outputs: expected 3 dimensions \(B, N, D\)"),
+    ],
+)
+def test_mistakes_are_named(outputs, options, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_visual_encoder_outputs(outputs, None, **options)

@@ -1,0 +1,132 @@
+"""Tokens of a picture and the attention of a tower. Oracle: vLLM's golden counts, transformers' towers and processors,
+and `refvl.attention`."""
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    LlavaConfig,
+    PixtralVisionConfig,
+    Qwen2_5_VLConfig,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+from refvl import attention
+from refvl.encoders import get_vision_encoder_info, get_vit_attn_backend
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "vision_utils.json").read_text())["encoder_info"]
+MODEL_TYPES = {"clip": "clip_vision_model", "siglip": "siglip_vision_model", "pixtral": "pixtral"}
+
+
+def model_config(encoder, image_size, patch_size, **others):
+    vision = SimpleNamespace(model_type=MODEL_TYPES[encoder], image_size=image_size, patch_size=patch_size)
+    return SimpleNamespace(vision_config=vision, **others)
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: f"{c['encoder']} {c['config']}")
+def test_equals_golden_data(case):
+    """Oracle: vLLM 0.33.0, [width, height, tokens, (across, down)]."""
+    info = get_vision_encoder_info(model_config(case["encoder"], **case["config"]))
+    assert type(info).__name__ == case["auto_class"]
+    for name in ("get_image_size", "get_patch_size", "get_patch_grid_length"):
+        assert getattr(info, name)() == case[name]
+    for width, height, tokens, *grid in case["tokens"]:
+        assert info.get_num_image_tokens(image_width=width, image_height=height) == tokens
+        if grid:
+            assert list(info.get_patch_grid_size(image_width=width, image_height=height)) == grid[0]
+
+
+@pytest.mark.parametrize(
+    ("tower", "config"), [(CLIPVisionModel, CLIPVisionConfig), (SiglipVisionModel, SiglipVisionConfig)]
+)
+@torch.no_grad()
+def test_equals_the_tokens_of_transformers_towers(tower, config):
+    """Oracle: the tower itself, at a side that the patch does not divide."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = config(**sizes, image_size=45, patch_size=7)
+    tokens = tower(vision)(torch.zeros(1, 3, 45, 45)).last_hidden_state.shape[1]
+    info = get_vision_encoder_info(LlavaConfig(vision_config=vision.to_dict()))
+    assert info.get_num_image_tokens(image_width=640, image_height=480) == tokens
+
+
+@pytest.mark.parametrize(("width", "height"), [(100, 50), (337, 335), (1024, 1025), (2000, 500), (15, 900), (640, 480)])
+@pytest.mark.parametrize(("patch", "merge"), [(16, 1), (14, 2)])
+def test_equals_pixtral_s_processor(width, height, patch, merge):
+    """Oracle: the size that transformers' processor gives the picture, in tokens."""
+    from transformers.models.pixtral import image_processing_pil_pixtral
+
+    processor = image_processing_pil_pixtral.PixtralImageProcessorPil(
+        size={"longest_edge": 400}, patch_size={"height": patch * merge, "width": patch * merge}
+    )
+    [[got_height, got_width]] = processor(Image.new("RGB", (width, height)))["image_sizes"]
+    config = LlavaConfig(vision_config=PixtralVisionConfig(image_size=400, patch_size=patch).to_dict())
+    config.spatial_merge_size = merge
+    info = get_vision_encoder_info(config)
+    across, down = info.get_patch_grid_size(image_width=width, image_height=height)
+    assert (got_width, got_height) == (across * patch * merge, down * patch * merge)
+
+
+def test_a_thread_keeps_one_token():
+    info = get_vision_encoder_info(model_config("pixtral", 1024, 16))
+    assert info.get_patch_grid_size(image_width=1, image_height=3000) == (1, 64)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        (Qwen2_5_VLConfig(), ValueError, "vision_config: model_type must be one of .*clip_vision_model.*'qwen2_5_vl"),
+        (CLIPVisionConfig(), ValueError, "hf_config: expected a model's config with a vision_config"),
+        (model_config("clip", 224, 0), ValueError, "patch_size: must be at least 1, got 0"),
+        (model_config("clip", "big", 14), TypeError, "image_size: expected an integer"),
+    ],
+)
+def test_unknown_towers_are_named(config, error, message):
+    with pytest.raises(error, match=message):
+        get_vision_encoder_info(config)
+
+
+def test_wrong_pictures_are_named():
+    info = get_vision_encoder_info(model_config("siglip", 224, 16))
+    with pytest.raises(ValueError, match="image_width: must be at least 1, got 0"):
+        info.get_num_image_tokens(image_width=0, image_height=5)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("head_size", [64, 72, 80, 512])
+def test_the_best_backend_is_taken(head_size, device, dtype):
+    """Oracle: the list of `refvl.attention`, fastest first; naming a device needs none to be there."""
+    best = attention.available_backends(device, dtype, head_size)[0]
+    assert get_vit_attn_backend(head_size, dtype, device) == best
+    assert best == ("varlen" if device == "cuda" and dtype == torch.bfloat16 and head_size < 512 else "sdpa")
+
+
+def test_a_request_wins_and_is_checked():
+    assert get_vit_attn_backend(80, torch.bfloat16, "cuda", requested="masked") == "masked"
+    with pytest.raises(ValueError, match="attention: 'varlen' cannot run on cpu"):
+        get_vit_attn_backend(80, torch.float32, "cpu", requested="varlen")
+    with pytest.raises(ValueError, match="attention: expected one of"):
+        get_vit_attn_backend(80, torch.float32, "cpu", requested="xformers")
+    with pytest.raises(ValueError, match="head_size: must be at least 1"):
+        get_vit_attn_backend(0, torch.float32, "cpu")
+
+
+def test_the_reason_is_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="refvl"):
+        get_vit_attn_backend(80, torch.float32, "cpu")
+        get_vit_attn_backend(80, torch.float32, "cpu", requested="masked")
+    assert [record.message for record in caplog.records] == [
+        "vision attention: sdpa, the fastest of ['sdpa', 'masked'] for torch.float32 heads of 80 on cpu",
+        "vision attention: masked, as requested, of ['sdpa', 'masked'] for torch.float32 heads of 80 on cpu",
+    ]

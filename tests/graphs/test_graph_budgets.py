@@ -1,0 +1,271 @@
+"""Budgets, inferred limits and packing: against vLLM's golden plans, and against every possible cut."""
+
+import inspect
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refvl.graphs import Batch, Limits, generate_budgets, infer_limits, padding_waste, plan_batches
+from refvl.positions.windows import get_window_index, max_window_count
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "encoder_graph_plan.json").read_text())
+# Two paths per item, capture axes and data parallelism of the manager are other models' and other modules' matters.
+ONE_PATH = [c for c in GOLDEN["constructor"] if not c["paths"] and not c["capture_axes"]]
+PLANS = [p for p in GOLDEN["plans"] if list(p["path_token_budgets"]) == ["default"]]
+
+
+def by_name(case):
+    return case["name"]
+
+
+def golden_batches(plan):
+    return [Batch(tuple(batch["indices"]), batch["calls"][0]["budget"]) for batch in plan["batches"]]
+
+
+def plan_case(case, policy):
+    tokens = [item["output_tokens"] for item in case["items"]]
+    return plan_batches(tokens, case["token_budgets"], case["max_batch_size"], policy=policy)
+
+
+def summed_budgets(batches):
+    return sum(batch.budget or 0 for batch in batches)
+
+
+# --- budgets and limits -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("min_budget", "max_budget", "want"), GOLDEN["generate_budgets"])
+def test_budgets_golden(min_budget, max_budget, want):
+    """Oracle: vLLM 0.33.0."""
+    assert generate_budgets(min_budget, max_budget) == want
+
+
+@given(st.integers(1, 500), st.integers(1, 5000))
+def test_budgets_double_and_end_with_the_largest(smallest, largest):
+    """Neighbours differ by a factor of 2, the last two by at most that: padding takes at most half of a replay."""
+    budgets = generate_budgets(smallest, largest)
+    assert (budgets[0], budgets[-1]) == (min(smallest, largest), largest)
+    assert all(b == 2 * a for a, b in itertools.pairwise(budgets[:-1]))
+    assert all(a < b <= 2 * a for a, b in itertools.pairwise(budgets))
+
+
+@pytest.mark.parametrize("case", ONE_PATH, ids=by_name)
+def test_limits_golden(case):
+    """Oracle: vLLM 0.33.0's constructor; budgets given twice are captured once here, and frames are our own rule."""
+    smallest, largest = case["budget_range"]
+    given_limits = {"budgets": case.get("budgets"), "max_items": case.get("items")}
+    if "error" in case:
+        with pytest.raises(ValueError, match="max_items|max_budget"):
+            infer_limits(smallest, largest, **given_limits)
+        return
+    limits = infer_limits(smallest, largest, **given_limits)
+    assert list(limits.budgets) == sorted(set(case["token_budgets"]))
+    assert limits.max_items == case["max_batch_size"]
+
+
+def test_frames_are_as_many_as_items_and_at_least_32():
+    assert [infer_limits(64, 2048, max_items=n).max_frames for n in (1, 32, 50)] == [32, 32, 50]
+    assert infer_limits(64, 256, max_frames=3) == Limits(budgets=(64, 128, 256), max_items=4, max_frames=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"max_items": 5000}, ValueError, r"max_items: must not exceed the smallest budget, got 5000 .* \[2048\]"),
+        ({"max_items": 9, "budgets": [64, 8]}, ValueError, r"max_items: .* got 9 for budgets \[8, 64\]"),
+        ({"max_items": 0}, ValueError, "max_items: must be at least 1, got 0"),
+        ({"max_items": 1.5}, TypeError, "max_items: expected an integer, got float"),
+        ({"max_frames": 0}, ValueError, "max_frames: must be at least 1, got 0"),
+        ({"budgets": []}, ValueError, "budgets: expected at least one, got none"),
+        ({"budgets": [64, 0]}, ValueError, r"budgets\[1\]: must be at least 1, got 0"),
+        ({"budgets": ["64"]}, TypeError, r"budgets\[0\]: expected an integer, got str"),
+    ],
+)
+def test_limits_that_contradict_each_other_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        infer_limits(64, 2048, **arguments)
+
+
+def test_an_empty_range_is_named():
+    with pytest.raises(ValueError, match="min_budget: must not exceed max_budget, got 169 and 160"):
+        infer_limits(169, 160)
+    with pytest.raises(ValueError, match="max_budget: must be at least 1, got -1"):
+        generate_budgets(64, -1)
+    with pytest.raises(ValueError, match="min_budget: must be at least 1, got 0"):
+        generate_budgets(0, 64)
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", PLANS, ids=by_name)
+def test_greedy_golden(case):
+    """Oracle: vLLM's plans without its deferral of items: order, batches, budgets, what runs eagerly."""
+    assert plan_case(case, "greedy") == golden_batches(case["plain_greedy"])
+
+
+@pytest.mark.parametrize("case", PLANS, ids=by_name)
+def test_optimal_is_never_worse_than_the_golden_plans(case):
+    """Oracle: vLLM's plans with and without deferral; the same items run eagerly."""
+    batches = plan_case(case, "optimal")
+    for name in ("v033", "plain_greedy"):
+        golden = golden_batches(case[name])
+        assert summed_budgets(batches) <= summed_budgets(golden)
+        assert [b for b in batches if b.budget is None] == [b for b in golden if b.budget is None]
+
+
+def test_golden_holds_plans_that_differ():
+    """Otherwise the comparison above would say little: optimal beats both of upstream's plans somewhere."""
+    costs = {c["name"]: [summed_budgets(golden_batches(c[n])) for n in ("v033", "plain_greedy")] for c in PLANS}
+    ours = {c["name"]: summed_budgets(plan_case(c, "optimal")) for c in PLANS}
+    assert any(ours[name] < v033 < greedy for name, (v033, greedy) in costs.items())
+
+
+sizes = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5)), max_size=9)
+limits = st.tuples(
+    st.lists(st.integers(1, 48), min_size=1, max_size=4), st.integers(1, 5), st.one_of(st.none(), st.integers(1, 8))
+)
+
+
+def plan(sizes, limits, policy):
+    """`plan_batches` of (tokens, frames) pairs."""
+    budgets, max_items, max_frames = limits
+    tokens, frames = [n for n, _ in sizes], [n for _, n in sizes]
+    return plan_batches(tokens, budgets, max_items, policy=policy, frames=frames, max_frames=max_frames)
+
+
+@settings(max_examples=200)
+@given(sizes, limits, st.sampled_from(["greedy", "optimal"]))
+def test_every_item_once_and_within_the_limits(sizes, limits, policy):
+    """Each batch has the smallest budget that holds it; eager items, and they alone, fit no graph."""
+    budgets, max_items, max_frames = limits
+    batches = plan(sizes, limits, policy)
+    assert sorted(i for batch in batches for i in batch.indices) == list(range(len(sizes)))
+    for batch in batches:
+        tokens, frames = (sum(column) for column in zip(*(sizes[i] for i in batch.indices), strict=True))
+        fits = max_frames is None or frames <= max_frames
+        smallest = min((b for b in budgets if b >= tokens), default=None) if fits else None
+        assert batch.budget == smallest
+        assert len(batch.indices) <= (max_items if batch.budget else 1)
+
+
+@settings(max_examples=200)
+@given(sizes, limits)
+def test_optimal_equals_brute_force(sizes, limits):
+    """Oracle: the sorted items cut in all 2^(n-1) ways; lowest sum of budgets, then fewest batches."""
+    budgets, max_items, max_frames = limits
+    got = [batch for batch in plan(sizes, limits, "optimal") if batch.budget is not None]
+    fitting = [sizes[i] for batch in got for i in batch.indices]
+
+    def cost(group):
+        tokens, frames = (sum(column) for column in zip(*group, strict=True))
+        fits = len(group) <= max_items and (max_frames is None or frames <= max_frames)
+        return min((b for b in budgets if fits and b >= tokens), default=float("inf"))
+
+    costs = []
+    for cuts in itertools.product([False, True], repeat=max(0, len(fitting) - 1)):
+        bounds = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), len(fitting)]
+        groups = [fitting[a:b] for a, b in itertools.pairwise(bounds) if a < b]
+        costs.append((sum(map(cost, groups)), len(groups)))
+    assert (summed_budgets(got), len(got)) == min(costs)
+
+
+def test_of_equal_sums_optimal_takes_the_fewest_batches():
+    """5 + 5 against 1 + 1 + 8."""
+    assert plan_batches([1, 1, 3, 5], [1, 5, 8], 3, policy="optimal") == [Batch((0, 1, 2), 5), Batch((3,), 5)]
+
+
+@settings(max_examples=200)
+@given(sizes, limits)
+def test_optimal_is_never_worse_than_greedy(sizes, limits):
+    greedy, optimal = plan(sizes, limits, "greedy"), plan(sizes, limits, "optimal")
+    assert summed_budgets(optimal) <= summed_budgets(greedy)
+    assert {b.indices for b in optimal if b.budget is None} == {b.indices for b in greedy if b.budget is None}
+
+
+def test_frames_split_a_batch_and_a_long_clip_runs_eagerly():
+    """Tokens alone would let all four share one graph of 64."""
+    batches = plan_batches([10, 10, 10, 10], [64], 8, frames=[3, 9, 2, 4], max_frames=6)
+    assert batches == [Batch((0, 2), 64), Batch((3,), 64), Batch((1,), None)]
+    assert plan_batches([10, 10, 10, 10], [64], 8, frames=[3, 9, 2, 4]) == [Batch((0, 1, 2, 3), 64)]
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), max_size=8),
+    st.lists(st.integers(1, 48), min_size=1, max_size=4, unique=True),
+    st.sampled_from(["greedy", "optimal"]),
+)
+def test_a_budget_holds_tokens_and_rows(sizes, budgets, policy):
+    """Oracle: each batch alone: the smallest budget with as many tokens, and twice as many rows."""
+    tokens, rows = [n for n, _ in sizes], [n for _, n in sizes]
+    max_rows = [2 * budget for budget in sorted(budgets)]
+    batches = plan_batches(tokens, budgets, 3, policy=policy, rows=rows, max_rows=max_rows)
+    assert sorted(i for batch in batches for i in batch.indices) == list(range(len(sizes)))
+    for batch in batches:
+        held, needed = sum(tokens[i] for i in batch.indices), sum(rows[i] for i in batch.indices)
+        assert batch.budget == min((b for b in budgets if b >= held and 2 * b >= needed), default=None)
+        assert len(batch.indices) <= (3 if batch.budget else 1)
+    if all(2 * n >= m for n, m in sizes):  # rows say nothing that tokens do not: as without them
+        assert batches == plan_batches(tokens, budgets, 3, policy=policy)
+
+
+def test_waste_counts_the_tokens_of_replays_alone():
+    """64 tokens computed for 48, whatever ran eagerly; nothing computed is nothing wasted."""
+    assert padding_waste([Batch((0, 1), 64), Batch((2,), None)], [30, 18, 999]) == 0.25
+    assert padding_waste([Batch((0,), None)], [999]) == padding_waste([], []) == 0.0
+
+
+def test_the_examples_of_the_docstrings():
+    assert generate_budgets(64, 600) == [64, 128, 256, 512, 600]
+    batches = plan_batches([30, 30, 200], [64, 128, 256], max_items=8, policy="greedy")
+    assert repr(batches) in inspect.getdoc(plan_batches)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"policy": "best"}, ValueError, r"policy: expected one of \('greedy', 'optimal'\), got 'best'"),
+        ({"output_tokens": [8, -1]}, ValueError, r"output_tokens\[1\]: must be at least 1, got -1"),
+        ({"output_tokens": [8.0]}, TypeError, r"output_tokens\[0\]: expected an integer, got float"),
+        ({"budgets": []}, ValueError, "budgets: expected at least one, got none"),
+        ({"budgets": [0]}, ValueError, r"budgets\[0\]: must be at least 1, got 0"),
+        ({"max_items": 0}, ValueError, "max_items: must be at least 1, got 0"),
+        ({"frames": [1]}, ValueError, "frames: expected one per item, 2, got 1"),
+        ({"frames": [1, 1], "max_frames": 0}, ValueError, "max_frames: must be at least 1, got 0"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        plan_batches(**{"output_tokens": [8, 8], "budgets": [64], "max_items": 4} | arguments)
+
+
+# --- the bound on windows ---------------------------------------------------------------------------------------------
+
+
+def most_windows_of_a_frame(tokens, side):
+    """The worst shape of one frame of `tokens` merged tokens, counted by the encoder's own `get_window_index`."""
+    shapes = [(h, tokens // h) for h in range(1, tokens + 1) if tokens % h == 0]
+    counts = [
+        len(get_window_index([(1, h, w)], window_size=side, patch_size=1, spatial_merge_size=1)[1]) for h, w in shapes
+    ]
+    return max(counts) - 1
+
+
+@pytest.mark.parametrize("side", [1, 2, 3, 4])
+def test_no_batch_has_more_windows_than_the_bound_and_some_batch_has_as_many(side):
+    """Oracle: every shape of every frame, and the worst way to share the tokens among the frames.
+
+    All up to 24 tokens in up to 6 frames; a video is that many frames of one shape, so it is among them.
+    """
+    most_tokens, most_frames = 24, 6
+    of_a_frame = [0] + [most_windows_of_a_frame(n, side) for n in range(1, most_tokens + 1)]
+    worst = [0] * (most_tokens + 1)  # windows of at most this many tokens in the frames counted so far
+    for frames in range(1, most_frames + 1):
+        worst = [max(worst[n - k] + of_a_frame[k] for k in range(n + 1)) for n in range(most_tokens + 1)]
+        for tokens in range(1, most_tokens + 1):
+            assert max_window_count(tokens, frames, side) == worst[tokens], (tokens, frames)

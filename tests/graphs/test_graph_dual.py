@@ -1,0 +1,372 @@
+"""Graphs of two paths: whatever each one packs, replays or runs eagerly, the outputs are those of the eager encoder."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refvl.encoders import Step3VisionConfig, Step3VisionEncoder
+from refvl.graphs import (
+    CaptureError,
+    DualPathGraphManager,
+    PairedBatch,
+    PathBatch,
+    generate_budgets,
+    plan_paired_batches,
+)
+from refvl.trace import Trace
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "encoder_graph_plan.json").read_text())
+PLANS = [case for case in GOLDEN["plans"] if len(case["path_token_budgets"]) == 2]
+CONFIG = Step3VisionConfig.tiny()  # an overview has 36 patches and 4 tokens, a crop 16 patches and 1 token
+BUDGETS, MAX_ITEMS = {"local": [3, 6, 12], "global": [4, 8, 16]}, 3
+TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # float32; the number of squares in a stack changes the order of sums
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    torch.manual_seed(0)
+    encoder = Step3VisionEncoder(CONFIG).eval()
+    for parameter in encoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return encoder
+
+
+def new_manager(encoder, **options):
+    return DualPathGraphManager(encoder, **{"budgets": BUDGETS, "max_items": MAX_ITEMS} | options, progress=False)
+
+
+@pytest.fixture(scope="module")
+def managers(encoder):
+    """One manager per policy for all tests: what a test before left in its memory must not matter."""
+    managers = {policy: new_manager(encoder, policy=policy) for policy in ("optimal", "greedy", "paired")}
+    managers["optimal"].capture()
+    for manager in managers.values():  # the graphs do not depend on the policy: capture once
+        for path in manager.managers:
+            manager.managers[path].captured = managers["optimal"].managers[path].captured
+    return managers
+
+
+@pytest.fixture
+def manager(managers):
+    return managers["optimal"]
+
+
+def rows_of(layouts, seed=1):
+    count = sum(16 * rows * columns + 36 for rows, columns in layouts)
+    return torch.randn(count, CONFIG.patch_values, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def eager(encoder, rows, layouts):
+    """One tensor per picture, each encoded alone."""
+    parts = rows.split([encoder.item_size(layout)[0] for layout in layouts])
+    return [encoder(part, [layout]) for part, layout in zip(parts, layouts, strict=True)]
+
+
+def assert_equal(outputs, wanted):
+    for output, want in zip(outputs, wanted, strict=True):
+        torch.testing.assert_close(output, want, **TOLERANCE)
+
+
+def all_captured(manager):
+    return [captured for of_path in manager.managers.values() for captured in of_path.captured.values()]
+
+
+@torch.inference_mode()
+def poison(manager):
+    """NaN in every pixel buffer and in everything that the graphs compute; integers get a wrong value."""
+    for captured in all_captured(manager):
+        captured.pixel_values.fill_(float("nan"))
+        captured.metadata.position_embeds.fill_(float("nan"))
+        for operation in captured.graph.operations:
+            for out in operation.outputs:
+                out.fill_(float("nan") if out.is_floating_point() else 1)
+
+
+crops = st.sampled_from([(0, 0), (0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (2, 3), (3, 5)])
+
+
+# --- plans of paired paths --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", PLANS, ids=lambda c: c["name"])
+def test_paired_plans_equal_golden(case):
+    """Oracle: vLLM 0.33.0 `EncoderCudaGraphManager`, its greedy plan; its budget of 0 is a path that does not run."""
+    tokens = [item["path_output_tokens"] for item in case["items"]]
+    budgets = {path: [b for b in of_path if b] for path, of_path in case["path_token_budgets"].items()}
+    got = plan_paired_batches(tokens, budgets, case["max_batch_size"])
+    want = case["plain_greedy"]["batches"]
+    assert [batch.indices for batch in got] == [tuple(batch["indices"]) for batch in want]
+    assert [batch.budgets for batch in got] == [{c["path"]: c["budget"] for c in b["calls"]} for b in want]
+    replays = sum(len(b.indices) for b in got for budget in b.budgets.values() if budget is not None)
+    assert replays >= case["plain_greedy"]["graph_hits"] or len(want) == 0
+
+
+def test_the_golden_plans_are_all_there():
+    """Among them: no crops at all, one path eager, more pictures than the limit, a batch without crops."""
+    assert len(PLANS) == 12
+    calls = [[c["kind"] for c in batch["calls"]] for case in PLANS for batch in case["plain_greedy"]["batches"]]
+    assert {tuple(kinds) for kinds in calls} == {("graph",), ("graph", "graph"), ("graph", "eager")}
+
+
+@pytest.mark.parametrize("case", PLANS, ids=lambda c: c["name"])
+def test_inferred_budgets_equal_golden(case):
+    """Oracle: vLLM 0.33.0: each path doubles from one square up to the largest budget that the user gave, or 4096."""
+    config = Step3VisionConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
+    with torch.device("meta"):
+        encoder = Step3VisionEncoder(config)
+    given_budgets, max_items = case["config"].get("budgets"), case["config"].get("items")
+    manager = DualPathGraphManager(
+        encoder, max_budget=max(given_budgets) if given_budgets else None, max_items=max_items, backend="trace"
+    )
+    for path, budgets in case["path_token_budgets"].items():
+        assert [*manager.limits[path].budgets] == [b for b in budgets if b]
+    if not given_budgets:
+        assert min(limits.max_items for limits in manager.limits.values()) == case["max_batch_size"]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 8), st.integers(81, 3000))
+def test_paired_plans_hold_their_limits(crop_counts, max_items, max_budget):
+    """Every picture once, every path within its budget, the smallest that holds it; eager only what is too large."""
+    tokens = [{"local": 81 * n, "global": 169} for n in crop_counts]
+    budgets = {"local": generate_budgets(81, max_budget), "global": generate_budgets(169, max(169, max_budget))}
+    batches = plan_paired_batches(tokens, budgets, max_items)
+    assert sorted(i for batch in batches for i in batch.indices) == list(range(len(tokens)))
+    for batch in batches:
+        assert len(batch.indices) <= max_items
+        for path, of_path in budgets.items():
+            total = sum(tokens[i][path] for i in batch.indices)
+            if total == 0:
+                assert path not in batch.budgets
+            elif total > of_path[-1]:
+                assert batch.budgets[path] is None and len(batch.indices) == 1
+            else:
+                assert batch.budgets[path] == min(b for b in of_path if b >= total)
+
+
+# --- replay equals eager ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20)
+@given(
+    layouts=st.lists(crops, max_size=7),
+    seed=st.integers(0, 1000),
+    policy=st.sampled_from(["optimal", "greedy", "paired"]),
+)
+def test_any_batch_equals_the_eager_encoder(encoder, managers, layouts, seed, policy):
+    """Oracle: each picture alone through the encoder: with and without crops, some with more crops than any budget.
+
+    Pixel padding and everything that a graph computes holds NaN before: only what was filled and computed counts.
+    """
+    manager = managers[policy]
+    poison(manager)
+    rows = rows_of(layouts, seed)
+    assert_equal(manager.execute(rows, layouts), eager(encoder, rows, layouts))
+    for path, there in {"global": range(len(layouts)), "local": [i for i, (r, _) in enumerate(layouts) if r]}.items():
+        ran = [i for batch in manager.last_batches if batch.path == path for i in batch.indices]
+        assert sorted(ran) == list(there)
+
+
+def test_a_batch_without_crops_leaves_the_local_path_alone(encoder, manager):
+    layouts = [(0, 0), (0, 0)]
+    before, rows = manager.path_stats(), rows_of(layouts)
+    assert_equal(manager.execute(rows, layouts), eager(encoder, rows, layouts))
+    assert manager.last_batches == [PathBatch((0, 1), 8, "global", 8)]
+    assert manager.path_stats()["local"] == before["local"]
+
+
+def test_one_path_runs_eagerly_while_the_other_replays(encoder, manager):
+    """15 crops against a budget of 12: the crops are a miss and the encoder's own bits, the overview is a hit."""
+    layouts = [(3, 5)]
+    before, rows = manager.path_stats(), rows_of(layouts)
+    [output], [want] = manager.execute(rows, layouts), eager(encoder, rows, layouts)
+    assert torch.equal(output[:15], want[:15])
+    torch.testing.assert_close(output, want, **TOLERANCE)
+    assert manager.last_batches == [PathBatch((0,), None, "local", 15), PathBatch((0,), 4, "global", 4)]
+    after = manager.path_stats()
+    assert (after["local"].misses - before["local"].misses, after["global"].hits - before["global"].hits) == (1, 1)
+
+
+def test_a_b_a(encoder, manager):
+    """Two batches through the same graphs in turn; equal inputs give equal bits, whatever ran between."""
+    a, b = [(1, 2), (0, 0)], [(1, 3), (1, 1)]
+    rows_a, rows_b = rows_of(a, 1), rows_of(b, 2)
+    first = manager.execute(rows_a, a)
+    assert_equal(first, eager(encoder, rows_a, a))
+    assert_equal(manager.execute(rows_b, b), eager(encoder, rows_b, b))
+    assert all(torch.equal(x, y) for x, y in zip(manager.execute(rows_a, a), first, strict=True))
+
+
+def test_poison_changes_no_bit(manager):
+    """Two crops in a graph of three, one overview: padding holds NaN before, and so does all recorded memory."""
+    layouts = [(1, 2)]
+    rows = rows_of(layouts)
+    [clean] = manager.execute(rows, layouts)
+    poison(manager)
+    assert torch.equal(manager.execute(rows, layouts)[0], clean)
+
+
+def test_squares_that_hold_nan_do_not_reach_the_others(encoder, manager):
+    """Not even where padding is not zeroed: two crops in front of a square of NaN, replayed as they stand."""
+    captured, rows = manager.managers["local"].captured[3], rows_of([(1, 2)])[:32]
+    manager.execute(rows_of([(1, 3)]), [(1, 3)])  # fills the positions
+    with torch.inference_mode():
+        captured.pixel_values.fill_(float("nan"))[:32] = rows
+        tokens = captured.graph.replay().clone()
+    assert_equal([tokens[:2]], [eager(encoder, rows_of([(1, 2)]), [(1, 2)])[0][:2]])
+    assert tokens[2].isnan().all()
+
+
+def test_stale_buffers_would_show(encoder, manager):
+    """Leave pixels or positions as another batch had them, and the outputs are wrong: each of them counts."""
+    layouts = [(1, 3)]
+    rows, captured = rows_of(layouts), manager.managers["local"].captured[3]
+    want = eager(encoder, rows, layouts)[0][:3]
+    for buffer in (captured.pixel_values, captured.metadata.position_embeds):
+        manager.execute(rows, layouts)
+        torch.testing.assert_close(captured.graph.replay(), want, **TOLERANCE)
+        with torch.inference_mode():
+            buffer.zero_()
+            assert not torch.allclose(captured.graph.replay(), want, atol=1e-3)
+
+
+# --- limits, order, statistics ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["optimal", "greedy", "paired"])
+def test_more_pictures_than_the_limit(encoder, managers, policy):
+    """Seven pictures of one crop, at most three to a replay, on both paths; optimal takes fewer to pad less."""
+    layouts, manager = [(1, 1)] * 7, managers[policy]
+    rows = rows_of(layouts)
+    assert_equal(manager.execute(rows, layouts), eager(encoder, rows, layouts))
+    for path in ("local", "global"):
+        counts = sorted(len(batch.indices) for batch in manager.last_batches if batch.path == path)
+        assert counts == [1, 3, 3] or (policy == "optimal" and sum(counts) == 7 and counts[-1] <= 3)
+
+
+def test_outputs_are_clones_in_the_caller_s_order(manager):
+    """Crops first, then four tokens of the overview; a later call leaves earlier outputs as they were."""
+    layouts = [(2, 3), (0, 0), (2, 2), (1, 1)]
+    first = manager.execute(rows_of(layouts, 1), layouts)
+    assert [output.shape for output in first] == [(n + 4, CONFIG.out_hidden_size) for n in (6, 0, 4, 1)]
+    kept = [output.clone() for output in first]
+    second = manager.execute(rows_of(layouts, 2), layouts)
+    assert all(torch.equal(output, want) for output, want in zip(first, kept, strict=True))
+    assert not any(torch.equal(output, other) for output, other in zip(first, second, strict=True))
+
+
+def test_the_paths_pack_by_themselves_unless_they_are_paired(encoder, managers):
+    """Crops 6, 6, 2: greedy pairs are (2, 0) and (1,); alone, all three overviews share one graph of 16."""
+    layouts = [(2, 3), (2, 3), (1, 2)]
+    rows, batches = rows_of(layouts), {}
+    for policy in ("paired", "greedy"):
+        assert_equal(managers[policy].execute(rows, layouts), eager(encoder, rows, layouts))
+        batches[policy] = {(b.path, b.indices, b.budget) for b in managers[policy].last_batches}
+    local = {("local", (2, 0), 12), ("local", (1,), 6)}
+    assert batches["paired"] == local | {("global", (2, 0), 8), ("global", (1,), 4)}
+    assert batches["greedy"] == local | {("global", (0, 1, 2), 16)}
+
+
+def test_statistics_are_those_counted_by_hand(encoder):
+    """Oracle: the comments. A picture counts on each path where it has rows."""
+    manager = new_manager(encoder, policy="greedy")
+    layouts = [(1, 2), (0, 0), (3, 5)]  # 2 crops in a graph of 3, 15 eagerly; 3 overviews in a graph of 16
+    manager.execute(rows_of(layouts), layouts)
+    local, overview, both = manager.path_stats()["local"], manager.path_stats()["global"], manager.stats()
+    assert (local.hits, local.misses, local.tokens, local.budget_tokens) == (1, 1, 2, 3)
+    assert (overview.hits, overview.misses, overview.tokens, overview.budget_tokens) == (3, 0, 12, 16)
+    assert (both.hits, both.misses, both.hit_rate, both.padding_waste) == (4, 1, 4 / 5, 1 - 14 / 19)
+
+
+def test_nothing_to_encode(manager):
+    before = manager.stats()
+    assert manager.execute(torch.zeros(0, CONFIG.patch_values), []) == []
+    assert (manager.last_batches, manager.stats()) == ([], before)
+
+
+# --- life of the graphs, errors ---------------------------------------------------------------------------------------
+
+
+def test_graphs_are_captured_once_and_cleared(encoder):
+    manager = new_manager(encoder)
+    rows = rows_of([(1, 2)])
+    want = eager(encoder, rows, [(1, 2)])
+    outputs = manager.execute(rows, [(1, 2)])
+    before = all_captured(manager)
+    manager.capture()
+    assert all(a is b for a, b in zip(before, all_captured(manager), strict=True))
+    assert len(before) == 6
+    pixels = sum(captured.pixel_values.nbytes for captured in before)
+    assert pixels == 4 * 588 * (16 * (3 + 6 + 12) + 36 * (1 + 2 + 4)) < manager.memory_bytes()
+    manager.clear()
+    assert (all_captured(manager), manager.memory_bytes(), manager.stats().hits) == ([], 0, 0)
+    assert_equal(outputs, want)  # clones outlive the graphs
+    assert_equal(manager.execute(rows, [(1, 2)]), want)
+
+
+class ReadsBack(Step3VisionEncoder):
+    """Looks at the pixels of overviews, as no captured encoder may."""
+
+    def encode_stack(self, rows_NC, position_embeds, *, attention=None):
+        out = super().encode_stack(rows_NC, position_embeds, attention=attention)
+        return -out if len(position_embeds) == 37 and out.sum() < 0 else out
+
+
+def test_when_one_path_cannot_be_captured_no_graph_is_kept():
+    manager = new_manager(ReadsBack(CONFIG).eval())
+    with pytest.raises(CaptureError, match="__bool__ reads a value back"):
+        manager.capture()
+    assert all_captured(manager) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "best"}, "policy: expected one of .*'paired'.* got 'best'"),
+        ({"budgets": {"local": [4]}}, r"budgets: expected budgets for the paths \['local', 'global'\], got them for"),
+        ({"budgets": None, "max_budget": 3}, "max_budget: must hold one unit of every path, at least 4 tokens, got 3"),
+        ({"max_items": 5}, "max_items: must not exceed the smallest budget, got 5"),
+        ({"backend": "cuda"}, "backend: 'cuda' needs an encoder on CUDA"),
+    ],
+    ids=str,
+)
+def test_limits_that_contradict_each_other(encoder, options, message):
+    with pytest.raises(ValueError, match=message):
+        new_manager(encoder, **options)
+
+
+def test_rows_that_do_not_match(manager):
+    with pytest.raises(ValueError, match="pixel_values: dimension 0 must be 68, got 36"):
+        manager.execute(torch.zeros(36, 588), [(1, 2)])
+    with pytest.raises(ValueError, match=r"layouts\[0\]: expected \(rows, columns\)"):
+        manager.execute(torch.zeros(36, 588), [(1, 2, 3)])
+
+
+def test_a_path_takes_squares_of_its_own_size_only(encoder):
+    local = encoder.paths["local"]
+    assert local.item_size((3, 4, 4)) == (48, 3, 3)
+    with pytest.raises(ValueError, match="squares here have 4 x 4 patches, got 6 x 6"):
+        local.item_size((1, 6, 6))
+    assert [f.name for f in fields(local.plan([(3, 4, 4)]))] == ["position_embeds"]
+
+
+def test_a_trace_says_what_ran_on_each_path():
+    trace = Trace(
+        embeds=[torch.zeros(19, 2)], seconds={"encode": 0.1},
+        graph_batches=[PathBatch((0,), None, "local", 15), PathBatch((0,), 8, "global", 4)],
+    )  # fmt: skip
+    [(_, shapes, _)] = trace.rows()
+    assert shapes.endswith("; local path of media 1: eager; global path of media 1: graph of 8, 50% padding")
+
+
+def test_what_a_paired_batch_says():
+    """Oracle: by hand. One picture's 3 crops exceed all budgets; the other has none."""
+    tokens = [{"local": 243, "global": 169}, {"local": 0, "global": 169}]
+    batches = plan_paired_batches(tokens, {"local": [81, 162], "global": [169]}, 4)
+    assert batches == [PairedBatch((1,), {"global": 169}), PairedBatch((0,), {"local": None, "global": 169})]

@@ -1,0 +1,195 @@
+"""Oracle: the same weights under the original naming; every damage to a folder is one clear error."""
+
+import json
+
+import pytest
+import torch
+from checkpoint_factory import make_checkpoint
+from safetensors.torch import load_file, save_file
+
+import refvl
+from refvl import families
+from refvl.paths import DATA
+
+PHOTO = DATA / "pictures" / "coffee.jpg"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_checkpoint(tmp_path / "model")
+
+
+def load(folder, **kwargs):
+    return refvl.load(folder, device="cpu", progress=False, **kwargs)
+
+
+def rewrite(folder, change):
+    """Apply `change` to the dict of weights and save them again, as one file."""
+    weights = change(load_file(folder / "model.safetensors"))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    return folder
+
+
+def after_4_52(name):
+    if name.startswith("visual."):
+        return f"model.{name}"
+    return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+
+
+def as_vllm(name):
+    return name if name.startswith("visual.") else f"language_model.{name}"
+
+
+def separate_qkv(weights):
+    split = {}
+    for name, tensor in weights.items():
+        if ".attn.qkv." in name:
+            split |= {name.replace("qkv", part): rows for part, rows in zip("qkv", tensor.chunk(3), strict=True)}
+        else:
+            split[name] = tensor
+    return split
+
+
+NAMINGS = {
+    "after 4.52": lambda weights: {after_4_52(name): tensor for name, tensor in weights.items()},
+    "vLLM": lambda weights: {as_vllm(name): tensor for name, tensor in weights.items()},
+    "separate q, k, v": separate_qkv,
+}
+
+
+@pytest.mark.parametrize("rename", NAMINGS.values(), ids=NAMINGS.keys())
+def test_every_naming_loads_to_the_same_model(folder, rename):
+    question = {"prompt": "What is it?", "images": [PHOTO], "max_new_tokens": 6}
+    expected = load(folder).trace(**question)
+    before = load_file(folder / "model.safetensors").keys()
+    trace = load(rewrite(folder, rename)).trace(**question)
+    assert load_file(folder / "model.safetensors").keys() != before
+    assert trace.token_ids == expected.token_ids
+    assert torch.equal(trace.embeds[0], expected.embeds[0])
+
+
+def test_shards_with_an_index(folder):
+    expected = load(folder).encode(images=[PHOTO])[0]
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names, weight_map = sorted(weights), {}
+    for i, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-0000{i}-of-00002.safetensors"
+        save_file({name: weights[name] for name in part}, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert torch.equal(load(folder).encode(images=[PHOTO])[0], expected)
+    (folder / file).unlink()
+    with pytest.raises(FileNotFoundError, match="shards that are not there.*00002-of-00002"):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", torch.float64])
+def test_dtype(folder, dtype):
+    if dtype is torch.float64:
+        with pytest.raises(ValueError, match="dtype: expected 'auto' or one of"):
+            load(folder, dtype=dtype)
+        return
+    vlm = load(folder, dtype=dtype)
+    assert {p.dtype for m in (vlm.encoder, vlm.language_model) for p in m.parameters()} == {getattr(torch, dtype)}
+    assert vlm.chat("Hi", images=[PHOTO], max_new_tokens=2) is not None
+
+
+def test_auto_dtype_is_float32_on_a_cpu(folder):
+    assert load(folder).encoder.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: {n: t for n, t in w.items() if "blocks.0.norm1" not in n}, r"missing \(1\): blocks.0.norm1.weight"),
+        (lambda w: w | {"visual.extra.weight": torch.ones(2)}, r"unexpected \(1\): visual.extra.weight"),
+        (lambda w: w | {"visual.merger.ln_q.weight": torch.ones(7)}, r"misshapen \(1\): .*ln_q.weight is \(7,\)"),
+        (lambda w: {n: t for n, t in w.items() if n != "model.norm.weight"}, r"missing \(1\): model.norm.weight"),
+        (lambda w: w | {"model.norm.weight": torch.ones(7)}, r"mismatched \(1\).*model.norm.weight"),
+        (lambda w: w | {"model.layers.9.mlp.up_proj.weight": torch.ones(7)}, r"unexpected \(1\).*layers.9"),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_named(folder, change, message):
+    with pytest.raises(ValueError, match=message):
+        load(rewrite(folder, change))
+
+
+def test_truncated_weights(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match="truncated or not a safetensors file"):
+        load(folder)
+
+
+def test_other_weight_formats_are_not_read(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="no \\*.safetensors file"):
+        load(folder)
+
+
+def test_no_remote_code_runs(folder):
+    """A config that points to code beside it: the code is not imported, the family is refused."""
+    (folder / "evil.py").write_text("raise SystemExit('this code must never run')")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="model_type: 'evil' is of no family that refvl knows; known: .*qwen2_5_vl"):
+        load(folder)
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="path_or_id: no folder .*/nowhere"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="holds no config.json"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"weights": "none"}, "weights: expected 'checkpoint' or 'random'"),
+        ({"device": "nowhere"}, "device: 'nowhere' is no torch device"),
+        ({"dtype": "int8"}, "dtype: expected"),
+        ({"attention": "fast"}, "attention: expected one of"),
+    ],
+)
+def test_load_refuses(folder, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        refvl.load(folder, **({"device": "cpu", "progress": False} | kwargs)).chat("Hi", images=[PHOTO])
+
+
+def test_random_weights_from_a_config_alone(folder):
+    config = json.loads((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match="weights: a config alone has none"):
+        refvl.load(config)
+    first, second = (refvl.load(config, weights="random", device="cpu") for _ in range(2))
+    rows = torch.randn(16, 1176)
+    assert torch.equal(first.encoder(rows, [(1, 4, 4)]), second.encoder(rows, [(1, 4, 4)]))
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.equal(first.generate(ids, max_new_tokens=3), second.generate(ids, max_new_tokens=3))
+    with pytest.raises(ValueError, match="a tokenizer needs a checkpoint folder"):
+        first.chat("Hi")
+
+
+def test_meta_plans_but_does_not_run():
+    vlm = refvl.load(DATA / "configs" / "Qwen2.5-VL-72B-Instruct.json", weights="random", device="meta")
+    assert all(p.device.type == "meta" for m in (vlm.encoder, vlm.language_model) for p in m.parameters())
+    with pytest.raises(ValueError, match="'meta' can plan, but not run"):
+        vlm.generate(torch.tensor([[1, 2]]))
+
+
+def test_tied_embeddings(tmp_path):
+    folder = make_checkpoint(tmp_path, tie_word_embeddings=True)
+    rewrite(folder, lambda weights: {name: t for name, t in weights.items() if name != "lm_head.weight"})
+    model = load(folder).language_model
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_a_family_is_found_by_model_type():
+    assert families.find_family({"model_type": "qwen2_5_vl"}).name == "Qwen2.5-VL"

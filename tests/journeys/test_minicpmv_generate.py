@@ -1,0 +1,588 @@
+"""MiniCPM-V from folder to text. Oracles: prompts written by hand, transformers' text models in a loop without a cache,
+MiniCPM's formulas for version 2.0, the sampling that the checkpoints' cards show.
+"""
+
+import json
+import math
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoint_factory_minicpmv import (
+    HIDDEN,
+    QUERIES,
+    TEXT_CLASSES,
+    VERSIONS,
+    WITH_CLIPS,
+    make_minicpmv_checkpoint,
+    minicpmv_config,
+    random_weights,
+    text_config,
+    token,
+    tokenizer,
+)
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
+
+import refvl
+from refvl import families
+from refvl.encoders.minicpmv import SliceGroup
+from refvl.paths import DATA
+from refvl.pixels.media import load_video
+from refvl.processors.minicpmv import FrameConfig, MiniCPMV4_5Processor, middle_indices, patches_per_token, temporal_ids
+from refvl.tools.cli import main
+from refvl.tools.costs import describe, plan_media
+
+RANDOM = np.random.default_rng(0)
+CLIP = DATA / "clips" / "bigbuckbunny.mp4"
+SMALL = Image.fromarray(RANDOM.integers(0, 256, (50, 60, 3), dtype=np.uint8))  # one slice: the overview
+LARGE = Image.fromarray(RANDOM.integers(0, 256, (110, 100, 3), dtype=np.uint8))  # 2 x 2 slices
+WIDE = Image.fromarray(RANDOM.integers(0, 256, (30, 200, 3), dtype=np.uint8))  # 3 x 1
+MOVING = RANDOM.integers(0, 256, (5, 40, 60, 3), dtype=np.uint8)
+GRIDS = {id(SMALL): None, id(LARGE): (2, 2), id(WIDE): (3, 1)}
+NEW_TOKENS = 8
+
+
+def load(folder, **options):
+    return refvl.load(folder, device="cpu", progress=False, **options)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """version -> checkpoint folder."""
+    return {v: make_minicpmv_checkpoint(tmp_path_factory.mktemp("minicpmv") / v, v) for v in VERSIONS}
+
+
+@pytest.fixture(scope="module")
+def models(folders):
+    return {version: load(folder) for version, folder in folders.items()}
+
+
+# ------------------------------------------------------------------------------------------ oracles
+
+
+def rms(x, weight, eps):
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def minicpm_logits(weights: dict, config: dict, embeds_LD: torch.Tensor) -> torch.Tensor:
+    """MiniCPM by its formulas: a Llama whose residuals are scaled by scale_depth / sqrt(layers), whose logits are
+    divided by hidden / dim_model_base. embeds: (L, D), text already times scale_emb."""
+    L, D = embeds_LD.shape
+    H, eps, layers = config["num_attention_heads"], config["rms_norm_eps"], config["num_hidden_layers"]
+    scale = config["scale_depth"] / math.sqrt(layers)
+    angle = torch.arange(L)[:, None] * 1e4 ** (-torch.arange(0, D // H, 2) / (D // H))
+    cos, sin = (torch.cat([f, f], -1)[:, None] for f in (angle.cos(), angle.sin()))
+
+    def heads(x):
+        return x.view(L, H, D // H)
+
+    def turn(x):
+        a, b = x.chunk(2, -1)
+        return x * cos + torch.cat([-b, a], -1) * sin
+
+    x = embeds_LD
+    for i in range(layers):
+        w = {n.split(f"layers.{i}.")[1]: t for n, t in weights.items() if f"llm.model.layers.{i}." in n}
+        h = rms(x, w["input_layernorm.weight"], eps)
+        q, k, v = (heads(h @ w[f"self_attn.{n}_proj.weight"].T) for n in "qkv")
+        scores = torch.einsum("qhk,shk->hqs", turn(q), turn(k)) / math.sqrt(D // H)
+        scores = scores.masked_fill(torch.ones(L, L).triu(1).bool(), -math.inf)
+        attended = torch.einsum("hqs,shk->qhk", scores.softmax(-1), v).reshape(L, D)
+        x = x + scale * (attended @ w["self_attn.o_proj.weight"].T)
+        h = rms(x, w["post_attention_layernorm.weight"], eps)
+        h = F.silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
+        x = x + scale * (h @ w["mlp.down_proj.weight"].T)
+    x = rms(x, weights["llm.model.norm.weight"], eps)
+    return (x / (D / config["dim_model_base"])) @ weights["llm.lm_head.weight"].T
+
+
+def text_oracle(version: str):
+    """(embed ids, logits of embeddings), from the weights by name: formulas for 2.0, transformers for the others."""
+    weights, config = random_weights(version), minicpmv_config(version)
+    table = weights["llm.model.embed_tokens.weight"]
+    if version == "2.0":
+        return lambda ids: config["scale_emb"] * table[ids], lambda e: minicpm_logits(weights, config, e)
+    model = TEXT_CLASSES[version][1](text_config(version)).eval()
+    model.load_state_dict({n.removeprefix("llm."): t for n, t in weights.items() if n.startswith("llm.")})
+    return lambda ids: table[ids], lambda e: model(inputs_embeds=e[None]).logits[0]
+
+
+@torch.no_grad()
+def greedy(version: str, ids: list[int], media: list[torch.Tensor], new_tokens: int = NEW_TOKENS) -> list[int]:
+    """A loop without a cache; the media's embeddings stand where the prompt has unknown tokens."""
+    embed, logits = text_oracle(version)
+    embeds = embed(torch.tensor(ids))
+    embeds[torch.tensor(ids) == token("<unk>")] = torch.cat(media) if media else embeds[:0]
+    stop, answer = {token("</s>"), token("<|eot_id|>"), token("<|im_end|>")}, []
+    while len(answer) < new_tokens and not (answer and answer[-1] in stop):
+        answer.append(int(logits(embeds)[-1].argmax()))
+        embeds = torch.cat([embeds, embed(torch.tensor(answer[-1:]))])
+    return answer
+
+
+def picture_text(version: str, grid, number: int) -> str:
+    queries = "<unk>" * QUERIES
+    overview, piece = f"<image>{queries}</image>", f"<slice>{queries}</slice>"
+    if version in WITH_CLIPS:
+        rows = [piece * grid[0]] * grid[1] if grid else []
+        return f"<image_id>{number}</image_id>{overview}" + "\n".join(rows)
+    return overview + (f"<slice>{chr(10).join([overview * grid[0]] * grid[1])}</slice>" if grid else "")
+
+
+def prompt_ids(version: str, content: str) -> list[int]:
+    """One user turn, by hand."""
+    text = {
+        "2.0": f"<用户>{content}<AI>",
+        "2.5": f"<|start_header_id|>user<|end_header_id|>\n\n{content}<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    }.get(version, f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n")
+    bos = [token("<s>")] if version in ("2.0", "2.5", "4.0") else []
+    return bos + tokenizer().encode(text).ids
+
+
+def pictures_text(version: str, images) -> list[str]:
+    return [picture_text(version, GRIDS[id(image)], i) for i, image in enumerate(images)]
+
+
+# ------------------------------------------------------------------------------------- ids and prompts
+
+PICTURES = {"text": [], "one slice": [SMALL], "sliced": [LARGE], "wide": [WIDE], "several": [LARGE, SMALL, WIDE]}
+
+
+@pytest.mark.parametrize("images", PICTURES.values(), ids=PICTURES.keys())
+@pytest.mark.parametrize("version", VERSIONS)
+def test_prompt_and_generated_ids_of_pictures(models, version, images):
+    vlm = models[version]
+    trace = vlm.trace("What is it?", images=images, max_new_tokens=NEW_TOKENS)
+    ids = prompt_ids(version, "\n".join([*pictures_text(version, images), "What is it?"]))
+    assert trace.full_ids.tolist() == ids
+    media = vlm.encode(images)
+    assert [len(m) for m in media] == [QUERIES * (1 + math.prod(GRIDS[id(i)] or (0,))) for i in images]
+    assert trace.token_ids == greedy(version, ids, media)
+    assert trace.positions.tolist() == [list(range(len(ids)))] * 3 and trace.delta == 0
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_answers_can_disagree(models, version):
+    """A shifted row, a wrong token or no scale must change the ids: they do, and answers are not one token repeated."""
+    vlm = models[version]
+    first, second = (vlm.trace("What?", images=[image], max_new_tokens=NEW_TOKENS) for image in (LARGE, SMALL))
+    assert first.token_ids != second.token_ids
+    assert len({*first.token_ids, *second.token_ids}) > 4
+
+
+@pytest.mark.parametrize("version", WITH_CLIPS[:2])
+def test_a_clip_is_a_row_of_frames(models, version):
+    vlm = models[version]
+    trace = vlm.trace("What moves?", videos=[MOVING], max_new_tokens=NEW_TOKENS)
+    frame = f"<image>{'<unk>' * QUERIES}</image>"
+    ids = prompt_ids(version, "\n".join([frame] * 5 + ["What moves?"]))
+    assert trace.full_ids.tolist() == ids and len(trace.spans) == 5
+    frames = [vlm.encode([Image.fromarray(f)])[0][:QUERIES] for f in MOVING]  # an overview is what a small picture is
+    assert torch.allclose(trace.embeds[0], torch.cat(frames), atol=1e-4)
+    assert trace.token_ids == greedy(version, ids, vlm.encode(videos=[MOVING]))
+
+
+def test_4_5_packs_frames_and_says_when_they_were_taken(models):
+    vlm = load_packing(models["4.5"], 3)
+    trace = vlm.trace("What moves?", videos=[MOVING], max_new_tokens=NEW_TOKENS)
+    pack = f"<image>{'<unk>' * QUERIES}</image>"
+    ids = prompt_ids("4.5", f"{pack}\n{pack}\nWhat moves?")
+    assert trace.full_ids.tolist() == ids
+    [layout] = trace.layouts
+    assert [group.temporal_ids for group in layout] == [(0, 5, 10), (15, 20)]  # five frames, two a second
+    assert len(set(layout[0].slices)) == 1 and trace.embeds[0].shape == (2 * QUERIES, HIDDEN)
+    assert trace.token_ids == greedy("4.5", ids, vlm.encode(videos=[MOVING]))
+
+
+def load_packing(vlm, packing):
+    """The same model with `packing` frames in a set."""
+    copy = type(vlm)(vlm.config, MiniCPMV4_5Processor.__new__(MiniCPMV4_5Processor), vlm.encoder, vlm.language_model)
+    copy.processor.__dict__ |= vlm.processor.__dict__
+    copy.processor.video_config = replace(vlm.processor.video_config, packing=packing)
+    return copy
+
+
+def test_time_is_seen(models):
+    """The same frames at other times are other embeddings; all of them later by a while as well."""
+    vlm = load_packing(models["4.5"], 3)
+    slow, fast = (vlm.encode(videos=[load_video(MOVING, fps=fps)])[0] for fps in (1.0, 5.0))
+    assert not torch.allclose(slow, fast, atol=1e-3)
+
+
+@pytest.mark.parametrize("version", WITH_CLIPS)
+def test_pictures_and_clips_in_one_message(models, version):
+    """Pictures are numbered as they come, frames have no number; kinds may alternate."""
+    vlm = models[version]
+    content = [
+        {"type": "image", "image": LARGE}, {"type": "text", "text": "then"}, {"type": "video", "video": MOVING[:2]},
+        {"type": "image", "image": SMALL}, {"type": "text", "text": "which?"},
+    ]  # fmt: skip
+    trace = vlm.trace([{"role": "user", "content": content}], max_new_tokens=NEW_TOKENS)
+    first, second = pictures_text(version, [LARGE, SMALL])
+    frame = f"<image>{'<unk>' * QUERIES}</image>"
+    ids = prompt_ids(version, "\n".join([first, "then", frame, frame, second, "which?"]))
+    assert trace.full_ids.tolist() == ids
+    pictures, [clip] = vlm.encode([LARGE, SMALL]), vlm.encode(videos=[MOVING[:2]])
+    assert trace.token_ids == greedy(version, ids, [pictures[0], clip, pictures[1]])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_turns_systems_and_strings(models, version):
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": [{"type": "image", "image": SMALL}, {"type": "text", "text": "What?"}]},
+    ]
+    trace = models[version].trace(messages, max_new_tokens=1)
+    text = tokenizer().decode(trace.full_ids.tolist(), skip_special_tokens=False)
+    assert text.count("<s>") == (version in ("2.0", "2.5", "4.0"))
+    assert text.index("Hi") < text.index("Hello") < text.index("<image>") < text.index("What?")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_batches_and_streams_are_single_answers(models, version):
+    vlm = models[version]
+    requests = [
+        {"prompt": "What is it?", "images": [LARGE]},
+        {"prompt": "Hi"},
+        {"prompt": "So?", "images": [SMALL, WIDE]},
+    ]
+    single = [vlm.chat(**request, max_new_tokens=NEW_TOKENS) for request in requests]
+    assert vlm.chat_batch(requests, max_new_tokens=NEW_TOKENS) == single
+    assert "".join(vlm.chat(**requests[0], max_new_tokens=NEW_TOKENS, stream=True)) == single[0]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_generate_takes_tensors(models, version):
+    """Rows and layouts of all pictures of a batch, placeholders in the prompts, as `trace` makes them."""
+    vlm = models[version]
+    trace = vlm.trace("What?", images=[LARGE, SMALL], max_new_tokens=NEW_TOKENS)
+    inputs = {
+        "pixel_values": torch.cat([p.pixel_values for p in trace.patches]),
+        "image_grid_thw": trace.layouts,
+    }
+    ids = vlm.generate(trace.full_ids[None], **inputs, max_new_tokens=NEW_TOKENS)
+    assert ids[0, len(trace.full_ids) :].tolist() == trace.token_ids
+
+
+@pytest.mark.parametrize("version", VERSIONS[1:])
+def test_graphs_change_no_id(folders, models, version):
+    graphed = load(folders[version], graphs={"budgets": [QUERIES, 4 * QUERIES, 10 * QUERIES]})
+    media = {"images": [LARGE, SMALL]} | ({"videos": [MOVING]} if version in WITH_CLIPS else {})
+    expected, trace = (m.trace("What?", max_new_tokens=NEW_TOKENS, **media) for m in (models[version], graphed))
+    assert trace.token_ids == expected.token_ids
+    assert graphed.graphs.stats().hits == len(trace.patches) and graphed.graphs.stats().misses == 0
+
+
+def test_2_0_has_no_graphs(folders):
+    with pytest.raises(ValueError, match=r"2\.0"):
+        load(folders["2.0"], graphs=True)
+
+
+# ----------------------------------------------------------------------------------------- text models
+
+
+def test_embeddings_of_pictures_are_not_scaled(models):
+    """Version 2.0: scale_emb belongs to text; logits are MiniCPM's to the last digits, not only their order."""
+    vlm, (embed, logits) = models["2.0"], text_oracle("2.0")
+    trace = vlm.trace("What?", images=[SMALL], max_new_tokens=1)
+    is_text = trace.full_ids != token("<unk>")
+    assert torch.equal(trace.inputs_embeds[is_text], embed(trace.full_ids[is_text]))
+    assert torch.equal(trace.inputs_embeds[~is_text], vlm.encode([SMALL])[0])
+    ours = vlm.language_model(
+        inputs_embeds=trace.inputs_embeds[None], position_ids=trace.positions[:, None]
+    ).logits[0]  # fmt: skip
+    assert torch.allclose(ours, logits(trace.inputs_embeds), atol=1e-4)
+
+
+@pytest.mark.parametrize("version", VERSIONS[1:])
+def test_logits_equal_transformers(models, version):
+    vlm, (_, logits) = models[version], text_oracle(version)
+    embeds = torch.randn(90, HIDDEN, generator=torch.Generator().manual_seed(1))  # beyond LongRoPE's short range
+    ours = vlm.language_model(inputs_embeds=embeds[None], position_ids=torch.arange(90).expand(3, 1, -1)).logits[0]
+    assert torch.allclose(ours, logits(embeds), atol=1e-4)
+
+
+def test_an_answer_ends_where_the_vocabulary_says(models):
+    """generation_config.json of some releases names one end only; turns end with others."""
+    stop = models["2.6"].language_model.generation_config.eos_token_id
+    assert {token("</s>"), token("<|im_end|>"), token("<|eot_id|>")} <= set(stop)
+
+
+# ------------------------------------------------------------------------------------------- loading
+
+
+def test_config_is_flat_and_no_code_is_run(folders, monkeypatch):
+    """auto_map names classes beside the weights; whoever resolved them would fail here."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("remote code was asked for")
+
+    monkeypatch.setattr("transformers.dynamic_module_utils.get_class_from_dynamic_module", refuse)
+    monkeypatch.setattr("transformers.models.auto.tokenization_auto.get_class_from_dynamic_module", refuse)
+    for version, folder in folders.items():
+        vlm = load(folder)
+        assert vlm.family.name == f"MiniCPM-V {version}" and vlm.config.query_num == QUERIES
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_weight_is_needed_and_none_is_unknown(folders, tmp_path, version):
+    """One dropped in each part, one added: all named."""
+    weights = load_file(folders[version] / "model.safetensors")
+    folder = make_minicpmv_checkpoint(tmp_path / "broken", version)
+    for part in ("llm.model.norm.weight", "resampler.proj"):
+        save_file({n: t for n, t in weights.items() if n != part}, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=rf"missing \(1\): .*{part.split('.', 1)[1]}"):
+            load(folder)
+    for name in ("llm.model.extra.weight", "vpm.extra.weight", "extra.weight"):
+        save_file(weights | {name: torch.ones(2)}, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=rf"unexpected \(1\): .*{name.split('.', 1)[1]}"):
+            load(folder)
+
+
+def test_speech_is_left_out_and_said_so(folders, models, tmp_path):
+    folder = make_minicpmv_checkpoint(tmp_path / "omni", "2.6", model_type="minicpmo")
+    weights = load_file(folder / "model.safetensors")
+    speech = (
+        "apm.layers.0.fc1.weight",
+        "tts.emb.weight",
+        "audio_projection_layer.linear1.weight",
+        "audio_avg_pooler.w",
+    )
+    save_file(weights | {name: torch.ones(2) for name in speech}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.warns(UserWarning, match="4 weights of apm, audio_avg_pooler, audio_projection_layer, tts left out"):
+        vlm = load(folder)
+    answers = [m.chat("What?", images=[LARGE], max_new_tokens=NEW_TOKENS) for m in (vlm, models["2.6"])]
+    assert answers[0] == answers[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(folders["2.6"])
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"hidden_size": 2304, "query_num": 64}, "MiniCPM-V 2.0"),
+        ({"hidden_size": 4096, "query_num": 96}, "MiniCPM-V 2.5"),
+        ({"version": "2.6"}, "MiniCPM-V 2.6"),
+        ({"version": 4.0}, "MiniCPM-V 4.0"),
+        ({"version": 4.5}, "MiniCPM-V 4.5"),
+        ({"version": "2.6", "model_type": "minicpmo"}, "MiniCPM-V 2.6"),
+    ],
+)
+def test_version_says_the_family(values, name):
+    assert families.find_family({"model_type": "minicpmv"} | values).name == name
+
+
+@pytest.mark.parametrize("version", [3.0, "2.4", "4.5.1"])
+def test_an_unknown_version_lists_the_known_ones(version):
+    with pytest.raises(ValueError, match=r"version.*2\.0.*2\.5.*2\.6.*4\.0.*4\.5"):
+        families.read_config(minicpmv_config("2.6") | {"version": version})
+
+
+def test_a_tokenizer_without_the_marks_is_named(tmp_path):
+    folder = make_minicpmv_checkpoint(tmp_path / "marks", "2.6")
+    values = json.loads((folder / "preprocessor_config.json").read_text()) | {"slice_start": "<no such mark>"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="tokenizer: has no token '<no such mark>'"):
+        load(folder)
+
+
+# -------------------------------------------------------------------------------------- clips and time
+
+
+def test_frames_of_a_file_are_those_of_the_cards(models):
+    """2.6: a frame each second, the clip's 132 frames at 25 a second; beyond max_frames the middle of equal parts."""
+    [video] = models["2.6"].processor.decode(models["2.6"].processor.messages("", [], [CLIP]))
+    assert video.indices == (0, 25, 50, 75, 100, 125)
+    capped = {"type": "video", "video": str(CLIP), "max_frames": 4}
+    [video] = models["2.6"].processor.decode([{"role": "user", "content": [capped]}])
+    kept, gap = [0, 25, 50, 75, 100, 125], 6 / 4
+    assert video.indices == tuple(kept[int(i * gap + gap / 2)] for i in range(4))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fps"), [(0.3, 25), (5, 30), (59, 24), (60, 25), (90, 29.97), (180, 25), (700, 12)]
+)
+def test_sampling_and_packing_of_4_5_are_those_of_its_card(seconds, fps):
+    """Oracle: the card's example, written again; it was made for whole packs of at most 180 sets."""
+    total, config = round(seconds * fps), MiniCPMV4_5Processor.frames
+    duration = total / fps
+    if 3 * int(duration) <= 180:
+        packing, wanted = 1, round(min(3, round(fps)) * min(180, duration))
+    else:
+        packing = math.ceil(duration * 3 / 180)
+        wanted = round(duration * 3) if packing <= 3 else 180 * 3
+        packing = min(packing, 3)
+    gap = total / wanted
+    expected = [int(i * gap + gap / 2) for i in range(wanted)]
+    indices = MiniCPMV4_5Processor.sample(total, fps, config)
+    assert indices == expected
+    processor = MiniCPMV4_5Processor.__new__(MiniCPMV4_5Processor)
+    processor.video_config = config
+    video = replace(
+        load_video(np.zeros((1, 2, 2, 3), np.uint8)), source_fps=fps, indices=tuple(indices), duration=duration
+    )
+    groups = processor.group(video, (32, 32))
+    assert {len(group.slices) for group in groups[:-1]} <= {packing} and len(groups) == math.ceil(wanted / packing)
+    scale = np.arange(0, duration, 0.1)
+    nearest = np.abs(np.array(indices)[:, None] / fps - scale).argmin(1)
+    ids = [i for group in groups for i in group.temporal_ids]
+    assert np.abs(np.array(ids) - nearest).max() <= 1, "only where a frame lies between two tenths may rounding differ"
+    assert np.mean(np.array(ids) == nearest) > 0.9 and ids == sorted(ids)
+
+
+def test_temporal_ids_are_tenths_of_a_second():
+    """By hand: frames 0, 7, 9 of a clip of 10 frames at 10 a second."""
+    video = replace(load_video(np.zeros((3, 2, 2, 3), np.uint8)), source_fps=10.0, indices=(0, 7, 9), duration=1.0)
+    assert temporal_ids(video) == [0, 7, 9]
+    assert temporal_ids(replace(video, source_fps=30.0, duration=1 / 3)) == [0, 2, 3]
+
+
+def test_six_frames_become_64_tokens():
+    """The card's number: 96 patches a token, 6 of them without packing 16."""
+    frames = ((32, 32),) * 6
+    assert patches_per_token((SliceGroup(frames, tuple(range(6))),), 64) == 96
+    assert patches_per_token(tuple(SliceGroup((f,)) for f in frames), 64) == 16
+    assert patches_per_token((SliceGroup(frames, (-1,) * 6),), 64) == 16  # without times nothing is merged
+
+
+def test_middle_indices_are_even():
+    assert middle_indices(3, 5) == [0, 1, 2] and middle_indices(8, 4) == [1, 3, 5, 7]
+    gap = 1000 / 180
+    assert middle_indices(1000, 180) == [int(i * gap + gap / 2) for i in range(180)]
+
+
+def test_the_folder_may_set_the_frame_limits(tmp_path):
+    folder = make_minicpmv_checkpoint(tmp_path / "limits", "4.5")
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({"packing": 5, "fps": 2.0, "size": 1}))
+    vlm = load(folder)
+    assert vlm.processor.video_config == replace(MiniCPMV4_5Processor.frames, packing=5, fps=2.0)
+    [layout] = vlm.trace("What?", videos=[MOVING], max_new_tokens=1).layouts
+    assert [len(group.slices) for group in layout] == [5]
+
+
+def test_the_frame_limits_can_be_changed(models):
+    config = FrameConfig(fps=1.0, max_frames=2, max_packing=6)
+    assert len(MiniCPMV4_5Processor.sample(250, 25.0, config)) == 10  # ten seconds, in packs of up to six
+    assert len(MiniCPMV4_5Processor.sample(250, 25.0, replace(config, packing=1))) == 2
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("version", ["2.0", "2.5"])
+def test_clips_are_refused_by_versions_that_never_saw_one(models, version):
+    with pytest.raises(ValueError, match=rf"videos: MiniCPM-V {version} sees pictures only"):
+        models[version].chat("What?", videos=[MOVING])
+
+
+@pytest.mark.parametrize("version", WITH_CLIPS)
+def test_pruning_is_refused_by_name(models, version):
+    with pytest.raises(ValueError, match=r"pruning_rate: must be 0 for MiniCPM-V's clips, got 0\.5"):
+        models[version].chat("What?", videos=[MOVING], pruning_rate=0.5)
+    assert models[version].chat("What?", images=[SMALL], pruning_rate=0.5, max_new_tokens=1) is not None
+
+
+def inputs_of(vlm):
+    trace = vlm.trace("go", images=[LARGE], max_new_tokens=1)
+    [patches] = trace.patches
+    return {"input_ids": trace.full_ids[None], "pixel_values": patches.pixel_values, "image_grid_thw": trace.layouts}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda i: {"image_grid_thw": [i["image_grid_thw"][0][:-1]]}, "pixel_values: dimension 0 must be"),
+        (lambda i: {"pixel_values": i["pixel_values"][:-1]}, "pixel_values: dimension 0 must be"),
+        (lambda i: {"image_grid_thw": None}, "give both or neither"),
+        (lambda i: {"image_grid_thw": [[(4, 4, 4)]]}, "image_grid_thw"),
+        (lambda i: {"input_ids": i["input_ids"][:, 12:]}, "input_ids: "),
+        (lambda i: {"input_ids": i["input_ids"].repeat(2, 1)}, "image placeholders too many"),
+    ],
+)
+@pytest.mark.parametrize("version", ["2.5", "4.5"])
+def test_rows_sizes_and_placeholders_must_fit(models, version, change, message):
+    inputs = inputs_of(models[version])
+    with pytest.raises(ValueError, match=message):
+        models[version].generate(**(inputs | change(inputs)))
+
+
+@pytest.mark.parametrize("text", ["(<image>./</image>)", "<image><unk></image>", "(<video>./</video>)"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_placeholders_in_the_question_are_refused(models, version, text):
+    with pytest.raises(ValueError, match="placeholders"):
+        models[version].chat(f"one {text}", max_new_tokens=1)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_unknown_tokens_in_text_are_text(models, version):
+    trace = models[version].trace("a <unk> b", images=[SMALL], max_new_tokens=1)
+    assert (trace.full_ids == token("<unk>")).sum() == QUERIES + 1 and len(trace.spans) == 1
+
+
+def test_a_clip_is_sampled_by_what_its_version_reads(models):
+    with pytest.raises(
+        ValueError, match=r"samples a clip by fps, max_frames, or num_frames alone, got \['min_frames'\]"
+    ):
+        models["4.5"].processor.load_video(CLIP, {"min_frames": 3})
+    assert len(models["4.5"].processor.load_video(CLIP, {"num_frames": 5}).frames) == 5
+
+
+# ---------------------------------------------------------------------------------- planning, command line
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_info_plans_what_the_run_encodes(models, version):
+    vlm = models[version]
+    videos = [MOVING] if version in WITH_CLIPS else []
+    media = vlm.processor.decode(vlm.processor.messages("", [LARGE, SMALL], videos))
+    plans, patches = [plan_media(vlm, m) for m in media], vlm.processor.patchify(media)
+    assert [p.layout for p in plans] == [p.layout for p in patches]
+    assert [p.patches for p in plans] == [len(p.pixel_values) for p in patches]
+    assert [p.tokens for p in plans] == [len(e) for e in vlm.encode([LARGE, SMALL], videos)]
+    rows = describe(vlm, media)
+    assert rows["family"] == f"MiniCPM-V {version}" and "memory needed" in rows
+    assert "overview 56 x 56 px and 2 x 2 slices" in rows["image 1"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_config_alone_plans(version):
+    planned = refvl.load(minicpmv_config(version), weights="random", device="meta")
+    assert "memory needed" in describe(planned, [LARGE])
+    with pytest.raises(ValueError, match="device: a model on 'meta' can plan, but not run"):
+        planned.chat("What?")
+
+
+def test_the_command_line_has_no_new_flags(folders, models, monkeypatch, capsys, tmp_path):
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["refvl", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert not stop.value.code
+        return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+    LARGE.save(tmp_path / "large.png")
+    answer = models["4.5"].chat("What?", images=[LARGE], max_new_tokens=8)
+    out = run(
+        "chat", folders["4.5"], "What?", "--image", tmp_path / "large.png", "--max-new-tokens", 8, "--device", "cpu"
+    )
+    assert out == " ".join(answer.split())
+    assert "patches a token" in run("info", folders["4.5"], "--video", CLIP)
+    assert "2 x 2 slices" in run("info", folders["2.0"], "--image", tmp_path / "large.png")
+
+
+def test_sampling_options_reach_the_text_model(models):
+    """The released generation configs hold sampling defaults; greedy decoding ignores them."""
+    vlm = models["4.5"]
+    config = vlm.language_model.generation_config
+    assert isinstance(config, GenerationConfig)
+    torch.manual_seed(0)
+    sampled = vlm.chat("What?", images=[SMALL], max_new_tokens=8, do_sample=True, temperature=5.0)
+    assert sampled != vlm.chat("What?", images=[SMALL], max_new_tokens=8)

@@ -1,0 +1,272 @@
+"""Data-parallel encoding. Oracle: the same call without a process group, and vLLM's golden assignments.
+
+Every world size is one set of real processes, joined by gloo, that runs all cases; each rank leaves its results in a
+file.
+"""
+
+import json
+import multiprocessing
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from refvl.encoders import (
+    Glm4vVisionConfig,
+    Glm4vVisionTransformer,
+    Qwen2_5_VisionConfig,
+    Qwen2_5_VisionTransformer,
+    Step3VisionConfig,
+    Step3VisionEncoder,
+)
+from refvl.encoders.minicpmv import MiniCPMV4_5Encoder, SliceGroup
+from refvl.graphs import EncoderGraphManager
+from refvl.parallel import (
+    get_count_assignment,
+    get_load_balance_assignment,
+    get_speed_up,
+    run_dp_sharded_mrope_vision_model,
+    run_dp_sharded_vision_model,
+)
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "vision_utils.json").read_text())["load_balance"]
+TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
+GRIDS = {
+    "more items than ranks": [(1, 4, 6), (1, 14, 16), (2, 4, 4), (1, 2, 2), (1, 8, 8), (3, 4, 6), (1, 4, 6)],
+    "as many as four ranks": [(1, 4, 4), (1, 6, 4), (1, 8, 4), (1, 2, 2)],
+    "fewer items than ranks": [(1, 4, 6), (2, 8, 6)],
+    "one item": [(1, 6, 4)],
+    "no item": [],
+}
+MINICPMV = {
+    "model_type": "minicpmv", "version": 4.5, "hidden_size": 128, "query_num": 4, "drop_vision_last_layer": False,
+    "vision_config": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 70, "patch_size": 14,
+    },
+}  # fmt: skip
+PACK = SliceGroup(((4, 3), (4, 3)), (2, 6))  # two frames that share a set of tokens
+LAYOUTS = {  # of encoders whose media are no grids
+    "MiniCPM-V 4.5": [((2, 3),), ((4, 4), (3, 5), (3, 5)), (PACK, PACK), ((5, 2),)],
+    "Step3-VL": [(0, 0), (2, 2), (1, 3), (0, 0)],
+}
+BATCHES = {"seven pictures": 7, "one picture": 1, "four pictures": 4}
+
+
+class KimiLike(torch.nn.Module):
+    """A tower of the 2-D kind: grids (h, w) as a tensor, one (M, block, D) tensor per item."""
+
+    merge_kernel_size = (2, 3)
+
+    def __init__(self):
+        super().__init__()
+        self.proj = torch.nn.Linear(5, 8)
+
+    def forward(self, rows, grid_hws):
+        assert isinstance(grid_hws, torch.Tensor) and grid_hws.shape[1] == 2
+        items = self.proj(rows).split(grid_hws.prod(-1).tolist())
+        return [(x + x.mean(0)).view(-1, 6, 8) for x in items]  # every row sees its whole item, and no other
+
+
+class Pooling(torch.nn.Module):
+    """A tower of one picture size: (b, 3, 4, 4) -> (b, 2, 6)."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = torch.nn.Linear(24, 6)
+
+    def forward(self, pictures):
+        return self.proj(pictures.view(len(pictures), 2, 24)).tanh()
+
+
+def tower(name):
+    torch.manual_seed(7)
+    encoder = {
+        "Qwen2.5-VL": lambda: Qwen2_5_VisionTransformer(Qwen2_5_VisionConfig.tiny()),
+        "GLM": lambda: Glm4vVisionTransformer(Glm4vVisionConfig.tiny()),
+        "MiniCPM-V 4.5": lambda: MiniCPMV4_5Encoder.from_config(MINICPMV),
+        "Step3-VL": lambda: Step3VisionEncoder(Step3VisionConfig.tiny()),
+    }[name]().eval()
+    for parameter in encoder.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1)
+    return encoder
+
+
+def items(kind, case):
+    """(layouts, how many rows each has, the rows)."""
+    layouts = LAYOUTS.get(kind) or GRIDS[case]
+    encoder = tower("Qwen2.5-VL" if kind == "graphs" else kind)
+    values = 588 if kind in LAYOUTS else 1176  # a patch of one picture, or of two frames
+    counts = [encoder.item_size(layout)[0] for layout in encoder.check_layouts(layouts)]
+    torch.manual_seed(len(layouts))
+    return layouts, counts, torch.randn(sum(counts), values)
+
+
+def graph_manager():
+    return EncoderGraphManager(tower("Qwen2.5-VL"), budgets=[8, 32], max_items=4, max_frames=8, progress=False)
+
+
+def run_case(name):
+    """One case, through the process group if there is one."""
+    kind, case = name
+    if kind == "pictures":
+        torch.manual_seed(3)
+        model = Pooling()
+        return [run_dp_sharded_vision_model(torch.randn(BATCHES[case], 3, 4, 4), model)]
+    if kind == "rope_2d":
+        grids = [(h, 3 * w) for _, h, w in GRIDS[case]]
+        torch.manual_seed(3)
+        model, rows = KimiLike(), torch.randn(sum(h * w for h, w in grids), 5)
+        return list(run_dp_sharded_mrope_vision_model(model, rows, grids, rope_type="rope_2d"))
+    model = graph_manager() if kind == "graphs" else tower(kind)
+    layouts, _, rows = items(kind, case)
+    return list(run_dp_sharded_mrope_vision_model(model, rows, layouts, rope_type="rope_3d"))
+
+
+CASES = [(kind, case) for kind in ("Qwen2.5-VL", "GLM", "rope_2d") for case in GRIDS]
+CASES += [(kind, "slices and crops") for kind in LAYOUTS]
+CASES += [("graphs", case) for case in ("more items than ranks", "one item")]
+CASES += [("pictures", case) for case in BATCHES]
+
+
+def wrong_grids():
+    """The error of a call whose rows and grids do not match; a collective behind it would wait for ever."""
+    with pytest.raises(ValueError, match="pixel_values: dimension 0 must be 16, got 15 patches of grid") as error:
+        run_dp_sharded_mrope_vision_model(tower("GLM"), torch.zeros(15, 1176), [(1, 4, 4)])
+    return str(error.value)
+
+
+def work(rank, world_size, folder):
+    """What each process does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+    results = {name: run_case(name) for name in CASES} | {"wrong grids": wrong_grids()}
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The oracle: every case in this process, without a group."""
+    return {name: run_case(name) for name in CASES}
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids=lambda n: f"{n} ranks")
+def ranks(request, tmp_path_factory):
+    """The results of every rank; the processes are forks of a server that has imported everything once."""
+    folder, context = tmp_path_factory.mktemp("ranks"), multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["refvl.parallel", "refvl.encoders", "refvl.graphs", "hypothesis"])
+    processes = [context.Process(target=work, args=(rank, request.param, str(folder))) for rank in range(request.param)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(600)  # slow is not wrong
+    assert [process.exitcode for process in processes] == [0] * request.param
+    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+
+
+@pytest.mark.parametrize("name", CASES, ids=str)
+def test_sharded_equals_unsharded(name, ranks, alone):
+    """On every rank: all items, in the caller's order."""
+    for results in ranks:
+        assert [tuple(x.shape) for x in results[name]] == [tuple(x.shape) for x in alone[name]]
+        for ours, want in zip(results[name], alone[name], strict=True):
+            torch.testing.assert_close(ours, want, **TOLERANCE)
+            assert want.std() > 0.05
+
+
+def test_every_rank_holds_the_same_bits(ranks):
+    for name in CASES:
+        for results in ranks[1:]:
+            assert all(map(torch.equal, results[name], ranks[0][name])), name
+
+
+def test_a_mistake_is_raised_on_every_rank(ranks):
+    assert len({results["wrong grids"] for results in ranks}) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name[0] not in ("rope_2d", "pictures")], ids=str)
+@torch.no_grad()
+def test_unsharded_equals_each_item_alone(name, alone):
+    """Oracle: the encoder itself, one call per item."""
+    kind, case = name
+    encoder, (layouts, counts, rows) = tower("Qwen2.5-VL" if kind == "graphs" else kind), items(kind, case)
+    for ours, row, layout in zip(alone[name], rows.split(counts), layouts, strict=True):
+        torch.testing.assert_close(ours, encoder(row, [layout]), atol=2e-5, rtol=2e-5)
+
+
+# --- who encodes what -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: f"{len(c['sizes'])} on {c['num_gpus']}")
+def test_assignment_equals_golden_data(case):
+    """Oracle: vLLM 0.33.0, ties included."""
+    got = get_load_balance_assignment(case["sizes"], case["num_gpus"])
+    assert got == (case["shuffle_indices"], case["gpu_sample_counts"], case["grouped_sizes"])
+
+
+def test_equal_sizes_keep_their_order_and_ties_go_to_the_lowest_rank():
+    assert get_load_balance_assignment([5, 5, 5, 5], 3) == ([0, 3, 1, 2], [2, 1, 1], [10, 5, 5])
+
+
+@pytest.mark.parametrize("assign", [get_load_balance_assignment, get_count_assignment])
+@given(sizes=st.lists(st.integers(0, 10**6), max_size=30), num_gpus=st.integers(1, 9))
+def test_assignments_are_partitions(assign, sizes, num_gpus):
+    """Oracle: every item once, and the loads summed again."""
+    order, counts, loads = assign(sizes, num_gpus)
+    assert sorted(order) == list(range(len(sizes))) and len(counts) == len(loads) == num_gpus
+    ends = list(accumulate(counts))
+    assert loads == [sum(sizes[i] for i in order[end - n : end]) for n, end in zip(counts, ends, strict=True)]
+
+
+@given(sizes=st.lists(st.integers(1, 100), min_size=1, max_size=7), num_gpus=st.integers(1, 4))
+def test_balancing_is_within_graham_s_bound(sizes, num_gpus):
+    """Oracle: every assignment there is; largest-first is at most 4/3 - 1/(3 ranks) above the best (Graham 1969)."""
+    possible = {(0,) * num_gpus}
+    for size in sizes:
+        possible = {
+            tuple(sorted(load + size * (i == rank) for i, load in enumerate(loads)))
+            for loads in possible
+            for rank in range(num_gpus)
+        }
+    best = min(max(loads) for loads in possible)
+    assert best <= max(get_load_balance_assignment(sizes, num_gpus)[2]) <= (4 / 3 - 1 / (3 * num_gpus)) * best + 1e-9
+
+
+def test_speed_up_counts_the_slowest_rank():
+    assert get_speed_up([1000, 350]) == 1.35
+    assert get_speed_up([4, 4, 4]) == 3
+    assert get_speed_up([]) == get_speed_up([0, 0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([1, 2], 0), ValueError, "num_gpus: must be at least 1, got 0"),
+        (([1, 2], 1.5), TypeError, "num_gpus: expected an integer"),
+        (([1, -2], 2), ValueError, r"sizes\[1\]: expected a number of at least 0, got -2"),
+        ((torch.tensor([1]), 2), TypeError, "sizes: expected a sequence of numbers, got Tensor"),
+    ],
+)
+def test_wrong_sizes_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        get_load_balance_assignment(*arguments)
+
+
+def test_wrong_models_and_grids_are_named():
+    def run(model, rows, grids, **kwargs):
+        with pytest.raises((ValueError, TypeError)) as error:
+            run_dp_sharded_mrope_vision_model(model, torch.zeros(rows, 5), grids, **kwargs)
+        return str(error.value)
+
+    assert run(KimiLike(), 6, [(2, 3)], rope_type="rope_4d").startswith("rope_type: expected one of")
+    assert run(KimiLike(), 6, [(1, 2, 3)]) == "vision_model: KimiLike has no spatial_merge_size, which 'rope_3d' needs"
+    assert "grid_thw_list[0]: (2, 2) patches do not merge" in run(KimiLike(), 4, [(2, 2)], rope_type="rope_2d")
+    assert "grid_thw_list[0]" in run(tower("GLM"), 4, [(1, 3, 2)])
+    with pytest.raises(ValueError, match=r"image_input: expected a tensor \(B, ...\)"):
+        run_dp_sharded_vision_model(torch.zeros(3), Pooling())

@@ -1,0 +1,401 @@
+"""Step3-VL from folder to text. Oracles: an independent run written here - prompt text by hand, squares of pixels
+through the encoder one by one, the text model without cache on the whole sequence at every step - and vLLM's golden
+prompts.
+
+Encoder, text model and crops have their own oracles in their own test files.
+"""
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_factory import make_step3_checkpoint, step3_config, step3_tokenizer
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+import refvl
+from refvl.language.step3_vl import Step3VLConfig
+from refvl.paths import DATA
+from refvl.pixels.crops import CropLayout, cut_crops, prepare_pixels
+from refvl.pixels.media import load_image
+from refvl.processors.step3_vl import MARKS, Step3VLProcessor
+from refvl.tools.cli import main
+from refvl.tools.costs import describe, plan_media
+
+PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea")]
+SMALL = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 70, 3), dtype=np.uint8))  # no crops
+STRIP = Image.fromarray(np.random.default_rng(1).integers(0, 256, (40, 80, 3), dtype=np.uint8))  # two, of 40 px
+SQUARE = Image.fromarray(np.random.default_rng(2).integers(0, 256, (112, 112, 3), dtype=np.uint8))  # 2 x 2
+FRAMES = np.zeros((4, 60, 60, 3), dtype=np.uint8)
+GOLDEN = json.loads((DATA.parent / "tests" / "golden" / "step3_vl.json").read_text())
+NEW_TOKENS = 10
+WRITTEN = {  # pictures as they stand in a prompt: 1 token for a crop, 4 for an overview
+    "SMALL": "<im_start>" + "<im_patch>" * 4 + "<im_end>",
+    "STRIP": "<patch_start><im_patch><patch_end>" * 2 + "<im_start>" + "<im_patch>" * 4 + "<im_end>",
+    "SQUARE": ("<patch_start><im_patch><patch_end>" * 2 + "<patch_newline>" + "<patch_start><im_patch><patch_end>" * 2)
+    + "<im_start>" + "<im_patch>" * 4 + "<im_end>",
+}  # fmt: skip
+PICTURES = {"SMALL": SMALL, "STRIP": STRIP, "SQUARE": SQUARE}
+
+
+def load(folder, **options):
+    return refvl.load(folder, device="cpu", progress=False, **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_step3_checkpoint(tmp_path_factory.mktemp("step3"))
+
+
+@pytest.fixture(scope="module")
+def vlm(folder):
+    return load(folder)
+
+
+@torch.inference_mode()
+def independent_ids(vlm, question: str, names: list[str]) -> list[int]:
+    """Greedy ids by the slow way: `question` names the pictures where they stand, as {SMALL}."""
+    tokenizer, text_model = step3_tokenizer(), vlm.language_model.model
+    prompt = f"<|begin_of_sentence|><|BOT|>user\n{question.format(**WRITTEN)}<|EOT|><|BOT|>assistant\n"
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    rows = []
+    for name in names:
+        overview, crops, _ = cut_crops(PICTURES[name], vlm.processor.image_config)
+        squares = [prepare_pixels(crop, 56) for crop in crops] + [prepare_pixels(overview, 84)]
+        rows += [vlm.encoder(square[None])[0] for square in squares]
+    embeds = text_model.embed_tokens(torch.tensor(ids))
+    is_picture = torch.tensor(ids) == tokenizer.token_to_id("<im_patch>")
+    if rows:
+        embeds[is_picture] = torch.cat(rows)
+    assert int(is_picture.sum()) == sum(map(len, rows))
+    new = []
+    while len(new) < NEW_TOKENS and (not new or new[-1] != vlm.config.text_config.eos_token_id):
+        last = text_model(inputs_embeds=embeds[None]).last_hidden_state[0, -1]
+        new.append(int((vlm.language_model.lm_head.weight @ last).argmax()))
+        embeds = torch.cat([embeds, text_model.embed_tokens(torch.tensor(new[-1:]))])
+    return new
+
+
+def content(question: str) -> list[dict]:
+    """The same question as a message: {SMALL} becomes a picture."""
+    return [
+        {"type": "image", "image": PICTURES[piece[1:-1]]} if piece[0] == "{" else {"type": "text", "text": piece}
+        for piece in re.split(r"(\{\w+\})", question)
+        if piece
+    ]
+
+
+QUESTIONS = {
+    "text only": "Where is the circle?",
+    "no crops": "{SMALL}What is it?",
+    "two crops in a row": "{STRIP}What is it?",
+    "four crops": "{SQUARE}What is it?",
+    "several": "{SMALL}{SQUARE}{STRIP}What are they?",
+    "between text": "First{SQUARE}then{SMALL}which is red?",
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS.keys())
+def test_ids_equal_an_independent_run(vlm, question):
+    trace = vlm.trace([{"role": "user", "content": content(question)}], max_new_tokens=NEW_TOKENS)
+    expected = independent_ids(vlm, question, re.findall(r"\{(\w+)\}", question))
+    assert trace.token_ids == expected
+    assert len(set(expected)) > 3, "the oracle must be able to disagree"
+    assert trace.positions.tolist() == [list(range(len(trace.input_ids)))] * 3 and trace.delta == 0
+    assert "".join(vlm.chat([{"role": "user", "content": content(question)}], max_new_tokens=NEW_TOKENS, stream=True)) \
+        == trace.text  # fmt: skip
+
+
+def test_a_wrong_crop_changes_the_answer(vlm):
+    """The oracle above would see two crops exchanged."""
+    halves = SQUARE.copy()
+    halves.paste(SQUARE.crop((0, 0, 56, 112)), (56, 0))
+    halves.paste(SQUARE.crop((56, 0, 112, 112)), (0, 0))
+    answers = {str(vlm.trace("What is it?", images=[i], max_new_tokens=NEW_TOKENS).token_ids) for i in (SQUARE, halves)}
+    assert len(answers) == 2
+
+
+@pytest.mark.parametrize("case", GOLDEN["patcher"], ids=lambda c: f"{c['width']}x{c['height']}")
+def test_prompt_lengths_equal_golden(case):
+    """Oracle: vLLM's counts for the released sizes, crops, newlines and marks included."""
+    processor = Step3VLProcessor(Step3VLConfig())
+    assert (processor.image_tokens, processor.crop_tokens) == (169, 81)
+    line, layout = processor.plan(Image.new("RGB", (case["width"], case["height"])))
+    medium = processor.merged("image", layout)
+    assert layout.crops == case["num_patches"] and medium.num_tokens == 169 + 81 * layout.crops
+    processor.__dict__["mark_ids"] = {mark: 10 + i for i, mark in enumerate(MARKS)}
+    ids = processor.expand(1, medium)
+    assert len(ids) == case["num_tokens"] and ids.count(1) == medium.num_tokens
+    assert ids.count(12) == case["num_newlines"]
+    assert f"{layout.rows} x {layout.columns} crops of 504 px" in line or not layout.crops
+
+
+@pytest.mark.parametrize("case", GOLDEN["repl"], ids=lambda c: str(c["num_patches"]))
+def test_marks_equal_golden(case):
+    """Oracle: vLLM's ids of a picture; the golden data have 5 tokens for an overview and 3 for a crop."""
+    processor = Step3VLProcessor(Step3VLConfig())
+    processor.image_tokens, processor.crop_tokens = GOLDEN["repl_feature_sizes"]
+    processor.__dict__["mark_ids"] = GOLDEN["repl_token_map"]
+    rows = sum(case["mask"]) + 1 if case["num_patches"] else 0
+    layout = CropLayout(rows, case["num_patches"] // rows if rows else 0)
+    medium = processor.merged("image", layout)
+    assert processor.expand(GOLDEN["repl_token_map"]["<im_patch>"], medium) * case["num_images"] == case["ids"]
+
+
+def test_batches_equal_single_prompts(vlm):
+    """Left padding: prompts of different lengths, with and without crops and pictures."""
+    requests = [
+        {"prompt": "What is it?", "images": [SQUARE, SMALL]},
+        {"prompt": "Hi"},
+        {"prompt": "Which way does the circle move?", "images": [STRIP]},
+    ]
+    alone = [vlm.chat(max_new_tokens=NEW_TOKENS, **request) for request in requests]
+    assert vlm.chat_batch(requests, max_new_tokens=NEW_TOKENS) == alone
+    assert len(set(alone)) == 3
+
+
+def generate_inputs(vlm, images=(SQUARE, SMALL)) -> tuple[dict, list[int]]:
+    trace = vlm.trace("What is it?", images=images, max_new_tokens=NEW_TOKENS)
+    rows = torch.cat([p.pixel_values for p in trace.patches])
+    inputs = {"input_ids": trace.full_ids[None], "pixel_values": rows, "image_grid_thw": torch.tensor(trace.layouts)}
+    return inputs, trace.token_ids
+
+
+def test_generate_takes_tensors(vlm):
+    """Oracle: `trace`. (rows, columns) of crops stand in for grids."""
+    inputs, expected = generate_inputs(vlm)
+    out = vlm.generate(**inputs, max_new_tokens=NEW_TOKENS)
+    assert out[0, inputs["input_ids"].shape[1] :].tolist() == expected
+
+
+def test_encode_gives_crops_then_overview(vlm):
+    embeds = vlm.encode([SQUARE, SMALL])
+    assert [tuple(e.shape) for e in embeds] == [(8, 96), (4, 96)]
+    overview, crops, _ = cut_crops(SQUARE, vlm.processor.image_config)
+    close = {"rtol": 1e-4, "atol": 1e-2}  # values of the size of tens
+    for i, crop in enumerate(crops):
+        torch.testing.assert_close(embeds[0][i : i + 1], vlm.encoder(prepare_pixels(crop, 56)[None])[0], **close)
+    torch.testing.assert_close(embeds[0][4:], vlm.encoder(prepare_pixels(overview, 84)[None])[0], **close)
+
+
+@pytest.mark.parametrize("images", [[], [SMALL], [SQUARE, STRIP, SMALL, SQUARE]], ids=["text", "no crops", "several"])
+def test_graphs_change_no_id(folder, vlm, images):
+    graphed = load(folder, graphs={"max_budget": 32})
+    expected, trace = (m.trace("What is it?", images=images, max_new_tokens=NEW_TOKENS) for m in (vlm, graphed))
+    assert trace.token_ids == expected.token_ids
+    stats = graphed.graphs.path_stats()
+    assert graphed.graphs.stats().misses == 0
+    assert (stats["global"].hits > 0) == bool(images) and (stats["local"].hits > 0) == (SQUARE in images)
+    report = {stage: shapes for stage, shapes, _ in trace.rows()}["encode"]
+    assert ("global path of media" in report) == bool(images)
+    assert ("local path of media" in report) == (SQUARE in images)
+
+
+NAMINGS = {
+    "released": lambda name: name,
+    "transformers": lambda name: name if name.startswith("lm_head")
+    else "model.language_model." + name.removeprefix("model.") if name.startswith("model.") else f"model.{name}",
+    "vLLM": lambda name: f"language_model.{name}" if name.startswith(("model.", "lm_head.")) else name,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("naming", NAMINGS.values(), ids=NAMINGS.keys())
+def test_every_naming_of_the_weights_loads(vlm, tmp_path, naming):
+    again = load(make_step3_checkpoint(tmp_path, naming=naming))
+    for part, theirs in ((again.encoder, vlm.encoder), (again.language_model, vlm.language_model)):
+        weights = part.state_dict()
+        assert weights.keys() == theirs.state_dict().keys()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in theirs.state_dict().items())
+
+
+LAYER = "model.layers.{}."
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop(LAYER.format(1) + "moe.up_proj.weight"), r"missing \(1\): model\.layers\.1\.moe\.up_proj"),
+        (lambda w: w.pop("vit_downsampler2.bias"), r"missing \(1\): vit_downsampler2\.bias"),
+        (lambda w: w.update({"vision_model.extra": torch.ones(1)}), r"unexpected \(1\): vision_model\.extra"),
+        (lambda w: w.update({LAYER.format(0) + "moe.gate.weight": torch.ones(6, 96)}), r"unexpected \(1\).*\.0\.moe"),
+        (
+            lambda w: w.update({LAYER.format(1) + "self_attn.k_proj.weight": torch.ones(48, 96)}),
+            r"mismatched \(1\).*k_p",
+        ),
+    ],
+)
+def test_loading_is_strict(tmp_path, change, message):
+    folder = make_step3_checkpoint(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_the_sentence_begins_once(vlm, tmp_path):
+    """The template writes the begin of sentence, and so does the tokenizer; a template without it leaves it to it."""
+    begin = vlm.config.text_config.bos_token_id
+    assert AutoTokenizer.from_pretrained(vlm.language_model.name_or_path)("Hi")["input_ids"][0] == begin
+    assert vlm.trace("Hi", max_new_tokens=1).full_ids.tolist().count(begin) == 1
+    folder = make_step3_checkpoint(tmp_path)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(template.replace("{{- bos_token -}}", ""))
+    expected = vlm.trace("Hi", max_new_tokens=1).full_ids
+    assert torch.equal(load(folder).trace("Hi", max_new_tokens=1).full_ids, expected)
+
+
+def test_without_crops_only_the_overview_is_left(folder):
+    vlm = load(folder)
+    vlm.processor.image_config = replace(vlm.processor.image_config, enable_crops=False)
+    trace = vlm.trace("What is it?", images=[SQUARE], max_new_tokens=1)
+    assert trace.layouts == [(0, 0)] and WRITTEN["SMALL"] in vlm.processor.tokenizer.decode(trace.full_ids)
+
+
+def test_pictures_are_never_pruned(vlm):
+    trace = vlm.trace("What is it?", images=[SQUARE], max_new_tokens=2, pruning_rate=0.5)
+    assert trace.keep.all() and trace.keep_masks == [None]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda vlm: vlm.chat("What moves?", videos=[DATA / "clips" / "scene.mp4"]),
+        lambda vlm: vlm.chat("What moves?", videos=[FRAMES]),
+        lambda vlm: vlm.encode(videos=[FRAMES]),
+        lambda vlm: vlm.chat([{"role": "user", "content": [{"type": "video", "video": FRAMES}]}]),
+    ],
+)
+def test_clips_are_refused(vlm, ask):
+    with pytest.raises(ValueError, match="videos: Step3-VL reads pictures only; give the frames of a clip as images"):
+        ask(vlm)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda i: {"image_grid_thw": None}, "pixel_values, image_grid_thw: give both or neither"),
+        (lambda i: {"image_grid_thw": [(2, 2)]}, "pixel_values: dimension 0 must be 100, got 136"),
+        (lambda i: {"image_grid_thw": [(2, 2), (0, 1)]}, r"image_grid_thw\[1\]: rows and columns are both positive"),
+        (lambda i: {"image_grid_thw": [(1, 2, 2)]}, r"image_grid_thw\[0\]: expected \(rows, columns\) of crops"),
+        (lambda i: {"input_ids": i["input_ids"][:, -8:]}, "no placeholders are left for these media"),
+        (lambda i: {"input_ids": i["input_ids"].repeat(2, 1)}, "image placeholders too many"),
+    ],
+)
+def test_generate_refuses_what_does_not_fit(vlm, change, message):
+    inputs, _ = generate_inputs(vlm)
+    with pytest.raises(ValueError, match=message):
+        vlm.generate(**inputs | change(inputs))
+
+
+def test_an_interrupted_overview_is_refused(vlm):
+    """One of its tokens moved behind the end mark: the count is right, the place is not."""
+    inputs, _ = generate_inputs(vlm, [SQUARE])
+    ids, patch = inputs["input_ids"][0].tolist(), vlm.config.image_token_id
+    end = ids.index(vlm.processor.mark_ids["<im_end>"])
+    moved = [*ids[: end - 1], ids[end], patch, *ids[end + 1 :]]
+    with pytest.raises(ValueError, match="placeholders of image 0 are not consecutive"):
+        vlm.generate(**inputs | {"input_ids": torch.tensor([moved])})
+
+
+@pytest.mark.parametrize("written", ["the overview first", "a crop's token behind"])
+def test_squares_in_another_order_are_refused(vlm, written):
+    """The count is right, but rows would stand in the place of another square."""
+    inputs, _ = generate_inputs(vlm, [SQUARE])
+    text = vlm.processor.tokenizer.decode(inputs["input_ids"][0])
+    crops, overview = WRITTEN["SQUARE"].split("<im_start>")
+    if written == "the overview first":
+        text = text.replace(crops + "<im_start>" + overview, "<im_start>" + overview + crops)
+    else:
+        text = text.replace("<patch_start><im_patch>", "<patch_start>", 1).replace("<im_start>", "<im_start><im_patch>")
+    ids = torch.tensor([vlm.processor.tokenizer(text, add_special_tokens=False)["input_ids"]])
+    assert ids.shape == inputs["input_ids"].shape
+    with pytest.raises(ValueError, match=r"placeholders of image 0 do not stand in runs of \[1, 1, 1, 1, 4\]"):
+        vlm.generate(**inputs | {"input_ids": ids})
+
+
+def test_a_placeholder_in_the_question_is_refused(vlm):
+    with pytest.raises(ValueError, match=r"prompt: its placeholders are \['image'\], but the media given are \[\]"):
+        vlm.chat("one <im_patch>")
+
+
+def test_a_tokenizer_without_marks_is_named(tmp_path):
+    folder = make_step3_checkpoint(tmp_path)
+    tokenizer = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(tokenizer.replace("<patch_newline>", "<patch_new_line>"))
+    with pytest.raises(ValueError, match=r"tokenizer: Step3-VL's marks are missing: \['<patch_newline>'\]"):
+        load(folder).chat("What is it?", images=[SMALL])
+
+
+def test_a_picture_too_large_for_the_context_is_refused(folder):
+    vlm = load(folder)
+    vlm.language_model.config.max_position_embedding = 40
+    with pytest.raises(ValueError, match=r"prompt: \d+ tokens do not fit the context of 40"):
+        vlm.chat("What is it?", images=PHOTOS)
+
+
+def test_info_plans_what_the_run_encodes(vlm):
+    media = [load_image(photo) for photo in PHOTOS]
+    plans, patches = [plan_media(vlm, m) for m in media], vlm.processor.patchify(media)
+    assert [p.layout for p in plans] == [p.layout for p in patches]
+    assert [p.patches for p in plans] == [len(p.pixel_values) for p in patches]
+    assert [p.tokens for p in plans] == [len(e) for e in vlm.encode(PHOTOS)]
+    assert vlm.processor.largest_picture == 36 + 4  # 336 px are 6 x 6 windows
+
+
+def test_a_config_alone_plans():
+    planned = refvl.load(step3_config(), weights="random", device="meta")
+    rows = describe(planned, [load_image(PHOTOS[0])])
+    assert rows["family"] == "Step3-VL" and "4 x 6 crops of 56 px" in rows["image 1"] and "memory needed" in rows
+    with pytest.raises(ValueError, match="a tokenizer needs a checkpoint folder"):
+        planned.processor.tokenize([], [])
+
+
+def test_attention_kernels_agree(folder, vlm):
+    """Oracle: transformers' eager attention, which is a plain formula."""
+    eager = load(folder, attn_implementation="eager")
+    expected = eager.trace("What is it?", images=[SQUARE], max_new_tokens=NEW_TOKENS).token_ids
+    assert vlm.trace("What is it?", images=[SQUARE], max_new_tokens=NEW_TOKENS).token_ids == expected
+
+
+def test_half_precision_runs(folder):
+    vlm = load(folder, dtype="bfloat16")
+    assert vlm.encoder.dtype == vlm.language_model.dtype == torch.bfloat16
+    [few] = vlm.encode([SMALL])
+    assert few.dtype == torch.bfloat16 and few.isfinite().all()
+    assert len(vlm.trace("What is it?", images=[SQUARE], max_new_tokens=3).token_ids) <= 3
+
+
+def test_sampling_follows_the_seed(vlm):
+    def sample(seed):
+        torch.manual_seed(seed)
+        return vlm.trace("What is it?", images=[SMALL], max_new_tokens=8, do_sample=True, temperature=3.0).token_ids
+
+    assert sample(0) == sample(0) != sample(1)
+
+
+def test_random_weights_run():
+    vlm = refvl.load(step3_config(), weights="random", device="cpu")
+    [embeds] = vlm.encode([SQUARE])
+    assert embeds.isfinite().all() and embeds.std() > 0
+    experts = vlm.language_model.model.layers[1].moe.up_proj.weight
+    assert 0.015 < float(experts.detach().std()) < 0.025
+
+
+def test_command_line(folder, vlm, monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["refvl", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert not stop.value.code
+        return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+    answer = vlm.chat("What is it?", images=PHOTOS[:1], max_new_tokens=8)
+    options = ("--image", PHOTOS[0], "--device", "cpu", "--max-new-tokens", 8)
+    assert run("chat", folder, "What is it?", *options) == " ".join(answer.split())
+    assert "24 crops, 1 overviews" in run("trace", folder, "What is it?", *options)
+    assert "4 x 6 crops of 56 px" in run("info", folder, "--image", PHOTOS[0])

@@ -1,0 +1,346 @@
+"""data/configs: the released shapes. Oracles: transformers' classes on `meta`, published counts, the name-map spec."""
+
+import json
+import re
+from functools import cache
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
+
+import refvl
+from refvl.encoders import Glm4vVisionTransformer, GlmOcrVisionTransformer, Qwen2_5_VisionTransformer
+from refvl.paths import DATA
+
+CONFIGS = DATA / "configs"
+NAME_MAPS = json.loads((CONFIGS.parents[1] / "tests" / "golden" / "weight_mapping.json").read_text())
+
+# size -> (hidden, layers, heads, kv heads, intermediate, vocabulary, tied embeddings, vision intermediate);
+# sources in data/configs/README.md
+SHAPES = {
+    "3B": (2048, 36, 16, 2, 11008, 151936, True, 3420),
+    "7B": (3584, 28, 28, 4, 18944, 152064, False, 3420),
+    "32B": (5120, 64, 40, 8, 27648, 152064, False, 3456),
+    "72B": (8192, 80, 64, 8, 29568, 152064, False, 3456),
+}
+# Parameters that public code reports for the released weights, and to which decimal place; for 72B no such report was
+# found, only the rounded 73.4 billion, so that row is the weakest (see data/configs/README.md)
+TOTALS = {"3B": (3_754_622_976, 0), "7B": (8_292_166_656, 0), "32B": (33_452_718_336, 0), "72B": (73.4e9, -8)}
+SPECIAL_TOKENS = {
+    "bos_token_id": 151643, "eos_token_id": 151645, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
+    "image_token_id": 151655, "video_token_id": 151656,
+}  # fmt: skip
+
+sizes = pytest.mark.parametrize("size", SHAPES)
+
+
+def read(size: str) -> dict:
+    return json.loads((CONFIGS / f"Qwen2.5-VL-{size}-Instruct.json").read_text())
+
+
+def build_language_and_tower(size: str) -> Qwen2_5_VLForConditionalGeneration:
+    with torch.device("meta"):
+        model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**read(size)))
+    model.tie_weights()
+    return model
+
+
+def build_tower(size: str) -> Qwen2_5_VisionTransformer:
+    with torch.device("meta"):
+        return Qwen2_5_VisionTransformer.from_config(read(size)["vision_config"])
+
+
+def count(module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def flat_shapes(named_tensors) -> dict[str, tuple]:
+    """name -> shape, a convolution kernel as the matrix it is here."""
+    return {name: tuple(p.flatten(1).shape) if p.ndim > 2 else tuple(p.shape) for name, p in named_tensors}
+
+
+def vision_names_of_the_spec(family: str) -> set[str]:
+    """The checkpoint names of the tower in weight_mapping.json, without their prefix."""
+    names = [row[1] for row in NAME_MAPS[family]]
+    return {re.sub(r"^(model\.)?visual\.", "", name) for name in names if "visual." in name}
+
+
+def readme_row(stem: str) -> str:
+    return next(row for row in (CONFIGS / "README.md").read_text().splitlines() if row.startswith(f"| {stem}.json |"))
+
+
+def test_every_config_has_its_row_here():
+    rows = {f"Qwen2.5-VL-{size}-Instruct" for size in SHAPES} | GLM.keys() | {"Step3"}
+    others = {path.stem for path in CONFIGS.glob("*.json") if not path.stem.startswith("MiniCPM")}
+    assert others == rows  # MiniCPM-V's: tests/models/test_configs_minicpmv.py
+
+
+@sizes
+def test_transformers_reads_the_released_values(size):
+    """Oracle: the table above, read back through transformers' own config class."""
+    config = Qwen2_5_VLConfig(**read(size))
+    text, vision = config.text_config, config.vision_config
+    hidden, layers, heads, kv_heads, intermediate, vocabulary, tied, vision_intermediate = SHAPES[size]
+    assert (text.hidden_size, text.num_hidden_layers) == (hidden, layers)
+    assert (text.num_attention_heads, text.num_key_value_heads) == (heads, kv_heads)
+    assert (text.intermediate_size, text.vocab_size) == (intermediate, vocabulary)
+    assert config.tie_word_embeddings is tied
+    assert text.max_position_embeddings == 128_000
+    assert text.rope_parameters["rope_theta"] == 1e6 and text.rope_parameters["mrope_section"] == [16, 24, 24]
+    assert (vision.depth, vision.hidden_size, vision.num_heads) == (32, 1280, 16)
+    assert (vision.intermediate_size, vision.out_hidden_size) == (vision_intermediate, hidden)
+    assert (vision.window_size, vision.fullatt_block_indexes) == (112, [7, 15, 23, 31])
+    assert (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size) == (14, 2, 2)
+    assert vision.tokens_per_second == 2
+    assert {name: read(size)[name] for name in SPECIAL_TOKENS} == SPECIAL_TOKENS
+
+
+@sizes
+def test_mrope_sections_fill_half_a_head(size):
+    """Equation: the frequencies of t, h and w together are the head's rotary pairs."""
+    config = read(size)
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    assert sum(config["rope_scaling"]["mrope_section"]) == head_dim // 2
+
+
+@sizes
+def test_whole_model_has_the_reported_number_of_parameters(size):
+    """Oracle: counts reported for the released weights (72B: rounded only); the README's table states ours."""
+    model = build_language_and_tower(size)
+    reported, place = TOTALS[size]
+    assert round(count(model), place) == reported
+    row = readme_row(f"Qwen2.5-VL-{size}-Instruct")
+    assert row.endswith(f"| {count(model):,} | {count(model.model.visual):,} |")
+
+
+def test_tower_of_7b_has_the_reported_number_of_parameters():
+    """Oracle: the count that fine-tuning scripts print for the released 7B tower."""
+    assert count(build_tower("7B")) == 676_550_144
+
+
+@sizes
+def test_tower_is_transformers_tower(size):
+    """Oracle: transformers' tower of the same config: parameter names, and shapes up to the flattened patch kernel."""
+    tower = build_tower(size)
+    assert all(p.is_meta for p in tower.parameters())
+    expected = build_language_and_tower(size).model.visual
+    assert flat_shapes(tower.named_parameters()) == flat_shapes(expected.named_parameters())
+
+
+def test_the_name_map_of_the_spec_reaches_the_released_tower():
+    """Oracle: weight_mapping.json (checkpoint names in three namings): each vision name lands on a parameter we have.
+
+    In the checkpoint q, k and v may be separate; gate and up stay separate here, where upstream fuses them.
+    """
+    names = build_tower("7B").state_dict().keys()
+    bare = vision_names_of_the_spec("qwen2_5_vl")
+    assert len(bare) == 9
+    assert {re.sub(r"\.attn\.[qkv]\.", ".attn.qkv.", name) for name in bare} <= set(names)
+
+
+# GLM: name -> (text: hidden, layers, heads, kv heads, intermediate, vocabulary, context, rope theta),
+# (tower: hidden, heads, intermediate, output), (image and video token); sources in data/configs/README.md
+GLM = {
+    "GLM-4.1V-9B-Thinking": (
+        (4096, 40, 32, 2, 13696, 151552, 65536, 1e4), (1536, 12, 13696, 4096), (151343, 151344),
+    ),
+    "GLM-4.5V": ((4096, 46, 96, 8, 10944, 151552, 65536, 1e4), (1536, 12, 10944, 4096), (151363, 151364)),
+    "GLM-4.6V-Flash": ((4096, 40, 32, 2, 13696, 151552, 131072, 5e5), (1536, 12, 13696, 4096), (151363, 151364)),
+    "GLM-4.6V": ((4096, 46, 96, 8, 10944, 151552, 131072, 5e5), (1536, 12, 10944, 4096), (151363, 151364)),
+    "GLM-OCR": ((1536, 16, 16, 8, 4608, 59392, 131072, 1e4), (1024, 16, 4096, 1536), (59280, 59281)),
+}  # fmt: skip
+# What public reports count in the released files, the routers' selection biases included; for GLM-OCR without its
+# multi-token-prediction layer, which no transformers model holds
+GLM_TOTALS = {
+    "GLM-4.1V-9B-Thinking": 20_585_554_944 // 2,  # bytes of the safetensors index, two for each bfloat16
+    "GLM-4.5V": 107_710_933_120,
+    "GLM-4.6V-Flash": 10_292_777_472,
+    "GLM-4.6V": 107_710_933_120,
+    "GLM-OCR": 1_107_405_824,
+}
+# The tower's tensors in the released GLM-4.5V files under `model.visual.`, N for the number of a block, F for the
+# merger's intermediate size; GLM-4.1V's safetensors index has the same names
+GLM_4V_TENSORS = {
+    "patch_embed.proj.weight": (1536, 3, 2, 14, 14), "patch_embed.proj.bias": (1536,),
+    "post_conv_layernorm.weight": (1536,), "embeddings.position_embedding.weight": (576, 1536),
+    "blocks.N.norm1.weight": (1536,), "blocks.N.norm2.weight": (1536,),
+    "blocks.N.attn.qkv.weight": (4608, 1536), "blocks.N.attn.proj.weight": (1536, 1536),
+    "blocks.N.mlp.gate_proj.weight": (4096, 1536), "blocks.N.mlp.up_proj.weight": (4096, 1536),
+    "blocks.N.mlp.down_proj.weight": (1536, 4096), "post_layernorm.weight": (1536,),
+    "downsample.weight": (4096, 1536, 2, 2), "downsample.bias": (4096,), "merger.proj.weight": (4096, 4096),
+    "merger.post_projection_norm.weight": (4096,), "merger.post_projection_norm.bias": (4096,),
+    "merger.gate_proj.weight": ("F", 4096), "merger.up_proj.weight": ("F", 4096),
+    "merger.down_proj.weight": (4096, "F"),
+}  # fmt: skip
+
+glm_models = pytest.mark.parametrize("name", GLM)
+glm_4v_models = pytest.mark.parametrize("name", [name for name in GLM if name != "GLM-OCR"])
+
+
+def read_glm(name: str) -> dict:
+    return json.loads((CONFIGS / f"{name}.json").read_text())
+
+
+@cache
+def build_glm(name: str):
+    """transformers' whole model of the config's model_type, on `meta`."""
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(AutoConfig.for_model(**read_glm(name)))
+
+
+@cache
+def build_glm_tower(name: str) -> torch.nn.Module:
+    tower = GlmOcrVisionTransformer if name == "GLM-OCR" else Glm4vVisionTransformer
+    with torch.device("meta"):
+        return tower.from_config(read_glm(name)["vision_config"])
+
+
+@glm_models
+def test_transformers_reads_the_released_values_of_glm(name):
+    """Oracle: the table above, read back through transformers' own config class of the model_type."""
+    config = AutoConfig.for_model(**read_glm(name))
+    text, vision = config.text_config, config.vision_config
+    text_sizes, vision_sizes, media_tokens = GLM[name]
+    assert text_sizes == (
+        text.hidden_size, text.num_hidden_layers, text.num_attention_heads, text.num_key_value_heads,
+        text.intermediate_size, text.vocab_size, text.max_position_embeddings, text.rope_parameters["rope_theta"],
+    )  # fmt: skip
+    assert vision_sizes == (vision.hidden_size, vision.num_heads, vision.intermediate_size, vision.out_hidden_size)
+    assert (vision.depth, vision.image_size, vision.patch_size) == (24, 336, 14)
+    assert (vision.temporal_patch_size, vision.spatial_merge_size) == (2, 2)
+    assert media_tokens == (config.image_token_id, config.video_token_id)
+    first = 59256 if name == "GLM-OCR" else 151339  # begin and end of image, begin and end of video, in a row
+    bounds = (config.image_start_token_id, config.image_end_token_id)
+    assert (*bounds, config.video_start_token_id, config.video_end_token_id) == tuple(range(first, first + 4))
+    assert config.tie_word_embeddings is False
+    assert config.architectures == [type(build_glm(name)).__name__]
+
+
+@glm_models
+def test_mrope_sections_of_glm_fill_half_of_what_rotates(name):
+    """Equation: the frequencies of t, h and w together are the rotary pairs; half of each head rotates, all in OCR."""
+    text = AutoConfig.for_model(**read_glm(name)).text_config
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    rope = text.rope_parameters
+    assert rope["partial_rotary_factor"] == (1.0 if name == "GLM-OCR" else 0.5)
+    assert sum(rope["mrope_section"]) == head_dim * rope["partial_rotary_factor"] // 2
+
+
+@glm_models
+def test_whole_glm_has_the_reported_number_of_parameters(name):
+    """Oracle: counts reported for the released files; the README's table states them and our tower's."""
+    model = build_glm(name)
+    biases = sum(b.numel() for key, b in model.named_buffers() if key.endswith("e_score_correction_bias"))
+    total = count(model) + biases
+    assert total == GLM_TOTALS[name]
+    assert readme_row(name).endswith(f"| {total:,} | {count(build_glm_tower(name)):,} |")
+
+
+def test_glm_ocr_tower_has_the_reported_number_of_parameters():
+    """Oracle: the count by role in the header of the released file."""
+    assert count(build_glm_tower("GLM-OCR")) == 434_120_192
+
+
+@pytest.mark.parametrize(("name", "tensors"), [("GLM-4.1V-9B-Thinking", 704), ("GLM-4.5V", 18_106)])
+def test_glm_has_the_reported_number_of_tensors(name, tensors):
+    """Oracle: the tensors in the released files, where each expert has its own gate, up and down."""
+    experts = getattr(AutoConfig.for_model(**read_glm(name)).text_config, "n_routed_experts", 0)
+    stored = {"experts.gate_up_proj": 2 * experts, "experts.down_proj": experts}
+    names = build_glm(name).state_dict()
+    assert sum(stored.get(".".join(key.split(".")[-2:]), 1) for key in names) == tensors
+
+
+@glm_models
+def test_tower_is_transformers_tower_of_glm(name):
+    """Oracle: transformers' tower of the same config: parameter names, and shapes up to flattened kernels."""
+    tower = build_glm_tower(name)
+    assert all(p.is_meta for p in tower.parameters())
+    assert flat_shapes(tower.named_parameters()) == flat_shapes(build_glm(name).model.visual.named_parameters())
+
+
+@glm_4v_models
+def test_tower_lists_the_tensors_of_the_released_files(name):
+    """Oracle: names and shapes in the released files, as reported; the tower's names are theirs less `model.visual.`"""
+    config = read_glm(name)["vision_config"]
+    sizes = {"F": config["intermediate_size"]}
+    expected = {}
+    for key, shape in GLM_4V_TENSORS.items():
+        tensor = torch.empty([sizes.get(side, side) for side in shape], device="meta")
+        blocks = range(config["depth"]) if ".N." in key else [""]
+        expected |= {key.replace("N", str(block)) if ".N." in key else key: tensor for block in blocks}
+    assert flat_shapes(build_glm_tower(name).named_parameters()) == flat_shapes(expected.items())
+
+
+@glm_models
+def test_the_name_map_of_the_spec_reaches_the_released_tower_of_glm(name):
+    """Oracle: weight_mapping.json: each of its vision names is a parameter, but for the table that GLM-OCR lacks."""
+    bare = vision_names_of_the_spec("glm4v")
+    assert len(bare) == 11
+    missing = {re.sub(r"\.attn\.[qkv]\.", ".attn.qkv.", key) for key in bare} - build_glm_tower(
+        name
+    ).state_dict().keys()
+    assert missing == ({"embeddings.position_embedding.weight"} if name == "GLM-OCR" else set())
+
+
+# Step3: transformers has no model of it. Names and shapes of one layer of each sort, as vLLM's loader takes them.
+STEP3_LAYER = {
+    "input_layernorm.weight": (7168,), "post_attention_layernorm.weight": (7168,),
+    "self_attn.q_proj.weight": (2048, 7168), "self_attn.k_proj.weight": (256, 7168),
+    "self_attn.v_proj.weight": (256, 7168), "self_attn.inter_norm.weight": (2048,),
+    "self_attn.wq.weight": (64 * 256, 2048), "self_attn.o_proj.weight": (7168, 64 * 256),
+}  # fmt: skip
+STEP3_DENSE = {f"mlp.{n}_proj.weight": (18432, 7168) for n in ("gate", "up")} | {"mlp.down_proj.weight": (7168, 18432)}
+STEP3_EXPERTS = {
+    "moe.gate.weight": (48, 7168), "moe.gate_proj.weight": (48, 5120, 7168), "moe.up_proj.weight": (48, 5120, 7168),
+    "moe.down_proj.weight": (48, 7168, 5120), "share_expert.gate_proj.weight": (5120, 7168),
+    "share_expert.up_proj.weight": (5120, 7168), "share_expert.down_proj.weight": (7168, 5120),
+}  # fmt: skip
+
+
+@cache
+def build_step3():
+    return refvl.load(str(CONFIGS / "Step3.json"), weights="random", device="meta")
+
+
+def test_step3_has_the_reported_number_of_parameters():
+    """Oracle: the model card: 321 billion, 316 of them the language model, 38 active for a token, 5 dense layers."""
+    vlm = build_step3()
+    tower, text = count(vlm.encoder), count(vlm.language_model)
+    assert (round((tower + text) / 1e9), round(text / 1e9), round(tower / 1e9)) == (321, 316, 5)
+    assert readme_row("Step3").endswith(f"| {tower + text:,} | {tower:,} |")
+    config = vlm.config.text_config
+    active = text - config.vocab_size * config.hidden_size  # the embedding is a table, nothing is computed with it
+    for name, parameter in vlm.language_model.named_parameters():
+        if re.search(r"moe\.\w+_proj", name):
+            active -= parameter.numel() * (config.moe_num_experts - config.moe_top_k) // config.moe_num_experts
+    assert round(active / 1e9) == 38
+    assert config.num_hidden_layers - len(config.moe_layers) == 5
+
+
+def test_step3_lists_the_tensors_of_the_loader():
+    """Oracle: names and shapes that vLLM's loader splits, stacks and renames."""
+    expected = {"model.embed_tokens.weight": (128815, 7168), "model.norm.weight": (7168,)}
+    expected |= {"lm_head.weight": (128815, 7168)}
+    for i in range(61):
+        sort = STEP3_EXPERTS if 4 <= i <= 59 else STEP3_DENSE
+        expected |= {f"model.layers.{i}.{name}": shape for name, shape in (STEP3_LAYER | sort).items()}
+    assert {name: tuple(p.shape) for name, p in build_step3().language_model.named_parameters()} == expected
+
+
+def test_the_name_map_of_the_spec_reaches_the_released_step3():
+    """Oracle: weight_mapping.json: each of its checkpoint names is a parameter here, under the same name."""
+    vlm = build_step3()
+    names = {*vlm.encoder.state_dict(), *vlm.language_model.state_dict()}
+    of_the_spec = {row[1] for row in NAME_MAPS["step3_vl"]}
+    assert len(of_the_spec) == 7 and of_the_spec <= names
+
+
+def test_step3_counts_tokens_as_released():
+    """Oracle: vLLM's processor: 169 tokens for an overview and 81 for a crop."""
+    config = build_step3().encoder.config
+    assert (config.image_tokens, config.crop_tokens) == (169, 81)

@@ -1,0 +1,309 @@
+"""Where Step3-VL cuts a picture, and the pixels that its encoder gets."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from refvl.pixels.crops import (
+    CropConfig,
+    CropLayout,
+    as_crop_layouts,
+    choose_window,
+    count_prompt_tokens,
+    cut_crops,
+    patchify_crops,
+    plan_crops,
+    prepare_pixels,
+    square_patch_rows,
+)
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "step3_vl.json").read_text())
+TINY = CropConfig(image_size=84, crop_size=56, max_side=336)
+
+sides = st.integers(1, 5000)
+pictures = st.tuples(sides, sides).filter(lambda size: plan_crops(*size).layout.crops <= 64)
+
+
+def picture(width, height, seed=0):
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+# --- sizes and layouts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", GOLDEN["patcher"], ids=lambda c: f"{c['width']}x{c['height']}")
+def test_plans_equal_golden(case):
+    """Oracle: vLLM 0.33.0 `ImagePatcher` and its token counts."""
+    plan = plan_crops(case["width"], case["height"])
+    assert [*plan.padded] == case["padded"]
+    assert [*plan.resized] == case["preprocess"]
+    assert plan.window == case["window_size"]
+    assert (plan.layout.crops, plan.layout.newlines) == (case["num_patches"], case["num_newlines"])
+    assert count_prompt_tokens(plan.layout) == case["num_tokens"]
+    if plan.window:
+        assert [*plan.canvas] == case["crop"]
+        assert [plan.layout.columns, plan.layout.rows] == case["xy_num"]
+        corners = [[left, top, right - left, bottom - top] for left, top, right, bottom in plan.boxes]
+        assert corners[: len(case["windows"])] == case["windows"]
+    if "newline_mask" in case:
+        assert [*plan.layout.newline_mask] == case["newline_mask"]
+
+
+def test_the_golden_cases_are_all_there():
+    assert len(GOLDEN["patcher"]) == 20
+    assert {case["num_patches"] > 0 for case in GOLDEN["patcher"]} == {True, False}
+
+
+@pytest.mark.parametrize(("width", "height", "crops", "newlines"), GOLDEN["patcher_disabled"])
+def test_crops_switched_off_equal_golden(width, height, crops, newlines):
+    """Oracle: vLLM 0.33.0 `ImagePatcher(enable_patch=False)`."""
+    layout = plan_crops(width, height, CropConfig(enable_crops=False)).layout
+    assert (layout.crops, layout.newlines) == (crops, newlines) == (0, 0)
+
+
+@pytest.mark.parametrize("case", GOLDEN["repl"], ids=lambda c: str(c["num_patches"]))
+def test_the_newline_mask_gives_the_golden_prompt(case):
+    """Oracle: vLLM 0.33.0 `_get_image_repl_features`, with crops of 3 tokens and an overview of 5."""
+    layout = (
+        CropLayout(2, 3)
+        if case["num_patches"] == 6
+        else CropLayout(*(min(1, case["num_patches"]), case["num_patches"]))
+    )
+    image_start, image_end, crop_start, crop_end, newline, placeholder = GOLDEN["repl_token_map"].values()
+    ids = []
+    for ends_row in layout.newline_mask:
+        ids += [crop_start, *[placeholder] * 3, crop_end, *[newline] * ends_row]
+    ids += [image_start, *[placeholder] * 5, image_end]
+    assert ids == case["ids"]
+    assert len(ids) == count_prompt_tokens(layout, crop_tokens=3, image_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "window"),
+    [
+        (727, 727, 0),  # small and square: the overview shows all
+        (728, 728, 504),
+        (727, 485, 0),  # ratio 1.499
+        (727, 484, 484),  # ratio 1.502: elongated, its short side
+        (300, 450, 0),  # ratio exactly 1.5
+        (2016, 504, 504),  # ratio exactly 4
+        (2017, 504, 504),
+        (2100, 500, 500),  # above 4, the short side is less than 504
+        (2000, 500, 504),
+    ],
+)
+def test_windows_at_their_limits(width, height, window):
+    """Oracle: the rule in words. Below 728 none up to a ratio of 1.5, else the short side; from there on 504, but above
+    a ratio of 4 the short side if that is less. Both ways round."""
+    assert choose_window(width, height) == choose_window(height, width) == window
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "layout"),
+    [
+        (504 * 2 + 100, 504, (1, 2)),  # 0.198 of a window is squeezed into what is there
+        (504 * 2 + 101, 504, (1, 3)),  # 0.2004 gets a window of its own
+        (330, 150, (1, 3)),  # 0.2 on paper, 0.2000000000000002 in floating point
+        (800, 400, (1, 2)),  # lower than the window: one row all the same
+    ],
+)
+def test_remainders(width, height, layout):
+    """Oracle: the rule in words, and upstream's floating point where they differ."""
+    assert plan_crops(width, height).layout == layout
+
+
+@given(pictures)
+def test_windows_cover_the_canvas_row_by_row(size):
+    """Each pixel of the canvas lies in one window; in reading order; padding only where the picture is lower."""
+    plan = plan_crops(*size)
+    width, height = plan.canvas
+    covered = sum((min(r, width) - l) * (min(b, height) - t) for l, t, r, b in plan.boxes)
+    assert covered == (width * height if plan.layout.crops else 0)
+    assert plan.boxes == sorted(set(plan.boxes), key=lambda box: (box[1], box[0]))
+    assert all(r - l == b - t == plan.window for l, t, r, b in plan.boxes)
+    assert max(plan.resized) <= 3024
+    assert len(plan.layout.newline_mask) == plan.layout.crops
+    assert sum(plan.layout.newline_mask) == plan.layout.newlines
+
+
+@given(st.tuples(st.integers(1, 12), st.integers(1, 12)).map(lambda n: CropLayout(*n)))
+def test_newlines_end_every_row_but_the_last(layout):
+    """Oracle: a loop over rows and columns."""
+    want = [c == layout.columns - 1 and r < layout.rows - 1 for r in range(layout.rows) for c in range(layout.columns)]
+    assert list(layout.newline_mask) == want
+    assert sum(want) == layout.newlines
+
+
+def test_a_long_side_is_brought_down_first():
+    """4000 x 3000 -> 3024 x 2268; 4236 * (3024 / 4236) is 3023.99... in floating point, truncated as upstream does."""
+    assert plan_crops(4000, 3000).resized == (3024, 2268)
+    assert plan_crops(4236, 4236).resized == (3023, 3023)
+    assert plan_crops(3024, 100).resized == (3024, 100)
+
+
+# --- pixels -----------------------------------------------------------------------------------------------------------
+
+
+def test_crops_are_the_picture_where_nothing_is_resized():
+    """1008 x 1008 holds four windows exactly: laid side by side the crops are the picture again."""
+    image = picture(1008, 1008)
+    overview, crops, plan = cut_crops(image)
+    assert plan.layout == (2, 2)
+    pixels = np.array(image)
+    assert np.array_equal(np.array(overview), pixels)
+    rows = [np.hstack([np.array(crop) for crop in crops[i : i + 2]]) for i in (0, 2)]
+    assert np.array_equal(np.vstack(rows), pixels)
+
+
+def test_the_canvas_is_resized_with_pillow_before_it_is_cut():
+    """Oracle: Pillow's bilinear resize to 1008 x 1008."""
+    image = picture(1024, 768)
+    _, crops, plan = cut_crops(image)
+    canvas = image.resize((1008, 1008), Image.Resampling.BILINEAR)
+    assert plan.canvas == canvas.size
+    assert np.array_equal(np.array(crops[1]), np.array(canvas)[:504, 504:])
+    assert np.array_equal(np.array(crops[2]), np.array(canvas)[504:, :504])
+
+
+def test_a_thin_strip_is_padded_black_to_the_right_or_below():
+    image = picture(20, 100)
+    overview, crops, plan = cut_crops(image)
+    assert (overview.size, crops, plan.layout) == ((100, 100), [], (0, 0))
+    pixels = np.array(overview)
+    assert np.array_equal(pixels[:, :20], np.array(image))
+    assert not pixels[:, 20:].any()
+    assert cut_crops(picture(100, 25))[2].padded == (100, 25)  # the ratio is 4, not above
+
+
+def test_a_low_canvas_is_black_below():
+    """800 x 400 is stretched to 1008 x 400; its two windows of 504 reach 104 rows beyond it."""
+    _, crops, plan = cut_crops(picture(800, 400))
+    assert (plan.canvas, [crop.size for crop in crops]) == ((1008, 400), [(504, 504)] * 2)
+    assert not np.array(crops[0])[400:].any()
+    assert np.array(crops[0])[:400].any(axis=(1, 2)).all()
+
+
+def resize_1d(x, size):
+    """Over the last axis: a triangle around each output's centre, as wide as one output (at least one input) pixel."""
+    scale = x.shape[-1] / size
+    reach = max(scale, 1.0)
+    centres = (np.arange(size) + 0.5) * scale
+    distance = np.abs(np.arange(x.shape[-1]) + 0.5 - centres[:, None]) / reach
+    weights = np.clip(1 - distance, 0, None)
+    return x @ (weights / weights.sum(1, keepdims=True)).T
+
+
+@pytest.mark.parametrize(("width", "height"), [(100, 130), (31, 17), (84, 84), (40, 300)])
+def test_pixels_are_normalised_then_resized(width, height):
+    """Oracle: the antialiased bilinear filter written out, on normalised float64 pixels; larger, smaller and equal."""
+    image = picture(width, height)
+    got = prepare_pixels(image, 84)
+    mean, std = np.array(TINY.image_mean), np.array(TINY.image_std)
+    pixels = ((np.array(image) / 255 - mean) / std).transpose(2, 0, 1)
+    want = resize_1d(resize_1d(pixels, 84).swapaxes(1, 2), 84).swapaxes(1, 2)
+    np.testing.assert_allclose(got.numpy(), want, atol=2e-5)
+    assert (got.shape, got.dtype) == ((3, 84, 84), torch.float32)
+
+
+def test_resizing_first_would_round_to_8_bits():
+    """Not the same thing: Pillow's resize of 8 bits before normalising differs by up to half a grey level."""
+    image = picture(100, 130)
+    early = prepare_pixels(image.resize((84, 84), Image.Resampling.BILINEAR), 84)
+    difference = (prepare_pixels(image, 84) - early).abs().max()
+    assert 0.2 / 255 / 0.27 < difference < 2 / 255 / 0.26
+
+
+def test_patch_rows_are_what_a_strided_convolution_sees():
+    """Oracle: `F.conv2d` with kernel = stride; a side that 14 does not divide loses its rest."""
+    torch.manual_seed(0)
+    pixels, kernel = torch.randn(2, 3, 60, 60), torch.randn(5, 3, 14, 14)
+    want = F.conv2d(pixels, kernel, stride=14).flatten(2).transpose(1, 2).flatten(0, 1)
+    torch.testing.assert_close(square_patch_rows(pixels, 14) @ kernel.flatten(1).T, want, atol=1e-4, rtol=0)
+
+
+def test_patch_rows_of_a_picture_are_its_crops_then_its_overview():
+    image = picture(120, 110)
+    rows, layout = patchify_crops(image, TINY)
+    overview, crops, plan = cut_crops(image, TINY)
+    assert layout == plan.layout == (2, 2)
+    assert rows.shape == (4 * 16 + 36, 588)
+    for i, crop in enumerate(crops):
+        want = square_patch_rows(prepare_pixels(crop, 56, TINY)[None], 14)
+        assert torch.equal(rows[16 * i : 16 * (i + 1)], want)
+    assert torch.equal(rows[64:], square_patch_rows(prepare_pixels(overview, 84, TINY)[None], 14))
+
+
+def test_anything_that_loads_as_a_picture_is_cut(tmp_path):
+    """A path, a picture with a palette, an array: the same rows."""
+    image = picture(60, 100).quantize(64)
+    image.save(tmp_path / "picture.png")
+    want, layout = patchify_crops(image.convert("RGB"), TINY)
+    for source in (image, tmp_path / "picture.png", np.array(image.convert("RGB"))):
+        rows, same = patchify_crops(source, TINY)
+        assert (torch.equal(rows, want), same) == (True, layout)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layouts", "error", "message"),
+    [
+        (3, TypeError, "layouts: expected a sequence"),
+        ([3], ValueError, r"layouts\[0\]: expected \(rows, columns\)"),
+        ([(1, 2), (1, 2, 3)], ValueError, r"layouts\[1\]: expected \(rows, columns\)"),
+        ([(1, 2.0)], TypeError, "expected two integers"),
+        ([(True, 2)], TypeError, "expected two integers"),
+        ([(0, 2)], ValueError, r"both positive, or both 0 without crops, got \(0, 2\)"),
+        ([(-1, -2)], ValueError, "both positive, or both 0"),
+    ],
+)
+def test_layouts_that_are_none(layouts, error, message):
+    with pytest.raises(error, match=message):
+        as_crop_layouts(layouts)
+
+
+def test_layouts_may_be_tensors_and_arrays():
+    want = [CropLayout(2, 3), CropLayout(0, 0)]
+    assert as_crop_layouts([(2, 3), (0, 0)]) == as_crop_layouts(torch.tensor([(2, 3), (0, 0)])) == want
+    assert as_crop_layouts(np.array([(2, 3), (0, 0)])) == want
+    assert {type(n) for layout in as_crop_layouts(np.array(want)) for n in layout} == {int}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"crop_size": 500}, "crop_size: must be a multiple of patch_size=14, got 500"),
+        ({"image_size": 0}, "image_size: must be at least 1"),
+        ({"max_side": -1}, "max_side: must be at least 1"),
+    ],
+)
+def test_configurations_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        CropConfig(**changes)
+
+
+def test_the_config_of_a_model_says_the_sizes():
+    vision = {"image_size": 84, "patch_size": 14, "crop_size": 56, "hidden_size": 48}
+    want = CropConfig(image_size=84, crop_size=56)
+    assert CropConfig.from_hf(vision) == CropConfig.from_hf({"vision_config": vision, "image_size": 7}) == want
+    assert CropConfig.from_hf({"image_size": 728, "patch_size": 14}) == CropConfig()
+
+
+@pytest.mark.parametrize(("width", "height", "name"), [(0, 5, "width"), (5, -1, "height")])
+def test_sizes_that_cannot_be(width, height, name):
+    with pytest.raises(ValueError, match=f"{name}: must be at least 1"):
+        plan_crops(width, height)
+
+
+def test_pixels_that_are_no_squares():
+    with pytest.raises(ValueError, match="expected squares of at least 14 pixels"):
+        square_patch_rows(torch.zeros(1, 3, 28, 42), 14)

@@ -1,0 +1,464 @@
+"""Pictures and clips: which way up, how 16 bits become 8, which frames, and what is said about a bad file."""
+
+import hashlib
+import math
+import re
+import struct
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from refvl.paths import DATA
+from refvl.pixels.media import Video, as_frames, load_image, load_video, sample_frame_indices
+
+av = pytest.importorskip("av")
+
+PHOTO = DATA / "pictures" / "astronaut.jpg"
+GRADIENT = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)  # no symmetry at all
+
+
+def pixels(source):
+    image = load_image(source)
+    assert image.mode == "RGB"
+    return np.asarray(image)
+
+
+# --- pictures
+
+UPRIGHT = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.transpose(1, 0, 2),
+    6: lambda a: np.rot90(a, -1),
+    7: lambda a: np.rot90(a, 2).transpose(1, 0, 2),
+    8: lambda a: np.rot90(a, 1),
+}
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_exif_rotation(tmp_path, orientation):
+    """Oracle: the eight orientations of the EXIF standard as NumPy flips; once is enough."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(GRADIENT).save(tmp_path / "a.png", exif=exif)
+    upright = UPRIGHT[orientation](GRADIENT)
+    assert np.array_equal(pixels(tmp_path / "a.png"), upright)
+    assert np.array_equal(pixels(Image.open(tmp_path / "a.png")), upright)
+    assert np.array_equal(pixels(load_image(tmp_path / "a.png")), upright)
+
+
+def test_alpha_is_blended_onto_white():
+    """Oracle: alpha * colour + (1 - alpha) * white, rounded; the colour under a transparent pixel does not show."""
+    rgba = np.dstack([GRADIENT, np.random.default_rng(1).integers(0, 256, (6, 9), dtype=np.uint8)])
+    rgba[0, :, 3], rgba[1, :, 3] = 0, 255
+    alpha = rgba[..., 3:] / 255
+    wanted = alpha * rgba[..., :3] + (1 - alpha) * 255
+    for source in (rgba, Image.fromarray(rgba), torch.from_numpy(rgba).permute(2, 0, 1)):
+        blended = pixels(source)
+        assert np.abs(blended - wanted).max() <= 1
+        assert (blended[0] == 255).all() and np.array_equal(blended[1], GRADIENT[1])
+
+
+def test_transparent_palette_and_grey(tmp_path):
+    """A transparent palette entry and a transparent grey level become white; the others keep their colour."""
+    palette = Image.fromarray(np.array([[0, 1, 2]], np.uint8), "P")
+    palette.putpalette([10, 20, 30, 40, 50, 60, 70, 80, 90])
+    palette.save(tmp_path / "p.png", transparency=1)
+    assert pixels(tmp_path / "p.png").tolist() == [[[10, 20, 30], [255, 255, 255], [70, 80, 90]]]
+    Image.fromarray(np.array([[5, 6]], np.uint8)).save(tmp_path / "l.png", transparency=6)
+    assert pixels(tmp_path / "l.png").tolist() == [[[5, 5, 5], [255, 255, 255]]]
+    assert pixels(Image.merge("LA", [Image.new("L", (2, 1), 80), Image.new("L", (2, 1), 0)])).min() == 255
+
+
+def test_16_bit_grey_is_scaled(tmp_path):
+    """Oracle: round(v * 255 / 65535) for all 65536 levels, from a file, from memory, in either byte order."""
+    levels = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    wanted = np.repeat(np.round(levels * (255 / 65535)).astype(np.uint8)[..., None], 3, axis=-1)
+    Image.fromarray(levels).save(tmp_path / "a.png")
+    assert Image.open(tmp_path / "a.png").mode == "I;16"
+    swapped = Image.frombytes("I;16B", (256, 256), levels.astype(">u2").tobytes())
+    wide = Image.fromarray(levels.astype(np.int32))  # mode I
+    for source in (tmp_path / "a.png", levels, torch.from_numpy(levels), swapped, wide):
+        assert np.array_equal(pixels(source), wanted)
+
+
+def test_other_modes(tmp_path):
+    """Oracles: grey is the same in three channels, a palette is looked up, CMYK is (1 - ink)(1 - black)."""
+    grey = GRADIENT[..., 0]
+    assert np.array_equal(pixels(Image.fromarray(grey)), np.dstack([grey] * 3))
+    bits = Image.fromarray(grey > 99)
+    assert bits.mode == "1" and np.array_equal(pixels(bits)[..., 1], np.where(grey > 99, 255, 0))
+    palette = Image.fromarray(GRADIENT).convert("P", palette=Image.Palette.ADAPTIVE, colors=256)
+    assert palette.mode == "P" and np.array_equal(pixels(palette), GRADIENT)
+    inks = np.dstack([GRADIENT, grey[::-1]])
+    assert (
+        np.abs(pixels(Image.fromarray(inks, "CMYK")) - (255.0 - inks[..., :3]) * (255.0 - inks[..., 3:]) / 255).max()
+        <= 1
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64, torch.bfloat16])
+def test_arrays_and_tensors_are_the_same_picture(dtype):
+    """Channels last or, in a tensor, first; floats carry the same 8 bits (bfloat16 has only 8 of its own: 2 levels)."""
+    tensor = torch.from_numpy(GRADIENT)
+    tensor = tensor if dtype == torch.uint8 else (tensor.double() / 255).to(dtype)
+    tolerance = 1 if dtype == torch.bfloat16 else 0
+    sources = [tensor, tensor.permute(2, 0, 1)] + ([tensor.numpy()] if dtype != torch.bfloat16 else [])
+    for source in sources:
+        assert np.abs(pixels(source).astype(int) - GRADIENT).max() <= tolerance
+    assert np.array_equal(pixels(GRADIENT[..., :1]), pixels(GRADIENT[..., 0]))
+    assert np.array_equal(pixels(torch.from_numpy(GRADIENT[..., :1]).permute(2, 0, 1)), pixels(GRADIENT[..., 0]))
+
+
+@pytest.mark.parametrize(
+    "source, error, message",
+    [
+        (3, TypeError, "image: expected a path, a PIL image, a numpy array or a torch tensor, got int"),
+        (None, TypeError, "got NoneType"),
+        (np.zeros((4, 5, 2), np.uint8), ValueError, r"\(H, W, 1 \| 3 \| 4\), got \(4, 5, 2\)"),
+        (np.zeros((3, 4, 5), np.uint8), ValueError, r"got \(3, 4, 5\)"),
+        (np.zeros(4, np.uint8), ValueError, r"got \(4,\)"),
+        (torch.zeros(2, 4, 5), ValueError, r"or \(1 \| 3 \| 4, H, W\), got \(2, 4, 5\)"),
+        (np.zeros((4, 5), np.int64), ValueError, "expected dtype uint8, uint16 or float, got int64"),
+        (np.zeros((4, 5), bool), ValueError, "got bool"),
+        (np.full((4, 5), 1.5), ValueError, r"floats must lie in \[0, 1\], got values from 1.5 to 1.5"),
+        (np.full((4, 5), -0.1), ValueError, "floats must lie"),
+        (np.full((4, 5), np.nan), ValueError, "floats must lie"),
+        (np.zeros((0, 5, 3), np.uint8), ValueError, "5 x 0 pixels"),
+        (Image.new("RGB", (0, 5)), ValueError, "0 x 5 pixels"),
+        (np.zeros((1, 1, 3), np.uint8), ValueError, "1 x 1 pixels; there must be at least two"),
+    ],
+)
+def test_image_errors(source, error, message):
+    with pytest.raises(error, match=message):
+        load_image(source)
+
+
+def test_image_file_errors(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"image: no such file: .*nothing\.png"):
+        load_image(tmp_path / "nothing.png")
+    with pytest.raises(ValueError, match="image: expected a file, got the folder"):
+        load_image(tmp_path)
+    (tmp_path / "text.jpg").write_text("not a picture")
+    (tmp_path / "empty.png").write_bytes(b"")
+    for name in ("text.jpg", "empty.png"):
+        with pytest.raises(ValueError, match=f"{name} is not a picture"):
+            load_image(str(tmp_path / name))
+    Image.new("L", (1, 1)).save(tmp_path / "dot.png")
+    with pytest.raises(ValueError, match=r"dot\.png is 1 x 1 pixels"):
+        load_image(tmp_path / "dot.png")
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif", "gif"])
+@pytest.mark.parametrize("part", [0.3, 0.6, 0.9])
+def test_truncated_image(tmp_path, suffix, part):
+    """Cut anywhere, a picture is refused, as a path and as an image that Pillow opened without decoding."""
+    whole, cut = tmp_path / f"whole.{suffix}", tmp_path / f"cut.{suffix}"
+    Image.open(PHOTO).save(whole)
+    cut.write_bytes(whole.read_bytes()[: int(whole.stat().st_size * part)])
+    with pytest.raises(ValueError, match=rf"cut\.{suffix} is (truncated|not a picture)"):
+        load_image(cut)
+    if suffix == "jpg":
+        with pytest.raises(ValueError, match="the JpegImageFile is truncated"):
+            load_image(Image.open(cut))
+
+
+# --- which frames
+
+
+def upstream_indices(total, source_fps, *, fps=None, num_frames=None, min_frames=4, max_frames=768, step=2):
+    """What `Qwen2VLVideoProcessor.sample_frames` computes, in its own arithmetic."""
+    if num_frames is None:
+        most = math.floor(min(max_frames, total) / step) * step
+        number = min(max(total / source_fps * fps, min_frames), most, total)
+        number = math.floor(number / step) * step
+    else:
+        number = round(num_frames / step) * step
+    return torch.arange(0, total, total / number).int().tolist()[:number]
+
+
+clips = {
+    "total": st.integers(2, 16_000),
+    "source_fps": st.sampled_from([1.0, 10.0, 24000 / 1001, 25.0, 30000 / 1001, 60.0, 239.76]),
+}
+
+
+@given(
+    **clips,
+    fps=st.sampled_from([0.1, 0.5, 1, 2.0, 7.3, 30]),
+    min_frames=st.integers(2, 12),
+    max_frames=st.sampled_from([5, 16, 768]),
+)
+def test_frames_per_second(total, source_fps, fps, min_frames, max_frames):
+    """Oracle: upstream's floating-point rule, cut where it overshoots."""
+    options = {"fps": fps, "min_frames": min_frames, "max_frames": max_frames}
+    assert sample_frame_indices(total, source_fps, **options) == upstream_indices(total, source_fps, **options)
+
+
+@given(**clips, data=st.data())
+def test_number_of_frames(total, source_fps, data):
+    """Oracle: upstream's floating-point rule, cut where it overshoots."""
+    num_frames = data.draw(st.integers(2, min(total, 768)).filter(lambda n: round(n / 2) * 2 <= total))
+    indices = sample_frame_indices(total, source_fps, num_frames=num_frames)
+    assert indices == upstream_indices(total, source_fps, num_frames=num_frames)
+    assert indices == sorted(set(indices)) and indices[-1] < total
+
+
+def test_sampler_is_transformers(torchvision_processor):
+    """Oracle: transformers' sampler itself, on 400 clips."""
+    from transformers.video_utils import VideoMetadata
+
+    random, processor = np.random.default_rng(0), torchvision_processor()
+    for _ in range(400):
+        total, source_fps = int(random.integers(2, 5000)), float(random.choice([10, 25, 30000 / 1001, 60]))
+        options = {"fps": float(random.choice([0.5, 1, 2, 4]))} if random.random() < 0.5 else {"num_frames": 2}
+        if "num_frames" in options:
+            options["num_frames"] = 2 * int(random.integers(1, min(total, 768) // 2 + 1))
+        theirs = processor.sample_frames(VideoMetadata(total_num_frames=total, fps=source_fps), **options).tolist()
+        ours = sample_frame_indices(total, source_fps, **options)
+        assert theirs[: len(ours)] == ours
+        assert theirs[len(ours) :] in ([], [total])  # upstream's one index past the end
+
+
+def test_examples_by_hand():
+    assert sample_frame_indices(132, 25.0) == [0, 13, 26, 39, 52, 66, 79, 92, 105, 118]  # 5.28 s: 10.56 -> 10 frames
+    assert sample_frame_indices(100, 25.0, num_frames=4) == [0, 25, 50, 75]
+    assert sample_frame_indices(100, 25.0, num_frames=1) == [0, 50]  # a temporal patch has two frames
+    assert len(sample_frame_indices(10_000, 25.0)) == 768  # the frame cap
+    assert len(sample_frame_indices(61, 25.0, num_frames=14)) == 14  # 15 upstream, the last past the end
+
+
+@pytest.mark.parametrize("total, wanted", [(1, [0]), (2, [0, 1]), (3, [0, 1]), (4, [0, 1, 2, 3])])
+def test_very_short_clips(total, wanted):
+    """Fewer frames than min_frames: as many whole temporal patches as there are, or the one frame."""
+    assert sample_frame_indices(total, 25.0) == wanted
+    assert sample_frame_indices(total, 25.0, num_frames=total) == wanted
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"fps": 2, "num_frames": 4}, ValueError, "fps, num_frames: give one of them"),
+        ({"num_frames": 11}, ValueError, "num_frames: the clip has 10 frames, got 11"),
+        ({"num_frames": 0}, ValueError, "num_frames: must be at least 1"),
+        ({"num_frames": 2.5}, TypeError, "num_frames: expected an integer"),
+        ({"fps": 0}, ValueError, "fps: must be positive, got 0"),
+        ({"fps": float("nan")}, ValueError, "fps: must be positive"),
+        ({"fps": "2"}, TypeError, "fps: expected a number"),
+        ({"max_frames": 1}, ValueError, "max_frames: must be at least temporal_patch_size=2, got 1"),
+    ],
+)
+def test_sampling_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        sample_frame_indices(10, 25.0, **arguments)
+
+
+# --- clips
+
+
+def write_clip(path, frames, fps=10, **options):
+    """Encode (T, H, W, 3) frames; H and W even."""
+    with av.open(str(path), "w", options=options) as container:
+        stream = container.add_stream("libx264", rate=fps, options={"crf": "10"})
+        stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+def counting_frames(number=20, height=48, width=64):
+    """Frame i has brightness 10 i, with a bright top right corner."""
+    frames = (
+        np.zeros((number, height, width, 3), np.uint8) + 10 * np.arange(number, dtype=np.uint8)[:, None, None, None]
+    )
+    frames[:, : height // 2, width // 2 :] = 255
+    return frames
+
+
+def brightness(frames):
+    """Of the bottom left pixel: which frame of `counting_frames` it is."""
+    return [round(float(frame[-8:, :8].mean()) / 10) for frame in frames]
+
+
+def test_clip_is_what_transformers_reads(clip):
+    """Oracle: transformers' own PyAV reader, with the same indices."""
+    from transformers.video_utils import load_video as upstream_load_video
+
+    video = load_video(clip)
+    frames, metadata = upstream_load_video(
+        str(clip), backend="pyav", sample_indices_fn=lambda metadata, **_: list(video.indices)
+    )
+    assert np.array_equal(video.frames, frames)
+    assert video.fps == metadata.sampled_fps and video.source_fps == metadata.fps == 25.0
+    assert video.timestamps == metadata.timestamps
+    assert (video.total_num_frames, video.duration) == (metadata.total_num_frames, metadata.duration) == (132, 5.28)
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
+def test_every_frame_in_order(tmp_path, name):
+    """A container that counts its frames and one that does not; the frames say which they are."""
+    path = write_clip(tmp_path / name, counting_frames())
+    video = load_video(path, fps=5)
+    assert video.indices == (0, 2, 4, 6, 8, 10, 12, 14, 16, 18) and brightness(video.frames) == list(video.indices)
+    assert (video.fps, video.source_fps, video.total_num_frames, video.duration) == (5.0, 10.0, 20, 2.0)
+    assert video.timestamps == pytest.approx([i / 5 for i in range(10)])
+    assert len(load_video(path, num_frames=6).frames) == 6
+    assert len(load_video(path, fps=10, max_frames=8).frames) == 8
+    assert load_video(path, source_fps=5).duration == 4.0
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_short_files(tmp_path, number):
+    video = load_video(write_clip(tmp_path / "a.mp4", counting_frames(number)))
+    assert len(video.frames) == min(number, 2) and video.fps == min(number, 2) / number * 10
+
+
+UNITY = struct.pack(">9i", 65536, 0, 0, 0, 65536, 0, 0, 0, 1 << 30)
+
+
+@pytest.mark.parametrize("clockwise, matrix", [(1, (0, 1, -1, 0)), (2, (-1, 0, 0, -1)), (3, (0, -1, 1, 0))])
+def test_phone_rotation(tmp_path, clockwise, matrix):
+    """Oracle: the unrotated clip, turned by NumPy. The matrix in the track header says how a phone was held."""
+    plain = write_clip(tmp_path / "plain.mp4", counting_frames())
+    data, (a, b, c, d) = plain.read_bytes(), (65536 * x for x in matrix)
+    at = data.index(UNITY, data.index(b"tkhd"))
+    turned = tmp_path / "turned.mp4"
+    turned.write_bytes(data[:at] + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30) + data[at + 36 :])
+    wanted = np.rot90(load_video(plain).frames, -clockwise, axes=(1, 2))
+    assert np.array_equal(load_video(turned).frames, wanted)
+
+
+def test_trimmed_phone_clip(tmp_path):
+    """A clip trimmed on a phone keeps its frames and hides some behind an edit list: sample what is shown."""
+    data = write_clip(tmp_path / "a.mp4", counting_frames()).read_bytes()
+    at = data.index(b"elst") + 12  # version and flags, number of entries, then the duration in milliseconds
+    assert struct.unpack(">I", data[at : at + 4]) == (2000,)
+    (tmp_path / "b.mp4").write_bytes(data[:at] + struct.pack(">I", 1000) + data[at + 4 :])
+    video = load_video(tmp_path / "b.mp4", fps=10)
+    assert video.total_num_frames == 10 and brightness(video.frames) == list(range(10)) and video.duration == 1.0
+
+
+def test_frames_in_memory():
+    """Taken as sampled already, unless a source rate or a number of frames is given."""
+    frames = counting_frames()
+    as_they_are = [
+        frames,
+        list(frames),
+        [Image.fromarray(frame) for frame in frames],
+        frames / 255,
+        torch.from_numpy(frames).permute(0, 3, 1, 2),
+    ]
+    for source in as_they_are:
+        video = load_video(source)
+        assert np.array_equal(video.frames, frames) and video.frames.dtype == np.uint8
+        assert (video.fps, video.source_fps, video.duration) == (2.0, 2.0, 10.0) and video.indices == tuple(range(20))
+    assert load_video(frames, fps=4).duration == 5.0
+    sampled = load_video(frames, source_fps=10)
+    assert sampled.indices == (0, 5, 10, 15) and sampled.fps == 2.0 and brightness(sampled.frames) == [0, 5, 10, 15]
+    assert load_video(frames, num_frames=4).indices == (0, 5, 10, 15)
+    assert load_video(sampled) is sampled and as_frames(sampled) is sampled.frames
+
+
+@pytest.mark.parametrize(
+    "source, error, message",
+    [
+        (3, TypeError, "video: expected a path, a list of frames, an array or a Video, got int"),
+        ([], ValueError, "video: expected at least one frame"),
+        (np.zeros((0, 4, 4, 3), np.uint8), ValueError, "video: expected at least one frame"),
+        (
+            np.zeros((4, 4, 3), np.uint8),
+            ValueError,
+            r"expected an array of shape \(T, H, W, 3\), got \(4, 4, 3\)",
+        ),
+        (np.zeros((2, 1, 1, 3), np.uint8), ValueError, "video: a frame is 1 x 1 pixels"),
+        (np.zeros((2, 0, 4, 3), np.uint8), ValueError, "video: a frame is 4 x 0 pixels"),
+        (np.zeros((2, 4, 4, 3), np.int32), ValueError, "expected dtype uint8"),
+        ([np.zeros((4, 4)), np.zeros((4, 6))], ValueError, r"one size, got \(width, height\) \[\(4, 4\), \(6, 4\)\]"),
+    ],
+)
+def test_frames_in_memory_errors(source, error, message):
+    with pytest.raises(error, match=message):
+        load_video(source)
+
+
+def test_clip_file_errors(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"video: no such file: .*nothing\.mp4"):
+        load_video(tmp_path / "nothing.mp4")
+    with pytest.raises(ValueError, match="video: expected a file, got the folder"):
+        load_video(tmp_path)
+    (tmp_path / "text.mp4").write_text("not a clip")
+    (tmp_path / "empty.mp4").write_bytes(b"")
+    for name in ("text.mp4", "empty.mp4"):
+        with pytest.raises(ValueError, match=f"{name} is truncated or not a video"):
+            load_video(tmp_path / name)
+
+
+def test_sound_only(tmp_path):
+    with av.open(str(tmp_path / "a.wav"), "w") as container:
+        stream = container.add_stream("pcm_s16le", rate=8000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), format="s16", layout="mono")
+        frame.rate = 8000
+        container.mux(stream.encode(frame))
+    with pytest.raises(ValueError, match=r"a\.wav has no video stream"):
+        load_video(tmp_path / "a.wav")
+
+
+def test_video_stream_without_frames(tmp_path):
+    """A stream that was announced and never written."""
+    with av.open(str(tmp_path / "a.avi"), "w") as container:
+        stream = container.add_stream("libx264", rate=10)
+        stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
+        container.start_encoding()
+    with pytest.raises(ValueError, match=r"a\.avi has no frames that can be decoded"):
+        load_video(tmp_path / "a.avi")
+
+
+@pytest.mark.parametrize("part", [0.02, 0.1, 0.3, 0.5, 0.8, 0.95])
+def test_truncated_clip(tmp_path, clip, part):
+    """Cut anywhere before the last frame that is wanted: with the index in front, and (x264's default) at the end."""
+    written_last = write_clip(tmp_path / "last.mp4", counting_frames())
+    for path in (clip, written_last):
+        cut = tmp_path / "cut.mp4"
+        cut.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
+        with pytest.raises(ValueError, match=r"cut\.mp4 (is truncated|has no frames)"):
+            load_video(cut)
+
+
+def test_clip_without_pyav(monkeypatch, clip):
+    """PyAV is imported when a file is read, and only then: frames in memory work without it."""
+    monkeypatch.setitem(sys.modules, "av", None)
+    assert isinstance(load_video(counting_frames(4)), Video)
+    with pytest.raises(ImportError, match="reading a clip from a file needs PyAV: pip install av"):
+        load_video(clip)
+
+
+# --- the shipped files
+
+
+def test_readme_lists_every_shipped_file():
+    """data/README.md names each picture and clip with its size, origin, licence and checksum."""
+    text = (DATA / "README.md").read_text()
+    rows = [
+        [cell.strip() for cell in row.strip("|").split("|")]
+        for row in re.findall(r"^\| (?:pictures|clips)/.*", text, re.M)
+    ]
+    files = [path for folder in ("pictures", "clips") for path in (DATA / folder).iterdir()]
+    assert sorted(row[0] for row in rows) == sorted(path.relative_to(DATA).as_posix() for path in files)
+    for name, what, size, origin, _, checksum in rows:
+        data = (DATA / name).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == checksum and f"{len(data):,}" == size, name
+        assert what and re.search("public domain|CC0|CC BY 3.0|Apache-2.0", origin), name
+
+
+def test_shipped_clip(clip):
+    """Oracle: its row in data/README.md."""
+    video = load_video(clip, fps=25)
+    assert video.frames.shape == (132, 180, 320, 3) and video.source_fps == 25.0

@@ -1,0 +1,191 @@
+"""Slices. Oracles: vLLM's golden grids, transformers' MiniCPM-V 4.6 image processor, torch's unfold.
+
+Version 4.6 rounds sides to four patches, the versions here to one: where it is the oracle, its rounding is told so.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from transformers.models.minicpmv4_6 import image_processing_pil_minicpmv4_6 as theirs
+
+from refvl.paths import DATA
+from refvl.pixels.slices import (
+    SliceConfig,
+    image_of_rows,
+    patch_rows,
+    patch_strip,
+    patchify_slices,
+    plan_slices,
+    slice_grid,
+    slice_image,
+    strip_rows,
+)
+
+GOLDEN = json.loads((DATA.parent / "tests" / "golden" / "minicpmv_slicing.json").read_text())
+PHOTOS = sorted((DATA / "pictures").glob("*.jpg"))
+CONFIG = SliceConfig()
+SIZES = [(2, 1), (30, 400), (447, 449), (448, 448), (700, 500), (1000, 320), (320, 1000), (1344, 1345)]
+sides = st.integers(1, 2000)
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    """transformers' processor with sides that are multiples of one patch instead of four."""
+    original = theirs.ensure_divide
+    monkeypatch.setattr(
+        theirs, "ensure_divide", lambda length, divisor: original(length, 14 if divisor == 56 else divisor)
+    )
+    return theirs.MiniCPMV4_6ImageProcessorPil()
+
+
+def noise(width: int, height: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize(("width", "height", "most", "grid", "tokens"), GOLDEN["slices"])
+def test_grids_and_token_counts_equal_golden(width, height, most, grid, tokens):
+    config = SliceConfig(max_slice_nums=most)
+    assert slice_grid(width, height, config) == (tuple(grid) if grid else None)
+    assert 64 * len(plan_slices(width, height, config).tgt_sizes) == tokens
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_pixels_equal_transformers_bit_for_bit(processor, size):
+    image = noise(*size)
+    expected = processor(image, return_tensors="pt")
+    rows, tgt_sizes = patchify_slices(image, CONFIG)
+    assert [list(size) for size in tgt_sizes] == expected["target_sizes"].tolist()
+    assert list(slice_grid(*size, CONFIG) or (0, 0)) == expected["grids"][0][::-1]  # theirs: rows, columns
+    assert torch.equal(patch_strip(rows, 14), expected["pixel_values"][0])
+
+
+@pytest.mark.parametrize("photo", PHOTOS, ids=lambda p: p.stem)
+def test_photographs_equal_transformers_bit_for_bit(processor, photo):
+    image = Image.open(photo).convert("RGB")
+    rows, _ = patchify_slices(photo, CONFIG)
+    assert torch.equal(patch_strip(rows, 14), processor(image, return_tensors="pt")["pixel_values"][0])
+
+
+def test_version_4_6_as_it_is_rounds_to_four_patches():
+    """What the fixture hides: for a photograph, sides in multiples of 56 px there, of 14 px here."""
+    expected = theirs.MiniCPMV4_6ImageProcessorPil()(noise(700, 500), return_tensors="pt")["target_sizes"]
+    assert (expected % 4 == 0).all()
+    assert any(side % 4 for size in plan_slices(700, 500, CONFIG).tgt_sizes for side in size)
+
+
+@given(sides, sides)
+def test_plans_are_whole_patches_near_the_area(width, height):
+    """By definition: whole patches, and between 1/2 and 2 times the area, but for bands thinner than the patch."""
+    plan = plan_slices(width, height, CONFIG)
+    for w, h in filter(None, (plan.overview, plan.cell)):
+        assert w % 14 == h % 14 == 0 and min(w, h) >= 14
+    if plan.grid is None and max(width, height) < 20 * min(width, height):
+        w, h = plan.overview
+        assert 448**2 / 2 < w * h < 448**2 * 2
+    columns, rows = plan.grid or (0, 0)
+    assert len(plan.tgt_sizes) == 1 + columns * rows <= 10
+
+
+@given(sides, sides, st.integers(1, 12))
+def test_no_grid_of_an_allowed_number_fits_the_ratio_better(width, height, most):
+    grid = slice_grid(width, height, SliceConfig(max_slice_nums=most))
+    wanted = min(-(-width * height // 448**2), most)
+    if wanted <= 1:
+        assert grid is None
+        return
+    numbers = {n for n in (wanted - 1, wanted, wanted + 1) if 1 < n <= most}
+    assert grid[0] * grid[1] in numbers
+
+    def error(columns, rows):
+        return abs(np.log(width / height) - np.log(columns / rows))
+
+    every = [(c, n // c) for n in numbers for c in range(1, n + 1) if n % c == 0]
+    assert error(*grid) <= min(error(*g) for g in every) + 1e-12
+
+
+def test_a_square_of_the_area_is_neither_sliced_nor_resized():
+    image = noise(448, 448)
+    [overview] = slice_image(image, CONFIG)
+    assert np.array_equal(np.asarray(overview), np.asarray(image))
+    assert plan_slices(448, 448, CONFIG).tgt_sizes == [(32, 32)]
+
+
+def test_only_what_has_no_slices_is_enlarged():
+    """By hand: 500 x 420 px is sliced, and its overview brought down; 90 x 100 px is brought up."""
+    assert plan_slices(500, 420, CONFIG).overview == (490, 406)
+    small = SliceConfig(scale_resolution=50, patch_size=10)
+    assert plan_slices(20, 20, small).overview == (50, 50)
+    assert plan_slices(90, 100, small).overview == (50, 50)
+    assert plan_slices(90, 100, small).cell == (50, 50) and plan_slices(90, 100, small).grid == (2, 2)
+
+
+def test_slices_run_row_by_row_and_tile_the_enlarged_picture():
+    """Each cell of a 3 x 2 board gets its own colour; slice i shows cell i."""
+    colours = np.arange(10, 190, 30, dtype=np.uint8).reshape(2, 3)
+    board = np.repeat(np.repeat(colours, 450, 0), 450, 1)
+    config = SliceConfig(max_slice_nums=6)
+    assert slice_grid(1350, 900, config) == (3, 2)
+    _, *slices = slice_image(np.stack([board] * 3, -1), config)
+    assert [np.asarray(s)[s.height // 2, s.width // 2, 0] for s in slices] == colours.flatten().tolist()
+
+
+def test_rows_are_unfolded_patches_and_strips_hold_them_side_by_side():
+    """Oracle: torch's unfold, whose columns are patches."""
+    pixels = torch.randn(3, 28, 42)
+    rows = patch_rows(pixels, 14)
+    assert torch.equal(rows, F.unfold(pixels[None], 14, stride=14)[0].T)
+    strip = patch_strip(rows, 14)
+    assert torch.equal(strip[:, :, 14:28], pixels[:, :14, 14:28]) and torch.equal(strip_rows(strip, 14), rows)
+
+
+def test_a_slice_can_be_looked_at_again():
+    image = noise(500, 420)
+    rows, tgt_sizes = patchify_slices(image, CONFIG)
+    at = 0
+    for (h, w), expected in zip(tgt_sizes, slice_image(image, CONFIG), strict=True):
+        assert np.array_equal(image_of_rows(rows[at : at + h * w], (h, w), CONFIG), np.asarray(expected))
+        at += h * w
+    assert at == len(rows)
+
+
+RELEASED = {
+    "image_processor_type": "MiniCPMVImageProcessor", "max_slice_nums": 4, "scale_resolution": 448, "patch_size": 14,
+    "use_image_id": True, "image_feature_size": 64, "im_start": "<image>", "slice_mode": True,
+    "norm_mean": [0.4, 0.5, 0.6], "norm_std": [0.5, 0.5, 0.5], "version": 2.6,
+}  # fmt: skip
+
+
+def test_settings_come_from_the_folder(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(RELEASED))
+    config = SliceConfig.from_folder(tmp_path, {"max_slice_nums": 7, "patch_size": 16})
+    assert config == SliceConfig(max_slice_nums=4, use_image_id=True, image_mean=(0.4, 0.5, 0.6))
+
+
+def test_a_folder_without_the_file_says_it_in_its_config(tmp_path):
+    """Version 2.0."""
+    config = SliceConfig.from_folder(tmp_path, {"max_slice_nums": 7, "patch_size": 16, "slice_mode": True})
+    assert config == SliceConfig(max_slice_nums=7, patch_size=16)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: SliceConfig(max_slice_nums=0), "max_slice_nums: must be at least 1, got 0"),
+        (lambda: SliceConfig(image_mean=(0.5,)), "image_mean: expected one value per RGB channel"),
+        (lambda: SliceConfig.from_dict({"slice_mode": False}), "slice_mode: this preprocessing always has"),
+        (lambda: slice_grid(0, 10, CONFIG), "width: must be at least 1"),
+        (lambda: patch_rows(torch.zeros(3, 28, 30), 14), "pixels: sides must be multiples of patch_size=14"),
+        (lambda: strip_rows(torch.zeros(3, 14, 30), 14), "strip: its length must be a multiple of patch_size=14"),
+        (lambda: patch_strip(torch.zeros(4, 3), 14), "rows: dimension 1 must be 588"),
+        (lambda: image_of_rows(torch.zeros(4, 588), (2, 3), CONFIG), "rows: dimension 0 must be 6"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

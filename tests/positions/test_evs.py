@@ -1,0 +1,426 @@
+"""EVS: what survives, where it stands, and that no way of cutting the prompt changes either.
+
+The definition: the pruned layout is the full layout restricted to what is kept. Golden data from vLLM 0.33.0 is
+matched where upstream agrees with that; its defects are shown where it does not.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from refvl.positions import (
+    MediaSpan,
+    compute_dissimilarity,
+    compute_mrope_for_media,
+    compute_retained_tokens_count,
+    compute_retention_mask,
+    get_mrope_input_positions,
+    recompute_mrope_positions,
+    restrict_positions,
+)
+
+FOLDER = Path(__file__).parents[1] / "golden"
+GOLDEN = json.loads((FOLDER / "evs.json").read_text())
+ARRAYS = np.load(FOLDER / "evs_masks.npz")
+IDS = GOLDEN["token_ids"]
+VISION_START, VISION_END, IMAGE, VIDEO = (IDS[k] for k in ("vision_start", "vision_end", "image", "video"))
+
+rates = st.floats(0, 1, exclude_max=True)
+clips = st.tuples(st.integers(1, 10), st.integers(1, 4), st.integers(1, 4))  # merged t, h, w
+
+
+def random_embeds(thw, seed, hidden=3):
+    """Embeddings of few distinct values, so that ties, static tokens and zero vectors all occur."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-1, 2, (thw[0] * thw[1] * thw[2], hidden), generator=generator).float()
+
+
+def in_patches(thw, merge):
+    return thw[0], thw[1] * merge, thw[2] * merge
+
+
+# --- how many, and which ----------------------------------------------------------------------------------------------
+
+
+def test_golden_counts():
+    """Oracle: vLLM 0.33.0 on a grid of sizes and rates."""
+    got = [compute_retained_tokens_count(per_frame, frames, q) for per_frame, frames, q, _ in GOLDEN["retained_counts"]]
+    assert got == [n for *_, n in GOLDEN["retained_counts"]]
+
+
+@pytest.mark.parametrize("case", GOLDEN["mask_cases"], ids=lambda c: f"{c['name']}-{c['q']}")
+def test_golden_masks(case):
+    """Oracle: vLLM 0.33.0: random, static, drifting, flipping and zero embeddings; exact ties among them."""
+    embeds = torch.from_numpy(ARRAYS[case["embeds"]].astype(np.float32))
+    mask = compute_retention_mask(embeds, case["thw"], case["spatial_merge_size"], case["q"])
+    assert mask.dtype == torch.bool
+    assert mask.tolist() == ARRAYS[case["mask"]].tolist()
+    assert mask.sum() == case["retained"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(clips, st.integers(0, 999))
+def test_dissimilarity_equals_the_slow_formula(thw, seed):
+    """Oracle: 1 - <a, b> / (|a| |b|) with the same place one frame earlier in float64, 1 when either is zero."""
+    t, per_frame = thw[0], thw[1] * thw[2]
+    frames = random_embeds(thw, seed).double().view(t, per_frame, -1)
+    lengths = frames.norm(dim=-1)
+    want = torch.full((t, per_frame), 255.0)
+    for frame in range(1, t):
+        for place in range(per_frame):
+            scale = lengths[frame, place] * lengths[frame - 1, place]
+            cosine = (frames[frame, place] @ frames[frame - 1, place]) / scale if scale else 0
+            want[frame, place] = 1 - cosine
+    got = compute_dissimilarity(frames.flatten(0, 1), t)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(clips, st.integers(1, 3), rates, st.integers(0, 999))
+def test_mask_equals_the_slow_ranking(thw, merge, q, seed):
+    """Oracle: tokens sorted by largest dissimilarity, then by place, in Python; the first n are kept."""
+    embeds, per_frame = random_embeds(thw, seed), thw[1] * thw[2]
+    change = compute_dissimilarity(embeds, thw[0]).flatten().tolist()
+    ranking = sorted(range(len(embeds)), key=lambda i: (-change[i], i))
+    keep = max(per_frame, int(len(embeds) * (1 - q)))
+    mask = compute_retention_mask(embeds, in_patches(thw, merge), merge, q)
+    assert mask.nonzero().flatten().tolist() == sorted(ranking[:keep])
+    assert keep == compute_retained_tokens_count(per_frame, thw[0], q)
+
+
+@settings(max_examples=50, deadline=None)
+@given(clips, rates, rates, st.integers(0, 999))
+def test_the_first_frame_survives_and_more_pruning_keeps_a_subset(thw, q, p, seed):
+    embeds, size = random_embeds(thw, seed), in_patches(thw, 2)
+    more, fewer = (compute_retention_mask(embeds, size, 2, rate) for rate in (min(p, q), max(p, q)))
+    assert fewer[: thw[1] * thw[2]].all()
+    assert not (fewer & ~more).any()
+
+
+def test_ties_keep_the_earlier_token():
+    """A clip that never changes: all dissimilarities are 0, so what is left is a prefix."""
+    mask = compute_retention_mask(torch.ones(24, 8), (6, 4, 4), 2, 0.5)
+    assert mask.tolist() == [True] * 12 + [False] * 12
+
+
+def test_what_changed_survives():
+    """One token of frame 2 turns around; with room for one token beyond the first frame, it is that one."""
+    embeds = torch.ones(3, 4, 8)
+    embeds[2, 1] = -1
+    mask = compute_retention_mask(embeds.flatten(0, 1), (3, 4, 4), 2, 0.5)
+    assert mask.nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 9]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_embeddings_rank_in_float32(dtype):
+    """Oracle: the same values in float32."""
+    embeds = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for q in (0.0, 0.3, 0.7):
+        got, want = (compute_retention_mask(x, (10, 4, 4), 2, q) for x in (embeds, embeds.float()))
+        assert torch.equal(got, want)
+
+
+# --- where the survivors stand ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case", GOLDEN["mrope_for_media"], ids=lambda c: "-".join(str(v) for v in list(c.values())[:4])
+)
+def test_golden_media_positions(case):
+    """Oracle: vLLM 0.33.0 for t, h, w; upstream's fourth column is the width, ours 1 + the largest position."""
+    sizes = (case["spatial_merge_size"], case["tokens_per_second"], case["video_second_per_grid"])
+    positions = compute_mrope_for_media(case["size"], *sizes)
+    golden = torch.tensor(case["positions"])
+    assert positions.dtype == torch.int64
+    assert torch.equal(positions[:, :3], golden[:, :3])
+    assert set(positions[:, 3].tolist()) == {int(golden[:, :3].max()) + 1}
+    assert set(golden[:, 3].tolist()) == {case["size"][2] // case["spatial_merge_size"]}
+
+
+@settings(max_examples=50, deadline=None)
+@given(clips, st.integers(1, 3), st.floats(0, 4), st.floats(0, 4))
+def test_media_positions_equal_the_span_s(thw, merge, tokens_per_second, seconds):
+    """Oracle: `MediaSpan.grid_positions`; text continues `extent` behind the start."""
+    positions = compute_mrope_for_media(in_patches(thw, merge), merge, tokens_per_second, seconds)
+    span = MediaSpan(0, *thw, tokens_per_second * seconds)
+    assert torch.equal(positions[:, :3].T, span.grid_positions())
+    layout, _ = get_mrope_input_positions(span.num_tokens + 1, [span])
+    assert set(positions[:, 3].tolist()) == {int(layout[0, -1])}
+
+
+@settings(max_examples=50, deadline=None)
+@given(clips, st.floats(0, 3), st.integers(0, 9), st.integers(0, 9), st.integers(0, 999))
+@example((2, 4, 1), 1.0, 3, 3, 0)  # portrait: upstream's width is not the extent
+@example((10, 1, 1), 2.0, 3, 3, 0)  # a long clip: time is the longest axis
+def test_nothing_changes_at_rate_zero(thw, t_factor, before, after, seed):
+    """EVS at q = 0 == no EVS: all tokens stay, and so do their positions and those of the text."""
+    mask = compute_retention_mask(random_embeds(thw, seed), in_patches(thw, 2), 2, 0)
+    assert mask.all()
+    full, delta = get_mrope_input_positions(before + len(mask) + after, [MediaSpan(before, *thw, t_factor)])
+    keep = torch.cat([torch.ones(before), mask, torch.ones(after)]).bool()
+    restricted, restricted_delta = restrict_positions(full, keep)
+    assert torch.equal(restricted, full)
+    assert restricted_delta == delta
+
+
+# --- chunked prefill --------------------------------------------------------------------------------------------------
+
+
+class Pruned:
+    """A pruned prompt: its ids, the pieces of its media, and what the definition says about its positions.
+
+    parts: text lengths and media ("image" | "video", thw merged, t_factor, keep mask), each medium set between
+    vision start and vision end.
+    """
+
+    def __init__(self, parts):
+        self.ids, self.media, spans, keep = [], [], [], []
+        for part in parts:
+            if isinstance(part, int):
+                self.ids += range(part)
+                keep += [True] * part
+                continue
+            kind, thw, t_factor, mask = part
+            spans.append(MediaSpan(len(keep) + 1, *thw, t_factor))
+            positions = compute_mrope_for_media(in_patches(thw, 2), 2, t_factor)[mask].T
+            self.media.append((len(self.ids) + 1, positions))
+            self.ids += [VISION_START, *[IMAGE if kind == "image" else VIDEO] * int(mask.sum()), VISION_END]
+            keep += [True, *mask.tolist(), True]
+        self.full, _ = get_mrope_input_positions(len(keep), spans)
+        self.want, self.want_delta = restrict_positions(self.full, torch.tensor(keep))
+
+    def pieces(self, start, stop):
+        """The media positions whose tokens lie in [start, stop): what arrives with that chunk."""
+        cut = [p[:, max(start - offset, 0) : max(stop - offset, 0)] for offset, p in self.media]
+        return [piece for piece in cut if piece.shape[1]]
+
+    def text_behind(self, stop):
+        """[start, stop) of the text behind the last medium that has begun to arrive; its extent is known already."""
+        ends = [offset + p.shape[1] for offset, p in self.media if offset < stop]
+        return ends[-1] if ends else 0, [*(offset for offset, _ in self.media), len(self.ids)][len(ends)]
+
+    def step(self, pieces, positions, start):
+        return recompute_mrope_positions(self.ids, pieces, positions, start, VISION_START, IMAGE, VIDEO)
+
+
+@st.composite
+def pruned_prompts(draw):
+    parts = [draw(st.integers(0, 4))]
+    for _ in range(draw(st.integers(0, 3))):
+        if draw(st.booleans()):
+            thw = (1, draw(st.integers(1, 4)), draw(st.integers(1, 4)))
+            parts.append(("image", thw, 1.0, torch.ones(thw[1] * thw[2], dtype=torch.bool)))
+        else:
+            thw = draw(clips)
+            mask = compute_retention_mask(
+                random_embeds(thw, draw(st.integers(0, 99))), in_patches(thw, 2), 2, draw(rates)
+            )
+            parts.append(("video", thw, draw(st.floats(0, 4)), mask))
+        parts.append(draw(st.integers(0, 4)))
+    return Pruned(parts if parts != [0] else [1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(pruned_prompts(), st.booleans(), st.data())
+def test_any_chunking_gives_the_definition(prompt, from_full_layout, data):
+    """Oracle: the full layout restricted to what is kept, after every chunk, from either initial layout.
+
+    Cuts fall anywhere - inside media, at vision start, in text - and a chunk's share of a medium may itself come
+    in two pieces or with empty ones between.
+    """
+    length = len(prompt.ids)
+    cuts = data.draw(st.lists(st.integers(0, length), max_size=6).map(sorted), label="cuts")
+    positions = prompt.full if from_full_layout else torch.arange(length).expand(3, -1)
+    for start, stop in zip([0, *cuts], [*cuts, length], strict=True):
+        middle = data.draw(st.integers(start, stop), label="split")
+        pieces = [*prompt.pieces(start, middle), torch.empty(4, 0), *prompt.pieces(middle, stop)]
+        before = positions.clone()
+        positions, delta = prompt.step(pieces, positions, start)
+        assert torch.equal(positions[:, :stop], prompt.want[:, :stop])
+        assert torch.equal(positions[:, :start], before[:, :start])
+        behind, until = prompt.text_behind(stop)
+        assert torch.equal(positions[:, behind:until], prompt.want[:, behind:until])
+    assert torch.equal(positions, prompt.want)
+    assert delta == prompt.want_delta
+
+
+def upstream_pieces(case):
+    """The media of a golden trace as upstream has them: second_per_grid truncated, the width as fourth column."""
+    return [torch.tensor(medium["mm_positions"]).T for medium in case["media"]]
+
+
+def pruned_like(case):
+    """The golden prompt with the same survivors, by the definition: a kept row is found in the full grid in order."""
+    parts, index = [], 0
+    for medium in case["media"]:
+        parts.append(medium["offset"] - 1 - index)
+        t, h, w = medium["grid_thw"]
+        t_factor = 1.0 if medium["kind"] == "image" else 2.0 * medium["second_per_grid"]
+        rows = iter(compute_mrope_for_media((t, h, w), 2, t_factor)[:, :3].tolist())
+        wanted = [row[:3] for row in medium["mm_positions"]]
+        mask = []
+        for row in rows:
+            mask.append(bool(wanted) and row == wanted[0])
+            wanted = wanted[mask[-1] :]
+        assert not wanted
+        parts.append((medium["kind"], (t, h // 2, w // 2), t_factor, torch.tensor(mask)))
+        index = medium["offset"] + medium["length"] + 1
+    return Pruned([*parts, len(case["input_ids"]) - index])
+
+
+@pytest.mark.parametrize("case", GOLDEN["recompute"], ids=lambda c: c["name"])
+def test_golden_traces_however_cut(case):
+    """Oracle: the definition, for the prompts, survivors and cuts of vLLM 0.33.0's traces.
+
+    Run there, one of them crashes and three miss the layout that upstream itself calls sequential.
+    """
+    prompt = pruned_like(case)
+    assert [id_ in (IMAGE, VIDEO) for id_ in prompt.ids] == [id_ in (IMAGE, VIDEO) for id_ in case["input_ids"]]
+    positions = torch.tensor(case["init_positions"])
+    for step in case["steps"]:
+        pieces = [prompt.media[i][1][:, start:stop] for i, start, stop in step["media_slices"]]
+        positions, delta = prompt.step(pieces, positions, step["num_computed_tokens"])
+        assert torch.equal(positions[:, : step["chunk_end"]], prompt.want[:, : step["chunk_end"]])
+    assert torch.equal(positions, prompt.want)
+    assert delta == prompt.want_delta
+
+
+@pytest.mark.parametrize("case", GOLDEN["recompute"], ids=lambda c: c["name"])
+def test_with_upstream_s_media_positions_the_result_is_upstream_s(case):
+    """Oracle: the sequential layout of vLLM 0.33.0. The media's own positions are thus all that sets ours apart."""
+    length = len(case["input_ids"])
+    init = torch.tensor(case["init_positions"])
+    arguments = (case["input_ids"], upstream_pieces(case), init, 0, VISION_START, IMAGE, VIDEO)
+    positions, delta = recompute_mrope_positions(*arguments)
+    assert positions.tolist() == [row[:length] for row in case["sequential_positions"]]
+    assert delta == case["sequential_delta"]
+
+
+# --- upstream's defects, to show that ours differs --------------------------------------------------------------------
+
+
+def golden_trace(name):
+    return next(case for case in GOLDEN["recompute"] if case["name"] == name)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "extent"), [("tall_gt_wide", 1, 10), ("single_video", 3, 7), ("two_images_short_text", 2, 2)]
+)
+def test_upstream_offsets_text_by_the_width(name, width, extent):
+    """A tall or long medium uses positions behind its width: upstream puts text on them again, ours does not."""
+    case, prompt = golden_trace(name), pruned_like(golden_trace(name))
+    medium = case["media"][0]
+    start, behind = medium["offset"], medium["offset"] + medium["length"]
+    assert case["sequential_positions"][0][behind] == start + width
+    assert prompt.want[0, behind] == start + extent
+
+
+def test_upstream_truncates_the_seconds_per_grid():
+    """At half a second per grid, upstream's int(0.5) stops time; ours puts five grids 0.5 * 2 apart."""
+    stopped = torch.tensor(golden_trace("sec_zero_from_long_cast")["media"][0]["mm_positions"])
+    assert set(stopped[:, 0].tolist()) == {0}
+    ours = compute_mrope_for_media((5, 4, 4), 2, tokens_per_second=2, video_second_per_grid=0.5)
+    assert ours[:, 0].tolist() == [t for t in range(5) for _ in range(4)]
+
+
+def test_upstream_rounds_positions_in_bfloat16():
+    """As bfloat16 channels of the embeddings, positions above 256 lose their last bit; as int64 they do not."""
+    t = compute_mrope_for_media((300, 2, 2), 2)[:, 0]
+    assert torch.equal(t, torch.arange(300))
+    through_embeddings = t.bfloat16().long()
+    assert torch.equal(through_embeddings[:257], t[:257])
+    assert through_embeddings[257] == 256 != t[257]
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("q", [1.0, -0.1, 1.5, float("nan")])
+def test_a_rate_outside_the_interval_is_named(q):
+    for call in (
+        lambda: compute_retained_tokens_count(4, 2, q),
+        lambda: compute_retention_mask(torch.ones(8, 2), (2, 4, 4), 2, q),
+    ):
+        with pytest.raises(ValueError, match=rf"q: a pruning rate lies in \[0, 1\), got {q}"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: compute_retained_tokens_count(0, 2, 0.5), ValueError, "tokens_per_frame: must be at least 1, got 0"),
+        (lambda: compute_retained_tokens_count(4, 2.0, 0.5), TypeError, "num_frames: expected an integer, got float"),
+        (
+            lambda: compute_retention_mask(torch.ones(9, 2), (2, 4, 4), 2, 0.5),
+            ValueError,
+            r"video_embeds: dimension 0 must be 8, got 9",
+        ),
+        (
+            lambda: compute_retention_mask(torch.ones(2, 4, 2), (2, 4, 4), 2, 0.5),
+            ValueError,
+            r"video_embeds: expected 2 dimensions \(8, D\), got shape \(2, 4, 2\)",
+        ),
+        (
+            lambda: compute_retention_mask(torch.ones(8, 2), (2, 4, 5), 2, 0.5),
+            ValueError,
+            r"video_size_thw\[0\]: h and w must be multiples of spatial_merge_size=2, got \(2, 4, 5\)",
+        ),
+        (
+            lambda: compute_retention_mask(torch.ones(8, 2), (2, 4), 2, 0.5),
+            ValueError,
+            r"video_size_thw\[0\]: expected \(t, h, w\), got \(2, 4\)",
+        ),
+        (
+            lambda: compute_mrope_for_media((2, 4, 4), 2, 2, float("nan")),
+            ValueError,
+            r"tokens_per_second \* video_second_per_grid: must be finite and not negative, got 2 \* nan",
+        ),
+        (
+            lambda: compute_mrope_for_media((2, 4, 4), 2, -1, 1),
+            ValueError,
+            r"must be finite and not negative, got -1 \* 1",
+        ),
+        (
+            lambda: restrict_positions(torch.zeros(3, 5).long(), torch.ones(4).bool()),
+            ValueError,
+            "keep_L: dimension 0 must be 5, got 4",
+        ),
+    ],
+)
+def test_wrong_sizes_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+PROMPT = [7, VISION_START, VIDEO, VIDEO, VIDEO, VISION_END, 8]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"pieces": [torch.zeros(3, 2)]}, r"multimodal_positions\[0\]: dimension 0 must be 4, got 3"),
+        ({"pieces": [torch.zeros(4, 4)]}, r"multimodal_positions\[0\]: 4 positions, but its medium has 3 tokens left"),
+        (
+            {"pieces": [torch.zeros(4, 3), torch.zeros(4, 1)]},
+            r"multimodal_positions\[1\]: 1 positions, but no media token is left from prompt token 5 on",
+        ),
+        ({"pieces": [torch.zeros(4, 1)], "done": 6}, "but no media token is left from prompt token 6 on"),
+        ({"done": 8}, r"num_computed_tokens: must lie in \[0, 7\], got 8"),
+        ({"done": -1}, r"num_computed_tokens: must lie in \[0, 7\], got -1"),
+        ({"positions": torch.zeros(3, 6)}, "mrope_positions: 7 tokens, but only 6 positions"),
+        ({"positions": torch.zeros(2, 7)}, "mrope_positions: dimension 0 must be 3, got 2"),
+        ({"ids": [7, 7, *PROMPT[2:]], "pieces": [torch.zeros(4, 3)]}, "media token 2 does not follow a vision start"),
+    ],
+)
+def test_pieces_that_do_not_fit_are_named(changed, message):
+    given_ = {"ids": PROMPT, "pieces": [], "positions": torch.arange(7).expand(3, -1), "done": 0} | changed
+    with pytest.raises(ValueError, match=message):
+        recompute_mrope_positions(
+            given_["ids"], given_["pieces"], given_["positions"], given_["done"], VISION_START, IMAGE, VIDEO
+        )

@@ -1,0 +1,275 @@
+"""Position tables: against vLLM's golden samples, transformers, and a loop over the sixteen neighbours."""
+
+import json
+from itertools import product
+from math import cos, floor, sin
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refvl.positions import interpolate_position_table, merge_block_coordinates, sincos_1d, sincos_2d
+from refvl.positions.tables import resize_position_table, sincos, sincos_frequencies
+
+FOLDER = Path(__file__).parents[1] / "golden"
+CASES = json.loads((FOLDER / "vit_rope_metadata.json").read_text())["cases"]
+ARRAYS = np.load(FOLDER / "vit_rope_metadata.npz")
+SAMPLED = [case for case in CASES if "pos_embeds" in case]
+
+
+def random_table(side, width=3, seed=0):
+    return torch.randn(side * side, width, generator=torch.Generator().manual_seed(seed))
+
+
+@st.composite
+def tables_and_grids(draw, most=5):
+    merge, extent = draw(st.integers(1, 3)), st.integers(1, most)
+    grids = draw(st.lists(st.tuples(st.integers(1, 3), extent, extent), min_size=1, max_size=3))
+    table = random_table(draw(st.integers(1, 6)), seed=draw(st.integers(0, 99)))
+    return table, [(t, h * merge, w * merge) for t, h, w in grids], merge
+
+
+# --- oracles ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", SAMPLED, ids=lambda case: case["name"])
+def test_golden(case):
+    """Oracle: vLLM 0.33.0 `pos_embeds_interpolate`: the table's own size, a video, two by two patches."""
+    table = torch.from_numpy(ARRAYS["glm_position_embedding_weight"])
+    got = interpolate_position_table(table, case["grid_thw"])
+    torch.testing.assert_close(got, torch.from_numpy(ARRAYS[case["pos_embeds"]]), atol=1e-6, rtol=0)
+
+
+def test_the_golden_cases_are_all_there():
+    assert [case["name"] for case in SAMPLED] == ["native", "video", "tiny"]
+
+
+@settings(max_examples=25)
+@given(tables_and_grids())
+def test_equals_transformers(problem):
+    """Oracle: `Glm4vVisionEmbeddings` on embeddings of zero, which wants every frame as an item of its own."""
+    from transformers.models.glm4v.modeling_glm4v import Glm4vVisionEmbeddings
+
+    table, grids, merge = problem
+    side = int(len(table) ** 0.5)
+    theirs = Glm4vVisionEmbeddings(SimpleNamespace(hidden_size=3, image_size=14 * side, patch_size=14))
+    theirs.position_embedding.weight = torch.nn.Parameter(table)
+    frames = torch.tensor([(1, h, w) for t, h, w in grids for _ in range(t)])
+    row, column = merge_block_coordinates(grids, spatial_merge_size=merge).T
+    with torch.no_grad():
+        want = theirs(torch.zeros(len(row), 3), frames.prod(dim=1), frames, row, column)
+    torch.testing.assert_close(
+        interpolate_position_table(table, grids, spatial_merge_size=merge), want, atol=1e-6, rtol=0
+    )
+
+
+def cubic(distance, a=-0.75):
+    """Keys' convolution kernel; a as in OpenCV and PyTorch."""
+    x = abs(distance)
+    if x <= 1:
+        return (a + 2) * x**3 - (a + 3) * x**2 + 1
+    return a * (x**3 - 5 * x**2 + 8 * x - 4) if x < 2 else 0.0
+
+
+def sample_slowly(table, h, w, row, column):
+    """The sixteen places around a patch's centre, those outside taken from the edge; float64."""
+    side = int(len(table) ** 0.5)
+    y, x = (row + 0.5) / h * side - 0.5, (column + 0.5) / w * side - 0.5
+    value = torch.zeros(table.shape[1], dtype=torch.float64)
+    for i, j in product(range(floor(y) - 1, floor(y) + 3), range(floor(x) - 1, floor(x) + 3)):
+        place = min(max(i, 0), side - 1) * side + min(max(j, 0), side - 1)
+        value += cubic(y - i) * cubic(x - j) * table[place].double()
+    return value
+
+
+@settings(max_examples=25)
+@given(tables_and_grids(most=3))
+def test_equals_the_slow_formula(problem):
+    """Oracle: `sample_slowly`, patch by patch in merge-block order."""
+    table, grids, merge = problem
+    want = [
+        sample_slowly(table, h, w, row, column)
+        for t, h, w in grids
+        for row, column in merge_block_coordinates([(t, h, w)], spatial_merge_size=merge).tolist()
+    ]
+    got = interpolate_position_table(table, grids, spatial_merge_size=merge)
+    torch.testing.assert_close(got, torch.stack(want).float(), atol=1e-4, rtol=0)
+
+
+# --- properties -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", [2, 4, 6, 24])
+def test_a_grid_of_the_table_s_size_reads_the_table(side):
+    """Every centre falls on a place: the table itself, in merge-block order."""
+    table = random_table(side)
+    row, column = merge_block_coordinates([(1, side, side)]).T
+    got = interpolate_position_table(table, [(1, side, side)])
+    torch.testing.assert_close(got, table[row * side + column], atol=1e-4, rtol=0)
+    assert torch.allclose(got, table, atol=0.1) == (side == 2)  # else reading order is another
+
+
+@settings(max_examples=25)
+@given(tables_and_grids())
+def test_frames_of_a_clip_read_the_same_places(problem):
+    table, grids, merge = problem
+    alone = [interpolate_position_table(table, [(1, h, w)], spatial_merge_size=merge) for _, h, w in grids]
+    want = torch.cat([piece for piece, (t, _, _) in zip(alone, grids, strict=True) for _ in range(t)])
+    assert torch.equal(interpolate_position_table(table, grids, spatial_merge_size=merge), want)
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 8))
+def test_rows_and_columns_are_not_mixed_up(side, h, w):
+    """The transposed table on the transposed grid gives the transposed samples."""
+    table = random_table(side)
+    transposed = table.view(side, side, -1).transpose(0, 1).reshape(side * side, -1)
+    upright = interpolate_position_table(table, [(1, h, w)], spatial_merge_size=1).view(h, w, -1)
+    lying = interpolate_position_table(transposed, [(1, w, h)], spatial_merge_size=1).view(w, h, -1)
+    torch.testing.assert_close(lying.transpose(0, 1), upright, atol=1e-5, rtol=0)
+
+
+def test_nearest_reads_one_place():
+    """Oracle: the place below each centre, in integers."""
+    side, h, w = 5, 4, 14
+    table = random_table(side)
+    row, column = merge_block_coordinates([(1, h, w)]).T
+    place = (2 * row + 1) * side // (2 * h) * side + (2 * column + 1) * side // (2 * w)
+    got = interpolate_position_table(table, [(1, h, w)], mode="nearest")
+    assert torch.equal(got, table[place])
+    assert not torch.allclose(got, interpolate_position_table(table, [(1, h, w)]), atol=0.1)
+
+
+def test_half_precision_is_sampled_in_float32():
+    table = random_table(6).bfloat16()
+    got = interpolate_position_table(table, [(1, 4, 10)])
+    assert torch.equal(got, interpolate_position_table(table.float(), [(1, 4, 10)]).bfloat16())
+
+
+def test_the_table_can_be_learned():
+    """Samples sum their weights to one, so that the gradient of their sum does too, over the table."""
+    table = random_table(4).requires_grad_()
+    interpolate_position_table(table, [(2, 6, 10)]).sum().backward()
+    torch.testing.assert_close(table.grad.sum(0), torch.full((3,), 120.0))
+    assert (table.grad != 0).all()
+
+
+def test_no_items_no_positions():
+    assert interpolate_position_table(random_table(4), []).shape == (0, 3)
+
+
+# --- sines and cosines ------------------------------------------------------------------------------------------------
+
+RESAMPLERS = np.load(FOLDER / "minicpmv_modules.npz")
+
+
+@pytest.mark.parametrize("name", ["3", "3x5", "5x3"])
+def test_sincos_2d_golden(name):
+    """Oracle: vLLM 0.33.0 `get_2d_sincos_pos_embed`, flat (2.0) and as a grid (2.5 and later)."""
+    size = tuple(map(int, name.split("x"))) if "x" in name else (3, 3)
+    table = sincos_2d(16, size)
+    torch.testing.assert_close(table, torch.from_numpy(RESAMPLERS[f"sincos/2_5/{name}"]), atol=1e-6, rtol=0)
+    flat = torch.from_numpy(RESAMPLERS[f"sincos/2_0/{name}"])
+    torch.testing.assert_close(table.flatten(0, 1), flat, atol=1e-6, rtol=0)
+
+
+def test_sincos_1d_golden():
+    """Oracle: vLLM 0.33.0 `get_1d_sincos_pos_embed_from_temporal_size`."""
+    want = torch.from_numpy(RESAMPLERS["r45/temporal_table_first8"])
+    torch.testing.assert_close(sincos_1d(64, 8), want, atol=1e-6, rtol=0)
+
+
+@given(st.integers(1, 6).map(lambda n: 4 * n), st.integers(1, 9), st.integers(1, 230))
+def test_sincos_2d_equals_a_loop(embed_dim, height, width):
+    """Oracle: each value from its formula in float64: column first, sines first, frequencies 10000^(-i / (D / 4))."""
+    table, quarter = sincos_2d(embed_dim, (height, width)), embed_dim // 4
+    assert table.shape == (height, width, embed_dim)
+    for row, column, i in product((0, height - 1), (0, width - 1), range(quarter)):
+        frequency = 10000.0 ** (-i / quarter)
+        want = [sin(column * frequency), cos(column * frequency), sin(row * frequency), cos(row * frequency)]
+        assert table[row, column, i::quarter].tolist() == pytest.approx(want, abs=5e-5)
+
+
+@given(st.integers(1, 60), st.integers(1, 60))
+def test_a_longer_table_continues_a_shorter_one(short, more):
+    """So a table may grow, or not exist: position p has the same vector in every one."""
+    assert torch.equal(sincos_1d(8, short + more)[:short], sincos_1d(8, short))
+    assert torch.equal(
+        sincos(torch.tensor([short]), sincos_frequencies(8)), sincos_1d(8, short + more)[short : short + 1]
+    )
+    assert torch.equal(sincos_2d(8, (short, more))[: short // 2], sincos_2d(8, (short, more + 3))[: short // 2, :more])
+
+
+def test_an_hour_of_tenths_of_seconds_is_rounded_as_upstream_rounds():
+    """Oracle: the formula step by step in numpy's float32; in float64 the last angles differ by hundredths."""
+    omega = np.arange(1792, dtype=np.float32)
+    omega /= 3584 / 2.0
+    angle = np.einsum("m,d->md", np.array([35999.0], dtype=np.float32), 1.0 / 10000**omega)
+    want = torch.from_numpy(np.concatenate([np.sin(angle), np.cos(angle)], axis=1))
+    got = sincos(torch.tensor([35999]), sincos_frequencies(3584))
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+    exact = 35999 * 10000.0 ** -(np.arange(1792) / 1792)
+    assert np.abs(np.sin(exact) - got[0, :1792].numpy()).max() > 1e-3
+
+
+# --- resized as a picture ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("antialias", [False, True])
+def test_a_resized_table_lies_over_the_grid_edge_to_edge(antialias):
+    """Its own size is itself, a constant stays one, and turning the table over turns the result over."""
+    table = random_table(5)
+    assert resize_position_table(table, (5, 5), antialias=antialias) is table
+    constant = resize_position_table(torch.full((25, 2), 3.0), (3, 11), antialias=antialias)
+    torch.testing.assert_close(constant, torch.full((33, 2), 3.0))
+    resized = resize_position_table(table, (3, 8), antialias=antialias).view(3, 8, -1)
+    over = resize_position_table(table.view(5, 5, -1).flip(1).flatten(0, 1), (3, 8), antialias=antialias)
+    torch.testing.assert_close(over.view(3, 8, -1).flip(1), resized, atol=1e-5, rtol=0)
+    lying = resize_position_table(table.view(5, 5, -1).transpose(0, 1).flatten(0, 1), (8, 3), antialias=antialias)
+    torch.testing.assert_close(lying.view(8, 3, -1).transpose(0, 1), resized, atol=1e-5, rtol=0)
+
+
+def test_antialias_matters_where_sides_shrink():
+    table = random_table(12)
+    sharp, smooth = (resize_position_table(table, (3, 4), antialias=a) for a in (False, True))
+    assert smooth.std() < 0.7 * sharp.std()
+    half = resize_position_table(table.bfloat16(), (3, 4), antialias=True)
+    assert torch.equal(half, resize_position_table(table.bfloat16().float(), (3, 4), antialias=True).bfloat16())
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "grids", "options", "error", "message"),
+    [
+        (torch.zeros(12, 3), [(1, 2, 2)], {}, ValueError, "table: expected the S \\* S positions of a square, got 12"),
+        (torch.zeros(0, 3), [(1, 2, 2)], {}, ValueError, "table: expected the S \\* S positions of a square, got 0"),
+        (torch.zeros(3, 3, 3), [(1, 2, 2)], {}, ValueError, "table: expected 2 dimensions \\(positions, D\\)"),
+        ([[0.0]], [(1, 2, 2)], {}, TypeError, "table: expected a torch.Tensor, got list"),
+        (torch.zeros(4, 3), [(1, 2, 3)], {}, ValueError, "h and w must be multiples of spatial_merge_size=2"),
+        (torch.zeros(4, 3), [(1, 2, 2)], {"mode": "cubic"}, ValueError, "mode: expected one of .* got 'cubic'"),
+    ],
+)
+def test_bad_input_is_named(table, grids, options, error, message):
+    with pytest.raises(error, match=message):
+        interpolate_position_table(table, grids, **options)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "error", "message"),
+    [
+        (sincos_1d, (7, 3), ValueError, "embed_dim: must be a multiple of 2, got 7"),
+        (sincos_1d, (8, 0), ValueError, "length: must be at least 1, got 0"),
+        (sincos_2d, (6, (3, 3)), ValueError, "embed_dim: must be a multiple of 4, got 6"),
+        (sincos_2d, (8, (0, 3)), ValueError, "height: must be at least 1, got 0"),
+        (sincos_2d, (8, (3, 2.0)), TypeError, "width: expected an integer"),
+    ],
+)
+def test_bad_sizes_are_named(function, arguments, error, message):
+    with pytest.raises(error, match=message):
+        function(*arguments)

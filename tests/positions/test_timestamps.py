@@ -1,0 +1,183 @@
+"""Frames of a clip and their seconds: against vLLM's golden data, transformers' samplers, and what any sample obeys."""
+
+import __future__
+
+import ast
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import transformers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from refvl.positions import FrameSample, sample_video_frames
+from refvl.positions.timestamps import VARIANTS
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "glm_video.json").read_text())
+LIMITS = {"glm4v": 600, "glm46v": 640, "glmga": 640}
+COLUMNS = {"glm4v": {}, "glm46v": {}, "glm46v_t1": {"temporal_patch_size": 1}, "glmga": {}}
+
+
+def clip_of(case, variant):
+    """The golden metadata as our arguments; what is missing there is what upstream falls back to."""
+    clip = {"fps": 2, "total_num_frames": case["total_frames"]} | case["metadata"]  # fps: the processor's, glm4v only
+    return sample_video_frames(variant.split("_")[0], **clip, **COLUMNS[variant])
+
+
+# --- oracles ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", COLUMNS)
+def test_golden_timestamps(variant):
+    """Oracle: vLLM 0.33.0 `_get_video_second_idx_*`, which finds no frame in clips of under half a second."""
+    computed = [case for case in GOLDEN["timestamps"] if not isinstance(case[variant], str)]
+    for case in computed:
+        assert clip_of(case, variant).timestamps == (case[variant] or [0]), case["metadata"]
+    assert len(computed) == (35 if variant == "glm4v" else 34)
+    assert sum(case[variant] == [] for case in computed) == (2 if "46" in variant else 3)
+
+
+def test_golden_clips_of_under_half_a_second():
+    """Oracle: transformers, as recorded with the golden data: one frame, where vLLM has none."""
+    for case in GOLDEN["hf_glm4v_mismatch"]:
+        sample = sample_video_frames("glm4v", **case["metadata"])
+        assert sample == FrameSample([0, 0], case["hf"])
+        assert case["vllm"] == []
+
+
+def upstream_sampler(variant):
+    """transformers' own `sample_frames`, cut out of its file: the module wants torchvision, this method does not."""
+    folder = Path(transformers.__file__).parent / "models" / variant
+    tree = ast.parse((folder / f"video_processing_{variant}.py").read_text())
+    [method] = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "sample_frames"]
+    code = compile(ast.Module([method], []), folder.name, "exec", flags=__future__.annotations.compiler_flag)
+    exec(code, names := {"math": math, "np": np})
+    settings = SimpleNamespace(fps=2, max_duration=300, max_frames=640, temporal_patch_size=2)
+    return lambda **clip: names["sample_frames"](settings, SimpleNamespace(**clip)).tolist()
+
+
+fps_of_cameras = st.one_of(st.sampled_from([1, 2, 10, 23.976, 24, 25, 29.97, 30, 59.94, 60]), st.floats(1, 60))
+durations = st.one_of(st.floats(0.1, 40), st.floats(0.1, 4000), st.sampled_from([0.5, 30, 30.1, 300, 300.3, 2400]))
+
+
+@st.composite
+def clips(draw):
+    """1 to 60 frames per second, 0.1 to 4000 s; the number of frames agrees with that or does not."""
+    fps, duration = draw(fps_of_cameras), draw(durations)
+    frames = draw(st.one_of(st.just(max(1, round(fps * duration))), st.integers(1, 2000)))
+    return {"fps": fps, "duration": draw(st.sampled_from([duration, duration, None])), "total_num_frames": frames}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=60)
+@given(clips())
+@example({"fps": 60, "duration": 4000, "total_num_frames": 240_000})
+@example({"fps": 30, "duration": 0.1, "total_num_frames": 3})
+def test_equals_transformers(variant, clip):
+    """Oracle: `sample_frames` of the three video processors; where it finds no frame, ours is the first."""
+    assert sample_video_frames(variant, **clip).indices == (upstream_sampler(variant)(**clip) or [0, 0])
+
+
+# --- properties -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=60)
+@given(clips())
+def test_what_every_sample_obeys(variant, clip):
+    """Pairs of frames of the clip, in order, none twice but the last; a second for each pair; a bounded number."""
+    sample = sample_video_frames(variant, **clip)
+    indices, seconds = sample.indices, sample.timestamps
+    assert 0 < len(indices) <= LIMITS[variant]
+    assert len(indices) == 2 * len(seconds)
+    assert min(indices) >= 0
+    assert max(indices) < clip["total_num_frames"]
+    assert indices[:-1] == sorted(set(indices[:-1]))
+    assert indices[-2] <= indices[-1]
+    assert seconds == [math.floor(index / clip["fps"]) for index in indices[::2]]
+    assert all(type(n) is int for n in indices + seconds)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("duration", [0.05, 0.1, 0.3, 0.49])
+@pytest.mark.parametrize("fps", [1, 24, 60])
+def test_a_clip_under_half_a_second_is_one_step(variant, duration, fps):
+    sample = sample_video_frames(variant, fps=fps, duration=duration, total_num_frames=max(1, round(fps * duration)))
+    assert sample.timestamps == [0]
+    assert sample.indices[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("variant", "duration", "steps"),
+    [
+        ("glm4v", 10, 10), ("glm4v", 300, 300), ("glm4v", 4000, 300),
+        ("glm46v", 10, 30), ("glm46v", 30, 90), ("glm46v", 31, 31), ("glm46v", 300, 300), ("glm46v", 500, 250),
+        ("glm46v", 2400, 320), ("glm46v", 4000, 320),
+        ("glmga", 10, 10), ("glmga", 319, 319), ("glmga", 4000, 320),
+    ],
+)  # fmt: skip
+def test_steps_counted_by_hand(variant, duration, steps):
+    """Oracle: facts of each release. One step of the grid is two frames: 3, 1, 0.5 steps per second, at most 320."""
+    sample = sample_video_frames(variant, fps=30, duration=duration, total_num_frames=30 * duration)
+    assert len(sample.timestamps) == steps
+
+
+def test_settings_of_a_processor():
+    """Oracle: by hand, on ten seconds of ten frames per second."""
+    clip = {"fps": 10, "duration": 10, "total_num_frames": 100}
+    assert sample_video_frames("glm4v", **clip, target_fps=1).indices == list(range(0, 100, 10))
+    assert sample_video_frames("glm4v", **clip, max_duration=2).indices == [0, 34, 67, 99]
+    assert sample_video_frames("glmga", **clip, max_frames=4).indices == [0, 33, 66, 99]
+    assert sample_video_frames("glm46v", **clip, max_frames=3).indices == [0, 49, 99, 99]
+    assert sample_video_frames("glmga", **clip, target_fps=0.5).timestamps == [0, 3, 6]
+
+
+# --- frames sampled elsewhere -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_frames_sampled_elsewhere_are_kept(variant):
+    """Duplicates dropped in order, an odd count made even; the variant does not matter."""
+    clip = {"fps": 5, "total_num_frames": 30, "do_sample_frames": False}
+    assert sample_video_frames(variant, **clip, frames_indices=[0, 4, 9, 14]).timestamps == [0, 1]
+    repeated = sample_video_frames(variant, **clip, frames_indices=np.array([3, 3, 11, 29]))
+    assert repeated == FrameSample([3, 11, 29, 29], [0, 5])
+
+
+def test_indices_are_read_only_when_asked_to():
+    clip = {"fps": 2, "total_num_frames": 8, "duration": 4.0}
+    assert sample_video_frames("glm4v", **clip, frames_indices=[7]) == sample_video_frames("glm4v", **clip)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"variant": "qwen"}, ValueError, "variant: expected one of .*'glm46v'.* got 'qwen'"),
+        ({"fps": 0}, ValueError, "fps: must be a finite number above 0, got 0"),
+        ({"fps": math.nan}, ValueError, "fps: must be a finite number above 0, got nan"),
+        ({"fps": "30"}, TypeError, "fps: expected a number, got str '30'"),
+        ({"fps": None}, TypeError, "fps: expected a number, got NoneType"),
+        ({"duration": -1.0}, ValueError, "duration: must be a finite number above 0, got -1.0"),
+        ({"duration": math.inf}, ValueError, "duration: must be a finite number above 0, got inf"),
+        ({"total_num_frames": 0}, ValueError, "total_num_frames: must be at least 1, got 0"),
+        ({"total_num_frames": 7.5}, TypeError, "total_num_frames: expected an integer, got float"),
+        ({"target_fps": 0}, ValueError, "target_fps: must be a finite number above 0, got 0"),
+        ({"max_frames": 0}, ValueError, "max_frames: must be at least 1, got 0"),
+        ({"do_sample_frames": False}, ValueError, "frames_indices: needed when do_sample_frames is False, got None"),
+        ({"frames_indices": [], "do_sample_frames": False}, ValueError, r"frames_indices: expected frames of 0 to 89"),
+        ({"frames_indices": [90], "do_sample_frames": False}, ValueError, r"frames_indices: .* 0 to 89.* got \[90\]"),
+        ({"frames_indices": [-1], "do_sample_frames": False}, ValueError, r"frames_indices: .* 0 to 89.* got \[-1\]"),
+        ({"frames_indices": [0.5], "do_sample_frames": False}, TypeError, "frames_indices: expected integers, got 0.5"),
+    ],
+)
+def test_bad_input_is_named(changes, error, message):
+    clip = {"variant": "glm4v", "fps": 30, "total_num_frames": 90} | changes
+    with pytest.raises(error, match=message):
+        sample_video_frames(**clip)

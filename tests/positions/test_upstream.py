@@ -1,0 +1,100 @@
+"""The upstream rules that the notebooks contrast with ours: against vLLM's golden data and transformers itself."""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.qwen2_5_vl import Qwen2_5_VLConfig, Qwen2_5_VLModel
+
+from refvl.positions import MediaSpan, compute_mrope_for_media, get_mrope_input_positions, restrict_positions
+from refvl.positions.upstream import (
+    bfloat16_position_channels,
+    larger_side_positions,
+    second_per_grid_truncated,
+    width_offset_positions,
+)
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "evs.json").read_text())["recompute"]
+CLIP = MediaSpan(3, t=10, h=2, w=3, t_factor=2 * 1.7)
+
+
+def unpruned(case):
+    """(tokens, spans, keep) of the prompt from which a golden case was pruned, found by its media's positions.
+
+    A kept token is matched with the first token of the whole medium, from the last match on, that has its position.
+    """
+    spans, keep, done = [], [], 0
+    for medium in case["media"]:
+        seconds = medium["second_per_grid"]
+        options = {} if seconds is None else {"tokens_per_second": 2, "video_second_per_grid": seconds}
+        whole = compute_mrope_for_media(medium["grid_thw"], 2, **options)[:, :3].tolist()
+        keep += [True] * (medium["offset"] - done)
+        t, h, w = medium["grid_thw"]
+        spans.append(MediaSpan(len(keep), t, h // 2, w // 2, 1.0 if seconds is None else 2.0 * seconds))
+        wanted = [position[:3] for position in medium["mm_positions"]]
+        for position in whole:
+            keep.append(bool(wanted) and position == wanted[0])
+            wanted = wanted[1:] if keep[-1] else wanted
+        assert not wanted, "the kept tokens are part of the medium, in order"
+        done = medium["offset"] + medium["length"]
+    keep += [True] * (len(case["input_ids"]) - done)
+    return len(keep), spans, torch.tensor(keep)
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["name"])
+def test_width_offset_is_what_vllm_computes(case):
+    """Oracle: vLLM 0.33.0, its EVS positions of the whole prompt in one piece; its clips have integer seconds."""
+    num_tokens, spans, keep = unpruned(case)
+    positions, delta = restrict_positions(width_offset_positions(num_tokens, spans)[0], keep)
+    assert positions.tolist() == case["sequential_positions"]
+    assert delta == case["sequential_delta"]
+
+
+def test_the_width_rule_differs_from_ours_where_width_is_not_the_longest_axis():
+    wide, tall = MediaSpan(2, 1, 3, 5), MediaSpan(2, 1, 5, 3)
+    assert torch.equal(width_offset_positions(20, [wide])[0], get_mrope_input_positions(20, [wide])[0])
+    ours, theirs = get_mrope_input_positions(20, [tall])[0], width_offset_positions(20, [tall])[0]
+    assert torch.equal(ours[:, :17], theirs[:, :17])
+    assert torch.equal(ours[:, 17:], theirs[:, 17:] + 2)
+
+
+def test_larger_side_and_truncated_seconds_are_what_transformers_computes():
+    """Oracle: `get_rope_index` of the installed release; only 5.17 truncates the seconds per grid step."""
+    config = Qwen2_5_VLConfig(
+        text_config={"hidden_size": 8, "num_hidden_layers": 0, "num_attention_heads": 2, "num_key_value_heads": 1},
+        vision_config={"depth": 0, "hidden_size": 8, "num_heads": 2, "tokens_per_second": 2},
+    )
+    with torch.device("meta"):
+        model = Qwen2_5_VLModel(config)
+    num_tokens = 3 + CLIP.num_tokens + 4
+    types = torch.zeros(1, num_tokens, dtype=torch.int64)
+    types[0, 3 : 3 + CLIP.num_tokens] = 2
+    want, want_delta = model.get_rope_index(
+        torch.zeros_like(types), types, video_grid_thw=torch.tensor([[10, 4, 6]]), second_per_grid_ts=[1.7]
+    )
+    truncates = version("transformers").startswith("5.17.")
+    span = second_per_grid_truncated(CLIP) if truncates else CLIP
+    positions, delta = larger_side_positions(num_tokens, [span])
+    assert torch.equal(positions, want[:, 0])
+    assert delta == want_delta
+
+
+def test_truncated_seconds():
+    """1.7 seconds become 1, half a second becomes none; a picture has no seconds."""
+    assert second_per_grid_truncated(CLIP).t_factor == 2.0
+    fast = second_per_grid_truncated(MediaSpan(3, 10, 2, 3, t_factor=2 * 0.5))
+    assert fast.grid_positions()[0].tolist() == [0] * 60
+    image = MediaSpan(3, 1, 2, 3)
+    assert second_per_grid_truncated(image) == image
+
+
+def test_bfloat16_keeps_integers_up_to_256_only():
+    """bfloat16 has 8 significant bits: up to 256 every integer, then every second one, then every fourth."""
+    positions = torch.arange(1024)
+    rounded = bfloat16_position_channels(positions)
+    assert rounded.dtype == torch.int64
+    assert torch.equal(rounded[:257], positions[:257])
+    assert len(rounded[256:513].unique()) == 129
+    assert len(rounded[512:].unique()) == 129

@@ -1,0 +1,131 @@
+"""Window order: against vLLM's golden data, transformers, and the padded formulation written slowly."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refvl.positions import get_window_index, invert_permutation
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "window_index.json").read_text())["cases"]
+PAD = -100
+
+
+def windows_by_padding(grids, side, merge):
+    """Upstream's formulation, slowly: pad every frame to whole windows, read window by window, drop the padding.
+
+    Returns the order of the merged tokens and the cumulative lengths in patches, empty windows included.
+    """
+    order, lengths, offset = [], [0], 0
+    for t, h, w in grids:
+        h, w = h // merge, w // merge
+        padded_h, padded_w = h + side - h % side, w + side - w % side
+        for frame in range(t):
+            for top in range(0, padded_h, side):
+                for left in range(0, padded_w, side):
+                    cells = [(r, c) for r in range(top, top + side) for c in range(left, left + side)]
+                    tokens = [offset + (frame * h + r) * w + c if r < h and c < w else PAD for r, c in cells]
+                    tokens = [token for token in tokens if token != PAD]
+                    order += tokens
+                    lengths.append(lengths[-1] + len(tokens) * merge**2)
+        offset += t * h * w
+    return order, lengths
+
+
+def without_repeats(values):
+    return [value for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
+
+
+@st.composite
+def window_problems(draw):
+    """(grids, side in merged tokens, merge size, patch size, window size in pixels), ragged grids included."""
+    side, merge, patch = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.sampled_from([14, 16]))
+    extent = st.integers(1, 4 * side * merge + 1)
+    grids = draw(st.lists(st.tuples(st.integers(1, 3), extent, extent), min_size=1, max_size=3))
+    return grids, side, merge, patch, side * merge * patch + draw(st.integers(0, merge * patch - 1))
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: f"{c['grid_thw']}-{c['window_size']}-{c['spatial_merge_size']}")
+def test_golden(case):
+    """Oracle: vLLM 0.33.0, whose lengths lack the leading 0; its empty windows repeat a length and must vanish."""
+    sizes = {name: case[name] for name in ("window_size", "patch_size", "spatial_merge_size")}
+    window_index, cu_window_seqlens = get_window_index([case["grid_thw"]], **sizes)
+    assert window_index.tolist() == case["window_index"]
+    assert cu_window_seqlens.tolist() == without_repeats([0, *case["cu_window_seqlens"]])
+    assert (window_index.dtype, cu_window_seqlens.dtype) == (torch.int64, torch.int32)
+
+
+@settings(max_examples=100, deadline=None)
+@given(window_problems())
+def test_equals_the_padded_formulation(problem):
+    """Oracle: `windows_by_padding`, with repeated lengths dropped."""
+    grids, side, merge, patch, window_size = problem
+    order, lengths = windows_by_padding(grids, side, merge)
+    window_index, cu_window_seqlens = get_window_index(
+        grids, window_size=window_size, patch_size=patch, spatial_merge_size=merge
+    )
+    assert window_index.tolist() == order
+    assert cu_window_seqlens.tolist() == without_repeats(lengths)
+
+
+@settings(max_examples=50, deadline=None)
+@given(window_problems())
+def test_a_permutation_and_its_inverse(problem):
+    """x[window_index][inverse] == x, and lengths rise strictly from 0 to the number of patches that make tokens."""
+    grids, _, merge, patch, window_size = problem
+    window_index, cu_window_seqlens = get_window_index(
+        grids, window_size=window_size, patch_size=patch, spatial_merge_size=merge
+    )
+    x = torch.randn(sum(t * (h // merge) * (w // merge) for t, h, w in grids), 2)
+    assert torch.equal(x[window_index][invert_permutation(window_index)], x)
+    assert cu_window_seqlens[0] == 0
+    assert cu_window_seqlens[-1] == len(x) * merge**2
+    assert (cu_window_seqlens.diff() > 0).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(window_problems())
+def test_equals_transformers(problem):
+    """Oracle: `transformers.vision_utils.get_vision_window_index`."""
+    oracle = pytest.importorskip("transformers.vision_utils").get_vision_window_index
+    grids, _, merge, patch, window_size = problem
+    want = oracle(torch.tensor(grids), spatial_merge_size=merge, window_size=window_size, patch_size=patch)
+    got = get_window_index(grids, window_size=window_size, patch_size=patch, spatial_merge_size=merge)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 1), (1, 3), (2, 2)])
+def test_an_exact_multiple_of_the_window_has_no_empty_windows(rows, columns):
+    """rows x columns windows, 64 patches each - where padding would have counted a row and a column more."""
+    grid = (1, 8 * rows, 8 * columns)
+    _, cu_window_seqlens = get_window_index([grid])
+    assert cu_window_seqlens.tolist() == [64 * i for i in range(rows * columns + 1)]
+    assert len(windows_by_padding([grid], 4, 2)[1]) - 1 == (rows + 1) * (columns + 1)
+
+
+def test_no_items_no_windows():
+    window_index, cu_window_seqlens = get_window_index([])
+    assert (window_index.tolist(), cu_window_seqlens.tolist()) == ([], [0])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ({"window_size": 27}, ValueError, "window_size: must hold at least one merged token of 28 px, got 27"),
+        ({"window_size": 0}, ValueError, "window_size: must be at least 1, got 0"),
+        ({"window_size": 112.0}, TypeError, "window_size: expected an integer, got float"),
+        ({"patch_size": -14}, ValueError, "patch_size: must be at least 1, got -14"),
+        ({"spatial_merge_size": 0}, ValueError, "spatial_merge_size: must be at least 1, got 0"),
+    ],
+)
+def test_bad_sizes_are_named(sizes, error, message):
+    with pytest.raises(error, match=message):
+        get_window_index([(1, 4, 4)], **sizes)
+
+
+def test_a_bad_grid_is_named():
+    with pytest.raises(ValueError, match=r"grid_thw\[0\]: every extent must be at least 1"):
+        get_window_index([(1, 0, 4)])

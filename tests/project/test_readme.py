@@ -1,0 +1,133 @@
+"""README.md tells the truth. Oracles: files, the Makefile, the command line's help, the library's signatures."""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import refvl
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.S | re.M)
+PROSE = re.sub(r"^```.*?^```", "", TEXT, flags=re.S | re.M)
+TREE = next(body for language, body in BLOCKS if not language and body.startswith("refvl/"))
+COMMANDS = [
+    command
+    for language, body in BLOCKS
+    if language == "bash"
+    for line in body.splitlines()
+    if (command := shlex.split(line, comments=True))
+]
+PYTHON = [body for language, body in BLOCKS if language == "python"]
+TARGETS = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M))
+
+
+def tree_paths() -> list[str]:
+    """The paths of the tree: two spaces of indentation per folder."""
+    stack, paths = [], []
+    for line in TREE.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        stack = [*stack[:depth], line.split()[0]]
+        paths.append("".join(stack))
+    return paths
+
+
+def is_repository_path(word: str) -> bool:
+    """A word that means a file here: its first part is a name at the top of the repository."""
+    first = word.split("/")[0]
+    return (
+        bool(re.fullmatch(r"[\w./-]+", word)) and first not in ("", ".", "outputs", ".venv") and (ROOT / first).exists()
+    )
+
+
+@pytest.mark.parametrize("path", tree_paths())
+def test_tree_names_what_exists(path):
+    assert (ROOT / path).exists()
+    assert (ROOT / path).is_dir() == path.endswith("/")
+
+
+def test_tree_forgets_no_file_of_the_library():
+    named = set(tree_paths())
+    files = {str(p.relative_to(ROOT)) for p in (ROOT / "refvl").rglob("*.py") if not p.name.startswith("__")}
+    assert {f for f in files if f not in named and not f.startswith("refvl/viz/")} == set()
+
+
+def test_links_and_pictures_lead_somewhere():
+    links = [target for target in re.findall(r"\]\(([^)]+)\)", TEXT) if not re.match(r"https?:|#", target)]
+    assert links and [target for target in links if not (ROOT / target).exists()] == []
+
+
+def test_paths_in_prose_exist():
+    words = [w for w in re.findall(r"`([^`\n]+)`", PROSE) if is_repository_path(w) or re.search(r"\.(ipynb|py|md)$", w)]
+    assert words and [w for w in words if not (ROOT / w).exists()] == []
+
+
+def test_make_targets_exist():
+    named = re.findall(r"`make ([a-z-]+)", PROSE) + [words[1] for words in COMMANDS if words[0] == "make"]
+    assert {"demo", "test"} <= set(named) <= TARGETS
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_commands_exist(words, monkeypatch, capsys):
+    match words:
+        case ["make", target]:
+            assert target in TARGETS
+        case ["python", "-m", "refvl", command, *arguments] | ["torchrun", _, _, "-m", "refvl", command, *arguments]:
+            check_command_line(command, arguments, monkeypatch, capsys)
+        case ["python", "-m", module, *_]:
+            assert importlib.util.find_spec(module) is not None
+        case ["pip", "install", *_, project]:
+            extra = re.fullmatch(r"\.\[(.*)\]", project).group(1)
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+            assert extra in project["optional-dependencies"]
+        case ["source", script]:
+            assert script == ".venv/bin/activate"
+        case _:
+            pytest.fail(f"README: no check for the command {' '.join(words)!r}")
+    assert [w for w in words if "/" in w and is_repository_path(w) and not (ROOT / w).exists()] == []
+
+
+def check_command_line(command: str, arguments: list[str], monkeypatch, capsys) -> None:
+    """The command and its options stand in the help that the command line prints of itself."""
+    from refvl.tools.cli import main
+
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["refvl", command, "--help"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
+    shown = capsys.readouterr().out
+    assert {a for a in arguments if a.startswith("--") and not re.search(rf"{a}\b", shown)} == set()
+
+
+@pytest.mark.parametrize("source", PYTHON)
+def test_python_blocks_use_names_that_exist(source):
+    """Imports work; calls of refvl's functions, and of methods of the model, bind to their signatures."""
+    tree = ast.parse(source)
+    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    exec(compile(ast.Module(imports, []), "README.md", "exec"), names := {"model": refvl.VLM})
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name)) if owner in names:
+                self = [None] if inspect.isclass(names[owner]) else []
+                keywords = {keyword.arg: None for keyword in node.keywords}
+                inspect.signature(getattr(names[owner], name)).bind(*self, *node.args, **keywords)
+
+
+def test_python_blocks_name_files_that_exist():
+    nodes = [node for source in PYTHON for node in ast.walk(ast.parse(source))]
+    words = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    assert [w for w in words if "/" in w and is_repository_path(w) and not (ROOT / w).exists()] == []
+
+
+def test_no_counts_that_drift():
+    """No number of lines, files or tests: such sentences are wrong after the next commit."""
+    assert re.findall(r"\b\d[\d,]* (?:lines|files|tests|notebooks|functions)\b", PROSE) == []

@@ -1,0 +1,146 @@
+"""The command line as a user types it; oracle: the library's own answers and exceptions."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkpoint_factory import make_checkpoint
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import refvl
+from refvl.paths import DATA
+from refvl.pixels.media import load_image
+from refvl.tools.cli import Benchmark
+
+PHOTO, CLIP = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run `refvl ARGUMENTS` in this process; returns (exit status, stdout, stderr)."""
+    from refvl.tools.cli import main
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["refvl", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out, err = capsys.readouterr()
+        return stop.value.code or 0, out, err
+
+    return run
+
+
+def test_chat_prints_the_answer(run, folder):
+    status, out, _ = run("chat", folder, "What is it?", "--image", PHOTO, "--max-new-tokens", 5)
+    expected = refvl.load(folder, progress=False).chat("What is it?", images=[PHOTO], max_new_tokens=5)
+    assert (status, out) == (0, expected + "\n")
+
+
+def test_trace_prints_every_stage(run, folder):
+    status, out, _ = run("trace", folder, "Hm?", "-i", PHOTO, "-v", CLIP, "--pruning-rate", 0.5, "--max-new-tokens", 3)
+    stages = ["decode media", "patchify", "plan", "encode", "prune", "merge", "positions", "prefill", "decode tokens"]
+    assert status == 0
+    places = [out.index(stage) for stage in stages]
+    assert places == sorted(places), "stages in the order of the path"
+    assert "first token after" in out and "answer:" in out
+
+
+def test_info_needs_no_weights(run, folder):
+    (folder / "model.safetensors").rename(folder / "away")
+    status, out, _ = run("info", folder, "--image", PHOTO)
+    (folder / "away").rename(folder / "model.safetensors")
+    assert status == 0 and "Qwen2.5-VL" in out and "memory needed" in out
+    vlm = refvl.load(folder, progress=False)
+    tokens = len(vlm.encode(images=[load_image(PHOTO)])[0])
+    assert f"{tokens} tokens" in " ".join(out.replace("│", " ").split())
+
+
+def test_info_on_a_released_config(run):
+    status, out, _ = run("info", DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json")
+    assert status == 0 and "15.4 GiB" in out and "0.68 B" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["chat", "nowhere/at/all", "Hi"], "path_or_id: no folder nowhere/at/all"),
+        (["chat", "FOLDER", "Hi", "--image", "nothing.png"], "nothing.png"),
+        (["chat", "FOLDER", "Hi", "--image", __file__], "test_cli.py"),
+        (["chat", "FOLDER", "Hi", "--video", "nothing.mp4"], "nothing.mp4"),
+        (["chat", "FOLDER", "Hi", "--pruning-rate", "1"], "pruning_rate: a pruning rate lies in [0, 1), got 1.0"),
+        (["chat", "FOLDER", "Hi <|image_pad|>"], "placeholders are ['image'], but the media given are []"),
+        (["chat", "FOLDER", "Hi", "--max-new-tokens", "0"], "max_new_tokens: must be at least 1, got 0"),
+        (["trace", "FOLDER", "Hi", "--dtype", "int3"], "dtype: expected"),
+        (["info", "FOLDER", "--image", "nothing.png"], "nothing.png"),
+    ],
+)
+def test_a_mistake_is_one_line_and_a_status(run, folder, arguments, message):
+    status, out, err = run(*[folder if a == "FOLDER" else a for a in arguments])
+    assert status == 1 and out == ""
+    assert err.count("\n") == 1 and err.startswith("refvl: ") and message in err, err
+
+
+def test_bench_runs_a_benchmark_of_the_repository(run):
+    status, out, _ = run("bench", "generated_ids", "--no-write")
+    assert status == 0 and "all 24" in out
+    for name in Benchmark:
+        assert (DATA.parent / "benchmarks" / f"{name.value}.py").is_file()
+
+
+def damaged_media(folder) -> dict[str, str]:
+    """One file of each kind of damage; name -> part of the message it must give."""
+    Image.new("RGB", (1, 1)).save(folder / "one_pixel.png")
+    Image.new("RGB", (805, 4)).save(folder / "thin.png")
+    (folder / "cut.jpg").write_bytes(PHOTO.read_bytes()[:2000])
+    (folder / "text.png").write_text("no picture")
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "cut.mp4").write_bytes(CLIP.read_bytes()[:5000])
+    return {
+        "one_pixel.png": "1 x 1",
+        "thin.png": "200",
+        "cut.jpg": "cut.jpg",
+        "text.png": "text.png",
+        "empty.png": "empty.png",
+        "cut.mp4": "cut.mp4",
+        "missing.png": "missing.png",
+    }
+
+
+def test_every_damaged_medium_is_one_line(run, folder, tmp_path):
+    for name, message in damaged_media(tmp_path).items():
+        option = "--video" if name.endswith("mp4") else "--image"
+        status, out, err = run("chat", folder, "Hi", option, tmp_path / name)
+        assert (status, out, err.count("\n")) == (1, "", 1) and message in err, (name, err)
+
+
+def test_damaged_weights_are_one_line(run, tmp_path):
+    folder = make_checkpoint(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["visual.merger.ln_q.weight"] = torch.ones(7)
+    del weights["visual.blocks.0.norm1.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    status, _, err = run("chat", folder, "Hi")
+    assert status == 1 and err.count("\n") == 1
+    assert "missing (1): blocks.0.norm1.weight" in err and "misshapen (1): visual.merger.ln_q.weight is (7,)" in err
+
+
+def test_unknown_family_and_long_prompt_are_one_line(run, tmp_path):
+    folder = make_checkpoint(tmp_path, text_config={"max_position_embeddings": 64})
+    status, _, err = run("chat", folder, "Hi " * 100)
+    assert status == 1 and "do not fit the context of 64" in err and err.count("\n") == 1
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"qwen2_5_vl"', '"kosmos"', 1))
+    status, _, err = run("chat", folder, "Hi")
+    assert status == 1 and "model_type: 'kosmos' is of no family that refvl knows" in err
+
+
+def test_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "refvl", "--help"], capture_output=True, text=True, check=True)
+    assert all(command in done.stdout for command in ("chat", "trace", "info", "bench"))

@@ -1,0 +1,341 @@
+"""The checks of the notebooks' exercises. Oracle: they pass refvl's own functions and the printed solutions, and say
+where a wrong one differs first."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from refvl import exercises
+from refvl.graphs import PairedBatch, plan_batches, plan_paired_batches
+from refvl.graphs.buffers import fill_padded
+from refvl.merge import merge_embeddings
+from refvl.parallel import get_count_assignment, get_load_balance_assignment, restore_order
+from refvl.pixels.crops import plan_crops
+from refvl.pixels.patches import PatchConfig, count_tokens, patch_rows
+from refvl.pixels.slices import SliceConfig, slice_grid
+from refvl.positions import (
+    compute_retention_mask,
+    get_mrope_input_positions,
+    get_window_index,
+    interpolate_position_table,
+    mrope_delta,
+    restrict_positions,
+)
+from refvl.positions.mrope import grid_positions
+from refvl.positions.timestamps import sample_video_frames
+from refvl.positions.upstream import larger_side_positions, width_offset_positions
+from refvl.tools.costs import frames_that_fit, kv_cache_bytes_per_token
+
+nbformat = pytest.importorskip("nbformat")
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+
+
+def window_index(h, w, side):
+    return get_window_index([(1, h, w)], window_size=side, patch_size=1, spatial_merge_size=1)[0]
+
+
+def merge_in_place(text, spans, media):
+    for span, embeds in zip(spans, media, strict=True):
+        text[span.offset : span.offset + span.num_tokens] = embeds
+    return text
+
+
+def line_by_line(pixels, config):
+    return patch_rows(pixels, replace(config, merge_size=1))[0]
+
+
+def reading_order(h, w, side):
+    return torch.arange(h * w)
+
+
+def retention_mask(embeds, thw, q):
+    return compute_retention_mask(embeds, thw, 1, q)
+
+
+def last_ones_first(embeds, thw, q):
+    """Ties go to the later token."""
+    t, h, w = thw
+    flipped = embeds.reshape(t, h * w, -1).flip(1).flatten(0, 1)
+    return retention_mask(flipped, thw, q).reshape(t, -1).flip(1).flatten()
+
+
+def cut_to_length(positions, keep):
+    kept = positions[:, : int(keep.sum())]
+    return kept, mrope_delta(kept)
+
+
+def delta_of_the_full_prompt(positions, keep):
+    return positions[:, keep], mrope_delta(positions)
+
+
+def fill_buffer(buffer, values, rule):
+    fill_padded(buffer, values, rule, "values")
+
+
+def fill_another_buffer(buffer, values, rule):
+    fill_buffer(buffer.clone(), values, rule)
+
+
+def pad_by_zero(buffer, values, rule):
+    fill_buffer(buffer, values, "zero")
+
+
+def replay(operations):
+    for operation in operations:
+        operation.replay()
+
+
+def run_without_writing(operations):
+    return [operation.function(*operation.args, **operation.kwargs) for operation in operations]
+
+
+def write_first_results(operations):
+    for operation in operations:
+        result = operation.function(*operation.args, **operation.kwargs)
+        operation.outputs[0].copy_(result[0] if isinstance(result, tuple) else result)
+
+
+def greedy_batches(output_tokens, budgets, max_items):
+    return plan_batches(output_tokens, budgets, max_items, policy="greedy")
+
+
+def alone(output_tokens, budgets, max_items):
+    return plan_batches(output_tokens, budgets, 1)
+
+
+def smallest_budget_sum(output_tokens, budgets, max_items):
+    return sum(batch.budget for batch in plan_batches(output_tokens, budgets, max_items, policy="optimal"))
+
+
+def greedy_budget_sum(output_tokens, budgets, max_items):
+    return sum(batch.budget for batch in greedy_batches(output_tokens, budgets, max_items))
+
+
+def read_table(table, h, w, merge_size=2):
+    return interpolate_position_table(table, [(1, h, w)], spatial_merge_size=merge_size, mode="nearest")
+
+
+def frame_sample(fps, total, duration):
+    sample = sample_video_frames("glm4v", fps=fps, total_num_frames=total, duration=duration)
+    return sample.indices, sample.timestamps
+
+
+def without_the_repeated_frame(fps, total, duration):
+    indices, timestamps = frame_sample(fps, total, duration)
+    return list(dict.fromkeys(indices)), timestamps
+
+
+def rounded_seconds(fps, total, duration):
+    indices, _ = frame_sample(fps, total, duration)
+    return indices, [round(index / fps) for index in indices[::2]]
+
+
+def rounded_layout(width, height):
+    return (0, 0) if max(width, height) < 728 else (max(1, round(height / 504)), max(1, round(width / 504)))
+
+
+def one_by_one(path_tokens, budgets, max_items):
+    return plan_paired_batches(path_tokens, budgets, 1)
+
+
+def always_both_paths(path_tokens, budgets, max_items):
+    batches = plan_paired_batches(path_tokens, budgets, max_items)
+    return [
+        PairedBatch(b.indices, {path: b.budgets.get(path, of_path[0]) for path, of_path in budgets.items()})
+        for b in batches
+    ]
+
+
+def rank_by_rank(gathered, tokens, order, counts):
+    """The order of the ranks, which is not the caller's."""
+    embeds = restore_order(gathered, tokens, order, counts)
+    return [embeds[i] for i in order]
+
+
+def with_padding(gathered, tokens, order, counts):
+    """As if nothing had been padded: right until the first rank that is shorter."""
+    embeds = gathered.split([tokens[i] for i in order] + [len(gathered) - sum(tokens)])
+    return [embeds[order.index(i)] for i in range(len(tokens))]
+
+
+def read_sets(q, k, v, patches_per_set):
+    """Oracle: softmax written out, set by set."""
+    return torch.cat(
+        [read_all(q, *parts) for parts in zip(k.split(patches_per_set), v.split(patches_per_set), strict=True)]
+    )
+
+
+def read_all(q, k, v, *_):
+    """Every query over all patches that there are."""
+    scores = torch.einsum("qhk,nhk->hqn", q, k) / q.shape[-1] ** 0.5
+    return torch.einsum("hqn,nhk->qhk", scores.softmax(-1), v)
+
+
+def without_a_scale(q, k, v, patches_per_set):
+    return read_sets(q * q.shape[-1] ** 0.5, k, v, patches_per_set)
+
+
+def larger_area_first(width, height):
+    """The number of slices is right, their ratio is not looked at."""
+    wanted = min(-(-width * height // 448**2), 9)
+    return None if wanted < 2 else (wanted, 1)
+
+
+@pytest.mark.parametrize(
+    ("check", "function"),
+    [
+        (exercises.check_cache_bytes, kv_cache_bytes_per_token),
+        (exercises.check_count_tokens, lambda height, width: count_tokens(height, width, PatchConfig())),
+        (exercises.check_crop_layout, lambda width, height: plan_crops(width, height).layout),
+        (exercises.check_fill_buffer, fill_buffer),
+        (exercises.check_frame_sample, frame_sample),
+        (exercises.check_frames_that_fit, frames_that_fit),
+        (exercises.check_greedy_batches, greedy_batches),
+        (exercises.check_grid_positions, grid_positions),
+        (exercises.check_load_balance, get_load_balance_assignment),
+        (exercises.check_merge_embeddings, merge_embeddings),
+        (exercises.check_mrope_positions, get_mrope_input_positions),
+        (exercises.check_paired_batches, plan_paired_batches),
+        (exercises.check_patch_rows, lambda pixels, config: patch_rows(pixels, config)[0]),
+        (exercises.check_read_sets, read_sets),
+        (exercises.check_read_table, read_table),
+        (exercises.check_replay, replay),
+        (exercises.check_restore_order, restore_order),
+        (exercises.check_restrict_positions, restrict_positions),
+        (exercises.check_retention_mask, retention_mask),
+        (exercises.check_slice_grid, lambda width, height: slice_grid(width, height, SliceConfig())),
+        (exercises.check_smallest_budget_sum, smallest_budget_sum),
+        (exercises.check_window_index, window_index),
+    ],
+)
+def test_the_library_passes(check, function):
+    assert re.fullmatch(r"right in \d+ cases", check(function))
+
+
+@pytest.mark.parametrize(
+    ("check", "function", "message"),
+    [
+        (exercises.check_count_tokens, lambda h, w: (h // 28) * (w // 28), "427 x 640 .*should be 345 tokens, got 330"),
+        (exercises.check_crop_layout, rounded_layout, r"728 x 728 px .*rows=2, columns=2\), got \(1, 1\)"),
+        (exercises.check_crop_layout, lambda w, h: plan_crops(h, w).layout, "500 x 300 px .*rows=1, columns=2"),
+        (
+            exercises.check_fill_buffer,
+            fill_another_buffer,
+            r"padded by zero: element \[0, 0\] should be 1.0, got 99",
+        ),
+        (exercises.check_fill_buffer, pad_by_zero, r"padded by repeat_last: element \[4\] should be 16, got 0"),
+        (
+            exercises.check_greedy_batches,
+            alone,
+            r"\[30, 30, 200\].*: batch 0: should be Batch\(indices=\(0, 1\), budget=64\), got Batch\(indices=\(0,\)",
+        ),
+        (exercises.check_greedy_batches, lambda *_: [], r"\[30, 30, 200\].*: number of batches: should be 2, got 0"),
+        (exercises.check_greedy_batches, lambda *_: None, "expected a list of batches, got NoneType"),
+        (
+            exercises.check_grid_positions,
+            lambda t, h, w, f: grid_positions(t, h, w, int(f)),
+            r"t=4, h=1, w=2, t_factor=1.4: element \[0, 6\] should be 4, got 3",
+        ),
+        (
+            exercises.check_load_balance,
+            get_count_assignment,
+            r"\[1000, 100, 200, 50\], num_gpus=2: order: should be \[0, 2, 1, 3\], got \[0, 1, 2, 3\]",
+        ),
+        (
+            exercises.check_cache_bytes,
+            lambda config, dtype: kv_cache_bytes_per_token(config, dtype) // 2,
+            "num_hidden_layers=28, .*bfloat16: should be 57344, got 28672",
+        ),
+        (
+            exercises.check_frames_that_fit,
+            lambda max_tokens, size, config: max_tokens // count_tokens(*size, config, 1),
+            r"Qwen2.5-VL, max_tokens=4096, .*: should be \d+, got \d+",
+        ),
+        (exercises.check_load_balance, lambda *_: [], r"expected \(order, counts, loads\), got list"),
+        (exercises.check_merge_embeddings, merge_in_place, "one picture: the text embeddings were changed in place"),
+        (exercises.check_merge_embeddings, lambda t, s, m: t.clone(), r"element \[2, 0\] should be -1.0, got 4.0"),
+        (
+            exercises.check_mrope_positions,
+            width_offset_positions,
+            r"a tall picture: element \[0, 10\] should be 6, got 4",
+        ),
+        (exercises.check_mrope_positions, larger_side_positions, r"a long clip: element \[0, 25\] should be 12, got 3"),
+        (exercises.check_mrope_positions, lambda n, s: torch.arange(n), r"expected \(positions, delta\), got Tensor"),
+        (exercises.check_paired_batches, one_by_one, r"no crops at all, .*: batch 0: should be .*\(0, 1, 2\)"),
+        (exercises.check_paired_batches, always_both_paths, r"no crops at all, .*: should be .*{'global': 676}\), got"),
+        (exercises.check_patch_rows, line_by_line, r"one row of blocks: element \[2, 0\] should be 1176.0, got 28.0"),
+        (exercises.check_replay, run_without_writing, r"two operations, .*: element \[0\] should be 11.0, got 7.0"),
+        (exercises.check_replay, write_first_results, r"two results, .*: element \[1\] should be 5.0, got 7.0"),
+        (exercises.check_read_sets, read_all, r"two slices, .*: expected shape \(10, 2, 8\), got \(5, 2, 8\)"),
+        (exercises.check_read_sets, without_a_scale, r"one slice, .*: element \[0, 0, 0\] should be"),
+        (exercises.check_slice_grid, larger_area_first, r"480 x 640 px .*: should be \(1, 2\), got \(2, 1\)"),
+        (
+            exercises.check_slice_grid,
+            lambda width, height: slice_grid(height, width, SliceConfig()),
+            r"449 x 448 px .*should be \(2, 1\), got \(1, 2\)",
+        ),
+        (
+            exercises.check_read_table,
+            lambda table, h, w: read_table(table, h, w, merge_size=1),
+            r"a table's own size: table 6 x 6, h=6, w=6: element \[2, 0\] should be",
+        ),
+        (
+            exercises.check_frame_sample,
+            without_the_repeated_frame,
+            r"an odd number \(fps=30, total=75, duration=2.5\): indices: their number: should be 6, got 5",
+        ),
+        (
+            exercises.check_frame_sample,
+            rounded_seconds,
+            r"fewer frames than asked for .*: timestamps\[2\]: should be 2, got 3",
+        ),
+        (exercises.check_frame_sample, lambda *_: [], r"expected \(indices, timestamps\), got list"),
+        (
+            exercises.check_restore_order,
+            rank_by_rank,
+            r"\[2, 5, 1, 3\] on 2 ranks: item 0: expected shape \(2, 1\), got \(5, 1\)",
+        ),
+        (
+            exercises.check_restore_order,
+            with_padding,
+            r"\[5, 4, 2\] on 2 ranks: item 1: element \[0, 0\] should be 1.0, got nan",
+        ),
+        (exercises.check_smallest_budget_sum, greedy_budget_sum, r"\[60, 60, 60\].*: should be 192, got 256"),
+        (exercises.check_restrict_positions, cut_to_length, r"some tokens pruned: element \[0, 9\] should be 7, got 5"),
+        (exercises.check_restrict_positions, delta_of_the_full_prompt, "some tokens .* delta should be -7, got -11"),
+        (
+            exercises.check_retention_mask,
+            last_ones_first,
+            r"nothing changes.*: element \[6\] should be True, got False",
+        ),
+        (exercises.check_window_index, reading_order, r"h=2, w=4, side=2: element \[2\] should be 4, got 2"),
+        (exercises.check_window_index, lambda h, w, side: torch.arange(5), r"expected shape \(8,\), got \(5,\)"),
+        (exercises.check_window_index, lambda h, w, side: [0], "expected a tensor, got list"),
+    ],
+)
+def test_the_first_difference_is_named(check, function, message):
+    with pytest.raises(AssertionError, match=message):
+        check(function)
+
+
+def solutions() -> list[str]:
+    """The code of every collapsed solution."""
+    notebooks = [nbformat.read(path, as_version=4) for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
+    cells = [cell.source for notebook in notebooks for cell in notebook.cells]
+    blocks = [re.findall(r"<details>.*?```python\n(.*?)```.*?</details>", source, re.S) for source in cells]
+    return [code for found in blocks for code in found]
+
+
+def test_solutions_are_found():
+    """Every notebook has two exercises."""
+    assert len(solutions()) == 2 * len(list(NOTEBOOKS.glob("*.ipynb")))
+
+
+@pytest.mark.parametrize("code", solutions())
+def test_printed_solutions_pass_their_check(code):
+    """They stand alone: each imports what it uses, defines its function and calls its check."""
+    assert "check_" in code
+    exec(code, {})

@@ -1,0 +1,127 @@
+"""What GLM is planned for before anything is loaded. Oracles: vLLM's golden numbers, transformers' GLM-GA processors.
+
+The golden file holds two versions of the frame counts: the seed page's, which refvl has, and the released one's.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoint_factory import glm_config, make_glm_checkpoint
+from transformers.models.glmga.image_processing_pil_glmga import GlmgaImageProcessorPil
+
+import refvl
+from refvl.paths import DATA
+from refvl.pixels.media import load_image
+from refvl.pixels.patches import (
+    Glm4vPatchConfig,
+    GlmgaPatchConfig,
+    PatchConfig,
+    count_tokens,
+    patchify_image,
+    plan_size,
+)
+from refvl.pixels.patches import smart_resize_video as smart_resize
+from refvl.tools.costs import describe, frames_that_fit, image_size_with_most_features, num_frames_with_most_features
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "glm_video.json").read_text())["most_features"]
+SEED = [case for case in GOLDEN if case["variant"] == "seed"]
+
+
+def image_config(case) -> Glm4vPatchConfig:
+    return Glm4vPatchConfig(max_pixels=case["image_max_pixels"])
+
+
+class AsVllm(Glm4vPatchConfig):
+    """vLLM sizes a clip of an odd number of frames before it is padded, so that its last step outgrows the budget."""
+
+    def fit(self, height, width, num_frames):
+        budgets = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        return smart_resize(max(num_frames, 2), height, width, **budgets)
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: f"{c['variant']} {c['image_max_pixels']}")
+def test_the_largest_picture_is_golden(case):
+    config = image_config(case)
+    height, width = image_size_with_most_features(config)
+    assert [width, height] == case["image_size"]
+    assert count_tokens(height, width, config) == case["max_image_tokens"] <= config.max_image_tokens
+    for width, height, tokens in case["num_image_tokens"]:
+        assert count_tokens(height, width, config) == tokens
+
+
+@pytest.mark.parametrize("case", SEED, ids=lambda c: c["image_max_pixels"])
+def test_frames_that_fit_are_golden(case):
+    size, clip, limit = image_size_with_most_features(image_config(case)), AsVllm.for_video(), 1200
+    assert clip.max_pixels == case["video_max_pixels"]
+    for tokens, frames in case["max_video_frames"]:
+        assert frames_that_fit(tokens, size, clip, limit=limit) == min(frames, limit)
+    for context, images, videos, frames in case["num_frames_with_most_features"]:
+        assert num_frames_with_most_features(context, image_config(case), clip, images=images, videos=videos) == frames
+
+
+def test_sized_as_they_are_padded_more_frames_fit_where_an_odd_clip_was_in_the_way():
+    """By hand: three frames of a budget for four; unpadded they were given four thirds of it, 39,916 tokens."""
+    clip, vllm, side = Glm4vPatchConfig.for_video(), AsVllm.for_video(), (4844, 4844)
+    assert [count_tokens(*side, vllm, frames) for frames in (2, 3, 4)] == [29929, 39762, 29768]
+    assert [count_tokens(*side, clip, frames) for frames in (2, 3, 4)] == [29929, 29768, 29768]
+    assert frames_that_fit(32768, side, vllm) == 2 and frames_that_fit(32768, side, clip) == 600
+
+
+@pytest.mark.parametrize("config", [PatchConfig(), Glm4vPatchConfig(), GlmgaPatchConfig(), image_config(SEED[0])])
+def test_no_picture_takes_more_tokens(config):
+    """Over many sizes; the bound is met by a picture whose sides divide the budget."""
+    counts = [count_tokens(3000 * r, 3000 * (8 - r), config) for r in range(1, 8)]
+    assert max(counts) <= config.max_image_tokens
+    height, width = 28 * 30, 28 * (config.max_image_tokens // 30)
+    assert count_tokens(height, width, config) == config.max_image_tokens // 30 * 30
+
+
+@pytest.mark.parametrize(("model_type", "tokens"), [("qwen2_5_vl", 18), ("glm4v", 9), ("glmga", 9)])
+def test_a_picture_counts_as_two_frames(model_type, tokens):
+    """By hand: 2 * 84 * 84 px are 18 tokens of Qwen's, and 9 of GLM's, which counts a picture as two frames."""
+    config = {"qwen2_5_vl": PatchConfig, "glm4v": Glm4vPatchConfig, "glmga": GlmgaPatchConfig}[model_type]
+    assert config(min_pixels=1, max_pixels=2 * 84**2).max_image_tokens == tokens
+
+
+def test_inferred_graphs_start_at_the_largest_picture(tmp_path):
+    """By hand: the checkpoint's 2 * 112 * 112 px are 16 tokens, as a picture is two frames."""
+    folder = make_glm_checkpoint(tmp_path, "glm4v", "Glm4vProcessor")
+    vlm = refvl.load(folder, device="cpu", progress=False, graphs={"max_frames": 1, "max_items": 1})
+    assert vlm.graphs.limits.budgets[0] == 16
+
+
+@pytest.mark.parametrize("photo", ["coffee", "rocket"])
+@pytest.mark.parametrize("size", [{}, {"size": {"shortest_edge": 112**2, "longest_edge": 2 * 200**2}}])
+def test_pictures_of_glm_ga_equal_its_pillow_processor(photo, size):
+    image = load_image(DATA / "pictures" / f"{photo}.jpg")
+    theirs = GlmgaImageProcessorPil(**size)(images=[image], return_tensors="pt")
+    rows, grid = patchify_image(image, GlmgaPatchConfig.from_dict(size))
+    assert theirs["image_grid_thw"].tolist() == [list(grid)] and rows.equal(theirs["pixel_values"])
+
+
+def test_sides_of_glm_ga_are_multiples_of_what_its_files_ask():
+    """Oracle: GLM's smart_resize with the larger factor, as GLM-GA's processors on tensors call it."""
+    config = GlmgaPatchConfig.from_dict({"patch_expand_factor": 2}, "video")
+    assert config.max_pixels == 28 * 28 * 2 * 55790
+    for size in [(480, 640), (90, 700), (2000, 3000)]:
+        budgets = {"min_pixels": config.min_pixels, "max_pixels": config.max_pixels}
+        height, width = plan_size(*size, config, 40)
+        assert (height, width) == smart_resize(40, *size, factor=56, **budgets)
+        assert count_tokens(*size, config, 40) == 20 * (height // 28) * (width // 28)
+    with pytest.raises(ValueError, match="patch_expand_factor: must be at least 1, got 0"):
+        GlmgaPatchConfig(patch_expand_factor=0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("glm4v", "glm4v: 2 frames a second up to 300 s, longer clips are spread (assumed: without processor files"),
+        ("glm46v", "glm46v: 6, 2 or 1 frames a second, fewer the longer the clip, 640 at most"),
+        ("glmga", "glmga: 2 frames a second, 640 at most"),
+    ],
+)
+def test_info_says_how_clips_are_sampled_and_when_it_assumes(model_type, words):
+    rows = describe(refvl.load(glm_config(model_type), weights="random", device="meta"))
+    assert rows["clip sampling"].startswith(words) and ("assumed" in words) == ("assumed" in rows["clip sampling"])
+    assert rows["largest square picture"] == "2408 x 2408 px -> 7,396 tokens"  # 86 * 86 of at most 15000 / 2

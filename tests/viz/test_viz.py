@@ -1,0 +1,237 @@
+"""Figures of patches, windows and timings. Oracle: the functions whose results they show."""
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from matplotlib.collections import LineCollection
+from matplotlib.patches import Rectangle
+from PIL import Image
+
+from refvl import viz
+from refvl.pixels.patches import PatchConfig, count_tokens, patchify_image, patchify_video, plan_grid
+from refvl.positions import get_window_index, invert_permutation, merge_block_coordinates
+from refvl.trace import Trace
+
+CONFIG = PatchConfig()
+PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (84, 140, 3), dtype=np.uint8))  # grid (1, 6, 10)
+GRID = (1, 6, 10)
+WIDE = Image.new("RGB", (280, 196), "teal")  # grid (1, 14, 20): windows of 112 px leave ragged edges
+WINDOWS = get_window_index([(1, 14, 20)])
+
+
+@pytest.fixture
+def ax():
+    figure, axes = plt.subplots(figsize=(6, 5))
+    yield axes
+    plt.close(figure)
+
+
+def texts(ax) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+def rectangles(ax) -> list[Rectangle]:
+    return [patch for patch in ax.patches if isinstance(patch, Rectangle)]
+
+
+def png(view) -> bytes:
+    return bytes(view.children[-1].value)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda ax: viz.plot_patches(PICTURE, CONFIG, ax=ax),
+        lambda ax: viz.plot_patch_rows(*patchify_image(PICTURE, CONFIG), CONFIG, ax=ax),
+        lambda ax: viz.plot_windows(WIDE, CONFIG, ax=ax),
+        lambda ax: viz.plot_window_permutation(*WINDOWS, ax=ax),
+        lambda ax: viz.plot_attention_segments(WINDOWS[1], ax=ax),
+        lambda ax: viz.plot_stage_timings(Trace(seconds={"plan": 0.5, "decode tokens": 0.25}, token_ids=[1]), ax=ax),
+    ],
+    ids=["patches", "patch_rows", "windows", "permutation", "segments", "timings"],
+)
+def test_draws_onto_the_axes_given_and_makes_its_own_otherwise(draw, ax):
+    assert draw(ax) is ax and ax.get_title()
+    figures = plt.get_fignums()
+    own = draw(None)
+    assert own is not ax and own.figure.number not in figures and own.get_title() == ax.get_title()
+    plt.close(own.figure)
+
+
+def test_patch_numbers_stand_in_their_patches(ax):
+    """Oracle: `merge_block_coordinates`, and the grid lines between 6 x 10 patches and 3 x 5 blocks."""
+    viz.plot_patches(PICTURE, CONFIG, highlight=(0, 7), ax=ax)
+    assert texts(ax) == [str(i) for i in range(60)]
+    places = [(text.get_position()[1] // 14, text.get_position()[0] // 14) for text in ax.texts]
+    assert places == [tuple(place) for place in merge_block_coordinates([GRID]).tolist()]
+    lines = [len(c.get_segments()) for c in ax.collections if isinstance(c, LineCollection)]
+    assert lines == [5 + 9, 2 + 4]
+    assert [patch.get_xy() for patch in rectangles(ax)] == [(0, 0), (2 * 28, 1 * 28)]
+    assert "140 x 84 px" in ax.get_title() and "60 patches, 15 merged tokens" in ax.get_title()
+
+
+def test_numbers_too_small_to_read_are_left_out():
+    _, ax = plt.subplots(figsize=(1, 1))
+    viz.plot_patches(PICTURE, CONFIG, ax=ax)
+    assert texts(ax) == []
+    plt.close(ax.figure)
+
+
+def test_a_block_that_is_not_there_is_refused(ax):
+    with pytest.raises(ValueError, match=r"highlight.*0 to 14, got 15"):
+        viz.plot_patches(PICTURE, CONFIG, highlight=(15,), ax=ax)
+
+
+@pytest.mark.parametrize("count", [4, 100])
+def test_patch_rows_show_the_values_and_name_the_patches(ax, count):
+    rows, grid = patchify_image(PICTURE, CONFIG)
+    viz.plot_patch_rows(rows, grid, CONFIG, count=count, ax=ax)
+    shown = min(count, 60)
+    np.testing.assert_array_equal(ax.images[0].get_array(), rows[:shown])
+    assert [label.get_text() for label in ax.get_yticklabels()][:3] == [
+        "row 0: patch (0, 0)", "row 1: patch (0, 1)", "row 2: patch (1, 0)",
+    ]  # fmt: skip
+    thumbnails = [artist.offsetbox.get_data() for artist in ax.artists]
+    assert len(thumbnails) == shown
+    np.testing.assert_array_equal(thumbnails[2], np.asarray(PICTURE)[14:28, :14])  # the picture is not resized
+
+
+def test_patch_rows_of_a_clip_are_named_by_frame_and_checked(ax):
+    rows, grid = patchify_video(np.zeros((4, 84, 140, 3), np.uint8), CONFIG)
+    assert viz.plot_patch_rows(rows, grid, CONFIG, ax=ax).images[0].get_array().shape == (8, 1176)
+    assert [label.get_text() for label in ax.get_xticklabels()][:3] == [
+        "red\nframe 0",
+        "red\nframe 1",
+        "green\nframe 0",
+    ]
+    with pytest.raises(ValueError, match="patches"):
+        viz.plot_patch_rows(rows[1:], grid, CONFIG, ax=ax)
+
+
+def test_windows_are_framed_and_numbered_in_order(ax):
+    """280 x 196 px hold 10 x 7 merged tokens, windows of 4 x 4 tokens: 3 columns, 2 rows."""
+    viz.plot_windows(WIDE, CONFIG, ax=ax)
+    assert texts(ax) == [str(i) for i in range(6)]
+    frames = [(p.get_x(), p.get_y(), p.get_width(), p.get_height()) for p in rectangles(ax)]
+    assert frames[:3] == [(0, 0, 112, 112), (112, 0, 112, 112), (224, 0, 56, 112)]
+    assert frames[5] == (224, 112, 56, 84)
+    assert "6 windows of at most 112 px" in ax.get_xlabel()
+
+
+def test_order_numbers_of_tokens_are_those_of_get_window_index(ax):
+    viz.plot_windows(WIDE, CONFIG, numbers="tokens", ax=ax)
+    token_at = [int(t.get_position()[1] // 28) * 10 + int(t.get_position()[0] // 28) for t in ax.texts]
+    assert texts(ax) == [str(place) for place in range(70)]
+    assert token_at == WINDOWS[0].tolist()
+
+
+def test_windows_of_another_size_and_unknown_numbers(ax):
+    assert len(rectangles(viz.plot_windows(WIDE, CONFIG, window_size=56, ax=ax))) == 5 * 4
+    with pytest.raises(ValueError, match=r"numbers.*'places'"):
+        viz.plot_windows(WIDE, CONFIG, numbers="places", ax=ax)
+
+
+def test_permutation_arrows_lead_from_token_to_place(ax):
+    index, cu_seqlens = WINDOWS
+    viz.plot_window_permutation(index, cu_seqlens, ax=ax)
+    [arrows] = [c for c in ax.collections if len(c.get_segments()) == 70]
+    ends = [(int(start[0]), int(stop[0])) for start, stop in arrows.get_segments()]
+    assert [place for _, place in sorted(ends)] == invert_permutation(index).tolist()
+    assert [label.get_text() for label in ax.get_xticklabels()] == [str(n) for n in cu_seqlens.tolist()]
+    assert ax.get_xticks().tolist() == [n / 4 - 0.5 for n in cu_seqlens.tolist()]
+
+
+def is_grey(ax) -> np.ndarray:
+    """(M, M) bool: where the drawn mask says "does not see"."""
+    return np.isclose(ax.images[0].get_array(), matplotlib.colors.to_rgb(viz.style.PRUNED)).all(-1)
+
+
+def test_attention_mask_in_window_order_is_block_diagonal_and_permutes(ax):
+    """The same pairs in both orders; oracle: the permuted block-diagonal matrix."""
+    index, cu_seqlens = WINDOWS
+    lengths = (cu_seqlens // 4).diff().tolist()
+    wanted = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
+    viz.plot_attention_segments(cu_seqlens // 4, ax=ax)
+    assert (is_grey(ax) == ~wanted.numpy()).all()
+    assert f"{len(lengths)} segments, {int(wanted.sum()):,} of 4,900 pairs" in ax.get_title()
+    other = viz.plot_attention_segments(cu_seqlens // 4, index)
+    assert (is_grey(other)[np.ix_(index, index)] == ~wanted.numpy()).all()
+    assert other.get_title() == ax.get_title()
+    plt.close(other.figure)
+
+
+def test_one_segment_sees_everything(ax):
+    viz.plot_attention_segments(torch.tensor([0, 9]), name="patch", ax=ax)
+    assert not is_grey(ax).any()
+    assert ax.get_title() == "1 segment, 81 of 81 pairs (100%)" and ax.get_xlabel().startswith("patch")
+
+
+def test_stage_bars_are_milliseconds_with_shapes(ax):
+    trace = Trace(seconds={"decode media": 0.002, "encode": 0.5, "decode tokens": 0.25}, token_ids=[1, 2, 3])
+    trace.embeds = [torch.zeros(9, 128)]
+    viz.plot_stage_timings(trace, ax=ax)
+    assert [bar.get_width() for bar in rectangles(ax)] == [2, 500, 250]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["decode media", "encode", "decode tokens"]
+    shapes = [made for _, made, _ in trace.rows()]
+    assert shapes[1] == "(9, 128)"
+    assert texts(ax) == [f"{ms} ms   {made}" for ms, made in zip(("2.0", "500.0", "250.0"), shapes, strict=True)]
+    assert "752 ms in all, 502 ms to the first token" in ax.get_title()
+
+
+def test_every_stage_of_a_run_has_a_bar(ax, traced):
+    viz.plot_stage_timings(traced, ax=ax)
+    assert [label.get_text() for label in ax.get_yticklabels()] == list(traced.seconds)
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """A run on a random checkpoint: all stages, in the pipeline's order."""
+    from checkpoint_factory import make_checkpoint
+
+    import refvl
+
+    folder = make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    return refvl.load(folder, progress=False).trace("What is this?", images=[PICTURE], max_new_tokens=2)
+
+
+def test_resize_slider_redraws_with_the_budget():
+    view = viz.explore_resize(WIDE, CONFIG, max_tokens=128)
+    slider, before = view.children[0], png(view)
+    slider.value = 8
+    assert png(view) != before and png(view).startswith(b"\x89PNG")
+    slider.value = 32
+    assert png(view) == before  # a function of the slider alone
+
+
+def test_window_sliders_redraw():
+    view = viz.explore_windows(WIDE, CONFIG, max_tokens=128, window_sizes=(56, 112))
+    budget, side, _ = view.children
+    seen = {png(view)}
+    side.value = 56
+    seen.add(png(view))
+    budget.value = 12
+    seen.add(png(view))
+    assert len(seen) == 3 and not plt.get_fignums()
+
+
+@pytest.mark.parametrize("tokens", [1, 12, 500])
+def test_token_budget_bounds_the_tokens(tokens):
+    config = viz.patches.with_token_budget(CONFIG, tokens)
+    assert count_tokens(196, 280, config) <= tokens
+    assert plan_grid(196, 280, viz.patches.with_token_budget(CONFIG, 10**6)) == (1, 14, 20)
+
+
+def test_inline_figures_are_encoded_once_as_the_lighter_format():
+    """A photograph as JPEG, a drawing as PNG; oracle: the first bytes of the two formats."""
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (300, 400, 3), dtype=np.uint8))
+    photo = viz.plot_patches(noise, CONFIG, numbers=False).figure
+    drawing = viz.plot_attention_segments(torch.tensor([0, 4, 9])).figure
+    encode = viz.style.encode_if_lighter
+    assert encode("png", photo) is None and encode("jpeg", photo).startswith(b"\xff\xd8")
+    assert encode("jpeg", drawing) is None and encode("png", drawing).startswith(b"\x89PNG")
+    plt.close("all")

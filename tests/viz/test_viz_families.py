@@ -1,0 +1,54 @@
+"""Figures of families side by side. Oracle: the numbers that go in, read back from the drawn bars and lines."""
+
+from types import SimpleNamespace
+
+import matplotlib.pyplot as plt
+import pytest
+
+from refvl import viz
+from refvl.tools.costs import MediaPlan
+from refvl.trace import Trace
+
+NAMES = ("Qwen2.5-VL", "GLM-4.1V", "MiniCPM-V 4.5", "Step3-VL")
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def plan(patches, tokens):
+    return MediaPlan("image", "", "", (), patches, tokens)
+
+
+def test_costs_sum_the_media_of_a_family():
+    plans = {name: [plan(100 * i, 10), plan(60 * i, 10)] for i, name in enumerate(NAMES, start=1)}
+    ax = viz.plot_family_costs(plans, title="a title")
+    heights = [bar.get_height() for bar in ax.patches]
+    assert heights == [160, 320, 480, 640, 20, 20, 20, 20]
+    assert [label.get_text().split("\n")[1] for label in ax.get_xticklabels()] == [
+        f"{n} patches a token" for n in (8, 16, 24, 32)
+    ]
+    assert ax.get_title() == "a title" and ax.get_yscale() == "log"
+
+
+def test_curves_have_a_line_and_a_colour_per_family():
+    sides, tokens = [112, 224, 448], {name: [i, 4 * i, 16 * i] for i, name in enumerate(NAMES, start=1)}
+    ax = viz.plot_family_curves(sides, tokens)
+    assert [list(line.get_ydata()) for line in ax.lines] == list(tokens.values())
+    assert len({line.get_color() for line in ax.lines}) == len(NAMES)
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["112", "224", "448"]
+
+
+def test_stages_stand_end_to_end():
+    traces = {name: Trace(seconds={"plan": 0.001 * i, "encode": 0.002}) for i, name in enumerate(NAMES, start=1)}
+    ax = viz.plot_family_stages(traces)
+    ends = [bar.get_x() + bar.get_width() for bar in ax.patches]
+    assert ends[:4] == pytest.approx([1, 2, 3, 4])
+    assert ends[4:] == pytest.approx([sum(trace.seconds.values()) * 1e3 for trace in traces.values()])
+
+
+def test_an_unknown_family_has_no_colour():
+    with pytest.raises(KeyError, match="Another"):
+        viz.plot_family_costs({"Another": [SimpleNamespace(patches=1, tokens=1)]})

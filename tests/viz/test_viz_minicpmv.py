@@ -1,0 +1,116 @@
+"""Figures of MiniCPM-V's slices, queries and packed frames. Oracle: the plans and numbers that they show."""
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from matplotlib.colors import to_rgb
+from PIL import Image
+
+from refvl import viz
+from refvl.pixels.slices import SliceConfig, plan_slices
+from refvl.viz.minicpmv import draw_slices
+from refvl.viz.style import STAGE_COLORS
+
+TINY = SliceConfig(scale_resolution=56, max_slice_nums=6)
+PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (80, 190, 3), dtype=np.uint8))
+WEIGHTS = torch.rand(5, 6, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def texts(ax) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+def test_slices_are_drawn_where_the_picture_is_cut():
+    """Oracle: `plan_slices`; slices are numbered row by row behind the overview, which is 0."""
+    given = plt.subplots(1, 2)[1]
+    left, right = viz.plot_slices(PICTURE, TINY, query_num=9, ax=given)
+    assert [left, right] == list(given)
+    plan = plan_slices(190, 80, TINY)
+    (columns, rows), (width, height) = plan.grid, plan.cell
+    corners = [(bar.get_x(), bar.get_y(), bar.get_width(), bar.get_height()) for bar in left.patches]
+    assert corners == [(c * width, r * height, width, height) for r in range(rows) for c in range(columns)]
+    assert texts(left) == [str(i + 1) for i in range(columns * rows)] and texts(right) == ["0"]
+    assert (left.get_xlim(), left.get_ylim()) == ((0, columns * width), (rows * height, 0))
+    assert left.get_title() == "190 x 80 px\n3 x 2 slices of 70 x 42 px = 5 x 3 patches"
+    assert right.get_title() == "overview: 84 x 42 px = 6 x 3 patches\n9 tokens"
+    assert right.get_xlabel() == "(1 + 6) x 9 = 63 tokens of the picture"
+
+
+def test_a_small_picture_is_not_cut():
+    left, right = viz.plot_slices(PICTURE.resize((50, 40)), TINY)
+    assert (list(left.patches), texts(left)) == ([], [])
+    assert left.get_title().endswith("no slices: the overview holds all")
+    assert right.get_xlabel() == "(1 + 0) x 64 = 64 tokens of the picture"
+
+
+def test_heat_maps_are_the_rows_of_the_weights_on_one_scale():
+    axes = viz.plot_query_attention(PICTURE, WEIGHTS, (2, 3), columns=2, title="all")
+    assert axes.shape == (3, 2) and not axes[2, 1].get_visible()
+    for query, panel in enumerate(axes.flat[:5]):
+        picture, heat = panel.images
+        np.testing.assert_allclose(heat.get_array(), WEIGHTS[query].view(2, 3))
+        assert heat.get_clim() == (0, pytest.approx(float(WEIGHTS.max()))) and heat.get_extent() == picture.get_extent()
+        assert panel.get_title() == f"query {query}"
+
+
+def test_some_queries_on_the_axes_given():
+    given = plt.subplots(1, 2)[1]
+    axes = viz.plot_query_attention(PICTURE, WEIGHTS, (3, 2), queries=[4, 1], ax=given)
+    assert list(axes.flat) == list(given) and [ax.get_title() for ax in given] == ["query 4", "query 1"]
+    np.testing.assert_allclose(given[0].images[1].get_array(), WEIGHTS[4].view(3, 2))
+    assert given[0].images[1].get_clim()[1] == pytest.approx(float(WEIGHTS[[4, 1]].max()))
+
+
+def test_weights_of_another_grid_are_refused():
+    with pytest.raises(ValueError, match="weights_QL: dimension 1 must be 8, got 6"):
+        viz.plot_query_attention(PICTURE, WEIGHTS, (2, 4))
+    with pytest.raises(ValueError, match="ax: this figure needs 1 x 5 axes, got 2"):
+        viz.plot_query_attention(PICTURE, WEIGHTS, (2, 3), ax=plt.subplots(1, 2)[1])
+
+
+@pytest.mark.parametrize(
+    ("draw", "scale"), [(viz.plot_frame_tokens, 1), (viz.plot_time_shift, 100)], ids=["tokens", "shift"]
+)
+def test_lines_are_the_numbers_given(draw, scale):
+    lines = {"one": [3, 4, 5], "two": [6, 7, 8]}
+    ax = draw([1, 10, 100], lines, title="x")
+    assert [line.get_ydata().tolist() if scale == 1 else list(line.get_ydata()) for line in ax.lines] == [
+        [scale * y for y in numbers] for numbers in lines.values()
+    ]
+    assert [line.get_label() for line in ax.lines] == list(lines) and ax.get_title() == "x"
+    assert [to_rgb(line.get_color()) for line in ax.lines] == list(STAGE_COLORS[:2])
+    given = plt.subplots()[1]
+    assert draw([1, 10], {"one": [3, 4]}, ax=given) is given
+
+
+def test_the_view_cuts_what_the_sliders_say():
+    ax = draw_slices(190, 80, 2, PICTURE, TINY)
+    assert len(ax.patches) == 2 and ax.get_title().startswith("190 x 80 px\n2 x 1 slices")
+
+
+@pytest.mark.parametrize(("width", "height"), [(20, 300), (300, 20), (20, 20)])
+def test_the_sliders_reach_nothing_that_cannot_be_drawn(width, height):
+    """The callback itself, at its ends: exceptions inside a widget do not fail a notebook."""
+    for limit in (1, 16):
+        assert draw_slices(width, height, limit, PICTURE, TINY).get_title().startswith(f"{width} x {height} px")
+
+
+def test_sliders_redraw():
+    pytest.importorskip("ipywidgets")
+    view = viz.explore_slices(PICTURE, TINY, max_side=300)
+    seen = {bytes(view.children[-1].value)}
+    for control, value in zip(view.children, (120, 40, 2), strict=False):
+        control.value = value
+        seen.add(bytes(view.children[-1].value))
+    assert len(seen) == 4 and all(png.startswith(b"\x89PNG") for png in seen) and not plt.get_fignums()
