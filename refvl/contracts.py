@@ -1,0 +1,99 @@
+"""What a family offers to the rest: an `Encoder` and a `Processor`. No class inherits from these; they agree by shape.
+
+A *layout* says how the rows of one medium lie, from its size alone: (t, h, w) in patches for Qwen and GLM, a tuple of
+`SliceGroup`s for MiniCPM-V, a `CropLayout` for Step3-VL. It is hashable. The processor makes it, the encoder plans it.
+
+Shape suffixes: N patch rows, C values of a row, M output tokens, D the language model's width, L prompt tokens.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from refvl.merge import MergedMedia
+from refvl.pixels.media import Video
+
+
+class Encoder(Protocol):
+    """Patch rows of media -> rows of the language model's width. An `nn.Module`, one class per architecture.
+
+    `plan` runs on the CPU and computes everything that depends on sizes; `__call__` reads no value back, which is what
+    makes an encoder capturable. Encoders without a graph path raise ValueError in `graph_attention`.
+    """
+
+    config: Any
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and where rows and plans have to be."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and of the embeddings."""
+
+    @property
+    def graph_attention(self) -> str:
+        """The backend to capture: "varlen", "masked", or "sdpa" where all segments are equally long."""
+
+    def check_layouts(self, layouts: Any, *, name: str = "layouts") -> list[Hashable]:
+        """The layouts of a batch, normalised, or a ValueError or TypeError that says what is wrong."""
+
+    def item_size(self, layout: Any) -> tuple[int, int, int]:
+        """(patch rows, output tokens, frames) of one medium."""
+
+    def plan(self, layouts: Any) -> Any:
+        """Metadata of a batch: a frozen dataclass of tensors and integers, with a padding rule on each tensor."""
+
+    def plan_capacity(self, max_tokens: int, max_frames: int) -> Any:
+        """The same dataclass with every tensor as long, and every integer as large, as any batch within the limits."""
+
+    def pixel_buffer(self, max_tokens: int) -> Tensor:
+        """(patch rows, C) zeros for `max_tokens` output tokens; items with more rows take a larger budget."""
+
+    def __call__(self, pixel_values: Tensor, *, metadata: Any, attention: str | None = None) -> Tensor:
+        """(N, C) patch rows -> (M, D), or (M, D * (1 + k)) where k deeper features travel beside the embeddings."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load (checkpoint name, tensor) pairs strictly; the names of the parameters that were filled."""
+
+
+class Processor(Protocol):
+    """From a question and media to token ids and patch rows, by the files of a checkpoint folder."""
+
+    token_ids: dict[str, int]  # the placeholders: {"image": id, "video": id}
+    image_config: Any  # how an image is prepared
+    video_config: Any  # how a video is; None where the model takes none
+    tokenizer: Any  # None: plans and counts, but makes no prompt
+    tokens_at_once: ClassVar[int]  # the encoder's tokens come in multiples of this
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """Tokens that end an answer, besides those of generation_config.json."""
+
+    @property
+    def largest_picture(self) -> int:
+        """Tokens of the largest image that the limits allow."""
+
+    def messages(self, prompt: str | Sequence[dict], images: Sequence = (), videos: Sequence = ()) -> list[dict]:
+        """Chat messages, checked."""
+
+    def decode(self, messages: list[dict]) -> list[Image.Image | Video]:
+        """The media of the messages, in order of appearance."""
+
+    def patchify(self, media: Sequence[Image.Image | Video]) -> list:
+        """Each medium as patch rows, with its layout and the extents that the language model sees."""
+
+    def merged(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MergedMedia:
+        """How the language model sees a medium of this layout."""
+
+    def tokenize(self, messages: list[dict], media: Sequence[MergedMedia]) -> list[int]:
+        """(L,) prompt ids with every placeholder repeated."""
+
+    def placeholders(self, input_ids: Tensor) -> Tensor:
+        """(L,) ids in which each kind's placeholders have that kind's id, and nothing else has."""
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Token ids back to text."""
