@@ -17,7 +17,7 @@ from data import pages
 from data.tiny_family import CLIP_MEAN, CLIP_STD, TinyFamily
 from refvl.checkpoints import read_config
 from refvl.crops import CropLayout, square_patch_rows
-from refvl.encoders.step3_vl import Step3VisionEncoder, resize_position_table
+from refvl.encoders.step3_vl import Step3VisionEncoder, resize_class_and_positions
 from refvl.positions import MediaSpan
 
 SPECIAL_TOKENS = (
@@ -171,8 +171,8 @@ class TinyStep3(TinyFamily):
         table, paths = tower.vision_model.embeddings.position_embedding.weight, tower.paths
         return replace(
             plan,
-            local_position_embeds=resize_position_table(table, paths["local"].side),
-            global_position_embeds=resize_position_table(table, paths["global"].side),
+            local_position_embeds=resize_class_and_positions(table, paths["local"].side),
+            global_position_embeds=resize_class_and_positions(table, paths["global"].side),
         )
 
     def place_media(

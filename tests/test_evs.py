@@ -379,12 +379,12 @@ def test_a_rate_outside_the_interval_is_named(q):
         (
             lambda: compute_mrope_for_media((2, 4, 4), 2, 2, float("nan")),
             ValueError,
-            r"tokens_per_second \* video_second_per_grid: must be finite and not negative, got 2 \* nan",
+            r"tokens_per_second \* video_second_per_grid: must be finite and not negative, .* got nan",
         ),
         (
             lambda: compute_mrope_for_media((2, 4, 4), 2, -1, 1),
             ValueError,
-            r"must be finite and not negative, got -1 \* 1",
+            r"must be finite and not negative, .* got -1",
         ),
         (
             lambda: restrict_positions(torch.zeros(3, 5).long(), torch.ones(4).bool()),

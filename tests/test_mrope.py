@@ -213,8 +213,8 @@ def test_wrong_kinds_are_named():
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"offset": -1}, ValueError, "MediaSpan.offset: must not be negative, got -1"),
-        ({"offset": 0.5}, TypeError, "MediaSpan.offset: expected an integer, got 0.5"),
+        ({"offset": -1}, ValueError, "MediaSpan.offset: must be at least 0, got -1"),
+        ({"offset": 0.5}, TypeError, "MediaSpan.offset: expected an integer, got float 0.5"),
         ({"t": 0}, ValueError, "MediaSpan.t: must be at least 1, got 0"),
         ({"w": 2.0}, TypeError, "MediaSpan.w: expected an integer, got float 2.0"),
         ({"t_factor": float("nan")}, ValueError, "MediaSpan.t_factor: .* got nan"),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from refvl.crops import CropLayout, square_patch_rows
 from refvl.encoders import Step3VisionConfig, Step3VisionEncoder
-from refvl.encoders.step3_vl import resize_position_table
+from refvl.encoders.step3_vl import resize_class_and_positions
 
 FOLDER = Path(__file__).parent / "golden"
 GOLDEN = json.loads((FOLDER / "step3_vl.json").read_text())
@@ -76,7 +76,7 @@ def test_pictures_with_crops_equal_golden(case, encoder):
 @pytest.mark.parametrize("positions", [36, 16, 64, 25])
 def test_position_tables_equal_golden(positions):
     """Oracle: vLLM 0.33.0 `get_abs_pos`: smaller, larger and the same."""
-    got = resize_position_table(golden("abs_pos/in")[0], int(positions**0.5))
+    got = resize_class_and_positions(golden("abs_pos/in")[0], int(positions**0.5))
     torch.testing.assert_close(got, golden(f"abs_pos/out{positions}")[0], atol=1e-5, rtol=0)
 
 
@@ -341,7 +341,7 @@ def test_inputs_that_cannot_be(encoder, call, error, message):
 def test_tables_that_are_no_square():
     for rows in (1, 8, 36):
         with pytest.raises(ValueError, match=rf"expected 1 \+ S \* S rows, got {rows}"):
-            resize_position_table(torch.zeros(rows, 4), 3)
+            resize_class_and_positions(torch.zeros(rows, 4), 3)
 
 
 def test_metadata_is_frozen_and_complete(encoder):
