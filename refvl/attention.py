@@ -158,9 +158,9 @@ def _masked_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens_q: Tens
     """Every shape follows from M, N and the number of segments, no value is read back: a graph can hold it.
 
     The price is the M x N mask. What it hides weighs zero, but zero times nan is nan: keys of padding and keys that are
-    spoiled (not finite, or too large to be multiplied) are emptied first, and queries of the latter's segments become
-    nan afterwards, so that an item that overflows spoils itself and nothing else. Padding queries see every key, since
-    a softmax over none would be nan; their rows are zeroed in the end.
+    spoiled (not finite, or too large to be multiplied) are emptied first, and queries that would see a spoiled key, or
+    are not finite themselves, become nan afterwards: an item that overflows spoils itself and nothing else. Padding
+    queries see every key, since a softmax over none would be nan; their rows are zeroed in the end.
     """
     segment_M, is_padding_M = _segment(cu_seqlens_q, len(q_MHK)), _is_padding(cu_seqlens_q, len(q_MHK))
     segment_N, is_padding_N = _segment(cu_seqlens_k, len(k_NHK)), _is_padding(cu_seqlens_k, len(k_NHK))
@@ -175,7 +175,7 @@ def _masked_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens_q: Tens
         )
     )
     out_1HMK = F.scaled_dot_product_attention(q, k, v, attn_mask=same_MN | is_padding_M[:, None])
-    is_spoiled_M = (same_MN & is_spoiled_N).any(1)
+    is_spoiled_M = (same_MN & is_spoiled_N).any(1) | ~q_MHK.isfinite().flatten(1).all(1)
     out_MHK = out_1HMK[0].transpose(0, 1).masked_fill(is_spoiled_M[:, None, None], torch.nan)
     return out_MHK.masked_fill(is_padding_M[:, None, None], 0)
 
