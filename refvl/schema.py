@@ -144,10 +144,10 @@ def check_shape(tensor, shape: Sequence[int | str | tuple[str, int] | None], nam
 
 
 def check_floats(tensor: Tensor, name: str) -> Tensor:
-    """Return `tensor` if it holds floating-point numbers, one after the other; raise TypeError naming `name`.
+    """Return `tensor` if it is a dense tensor of floating-point numbers; raise TypeError naming `name`.
 
-    Integers (unnormalised pixels), booleans, complex numbers, float8 and quantised values without their scale, and
-    sparse tensors are refused.
+    Refused are integers (unnormalised pixels), booleans, complex numbers, float8 and quantised values, which mean
+    nothing without their scale, and sparse tensors.
     """
     if tensor.dtype not in FLOATS:
         raise TypeError(f"{name}: expected floating-point numbers, got dtype {tensor.dtype}")

@@ -50,7 +50,7 @@ class Qwen2_5_VisionConfig(GridVisionConfig):
 
     @classmethod
     def tiny(cls) -> "Qwen2_5_VisionConfig":
-        """Four blocks, windows and full frames both present: for tests and pictures."""
+        """Four blocks, windows and full frames both present: for tests and figures."""
         return cls(
             depth=4, hidden_size=64, intermediate_size=96, num_heads=4, window_size=56,
             fullatt_block_indexes=(1, 3), out_hidden_size=96,

@@ -7,9 +7,9 @@
        | ln_post, proj    LayerNorm, one matrix product
     tokens (slices * Q, D)
 
-    Resampler2     queries and keys carry positions: the queries' fixed grid, resized to the slice's    (2.0)
-    Resampler2_5   only keys do: sines and cosines of row and column                        (2.5, 2.6, 4.0)
-    Resampler4_5   and of time; frames of one group share a set of queries                  (4.5)
+    Resampler2     queries and keys carry positions: the queries' fixed grid, resized to the slice's      (2.0)
+    Resampler2_5   only keys do: sines and cosines of row and column                                 (2.5, 2.6, 4.0)
+    Resampler4_5   and of time; frames of one group share a set of queries                                (4.5)
 
 Upstream keeps tables of sines and cosines and lets them grow; a formula has no size, so a grid of 4 x 227 or a frame
 two hours into a video needs nothing special. There are no padded keys here: slices lie end to end. `resample` works on

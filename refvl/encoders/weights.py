@@ -21,6 +21,16 @@ class _Report:
     repeated: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
+    def accepts(self, name: str, tensor, target: Tensor, kernel_shape: tuple[int, ...] | None) -> bool:
+        """Whether `tensor` can fill `target`; noted where it cannot."""
+        if misfit := _misfit(tensor, target, kernel_shape):
+            self.misshapen.append(f"{name} {misfit}")
+        elif not tensor.isfinite().all():
+            self.nonfinite.append(name)
+        else:
+            return True
+        return False
+
     def raise_if_any(self, owner: str) -> None:
         lines = [f"  {kind} ({len(names)}): {', '.join(names)}" for kind, names in vars(self).items() if names]
         if lines:
@@ -50,28 +60,22 @@ def load_strict(
     parameters: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(_persistent_buffers(module))}
     if any(parameter.is_meta for parameter in parameters.values()):
         raise ValueError(f"{type(module).__name__}: is on the meta device; give it memory first (`to_empty`)")
-    filled: dict[str, set[str]] = {}
-    pairs: list[tuple[Tensor, Tensor]] = []
     report, left_out = _Report(), [] if skipped is None else skipped
-    for checkpoint_name, tensor in named_tensors(weights):
-        if re.match(skip, checkpoint_name):
-            left_out.append(checkpoint_name)
+    pairs: list[tuple[Tensor, Tensor]] = []  # of a parameter, or a part of it, and what fills it
+    filled: dict[str, set[str]] = {}
+    for name, tensor in named_tensors(weights):
+        if re.match(skip, name):
+            left_out.append(name)
             continue
-        name, part = _find(rename(checkpoint_name), parameters, fuse)
-        if name is None:
-            report.unexpected.append(checkpoint_name)
+        parameter, part = _find(rename(name), parameters, fuse)
+        if parameter is None:
+            report.unexpected.append(name)
             continue
-        target = parameters[name]
-        if part:
-            target = target.chunk(len(fuse))[fuse.index(part)]
-        seen = filled.setdefault(name, set())
+        target = parameters[parameter].chunk(len(fuse))[fuse.index(part)] if part else parameters[parameter]
+        seen = filled.setdefault(parameter, set())
         if part in seen or "" in seen or (seen and not part):
-            report.repeated.append(checkpoint_name)
-        elif misfit := _misfit(tensor, target, kernels.get(name)):
-            report.misshapen.append(f"{checkpoint_name} {misfit}")
-        elif not tensor.isfinite().all():
-            report.nonfinite.append(checkpoint_name)
-        else:
+            report.repeated.append(name)
+        elif report.accepts(name, tensor, target, kernels.get(parameter)):
             pairs.append((target, tensor))
         seen.add(part)
     report.missing = _missing(parameters, filled, fuse)
@@ -83,7 +87,7 @@ def load_strict(
 
 
 def named_tensors(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The pairs of `weights`, one after the other; TypeError for a dict, whose pairs are its items, or other things."""
+    """The (name, tensor) pairs of `weights`; TypeError for a dict (pass its `items()`) and whatever is not a pair."""
     if isinstance(weights, Mapping) or not isinstance(weights, Iterable):
         raise TypeError(
             f"weights: expected (name, tensor) pairs (of a dict its `items()`), got {type(weights).__name__}"
