@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from data.training import pages
 from data.training.tiny_family import CLIP_MEAN, CLIP_STD, TinyFamily
-from refvl.encoders.step3_vl import Step3VisionEncoder, resize_position_table
+from refvl.encoders.step3_vl import Step3VisionEncoder, resize_class_and_positions
 from refvl.families import read_config
 from refvl.pixels.crops import CropLayout, square_patch_rows
 from refvl.positions import MediaSpan
@@ -171,8 +171,8 @@ class TinyStep3(TinyFamily):
         table, paths = tower.vision_model.embeddings.position_embedding.weight, tower.paths
         return replace(
             plan,
-            local_position_embeds=resize_position_table(table, paths["local"].side),
-            global_position_embeds=resize_position_table(table, paths["global"].side),
+            local_position_embeds=resize_class_and_positions(table, paths["local"].side),
+            global_position_embeds=resize_class_and_positions(table, paths["global"].side),
         )
 
     def place_media(

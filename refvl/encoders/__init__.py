@@ -1,20 +1,21 @@
-"""Vision towers; each file is one encoder, read downward. They know nothing of prompts."""
+"""Vision encoders: one per file, read downward. `grid.py` holds what several share. They know nothing of prompts."""
 
-from refvl.encoders.features import (
+from refvl.encoders.clip import (
     get_feature_selector,
     get_num_selected_vision_tokens,
+    get_vision_encoder_info,
+    get_vit_attn_backend,
     resolve_visual_encoder_outputs,
 )
 from refvl.encoders.glm4v import Glm4vVisionConfig, Glm4vVisionTransformer
 from refvl.encoders.glm_ocr import GlmOcrVisionConfig, GlmOcrVisionTransformer
-from refvl.encoders.info import get_vision_encoder_info, get_vit_attn_backend
 from refvl.encoders.minicpmv import (
     MiniCPMV2_0Encoder,
     MiniCPMV2_5Encoder,
     MiniCPMV2_6Encoder,
     MiniCPMV4_0Encoder,
     MiniCPMV4_5Encoder,
-    MiniCPMVConfig,
+    MiniCPMVEncoderConfig,
     SliceGroup,
     minicpmv_version,
 )
@@ -34,7 +35,7 @@ __all__ = [
     "MiniCPMV2_6Encoder",
     "MiniCPMV4_0Encoder",
     "MiniCPMV4_5Encoder",
-    "MiniCPMVConfig",
+    "MiniCPMVEncoderConfig",
     "NaVitSiglip",
     "NaVitSiglipConfig",
     "Qwen2_5_VisionConfig",

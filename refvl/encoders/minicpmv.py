@@ -1,29 +1,29 @@
 """MiniCPM-V's encoders: a tower and a resampler per version, joined.
 
-    patch rows (N, 3*P*P)      all slices of all media, end to end
+    patch rows (N, 3*P*P)      all slices of all items, end to end
        | vpm                   2.0: `SiglipViT`; later: `NaVitSiglip`
     (N, E)
        | resampler             2.0: `Resampler2`; 2.5, 2.6, 4.0: `Resampler2_5`; 4.5: `Resampler4_5`
     tokens (M, D)              query_num per slice (4.5: per slice, or per group of frames)
 
-A picture is an overview and slices, a clip frames; to the encoder both are slices of h x w patches. The layout of a
-medium is a tuple of `SliceGroup`s in the order of its rows: one slice each, but for the frames that share a set of
+An image is an overview and slices, a video is frames; to the encoder both are slices of h x w patches. The layout of an
+item is a tuple of `SliceGroup`s in the order of its rows: one slice each, except for the frames that share a set of
 queries in 4.5. What differs between the versions is a class below, never a branch in a forward.
 
 2.5 was trained without telling its tower the shape of a slice: the position table sees one row of h * w patches.
 
-Graphs. Slices have many grids, and upstream, which keeps slices in buffers of one size, needs a graph per grid. Flat
-rows need none: nothing here but `N` and the numbers of slices and sets is a shape, so one graph per budget serves
-every grid. Budgets count tokens; a token pays for `patches_per_slice / query_num` patch rows. Media that need more
-rows take a larger budget, or run eagerly (see `plan_batches`).
+Graphs. Slices have many shapes, and upstream, which keeps slices in buffers of one size, needs a graph for each. Flat
+rows do not: the only sizes here are `N` and the numbers of slices and sets, so one graph per budget serves every shape.
+Budgets count tokens; a token pays for `patches_per_slice / query_num` patch rows. Items that need more rows take a
+larger budget, or run eagerly (see `plan_batches`).
 
 Shape suffixes: N patches, M tokens, E the tower's width, D the language model's.
 Upstream: `MiniCPMV2_0` ... `MiniCPMV4_5` (vLLM).
 """
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,24 +41,24 @@ from refvl.encoders.resampler import (
     count_per_set,
 )
 from refvl.encoders.siglip_vit import SiglipViT, SiglipViTConfig, SiglipViTMetadata
-from refvl.encoders.weights import load_strict
+from refvl.encoders.weights import config_dict, load_strict
 
 HEAD_DIM = 128  # of the resampler, in every release
-AUDIO_PARTS = r"(apm|tts|audio_\w+)\."  # of omni checkpoints, which hold an ear and a mouth too
+AUDIO_PARTS = r"(apm|tts|audio_\w+)\."  # omni checkpoints also hold audio input and output
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SliceGroup:
-    """Slices that are encoded as one group: (h, w) in patches of each, and when each was seen.
+    """Slices that are encoded as one group: (h, w) in patches of each, and its time in the video.
 
-    temporal_ids: one per slice, -1 for a picture; None: all -1. Frames with times share one set of queries.
+    temporal_ids: one per slice, -1 for an image; None: all -1. Frames with times share one set of queries.
     """
 
     slices: tuple[tuple[int, int], ...]
     temporal_ids: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
-        """Short, because tables and messages show many of them."""
+        """Short: tables and messages show many of them."""
         return f"SliceGroup({self.slices}" + ("" if self.temporal_ids is None else f", {self.temporal_ids}") + ")"
 
 
@@ -66,14 +66,14 @@ Layout = tuple[SliceGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class MiniCPMVConfig:
-    """What a whole `config.json` says of the encoder."""
+class MiniCPMVEncoderConfig:
+    """What the `config.json` of a whole model says about the encoder."""
 
-    vision: NaVitSiglipConfig | SiglipViTConfig
+    vision: Any  # NaVitSiglipConfig or SiglipViTConfig
     hidden_size: int  # D
     query_num: int = 64  # tokens per slice
     drop_vision_last_layer: bool = False
-    scale_resolution: int = 448  # a slice has the area of a square of so many pixels, about
+    scale_resolution: int = 448  # pixels: a slice has about the area of a square with this side
 
     def __post_init__(self):
         check_positive_int(self.query_num, "query_num")
@@ -81,10 +81,10 @@ class MiniCPMVConfig:
             raise ValueError(f"hidden_size: must be a multiple of its {self.num_heads} heads, got {self.hidden_size}")
 
     @classmethod
-    def from_hf(cls, config, vision_config_class=NaVitSiglipConfig) -> "MiniCPMVConfig":
+    def from_hf(cls, config, vision_config_class=NaVitSiglipConfig) -> "MiniCPMVEncoderConfig":
         """From the dict in `config.json` or a transformers config; unknown keys are ignored."""
         values = config_dict(config)
-        if values.get("vision_config") is None and "vision_encoder" not in values:  # a name is all that 2.0 gives
+        if values.get("vision_config") is None and "vision_encoder" not in values:  # 2.0 gives a name only
             raise ValueError("vision_config: expected the sizes of the tower, got none")
         slices = values.get("slice_config") or {}
         wanted = ("hidden_size", "query_num", "drop_vision_last_layer")
@@ -128,11 +128,14 @@ class MiniCPMVMetadata:
 
 
 class SliceEncoder(nn.Module):
-    """What the five versions share: layouts, sizes, the two steps of a forward, and loading. Not built by itself."""
+    """What the five versions share: layouts, sizes, the two steps of a forward, and loading. Not used by itself."""
 
     skipped_parts = r"(?!)"  # regular expression: checkpoint names of neither tower nor resampler, to be left out
+    plan_reads_weights: ClassVar[bool] = False  # True: a plan holds values of the weights and is stale when they change
+    vpm: Any  # SiglipViT or NaVitSiglip, each with metadata of its own
+    resampler: Any  # Resampler2, Resampler2_5 or Resampler4_5, as well
 
-    def __init__(self, config: MiniCPMVConfig, vpm: nn.Module, resampler: nn.Module):
+    def __init__(self, config: MiniCPMVEncoderConfig, vpm: nn.Module, resampler: nn.Module):
         super().__init__()
         self.config, self.vpm, self.resampler = config, vpm, resampler
         self.skipped: list[str] = []  # checkpoint names that `load_weights` left out
@@ -150,10 +153,10 @@ class SliceEncoder(nn.Module):
         return self.resampler.query.dtype
 
     def check_layouts(self, layouts, *, name: str = "layouts") -> list[Layout]:
-        """One tuple of `SliceGroup`s per medium, normalised and hashable; a bare (h, w) is a slice by itself.
+        """One tuple of `SliceGroup`s per item, normalised and hashable; a bare (h, w) is a slice by itself.
 
-        Raises TypeError for another kind, and ValueError for a medium or group without slices, a slice without
-        patches, temporal ids that do not cover every slice, and times given to a version that knows none.
+        Raises TypeError for another kind, and ValueError for an item or group without slices, a slice without
+        patches, temporal ids that do not cover every slice, and times given to a version that does not read them.
         """
         if not isinstance(layouts, Sequence) or isinstance(layouts, str):
             raise TypeError(f"{name}: expected a sequence of layouts, got {type(layouts).__name__}")
@@ -167,19 +170,23 @@ class SliceEncoder(nn.Module):
         return tuple(self.check_group(group, f"{name}[{i}]") for i, group in enumerate(layout))
 
     def check_group(self, group, name: str) -> SliceGroup:
-        """One group, normalised: pictures only."""
+        """One group, normalised; without times."""
         group = as_slice_group(group, name)
         if group.temporal_ids is not None:
             raise ValueError(f"{name}: temporal ids are read by MiniCPM-V 4.5 alone, got {group.temporal_ids}")
         return group
 
     def item_size(self, layout: Layout) -> tuple[int, int, int]:
-        """(patch rows, output tokens, frames) of one medium; frames are those that share another's set of queries.
+        """(patch rows, output tokens, frames) of one item; frames are those that share the queries of another frame.
 
         The others need no limit of their own: tokens bound them.
         """
         slices, sets = sum(len(group.slices) for group in layout), sum(map(count_sets, layout))
         return sum(h * w for group in layout for h, w in group.slices), sets * self.query_num, slices - sets
+
+    def plan(self, layouts) -> MiniCPMVMetadata:
+        """Everything that depends on the layouts: the metadata of the tower and of the resampler."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -189,10 +196,11 @@ class SliceEncoder(nn.Module):
         metadata: MiniCPMVMetadata | None = None,
         attention: str | None = None,
     ) -> Tensor:
-        """(N, 3*P*P) patch rows of all media -> (M, D) tokens, media, groups and slices in order.
+        """(N, 3*P*P) patch rows of all items -> (M, D) tokens; items, groups and slices in order.
 
         Give `layouts` to plan here, or the `metadata` of an earlier `plan`; `attention` overrides the backend (a
-        capture asks for one with static shapes). Raises ValueError when the rows do not match.
+        capture asks for one with static shapes). Raises ValueError when the rows do not match, TypeError when they hold
+        no floating-point numbers.
         """
         if (metadata is None) == (layouts is None):
             raise ValueError("forward: give exactly one of layouts and metadata")
@@ -203,32 +211,30 @@ class SliceEncoder(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load (checkpoint name, tensor) pairs strictly; returns the names of the parameters that were filled.
 
-        Reads names under `vpm.` and `resampler.`. What this version has no place for by name - the audio parts of omni
-        checkpoints, pooling heads, a dropped last layer - is left out and listed in `skipped`. Missing, unexpected and
-        misshapen names are listed in one ValueError.
+        Reads names under `vpm.` and `resampler.`. Parts that this version does not have - the audio parts of omni
+        checkpoints, pooling heads, a dropped last layer - are left out and listed in `skipped`. All else that does not
+        fit is listed in one ValueError, see `load_strict`.
         """
         self.skipped = []
-        kernels = {f"vpm.{name}": shape for name, shape in self.vpm.kernels.items()}
-        return load_strict(self, self._kept(weights), rename=rename_projections, fuse=("q", "k", "v"), kernels=kernels)
-
-    def _kept(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        skipped = re.compile(rf"^(vpm\.({self.vpm.unused_names})|{self.skipped_parts})")
-        for name, tensor in weights:
-            if skipped.search(name):
-                self.skipped.append(name)
-            else:
-                yield name, tensor
+        return load_strict(
+            self, weights, rename=rename_projections, fuse=("q", "k", "v"),
+            kernels={f"vpm.{name}": shape for name, shape in self.vpm.kernels.items()},
+            skip=rf"vpm\.({self.vpm.unused_names})|{self.skipped_parts}", skipped=self.skipped,
+        )  # fmt: skip
 
 
 class MiniCPMV2_0Encoder(SliceEncoder):
-    """timm's SigLIP, and queries that know their places in a fixed grid."""
+    """timm's SigLIP, and queries with positions in a fixed grid."""
 
     skipped_parts = r"resampler\.pos_embed$"  # a formula
+    plan_reads_weights = True  # the tower's position table
+    vpm: SiglipViT
+    resampler: Resampler2
 
     @classmethod
     def from_config(cls, config, *, attention: str = "auto") -> "MiniCPMV2_0Encoder":
-        """Build from a `MiniCPMVConfig`, a whole transformers config, or the dict in `config.json`."""
-        c = config if isinstance(config, MiniCPMVConfig) else MiniCPMVConfig.from_hf(config, SiglipViTConfig)
+        """Build from a `MiniCPMVEncoderConfig`, a whole transformers config, or the dict in `config.json`."""
+        c = as_encoder_config(config, SiglipViTConfig)
         grid_size = int(c.query_num**0.5)
         if grid_size**2 != c.query_num:
             raise ValueError(f"query_num: the queries of 2.0 form a square, got {c.query_num}")
@@ -236,7 +242,7 @@ class MiniCPMV2_0Encoder(SliceEncoder):
         return cls(c, vpm, Resampler2(grid_size, c.hidden_size, c.num_heads, c.vision.hidden_size, attention=attention))
 
     def plan(self, layouts) -> MiniCPMVMetadata:
-        """Everything that depends on sizes and, as positions are resized, on the weights: plan again after loading."""
+        """Everything that depends on sizes, and the tower's position table, resized: plan again after loading."""
         sizes = [size for layout in self.check_layouts(layouts) for group in layout for size in group.slices]
         return MiniCPMVMetadata(self.vpm.plan(sizes), self.resampler.plan(sizes))
 
@@ -246,14 +252,16 @@ class MiniCPMV2_0Encoder(SliceEncoder):
 
 
 class NaVitEncoder(SliceEncoder):
-    """What 2.5 and all later versions share: NaViT's SigLIP, sines and cosines, graphs. Not built by itself."""
+    """What 2.5 and all later versions share: NaViT's SigLIP, sines and cosines, graphs. Not used by itself."""
 
-    resampler_class = Resampler2_5
+    resampler_class: ClassVar[type[Resampler2_5]] = Resampler2_5
+    vpm: NaVitSiglip
+    resampler: Resampler2_5
 
     @classmethod
     def from_config(cls, config, *, attention: str = "auto") -> "NaVitEncoder":
-        """Build from a `MiniCPMVConfig`, a whole transformers config, or the dict in `config.json`."""
-        c = config if isinstance(config, MiniCPMVConfig) else MiniCPMVConfig.from_hf(config)
+        """Build from a `MiniCPMVEncoderConfig`, a whole transformers config, or the dict in `config.json`."""
+        c = as_encoder_config(config, NaVitSiglipConfig)
         vpm = NaVitSiglip(c.vision, drop_last_layer=c.drop_vision_last_layer, attention=attention)
         resampler = cls.resampler_class(
             c.query_num, c.hidden_size, c.num_heads, c.vision.hidden_size, attention=attention
@@ -269,7 +277,7 @@ class NaVitEncoder(SliceEncoder):
         )
 
     def position_sizes(self, sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """What the tower's position table is told of the slices: their shapes."""
+        """The shapes by which the tower reads its position table: those of the slices."""
         return sizes
 
     def plan_resampler(self, sizes: list[tuple[int, int]], groups: list[SliceGroup]) -> ResamplerMetadata:
@@ -299,8 +307,8 @@ class NaVitEncoder(SliceEncoder):
     def plan_capacity(self, max_tokens: int, max_frames: int) -> MiniCPMVMetadata:
         """Metadata as large as any batch of `max_tokens` output tokens, their rows, and `max_frames` frames can need.
 
-        Tokens come in sets of query_num, so sets are at most max_tokens // query_num, and slices at most as many and
-        the frames that share another's set.
+        Tokens come in sets of query_num, so there are at most max_tokens // query_num sets, and at most as many slices
+        plus the frames that share the queries of another frame.
         """
         max_sets, max_rows = max(1, max_tokens // self.query_num), self.max_rows(max_tokens)
         return MiniCPMVMetadata(
@@ -315,7 +323,7 @@ class NaVitEncoder(SliceEncoder):
 
 
 class MiniCPMV2_5Encoder(NaVitEncoder):
-    """The tower is told of one row of patches, whatever the slice's shape."""
+    """The tower is given one row of patches, whatever the slice's shape."""
 
     def position_sizes(self, sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """(1, h * w) for each slice."""
@@ -323,25 +331,26 @@ class MiniCPMV2_5Encoder(NaVitEncoder):
 
 
 class MiniCPMV2_6Encoder(NaVitEncoder):
-    """The tower is told the shapes; frames of a clip are slices like others."""
+    """The tower is given the shapes; frames of a video are slices like any other."""
 
     skipped_parts = AUDIO_PARTS
 
 
 class MiniCPMV4_0Encoder(NaVitEncoder):
-    """As 2.6; what differs is the text model."""
+    """As 2.6; only the text model differs."""
 
     skipped_parts = AUDIO_PARTS
 
 
 class MiniCPMV4_5Encoder(NaVitEncoder):
-    """Frames know their times, and those of a group share one set of queries."""
+    """Frames have times, and those of a group share one set of queries."""
 
     skipped_parts = AUDIO_PARTS
     resampler_class = Resampler4_5
+    resampler: Resampler4_5
 
     def check_group(self, group, name: str) -> SliceGroup:
-        """One group, normalised: pictures, or frames with one id each."""
+        """One group, normalised: images, or frames with one id each."""
         return as_slice_group(group, name)
 
     def plan_resampler(self, sizes: list[tuple[int, int]], groups: list[SliceGroup]) -> ResamplerMetadata:
@@ -359,10 +368,10 @@ ENCODERS: dict[str, type[SliceEncoder]] = {
 
 
 def minicpmv_version(config) -> str:
-    """The version of a `config.json` (dict or transformers config): what it says, or what its sizes tell.
+    """The version of a `config.json` (dict or transformers config): the one it names, or the one its sizes imply.
 
-    The first two releases do not name theirs: 2304 wide with 64 queries is 2.0, all others 2.5. Raises ValueError
-    listing the known versions.
+    The first two releases do not name theirs: a width of 2304 with 64 queries means 2.0, all others 2.5. Raises
+    ValueError listing the known versions.
     """
     values = config_dict(config)
     version = values.get("version")
@@ -373,18 +382,11 @@ def minicpmv_version(config) -> str:
     return str(version)
 
 
-def encoder_class(config) -> type[SliceEncoder]:
-    """The class of the encoder that a `config.json` asks for."""
-    return ENCODERS[minicpmv_version(config)]
-
-
-def config_dict(config) -> dict:
-    """A dict or a transformers config as a dict."""
-    if isinstance(config, dict):
+def as_encoder_config(config, vision_config_class: type) -> MiniCPMVEncoderConfig:
+    """A `MiniCPMVEncoderConfig` as it is; anything else is read, with the tower's part as `vision_config_class`."""
+    if isinstance(config, MiniCPMVEncoderConfig):
         return config
-    if not hasattr(config, "to_dict"):
-        raise TypeError(f"config: expected a dict or a transformers config, got {type(config).__name__}")
-    return config.to_dict()
+    return MiniCPMVEncoderConfig.from_hf(config, vision_config_class)
 
 
 def as_slice_group(group, name: str) -> SliceGroup:

@@ -2,14 +2,14 @@
 
     patch rows (N, 3*P*P)                         one row per patch, slice after slice, row by row inside a slice
        | embeddings       one matrix product (a convolution whose stride is its kernel)
-       |                  + one learned position per patch: the place of a square table that lies under it
+       |                  + one learned position per patch: the entry of a square table that lies under it
     (N, E)
        | layers x         x + self_attn(layer_norm1(x)); x + mlp(layer_norm2(x)); attention inside slices
        | post_layernorm   LayerNorm
     (N, E)
 
 Upstream pads all slices of a batch to the longest and masks; here they lie end to end, and `cu_seqlens` says where
-each begins. `encode` is that tower; `forward` takes and returns the padded form. A patch's place is a matter of
+each begins. `encode` is that tower; `forward` takes and returns the padded form. Which entry a patch reads depends on
 sizes alone, so it is planned: `encode` reads no value back and branches on no tensor.
 
 Shape suffixes: N patches of all slices, E tower width, H heads, K head dimension; B slices, L pixels along a strip.
@@ -18,14 +18,14 @@ Upstream: `Idefics2VisionTransformer` (vLLM, transformers).
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.attention import available_backends, choose_backend, group_segments, varlen_attention
-from refvl.checks import as_sizes, check_shape
+from refvl.checks import as_sizes, check_pixel_rows, check_shape
 from refvl.encoders.weights import config_values, load_strict
 
 Size = tuple[int, int]
@@ -40,7 +40,7 @@ class NaVitSiglipConfig:
     num_hidden_layers: int = 27
     num_attention_heads: int = 16
     num_channels: int = 3
-    image_size: int = 980  # the picture, in pixels, that the position table stands for
+    image_size: int = 980  # pixels along a side of the image that the position table covers
     patch_size: int = 14
     layer_norm_eps: float = 1e-6
 
@@ -59,14 +59,11 @@ class NaVitSiglipConfig:
 
         Unknown keys are ignored.
         """
-        values = config_values(config, fields(cls), aliases={})
-        if (activation := values.pop("hidden_act", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
-            raise ValueError(f"hidden_act: the tower is written for 'gelu_pytorch_tanh', got {activation!r}")
-        return cls(**values)
+        return cls(**config_values(config, cls, activation="gelu_pytorch_tanh"))
 
     @classmethod
     def tiny(cls) -> "NaVitSiglipConfig":
-        """Two layers and a table of 7 x 7 places: for tests."""
+        """Two layers and a table of 7 x 7 positions: for tests."""
         return cls(hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, image_size=98)
 
     @property
@@ -75,12 +72,12 @@ class NaVitSiglipConfig:
 
     @property
     def depth(self) -> int:
-        """Layers, under the name that the other towers have for them."""
+        """`num_hidden_layers`, under the name that other towers use."""
         return self.num_hidden_layers
 
     @property
     def num_heads(self) -> int:
-        """The same of heads."""
+        """`num_attention_heads`, likewise."""
         return self.num_attention_heads
 
     @property
@@ -90,7 +87,7 @@ class NaVitSiglipConfig:
 
     @property
     def num_patches_per_side(self) -> int:
-        """Places along each side of the position table."""
+        """Entries along each side of the position table."""
         return self.image_size // self.patch_size
 
 
@@ -141,7 +138,7 @@ class NaVitSiglip(nn.Module):
         """Everything that depends on sizes, computed on the CPU and moved to the tower's device.
 
         tgt_sizes: (h, w) per slice in patches, a list or an integer tensor (slices, 2). position_sizes: what the
-        position table is told instead, of as many patches (default: tgt_sizes).
+        position table is given instead, with as many patches (default: tgt_sizes).
         """
         sizes = as_sizes(tgt_sizes)
         position_sizes = sizes if position_sizes is None else as_sizes(position_sizes, "position_sizes")
@@ -160,7 +157,7 @@ class NaVitSiglip(nn.Module):
         )
 
     def plan_capacity(self, max_patches: int, max_slices: int) -> NaVitMetadata:
-        """Metadata as large as any batch of so many patches and slices can need; legal values: one slice of all."""
+        """Metadata as large as any batch within these limits can need; its values are legal: one slice holds all."""
         cu_seqlens = torch.full((max_slices + 1,), max_patches, dtype=torch.int32, device=self.device)
         cu_seqlens[0] = 0
         position_ids = torch.zeros(max_patches, dtype=torch.long, device=self.device)
@@ -168,13 +165,13 @@ class NaVitSiglip(nn.Module):
 
     def encode(self, patches_NC: Tensor, metadata: NaVitMetadata, attention: str | None = None) -> Tensor:
         """(N, C*P*P) patch rows of all slices -> (N, E); `attention` overrides the tower's backend."""
-        check_shape(patches_NC, (len(metadata.position_ids), self.config.patch_values), "pixel_values")
+        check_pixel_rows(patches_NC, (len(metadata.position_ids), self.config.patch_values), self.device)
         backend = choose_backend(attention or self.attention, patches_NC.device, self.dtype, self.config.head_dim)
         x_NE = self.embeddings(patches_NC.to(self.dtype), metadata.position_ids)
         return self.post_layernorm(self.encoder(x_NE, metadata, backend))
 
     def forward(self, pixel_values: Tensor, tgt_sizes, position_sizes=None) -> Tensor:
-        """(B, C, P, L) strips -> (B, L / P, E): slice b is the first h * w patches of strip b; rows behind are zero.
+        """(B, C, P, L) strips -> (B, L / P, E): slice b is the first h * w patches of strip b; the other rows are zero.
 
         tgt_sizes, position_sizes: (B, 2), see `plan`. Raises ValueError when a strip is too short for its slice.
         """
@@ -193,11 +190,12 @@ class NaVitSiglip(nn.Module):
         """Load (checkpoint name, tensor) pairs strictly; returns the names of the parameters that were filled.
 
         Reads names under `vpm.`, `vision_model.` and bare ones; q, k, v fused or separate. The dropped last layer and
-        SigLIP's pooling head are left out. Missing, unexpected and misshapen names are listed in one ValueError.
+        SigLIP's pooling head are left out. All else that does not fit is listed in one ValueError, see `load_strict`.
         """
-        skipped = re.compile(rf"^{VISION_PREFIX}({self.unused_names})")
-        kept = ((name, tensor) for name, tensor in weights if not skipped.search(name))
-        return load_strict(self, kept, rename=checkpoint_to_module_name, fuse=("q", "k", "v"), kernels=self.kernels)
+        return load_strict(
+            self, weights, rename=checkpoint_to_module_name, fuse=("q", "k", "v"), kernels=self.kernels,
+            skip=rf"{VISION_PREFIX}({self.unused_names})",
+        )  # fmt: skip
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
@@ -207,7 +205,7 @@ class NaVitSiglip(nn.Module):
 
     @property
     def unused_names(self) -> str:
-        """A regular expression of the checkpoint names, without prefix, that this tower has no place for."""
+        """A regular expression for the checkpoint names, without prefix, of parts that this tower does not have."""
         last = rf"|encoder\.layers\.{self.config.num_hidden_layers - 1}\." if self.drop_last_layer else ""
         return rf"head\.{last}"
 
@@ -283,10 +281,10 @@ class MLP(nn.Module):
 
 
 def place_in_table(h: int, w: int, side: int) -> Tensor:
-    """(h * w,) int64: for each patch of an h x w slice, row by row, the place it falls on in a side x side table.
+    """(h * w,) int64: for each patch of an h x w slice, row by row, the entry it falls on in a side x side table.
 
-    Row r of the slice lies on row floor(r / h * side). In integers: upstream sorts the fraction r / h into buckets
-    with bounds 1 / side, 2 / side, ..., and a fraction on a bound would hang on how both were rounded.
+    Row r of the slice falls on row floor(r / h * side). Computed in integers: upstream sorts the fraction r / h into
+    buckets with bounds 1 / side, 2 / side, ..., and a fraction on a bound would depend on rounding.
     """
     row, column = torch.arange(h) * side // h, torch.arange(w) * side // w
     return (row[:, None] * side + column).flatten()
@@ -305,7 +303,7 @@ def unpad(padded: Tensor, lengths: Sequence[int], name: str) -> Tensor:
 
 
 def pad(rows: Tensor, lengths: Sequence[int], longest: int) -> Tensor:
-    """The inverse of `unpad`: (B, longest, ...), zero behind each slice."""
+    """The inverse of `unpad`: (B, longest, ...), zero after each slice."""
     padded = rows.new_zeros(len(lengths), longest, *rows.shape[1:])
     for b, piece in enumerate(rows.split(list(lengths))):
         padded[b, : len(piece)] = piece

@@ -1,4 +1,4 @@
-"""MiniCPM-V's resamplers: learned queries read the patches of a slice, and 1,000 patches become 64 tokens.
+"""MiniCPM-V's resamplers: learned queries read the patches of a slice, which turns 1,000 patches into 64 tokens.
 
     rows of the tower (N, C)                      slice after slice
        | kv_proj, ln_kv   to the language model's width
@@ -8,12 +8,12 @@
     tokens (slices * Q, D)
 
     Resampler2     queries and keys carry positions: the queries' fixed grid, resized to the slice's      (2.0)
-    Resampler2_5   keys alone: sines and cosines of row and column                                   (2.5, 2.6, 4.0)
+    Resampler2_5   only keys do: sines and cosines of row and column                                 (2.5, 2.6, 4.0)
     Resampler4_5   and of time; frames of one group share a set of queries                                (4.5)
 
 Upstream keeps tables of sines and cosines and lets them grow; a formula has no size, so a grid of 4 x 227 or a frame
-two hours into a clip needs nothing special. Padded keys do not exist here: slices lie end to end. `resample` is that
-core; `forward` takes the padded form.
+two hours into a video needs nothing special. There are no padded keys here: slices lie end to end. `resample` works on
+those; `forward` takes the padded form.
 
 Shape suffixes: N patches of all slices, D the language model's width, Q queries, H heads, K head dimension;
 B slices, L patches of the longest.
@@ -22,18 +22,19 @@ Upstream: `Resampler2`, `Resampler2_5`, `Resampler4_5` (vLLM).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.attention import available_backends, choose_backend, group_segment_pairs, varlen_cross_attention
-from refvl.checks import as_size, as_sizes, check_positive_int, check_shape
+from refvl.checks import as_size, as_sizes, check_floats, check_integers, check_positive_int, check_shape, is_integer
 from refvl.encoders.navit_siglip import cumulative_lengths, unpad
 from refvl.encoders.weights import load_strict
 from refvl.positions.tables import resize_position_table, sincos, sincos_2d, sincos_frequencies
 
-NO_TIME = -1  # the temporal id of a picture
+NO_TIME = -1  # the temporal id of an image
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +56,7 @@ class ResamplerMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TemporalResamplerMetadata(ResamplerMetadata):
-    """And when each patch was seen."""
+    """And the time of each patch."""
 
     times: Tensor = field(metadata={"pad": "zero"})  # (N,) int32: temporal id of the patch's frame, -1 for none
     time_frequencies: Tensor = field(metadata={"pad": "zero"})  # (D / 2,) float32
@@ -75,7 +76,7 @@ class FixedGridMetadata:
 
 
 class Resampler2(nn.Module):
-    """A fixed grid of queries whose positions are known to queries and keys: MiniCPM-V 2.0."""
+    """A fixed grid of queries; queries and keys carry positions in it: MiniCPM-V 2.0."""
 
     def __init__(
         self,
@@ -90,8 +91,8 @@ class Resampler2(nn.Module):
     ):
         """grid_size: G, for Q = G * G queries. kv_dim: width of the rows (default: embed_dim, no projection).
 
-        adaptive: keys get the sines and cosines of their own grid instead of the queries' resized. do_post_projection:
-        False ends at the attention (Qwen-VL's form).
+        adaptive: keys get the sines and cosines of their own grid instead of the queries' resized ones.
+        do_post_projection: False ends at the attention (Qwen-VL's form).
         """
         super().__init__()
         self.grid_size, self.num_queries = check_positive_int(grid_size, "grid_size"), grid_size**2
@@ -136,11 +137,11 @@ class Resampler2(nn.Module):
     def resample(self, rows_NC: Tensor, metadata: FixedGridMetadata, attention: str | None = None) -> Tensor:
         """(N, kv_dim) rows of all slices -> (slices * Q, D)."""
         tokens_MD = self.attn(*self.attention_inputs(rows_NC, metadata), metadata, self._backend(attention))
-        return tokens_MD if self.proj is None else self.ln_post(tokens_MD) @ self.proj
+        return tokens_MD if self.ln_post is None or self.proj is None else self.ln_post(tokens_MD) @ self.proj
 
-    def attention_inputs(self, rows_NC: Tensor, metadata: FixedGridMetadata) -> tuple[Tensor, Tensor, Tensor]:
+    def attention_inputs(self, rows_NC: Tensor, metadata: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (Q, D), keys (N, D), values (N, D) before they are projected."""
-        check_shape(rows_NC, (len(metadata.key_positions), "kv_dim"), "x")
+        check_floats(check_shape(rows_NC, (len(metadata.key_positions), "kv_dim"), "x"), "x")
         values_ND = self.ln_kv(self.kv_proj(rows_NC.to(self.query.dtype)))
         return self.ln_q(self.query) + metadata.query_positions, values_ND + metadata.key_positions, values_ND
 
@@ -157,9 +158,10 @@ class Resampler2(nn.Module):
         return choose_backend(attention or self.attention, self.query.device, self.query.dtype, self.attn.head_dim)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Strictly, see `load_strict`; `pos_embed`, which checkpoints hold too, is left out: it is a formula."""
-        kept = ((name, x) for name, x in weights if name.removeprefix("resampler.") != "pos_embed")
-        return load_strict(self, kept, rename=lambda name: name.removeprefix("resampler."))
+        """Strictly, see `load_strict`; `pos_embed`, which checkpoints also hold, is left out: it is a formula."""
+        return load_strict(
+            self, weights, rename=lambda name: name.removeprefix("resampler."), skip=r"(resampler\.)?pos_embed$"
+        )
 
 
 class Resampler2_5(nn.Module):
@@ -175,8 +177,8 @@ class Resampler2_5(nn.Module):
         *,
         attention: str = "auto",
     ):
-        """kv_dim: width of the rows (default: embed_dim, no projection). max_size: upstream's first table, and nothing
-        more: any grid will do.
+        """kv_dim: width of the rows (default: embed_dim, no projection). max_size: the size of upstream's first table,
+        and no limit.
         """
         super().__init__()
         self.num_queries, self.max_size = check_positive_int(num_queries, "num_queries"), as_size(max_size, "max_size")
@@ -249,14 +251,14 @@ class Resampler2_5(nn.Module):
         tokens_MD = self.attn(*self.attention_inputs(rows_NC, metadata), metadata, backend)
         return self.ln_post(tokens_MD) @ self.proj
 
-    def attention_inputs(self, rows_NC: Tensor, metadata: ResamplerMetadata) -> tuple[Tensor, Tensor, Tensor]:
+    def attention_inputs(self, rows_NC: Tensor, metadata: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (Q, D), keys (N, D), values (N, D) before they are projected."""
-        check_shape(rows_NC, (len(metadata.places), "kv_dim"), "x")
+        check_floats(check_shape(rows_NC, (len(metadata.places), "kv_dim"), "x"), "x")
         values_ND = self.ln_kv(self.kv_proj(rows_NC.to(self.query.dtype)))
         return self.ln_q(self.query), self.add_positions(values_ND, metadata), values_ND
 
-    def add_positions(self, x_ND: Tensor, metadata: ResamplerMetadata) -> Tensor:
-        """The first half of the channels tells the column, the second the row, as in `sincos_2d`."""
+    def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
+        """The first half of the channels encodes the column, the second the row, as in `sincos_2d`."""
         column_row = sincos(metadata.places.flip(-1), metadata.frequencies)  # (N, 2, D / 2)
         return x_ND + column_row.flatten(1).to(x_ND.dtype)
 
@@ -280,7 +282,9 @@ class Resampler4_5(Resampler2_5):
     """Keys carry time as well, and frames of one group share a set of queries: MiniCPM-V 4.5."""
 
     def __init__(self, *args, max_temporal_size: int = 36000, **kwargs):
-        """As `Resampler2_5`. max_temporal_size: upstream's first table, an hour in tenths of a second, and no limit."""
+        """As `Resampler2_5`. max_temporal_size: the size of upstream's first table (an hour in tenths of a second),
+        and no limit.
+        """
         super().__init__(*args, **kwargs)
         self.max_temporal_size = check_positive_int(max_temporal_size, "max_temporal_size")
 
@@ -310,7 +314,7 @@ class Resampler4_5(Resampler2_5):
             time_frequencies=sincos_frequencies(self.embed_dim).to(self.query.device),
         )
 
-    def add_positions(self, x_ND: Tensor, metadata: TemporalResamplerMetadata) -> Tensor:
+    def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
         """Row, column, and time where there is one."""
         x_ND = super().add_positions(x_ND, metadata)
         time_ND = sincos(metadata.times, metadata.time_frequencies).to(x_ND.dtype)
@@ -363,7 +367,7 @@ def attention_weights(
 ) -> list[Tensor]:
     """How much each query takes from each patch: per set of queries (H, Q, L), L patches, whose rows sum to 1.
 
-    For looking at: `resample` never holds them. Arguments as there.
+    For inspection: `resample` never holds them. Arguments as there.
     """
     q_QHK, k_NHK, _ = resampler.attn.project(*resampler.attention_inputs(rows_NC, metadata))
     scores_HQN = torch.einsum("qhk,nhk->hqn", q_QHK, k_NHK) / resampler.attn.head_dim**0.5
@@ -372,12 +376,12 @@ def attention_weights(
 
 
 def layer_norm(embed_dim: int) -> nn.LayerNorm:
-    """The norms of all resamplers have this eps, which is not torch's default."""
+    """The norm of all resamplers; its eps is not torch's default."""
     return nn.LayerNorm(embed_dim, eps=1e-6)
 
 
 def key_projection(kv_dim: int | None, embed_dim: int) -> nn.Module:
-    """The tower's width to the language model's; nothing where they agree."""
+    """From the tower's width to the language model's; nothing where they are equal."""
     return nn.Identity() if kv_dim in (None, embed_dim) else nn.Linear(kv_dim, embed_dim, bias=False)
 
 
@@ -399,7 +403,7 @@ def plan_sets(num_queries: int, patches_per_set: Sequence[int], device) -> tuple
 
 
 def as_temporal_groups(temporal_ids, num_slices: int) -> list[list[int]]:
-    """One list of ids per group, -1 for None; None: every slice for itself, without a time.
+    """One list of ids per group, -1 for None; None: every slice by itself, without a time.
 
     Raises TypeError for another kind and ValueError for ids below -1, an empty group, or ids that do not cover every
     slice once.
@@ -410,7 +414,7 @@ def as_temporal_groups(temporal_ids, num_slices: int) -> list[list[int]]:
         raise TypeError(f"temporal_ids: expected one list of ids per group, or a flat tensor, got {temporal_ids!r}")
     groups = [[NO_TIME if id_ is None else id_ for id_ in ids] for ids in temporal_ids]
     for i, ids in enumerate(groups):
-        if any(isinstance(id_, bool) or not hasattr(id_, "__index__") for id_ in ids):
+        if not all(map(is_integer, ids)):
             raise TypeError(f"temporal_ids[{i}]: expected integers, got {ids}")
         if not ids or min(ids) < NO_TIME:
             raise ValueError(f"temporal_ids[{i}]: expected at least one id, each -1 (no time) or more, got {ids}")
@@ -422,14 +426,13 @@ def as_temporal_groups(temporal_ids, num_slices: int) -> list[list[int]]:
 
 
 def ungrouped(temporal_ids: Tensor) -> list[list[int]]:
-    """(B,) ids -> every slice for itself."""
-    if temporal_ids.is_floating_point() or temporal_ids.dtype == torch.bool:
-        raise TypeError(f"temporal_ids: expected integers, got dtype {temporal_ids.dtype}")
-    return [[id_] for id_ in check_shape(temporal_ids, ("slices",), "temporal_ids").tolist()]
+    """(B,) ids -> every slice by itself."""
+    check_integers(check_shape(temporal_ids, ("slices",), "temporal_ids"), "temporal_ids")
+    return [[id_] for id_ in temporal_ids.tolist()]
 
 
 def count_per_set(ids: Sequence[int], patches: Sequence[int]) -> list[int]:
-    """Patches that each set of queries reads: all of the group's, or each slice's alone where there is no time.
+    """Patches that each set of queries reads: all of the group's, or those of one slice where there is no time.
 
     >>> count_per_set([2, 6], [24, 24]), count_per_set([-1, -1], [24, 24])
     ([48], [24, 24])

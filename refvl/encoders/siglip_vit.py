@@ -4,31 +4,30 @@
        | patchify         one row per patch, row by row
     patch rows (N, 3*P*P)
        | patch_embed      one matrix product (a convolution whose stride is its kernel)
-       | + pos_embed      the learned table, resized bicubically with antialias to the picture's grid
+       | + pos_embed      the learned table, resized bicubically with antialias to the image's grid
     (N, E)
-       | blocks x         x + attn(norm1(x)); x + mlp(norm2(x)); attention inside pictures, exact GELU
+       | blocks x         x + attn(norm1(x)); x + mlp(norm2(x)); attention inside images, exact GELU
        | norm             LayerNorm
     (N, E)
 
-There is no class token, and the attention pool of SigLIP is not part of it. Resized positions depend on the grid and
-the table: they are planned, as in `refvl.encoders.glm4v`, and a plan holds what the weights say now.
+There is no class token, and SigLIP's attention pool is not part of it. Resized positions depend on the grid and the
+table: they are planned, as in `refvl.encoders.glm4v`, and a plan holds what the weights are now.
 
-Shape suffixes: N patches of all pictures, E tower width, H heads, K head dimension.
+Shape suffixes: N patches of all images, E tower width, H heads, K head dimension.
 Upstream: `VisionTransformer` (timm), `vit_so400m_patch14_siglip_384`.
 """
 
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.attention import choose_backend, group_segments, varlen_attention
-from refvl.checks import as_sizes, check_shape
+from refvl.checks import as_sizes, check_pixel_rows, check_shape
 from refvl.encoders.navit_siglip import cumulative_lengths
-from refvl.encoders.weights import config_values, load_strict
+from refvl.encoders.weights import config_dict, config_values, load_strict
 from refvl.positions.tables import resize_position_table
 
 LAYER_NORM_EPS = 1e-6
@@ -38,7 +37,7 @@ LAYER_NORM_EPS = 1e-6
 class SiglipViTConfig:
     """Sizes of the tower; the names are timm's, the defaults those of `vit_so400m_patch14_siglip_384`."""
 
-    img_size: int = 384  # the picture, in pixels, that the position table was learned on
+    img_size: int = 384  # pixels along a side of the images that the position table was learned on
     patch_size: int = 14
     in_chans: int = 3
     embed_dim: int = 1152
@@ -55,14 +54,12 @@ class SiglipViTConfig:
     @classmethod
     def from_hf(cls, config) -> "SiglipViTConfig":
         """From a dict of timm's names, or the whole model's config: its `vision_config`, or its `vision_encoder`."""
-        values = config_values(config, fields(cls), aliases={})
-        values.pop("hidden_act", None)
-        whole = config if isinstance(config, dict) else config.to_dict()
+        whole = config_dict(config)
         if "vision_encoder" in whole and not whole.get("vision_config"):
             if not str(whole["vision_encoder"]).startswith(KNOWN_ENCODER):
                 raise ValueError(f"vision_encoder: expected {KNOWN_ENCODER!r}, got {whole['vision_encoder']!r}")
-            return cls()  # a whole config speaks of other sizes under the same names
-        return cls(**values)
+            return cls()  # a whole config uses these names for other sizes
+        return cls(**config_values(whole, cls, activation=None))
 
     @property
     def head_dim(self) -> int:
@@ -70,7 +67,7 @@ class SiglipViTConfig:
 
     @property
     def hidden_size(self) -> int:
-        """The width, under the name that the other towers have for it."""
+        """The width, under the name that other towers use."""
         return self.embed_dim
 
     @property
@@ -87,9 +84,9 @@ class SiglipViTMetadata:
     """What one `encode` needs besides pixels."""
 
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype
-    cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (pictures + 1,) int32, patches
-    picture_groups: tuple[Tensor, ...] = field(metadata={"pad": "empty"})  # equal sizes, for the sdpa backend
-    max_seqlen: int  # patches in the largest picture
+    cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (images + 1,) int32, patches
+    image_groups: tuple[Tensor, ...] = field(metadata={"pad": "empty"})  # equal sizes, for the sdpa backend
+    max_seqlen: int  # patches in the largest image
 
 
 class SiglipViT(nn.Module):
@@ -108,7 +105,7 @@ class SiglipViT(nn.Module):
     def from_config(cls, config, *, drop_last_layer: bool = False, attention: str = "auto") -> "SiglipViT":
         """Build from a `SiglipViTConfig`, a dict of timm's names, or a whole config of MiniCPM-V 2.0.
 
-        drop_last_layer: leave the last block out, keep the norm behind it (`drop_vision_last_layer`). attention: a
+        drop_last_layer: leave the last block out, keep the norm after it (`drop_vision_last_layer`). attention: a
         backend of `refvl.attention`, or "auto" for the best one on the device the pixels come from.
         """
         config = config if isinstance(config, SiglipViTConfig) else SiglipViTConfig.from_hf(config)
@@ -123,7 +120,7 @@ class SiglipViT(nn.Module):
         return self.pos_embed.dtype
 
     def plan(self, tgt_sizes) -> SiglipViTMetadata:
-        """Everything that depends on sizes. tgt_sizes: (h, w) per picture in patches."""
+        """Everything that depends on sizes, and the resized table. tgt_sizes: (h, w) per image in patches."""
         sizes = as_sizes(tgt_sizes)
         table = self.pos_embed[0]
         positions = [table[:0], *(resize_position_table(table, size, antialias=True) for size in sizes)]
@@ -131,13 +128,13 @@ class SiglipViT(nn.Module):
         return SiglipViTMetadata(
             position_embeds=torch.cat(positions),
             cu_seqlens=cu_seqlens.to(self.device, non_blocking=True),
-            picture_groups=tuple(group.to(self.device, non_blocking=True) for group in group_segments(cu_seqlens)),
+            image_groups=tuple(group.to(self.device, non_blocking=True) for group in group_segments(cu_seqlens)),
             max_seqlen=max((h * w for h, w in sizes), default=0),
         )
 
     def encode(self, patches_NC: Tensor, metadata: SiglipViTMetadata, attention: str | None = None) -> Tensor:
-        """(N, C*P*P) patch rows of all pictures -> (N, E); `attention` overrides the tower's backend."""
-        check_shape(patches_NC, (len(metadata.position_embeds), self.config.patch_values), "pixel_values")
+        """(N, C*P*P) patch rows of all images -> (N, E); `attention` overrides the tower's backend."""
+        check_pixel_rows(patches_NC, (len(metadata.position_embeds), self.config.patch_values), self.device)
         backend = choose_backend(attention or self.attention, patches_NC.device, self.dtype, self.config.head_dim)
         x_NE = self.patch_embed(patches_NC.to(self.dtype)) + metadata.position_embeds
         for block in self.blocks:
@@ -158,12 +155,13 @@ class SiglipViT(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load (checkpoint name, tensor) pairs strictly; returns the names of the parameters that were filled.
 
-        Reads names under `vpm.` and bare ones. The attention pool and the dropped last block are left out. Missing,
-        unexpected and misshapen names are listed in one ValueError.
+        Reads names under `vpm.` and bare ones. The attention pool and the dropped last block are left out. All else
+        that does not fit is listed in one ValueError, see `load_strict`.
         """
-        skipped = re.compile(rf"^(vpm\.)?({self.unused_names})")
-        kept = ((name, tensor) for name, tensor in weights if not skipped.search(name))
-        return load_strict(self, kept, rename=lambda name: name.removeprefix("vpm."), kernels=self.kernels)
+        return load_strict(
+            self, weights, rename=lambda name: name.removeprefix("vpm."), kernels=self.kernels,
+            skip=rf"(vpm\.)?({self.unused_names})",
+        )  # fmt: skip
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
@@ -173,7 +171,7 @@ class SiglipViT(nn.Module):
 
     @property
     def unused_names(self) -> str:
-        """A regular expression of the checkpoint names, without prefix, that this tower has no place for."""
+        """A regular expression for the checkpoint names, without prefix, of parts that this tower does not have."""
         return r"attn_pool\." + rf"|blocks\.{self.config.depth - 1}\." * self.drop_last_layer
 
 
@@ -204,7 +202,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Fused q, k, v; every patch attends within its own picture."""
+    """Fused q, k, v; every patch attends within its own image."""
 
     def __init__(self, config: SiglipViTConfig):
         super().__init__()
@@ -216,7 +214,7 @@ class Attention(nn.Module):
         q_NHK, k_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
         out_NHK = varlen_attention(
             q_NHK, k_NHK, v_NHK, metadata.cu_seqlens, metadata.max_seqlen,
-            backend=backend, groups=metadata.picture_groups,
+            backend=backend, groups=metadata.image_groups,
         )  # fmt: skip
         return self.proj(out_NHK.flatten(1))  # (N, E)
 

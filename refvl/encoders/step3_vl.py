@@ -13,7 +13,7 @@
        | vit_large_projector one linear layer
     embeddings (B, M, D)     169 tokens of an overview, 81 of a crop
 
-A picture is one overview and any number of crops (`refvl.pixels.crops`), so a batch holds squares of two sizes. They do
+An image is one overview and any number of crops (`refvl.pixels.crops`), so a batch holds squares of two sizes. They do
 not attend to each other: `plan(layouts)` says which patch rows belong to which size, each size runs as one stack, and
 the embeddings are put back in the order of the prompt, crops first. `paths` offers the two stacks to graphs.
 
@@ -23,16 +23,17 @@ H heads, K head dimension. Upstream: `Step3VisionTransformer` and `Step3VLForCon
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from refvl.attention import available_backends, choose_backend, varlen_attention
-from refvl.checks import Grid, as_grids, check_shape
-from refvl.encoders.weights import config_values, load_strict
+from refvl.checks import Grid, as_grids, check_pixel_rows, check_shape
+from refvl.encoders.weights import config_dict, config_values, load_strict
 from refvl.pixels.crops import CropLayout, as_crop_layouts, square_patch_rows
-from refvl.positions import tables
+from refvl.positions.tables import resize_position_table
 
 CLASS_TOKENS = 4
 
@@ -51,7 +52,7 @@ class Step3VisionConfig:
     crop_size: int = 504  # a constant of the released model
     patch_size: int = 14
     layer_norm_eps: float = 1e-5
-    understand_projector_stride: int = 2  # this and the next two stand in the config of the whole model
+    understand_projector_stride: int = 2  # this and the next two come from the config of the whole model
     out_hidden_size: int = 7168  # the language model's width
     projector_bias: bool = False
 
@@ -81,10 +82,7 @@ class Step3VisionConfig:
         hidden_size: the language model's. What is None is read from the whole model's config, if that was given.
         Unknown keys are ignored.
         """
-        values = config_values(config, fields(cls), aliases={})
-        if (activation := values.pop("hidden_act", "quick_gelu")) != "quick_gelu":
-            raise ValueError(f"hidden_act: the tower is written for 'quick_gelu', got {activation!r}")
-        whole = config if isinstance(config, dict) else config.to_dict()
+        values, whole = config_values(config, cls, activation="quick_gelu"), config_dict(config)
         whole = whole if "vision_config" in whole else {}
         given = {
             "understand_projector_stride": (understand_projector_stride, whole.get("understand_projector_stride")),
@@ -96,7 +94,7 @@ class Step3VisionConfig:
 
     @classmethod
     def tiny(cls) -> "Step3VisionConfig":
-        """Three blocks, overviews of 6 x 6 patches (4 tokens), crops of 4 x 4 (1 token): for tests and pictures."""
+        """Three blocks, overviews of 6 x 6 patches (4 tokens), crops of 4 x 4 (1 token): for tests and figures."""
         return cls(
             hidden_size=48, intermediate_size=80, output_hidden_size=40, num_hidden_layers=3, num_attention_heads=4,
             image_size=84, crop_size=56, out_hidden_size=56,
@@ -140,13 +138,13 @@ class Step3VisionConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata:
-    """What one forward over pictures needs besides pixels. Graphs capture the two stacks instead (`StackMetadata`)."""
+    """What one forward over images needs besides pixels. Graphs capture the two stacks instead (`StackMetadata`)."""
 
     local_rows: Tensor  # (crops * n_l^2,) int64: which patch rows are crops'
     global_rows: Tensor  # (overviews * n_g^2,) int64
     local_position_embeds: Tensor  # (1 + n_l^2, E) in the tower's dtype, the class token's first
     global_position_embeds: Tensor  # (1 + n_g^2, E)
-    order: Tensor  # (M,) int64: all crops' tokens, then all overviews', into the order of the pictures
+    order: Tensor  # (M,) int64: all crops' tokens, then all overviews', into the order of the images
     num_crops: int
     num_images: int
 
@@ -158,13 +156,15 @@ class VisionMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackMetadata:
-    """What a stack of equal squares needs besides pixels: its shape says all the rest."""
+    """What a stack of equal squares needs besides pixels: the rest follows from its shape."""
 
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (1 + n^2, E), the same for every stack of a path
 
 
 class Step3VisionEncoder(nn.Module):
     """Squares in, embeddings of the language model's width out; parameter names are the checkpoint's."""
+
+    plan_reads_weights: ClassVar[bool] = True  # the position table: a plan is stale when the weights change
 
     def __init__(self, config: Step3VisionConfig, *, attention: str = "auto"):
         super().__init__()
@@ -207,44 +207,41 @@ class Step3VisionEncoder(nn.Module):
 
     @property
     def paths(self) -> dict[str, "SquarePath"]:
-        """The two stacks as encoders of their own, in the order in which a picture's rows and embeddings lie."""
+        """The two stacks as encoders of their own, in the order of an image's rows and embeddings."""
         return {"local": SquarePath(self, self.config.crop_size), "global": SquarePath(self, self.config.image_size)}
 
     def path_layouts(self, layout: CropLayout) -> dict[str, Grid | None]:
-        """(squares, n, n) of a picture on each path; None where it has nothing there."""
-        local, overview = (
-            self.config.patches_per_side(size) for size in (self.config.crop_size, self.config.image_size)
-        )
-        crops = (layout.crops, local, local) if layout.crops else None
-        return {"local": crops, "global": (1, overview, overview)}
+        """(squares, n, n) of an image on each path; None where it has nothing there."""
+        counts = {"local": layout.crops, "global": 1}
+        return {name: (counts[name], p.side, p.side) if counts[name] else None for name, p in self.paths.items()}
 
     def check_layouts(self, layouts, *, name: str = "layouts") -> list[CropLayout]:
-        """Layouts, (rows, columns) of crops per picture, normalised; TypeError or ValueError where one is not."""
+        """(rows, columns) of crops per image, normalised; TypeError or ValueError for anything else."""
         return as_crop_layouts(layouts, name)
 
     def item_size(self, layout: CropLayout) -> tuple[int, int, int]:
-        """(patch rows, output tokens, squares) of one picture."""
-        [layout], paths = self.check_layouts([layout]), self.paths
-        sizes = [paths[name].item_size(grid) for name, grid in self.path_layouts(layout).items() if grid]
-        return tuple(map(sum, zip(*sizes, strict=True)))
+        """(patch rows, output tokens, squares) of one image."""
+        (rows_l, tokens_l, _), (rows_g, tokens_g, _) = (path.square_size for path in self.paths.values())
+        crops = CropLayout(*layout).crops
+        return crops * rows_l + rows_g, crops * tokens_l + tokens_g, crops + 1
 
     def plan(self, layouts) -> VisionMetadata:
         """Which rows make which stack, and the way back, computed on the CPU and moved to the encoder's device.
 
-        Only the position table is resized where it lies. The plan holds what the weights say now: plan again after
-        loading. layouts: (rows, columns) of crops per picture.
+        Only the position table is resized on its own device. The plan holds what the weights are now: plan again after
+        loading. layouts: (rows, columns) of crops per image.
         """
-        layouts, paths = self.check_layouts(layouts), self.paths
+        layouts, (local, overview) = self.check_layouts(layouts), self.paths.values()
+        (rows_l, tokens_l, _), (rows_g, tokens_g, _) = local.square_size, overview.square_size
         crops = [layout.crops for layout in layouts]
-        (rows_l, tokens_l, _), (rows_g, tokens_g, _) = (p.item_size((1, p.side, p.side)) for p in paths.values())
         local_rows, global_rows = _split_places([(n * rows_l, rows_g) for n in crops])
-        # where each computed token belongs; sorting that says, for each place, which token comes there
+        # the place of each computed token; sorting that gives, for each place, the token that comes there
         order = torch.cat(_split_places([(n * tokens_l, tokens_g) for n in crops])).argsort()
         return VisionMetadata(
             local_rows=local_rows.to(self.device, non_blocking=True),
             global_rows=global_rows.to(self.device, non_blocking=True),
-            local_position_embeds=self.position_embeds(paths["local"].side),
-            global_position_embeds=self.position_embeds(paths["global"].side),
+            local_position_embeds=self.position_embeds(local.side),
+            global_position_embeds=self.position_embeds(overview.side),
             order=order.to(self.device, non_blocking=True),
             num_crops=sum(crops),
             num_images=len(layouts),
@@ -252,7 +249,7 @@ class Step3VisionEncoder(nn.Module):
 
     def position_embeds(self, side: int) -> Tensor:
         """(1 + side^2, E): the position table for squares of side x side patches."""
-        return resize_position_table(self.vision_model.embeddings.position_embedding.weight, side)
+        return resize_class_and_positions(self.vision_model.embeddings.position_embedding.weight, side)
 
     def forward(
         self,
@@ -262,11 +259,12 @@ class Step3VisionEncoder(nn.Module):
         metadata: VisionMetadata | None = None,
         attention: str | None = None,
     ) -> Tensor:
-        """Squares (B, C, S, S) -> (B, M, D); or patch rows of pictures (N, C*P*P) -> (M, D), pictures in order.
+        """Squares (B, C, S, S) -> (B, M, D); or patch rows of images (N, C*P*P) -> (M, D), images in order.
 
-        Rows of a picture: its crops in order, then the overview, patches row by row; its embeddings come in the same
+        Rows of an image: its crops in order, then the overview, patches row by row; its embeddings come in the same
         order. With rows give `layouts` to plan here, or the `metadata` of an earlier `plan`; `attention` overrides the
-        encoder's backend. Raises ValueError when the rows do not match.
+        encoder's backend. Raises ValueError when the rows do not match, TypeError when they hold no floating-point
+        numbers.
         """
         if isinstance(pixel_values, Tensor) and pixel_values.ndim == 4:
             return self._encode_pixels(pixel_values, attention)
@@ -275,19 +273,20 @@ class Step3VisionEncoder(nn.Module):
         metadata = self.plan(layouts) if metadata is None else metadata
         num_rows = len(metadata.local_rows) + len(metadata.global_rows)
         rows = (("patches", num_rows), ("values (C*P*P)", self.config.patch_values))
-        check_shape(pixel_values, rows, "pixel_values")
+        check_pixel_rows(pixel_values, rows, self.device)
         embeds = [
-            self.encode_stack(pixel_values[rows], position_embeds, attention=attention).flatten(0, 1)
-            for rows, position_embeds in (
+            self.encode_stack(pixel_values[indices], position_embeds, attention=attention).flatten(0, 1)
+            for indices, position_embeds in (
                 (metadata.local_rows, metadata.local_position_embeds),
                 (metadata.global_rows, metadata.global_position_embeds),
             )
-            if len(rows)
+            if len(indices)
         ]
-        return torch.cat(embeds)[metadata.order] if embeds else pixel_values.new_zeros(0, self.config.out_hidden_size)
+        empty = torch.zeros(0, self.config.out_hidden_size, dtype=self.dtype, device=self.device)
+        return torch.cat(embeds)[metadata.order] if embeds else empty
 
     def _encode_pixels(self, pixels: Tensor, attention: str | None) -> Tensor:
-        check_shape(pixels, ("B", self.config.num_channels, "S", "S"), "pixel_values")
+        check_pixel_rows(pixels, ("B", self.config.num_channels, "S", "S"), self.device)
         side = self.config.patches_per_side(pixels.shape[-1])
         rows = square_patch_rows(pixels, self.config.patch_size)
         return self.encode_stack(rows, self.position_embeds(side), attention=attention)
@@ -304,7 +303,7 @@ class Step3VisionEncoder(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load (checkpoint name, tensor) pairs strictly; returns the names of the parameters that were filled.
 
-        Missing, unexpected and misshapen names are listed in one ValueError.
+        All that does not fit is listed in one ValueError, see `load_strict`.
         """
         c = self.config
         kernel = (c.hidden_size, c.num_channels, c.patch_size, c.patch_size)
@@ -320,9 +319,12 @@ class SquarePath:
     Every square of a path has the same size, so there is nothing to pad but whole squares, which nothing else sees.
     """
 
+    plan_reads_weights: ClassVar[bool] = True  # as the whole encoder's
+
     def __init__(self, encoder: Step3VisionEncoder, size: int):
         self.encoder, self.size = encoder, size
         self.side, self.tokens = encoder.config.patches_per_side(size), encoder.config.tokens_of(size)
+        self.square_size = (self.side**2, self.tokens, 1)  # `item_size` of one square
 
     @property
     def device(self) -> torch.device:
@@ -338,11 +340,12 @@ class SquarePath:
         available = available_backends(self.device, self.dtype, self.encoder.config.head_dim)
         return "varlen" if "varlen" in available else "sdpa"
 
-    def check_layouts(self, layouts) -> list[Grid]:
-        grids = as_grids(layouts, name="layouts")
+    def check_layouts(self, layouts, *, name: str = "layouts") -> list[Grid]:
+        """(squares, n, n) per item, normalised; TypeError or ValueError for anything else and squares of another n."""
+        grids = as_grids(layouts, name=name)
         for i, (_, h, w) in enumerate(grids):
             if (h, w) != (self.side, self.side):
-                raise ValueError(f"layouts[{i}]: squares here have {self.side} x {self.side} patches, got {h} x {w}")
+                raise ValueError(f"{name}[{i}]: squares here have {self.side} x {self.side} patches, got {h} x {w}")
         return grids
 
     def item_size(self, layout: Grid) -> tuple[int, int, int]:
@@ -351,11 +354,12 @@ class SquarePath:
         return squares * h * w, squares * self.tokens, squares
 
     def plan(self, layouts) -> StackMetadata:
+        """The same for every batch: positions of one square, as the weights are now."""
         self.check_layouts(layouts)
         return StackMetadata(self.encoder.position_embeds(self.side))
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> StackMetadata:
-        """The same for every capacity: positions of one square."""
+        """Room for them, whatever the capacity."""
         width = self.encoder.config.hidden_size
         return StackMetadata(torch.zeros(1 + self.side**2, width, dtype=self.dtype, device=self.device))
 
@@ -366,11 +370,13 @@ class SquarePath:
 
     def __call__(self, pixel_values: Tensor, *, metadata: StackMetadata, attention: str | None = None) -> Tensor:
         """(N, C*P*P) rows of whole squares -> (M, D)."""
+        rows = ("patches", ("values (C*P*P)", self.encoder.config.patch_values))
+        check_pixel_rows(pixel_values, rows, self.device)
         return self.encoder.encode_stack(pixel_values, metadata.position_embeds, attention=attention).flatten(0, 1)
 
 
 class VisionTransformer(nn.Module):
-    """Embeddings, then layers; the result still has its four class tokens."""
+    """Embeddings, then layers; the result still has the four class tokens."""
 
     def __init__(self, config: Step3VisionConfig):
         super().__init__()
@@ -384,7 +390,7 @@ class VisionTransformer(nn.Module):
         B, T, _ = x_BTE.shape
         segments = Segments.equal(B, T, x_BTE.device)
         x_NE = x_BTE.flatten(0, 1)
-        for layer in self.transformer["layers"]:
+        for layer in self.transformer["layers"].children():
             x_NE = layer(x_NE, segments, backend)
         return x_NE.unflatten(0, (B, T))
 
@@ -464,19 +470,19 @@ class VisionMLP(nn.Module):
         return self.fc2(x_NE * torch.sigmoid(1.702 * x_NE))
 
 
-def resize_position_table(table: Tensor, side: int) -> Tensor:
-    """(1 + S*S, E) -> (1 + side*side, E): the class token's row stays, the others are resized as a picture.
+def resize_class_and_positions(table: Tensor, side: int) -> Tensor:
+    """(1 + S*S, E) -> (1 + side*side, E): the class token's row stays, the others are resized as an image would be.
 
     Bicubic with antialias, in float32; a table of the right size is returned as it is. Raises ValueError when the rows
-    behind the first are no square. Upstream: `get_abs_pos`.
+    after the first are no square. Upstream: `get_abs_pos`.
     """
     check_shape(table, ("1 + S * S", "E"), "table")
-    size = math.isqrt(len(table) - 1)
+    size = math.isqrt(max(0, len(table) - 1))
     if size == 0 or size**2 != len(table) - 1:
         raise ValueError(f"table: expected 1 + S * S rows, got {len(table)}")
     if size == side:
         return table
-    return torch.cat([table[:1], tables.resize_position_table(table[1:], (side, side), antialias=True)])
+    return torch.cat([table[:1], resize_position_table(table[1:], (side, side), antialias=True)])
 
 
 def checkpoint_to_module_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Where tokens stand and which of them stay; knows nothing of models."""
+"""Where tokens stand in the prompt and which of them stay; nothing here knows a model."""
 
 from refvl.positions.evs import (
     compute_dissimilarity,

@@ -1,12 +1,12 @@
 """EVS: which video tokens survive, and where they stand.
 
-Efficient Video Sampling (arXiv 2510.14624) keeps the tokens of a clip that changed since the frame
-before. A token that stayed the same adds little: its predecessor at the same place already told it.
-This module works on merged embeddings, as serving engines do.
+Efficient Video Sampling (arXiv 2510.14624) keeps the tokens of a video that changed since the frame before. A token
+that stayed the same adds little: its predecessor at the same place already said it. This module works on merged
+embeddings, as serving engines do, of any width.
 
-A survivor keeps the position it had in the whole clip, and so does all later text: the pruned layout
-is exactly the full layout restricted to what is kept. Positions are integers and travel beside the
-embeddings (as extra bfloat16 channels they would be rounded above 256).
+A survivor keeps the position it had in the whole video, and so does all later text: the pruned layout is exactly the
+full layout restricted to what is kept. Positions are integers and travel beside the embeddings (as extra bfloat16
+channels they would be rounded above 256).
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.checks import as_grids, check_positive_int, check_pruning_rate, check_shape
-from refvl.positions.mrope import grid_positions, mrope_delta
+from refvl.checks import as_grids, check_floats, check_number, check_positive_int, check_pruning_rate, check_shape
+from refvl.positions.mrope import MAX_POSITION, check_t_factor, grid_positions, mrope_delta
 
 ALWAYS_KEPT = 255.0  # dissimilarity given to first-frame tokens; a cosine distance never exceeds 2
 
@@ -37,17 +37,23 @@ def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
 def compute_dissimilarity(video_embeds: Tensor, num_frames: int) -> Tensor:
     """(t, M / t) float32: 1 - cosine similarity with the token at the same place one frame earlier.
 
-    First-frame tokens get 255, so that they come first in any ranking. video_embeds: (M, D), frame-major.
+    First-frame tokens get 255, so that they come first in any ranking; where nan or inf in the embeddings leaves no
+    number, it is 0. video_embeds: (M, D), frame-major. Raises TypeError or ValueError for other embeddings, and for a
+    num_frames that does not divide M.
     """
+    check_floats(check_shape(video_embeds, ("M", "D"), "video_embeds"), "video_embeds")
+    if len(video_embeds) % check_positive_int(num_frames, "num_frames") or not len(video_embeds):
+        raise ValueError(f"num_frames: must divide the {len(video_embeds)} tokens of video_embeds, got {num_frames}")
     frames = video_embeds.float().unflatten(0, (num_frames, -1))  # (t, M/t, D)
     change = 1 - F.cosine_similarity(frames[1:], frames[:-1], dim=-1)
-    return torch.cat([torch.full_like(frames[:1, :, 0], ALWAYS_KEPT), change])
+    return torch.cat([change.new_full((1, frames.shape[1]), ALWAYS_KEPT), change.nan_to_num(nan=0)])
 
 
 def compute_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_size: int, q: float) -> Tensor:
     """(M,) bool: the tokens that stay, largest dissimilarity first, ties by a stable descending sort.
 
-    video_embeds: (M, D) merged embeddings of one video, frame-major. video_size_thw: (t, h, w) in patches.
+    video_embeds: (M, D) merged embeddings of one video, frame-major. video_size_thw: (t, h, w) in patches. The first
+    frame stays, whatever the embeddings hold.
     """
     t, h, w = _one_grid(video_size_thw, spatial_merge_size)
     num_tokens = t * h * w // spatial_merge_size**2
@@ -68,12 +74,9 @@ def compute_mrope_for_media(
     skip, and a survivor must know it even when the tokens that reached it are pruned. Images use the defaults.
     """
     t, h, w = _one_grid(video_size_thw, spatial_merge_size)
-    t_factor = tokens_per_second * video_second_per_grid
-    if not 0 <= t_factor < float("inf"):  # also refuses nan
-        raise ValueError(
-            "tokens_per_second * video_second_per_grid: must be finite and not negative, "
-            f"got {tokens_per_second} * {video_second_per_grid}"
-        )
+    t_factor = check_number(tokens_per_second, "tokens_per_second")
+    t_factor *= check_number(video_second_per_grid, "video_second_per_grid")
+    check_t_factor(t_factor, t, "tokens_per_second * video_second_per_grid")
     positions_M3 = grid_positions(t, h // spatial_merge_size, w // spatial_merge_size, t_factor).T
     extent = (positions_M3.max() + 1).expand(len(positions_M3), 1)
     return torch.cat([positions_M3, extent], dim=1)
@@ -102,16 +105,17 @@ def recompute_mrope_positions(
 
     input_ids: (L,) the pruned prompt. multimodal_positions: the (4, n) pieces that arrived with this chunk, in
     prompt order, rows t, h, w, extent as in `compute_mrope_for_media`, cut to the tokens kept; a piece never spans
-    two media. mrope_positions: (3, L or more) as the previous chunk left them; a tail behind the prompt, as the longer
+    two media. mrope_positions: (3, L or more) as the previous chunk left them; a tail after the prompt, as the longer
     unpruned layout has it, is cut off. num_computed_tokens: how much of the prompt is done; what lies before is not
     touched.
 
     Returns positions (3, L) int64 and delta. Whatever the cuts, the positions of every token up to the end of the
-    last piece and of the text behind it equal the full layout restricted to what is kept; media tokens that have
-    not arrived yet hold provisional positions. Raises ValueError if the pieces do not fit the prompt.
+    last piece and of the text after it equal the full layout restricted to what is kept; media tokens that have not
+    arrived yet hold provisional positions. Raises ValueError if the pieces do not fit the prompt, or if a position is
+    no whole number from 0 to `MAX_POSITION`.
     """
     ids = torch.as_tensor(input_ids).flatten().cpu()
-    check_shape(mrope_positions, (3, "at least L"), "mrope_positions")
+    _check_positions(check_shape(mrope_positions, (3, "at least L"), "mrope_positions"), "mrope_positions")
     if mrope_positions.shape[1] < ids.numel():
         raise ValueError(f"mrope_positions: {ids.numel()} tokens, but only {mrope_positions.shape[1]} positions")
     positions = mrope_positions[:, : ids.numel()].clone().long()
@@ -120,12 +124,21 @@ def recompute_mrope_positions(
     is_media = (ids == image_token_id) | (ids == video_token_id)
     index = num_computed_tokens
     for i, piece in enumerate(multimodal_positions):
-        check_shape(piece, (4, "n"), f"multimodal_positions[{i}]")
+        name = f"multimodal_positions[{i}]"
+        _check_positions(check_shape(piece, (4, "n"), name), name)
         if piece.shape[1]:
-            index = _place_piece(
-                positions, ids, is_media, index, piece.long(), vision_start_token_id, f"multimodal_positions[{i}]"
-            )
+            index = _place_piece(positions, ids, is_media, index, piece.long(), vision_start_token_id, name)
     return positions, mrope_delta(positions) if ids.numel() else 0
+
+
+def _check_positions(positions: Tensor, name: str) -> None:
+    """Floats will do where they are whole: upstream carries positions as channels of the embeddings."""
+    if positions.is_complex() or positions.dtype == torch.bool:
+        raise TypeError(f"{name}: expected integers, got dtype {positions.dtype}")
+    wrong = ~((positions >= 0) & (positions < MAX_POSITION) & (positions == positions.trunc()))  # also nan
+    if wrong.any():
+        value = positions[wrong][0].item()
+        raise ValueError(f"{name}: a position is a whole number from 0 to {MAX_POSITION - 1}, got {value}")
 
 
 def _place_piece(positions, ids, is_media, index, piece, vision_start_token_id, name) -> int:

@@ -1,9 +1,9 @@
 """M-RoPE: every prompt token has three positions - time, height, width.
 
-Text advances on all three axes together. A medium spreads its tokens over a grid that starts where
-the text stopped, and text continues after the largest position used so far on any axis. A 40 x 30
-token image therefore costs 40 positions, not 1200, and the gap between the length of the prompt and
-its largest position is the request's `delta`: decode step k sits at `length + k + delta`.
+Text advances on all three axes together. A medium, image or video, spreads its tokens over a grid that starts where the
+text stopped, and text continues after the largest position used so far on any axis. An image of 40 x 30 tokens
+therefore costs 40 positions, not 1200, and the gap between the length of the prompt and its largest position is the
+request's `delta`: decode step k sits at `length + k + delta`.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refvl.checks import check_positive_int
+from refvl.checks import check_int, check_number, check_positive_int
+
+MAX_POSITION = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,8 @@ class MediaSpan:
     """Merged-grid extents of a medium whose first token is prompt index `offset`.
 
     t, h, w count merged tokens; the medium fills `t * h * w` consecutive prompt tokens. `t_factor` scales
-    the time axis (Qwen2.5-VL video: second_per_grid * tokens_per_second); images and GLM keep 1.0.
+    the time axis (Qwen2.5-VL video: second_per_grid * tokens_per_second); images and GLM keep 1.0. Raises TypeError or
+    ValueError naming the field, also for a t_factor that leads to positions of `MAX_POSITION` or more.
     """
 
     offset: int
@@ -30,14 +33,9 @@ class MediaSpan:
     t_factor: float = 1.0
 
     def __post_init__(self):
-        if isinstance(self.offset, bool) or not hasattr(self.offset, "__index__"):
-            raise TypeError(f"MediaSpan.offset: expected an integer, got {self.offset!r}")
-        if self.offset < 0:
-            raise ValueError(f"MediaSpan.offset: must not be negative, got {self.offset}")
-        for name in ("t", "h", "w"):
-            check_positive_int(getattr(self, name), f"MediaSpan.{name}")
-        if not 0 <= self.t_factor < float("inf"):  # also refuses nan
-            raise ValueError(f"MediaSpan.t_factor: must be a finite number of at least 0, got {self.t_factor}")
+        for name, least in (("offset", 0), ("t", 1), ("h", 1), ("w", 1)):
+            object.__setattr__(self, name, check_int(getattr(self, name), f"MediaSpan.{name}", least))
+        check_t_factor(self.t_factor, self.t, "MediaSpan.t_factor")
 
     @property
     def num_tokens(self) -> int:
@@ -46,6 +44,16 @@ class MediaSpan:
     def grid_positions(self) -> Tensor:
         """(3, t*h*w) int64 positions relative to the start of the medium; time is multiplied, then truncated."""
         return grid_positions(self.t, self.h, self.w, self.t_factor)
+
+
+def check_t_factor(t_factor: float, t: int, name: str) -> float:
+    """Return `t_factor` if t steps of it are positions; raise TypeError or ValueError naming `name`."""
+    number = check_number(t_factor, name)
+    if not (number >= 0 and t * number < MAX_POSITION):  # also refuses nan
+        raise ValueError(
+            f"{name}: must be finite and not negative, with {t} steps below position {MAX_POSITION}, got {t_factor}"
+        )
+    return number
 
 
 def grid_positions(t: int, h: int, w: int, t_factor: float = 1.0) -> Tensor:
@@ -58,7 +66,7 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
     """Positions (3, L) int64 of a prompt of `num_tokens` tokens, and its delta = max + 1 - L.
 
     spans: the media of the prompt in any order. Raises ValueError if they overlap or leave the prompt.
-    Upstream: `get_mrope_input_positions`; transformers 5.23 differs after long videos (it ignores t there).
+    Upstream: `get_mrope_input_positions`; transformers 5.23 differs after long videos, where it ignores t.
 
     >>> get_mrope_input_positions(6, [MediaSpan(offset=1, t=1, h=2, w=2)])
     (tensor([[0, 1, 1, 1, 1, 3],

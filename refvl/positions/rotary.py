@@ -1,15 +1,14 @@
 """2-D rotary positions of the vision tower, in merge-block order.
 
-A head of K dimensions has K/2 rotation planes: the first K/4 turn with the patch's row, the other
-K/4 with its column. Rows of pixels, rotary angles and position tables all share one order: for each
-frame, block row, block column, then the m x m patches of the block - so that the merger can fold a
-block by a plain reshape.
+A head of K dimensions has K/2 rotation planes: the first K/4 turn with the patch's row, the other K/4 with its column.
+Pixel rows, rotary angles and position tables all share one order: for each frame, block row, block column, then the
+m x m patches of the block - so that the merger can fold a block by a plain reshape.
 """
 
 import torch
 from torch import Tensor
 
-from refvl.checks import as_grids, check_positive_int
+from refvl.checks import as_grids, check_positive, check_positive_int
 
 
 def merge_block_coordinates(grid_thw, *, spatial_merge_size: int = 2) -> Tensor:
@@ -29,15 +28,15 @@ def vision_rotary_cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin, each (N, head_dim // 2) float32, merge-block order: h half, then w half.
 
-    head_dim must be a multiple of 4. Upstream: `rotary_pos_emb_thw`; transformers repeats each half
-    once more to head_dim columns before it applies them.
+    head_dim must be a multiple of 4, theta finite and above 0. Upstream: `rotary_pos_emb_thw`; transformers repeats
+    each half once more to head_dim columns before it applies them.
     """
     if check_positive_int(head_dim, "head_dim") % 4:
         raise ValueError(
             f"head_dim: must be a multiple of 4 (h and w take a quarter of the angles each), got {head_dim}"
         )
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
-    frequencies = 1.0 / theta**exponents  # (K/4,)
+    frequencies = 1.0 / check_positive(theta, "theta") ** exponents  # (K/4,)
     positions_N2 = merge_block_coordinates(grid_thw, spatial_merge_size=spatial_merge_size)
     angles = (positions_N2[..., None] * frequencies).flatten(1)  # (N, 2, K/4) -> (N, K/2)
     return angles.cos(), angles.sin()

@@ -1,6 +1,6 @@
 """Position tables: learned at one size and sampled at every other, or written by a formula for any size.
 
-A learned table holds a vector per place of a fixed grid: the grid of an image is laid over it, edge to edge, and each
+A learned table holds a vector per cell of a fixed grid: the grid of an image is laid over it, edge to edge, and each
 patch reads the table where its centre falls. Sines and cosines (`sincos_1d`, `sincos_2d`) need no table at all.
 """
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.checks import as_grids, check_positive_int, check_shape
+from refvl.checks import as_grids, check_floats, check_positive_int, check_shape
 from refvl.positions.rotary import merge_block_coordinates
 
 MODES = ("bicubic", "bilinear", "nearest")
@@ -23,9 +23,10 @@ def interpolate_position_table(
     """(N, D): the position vector of every patch, in merge-block order, for grids of any size and aspect ratio.
 
     table: (S * S, D), row by row. grid_thw: (t, h, w) per item, in patches; every frame of an item reads the same
-    places. mode: the model is "bicubic", the others are for comparison. Sampled in float32 on the table's device,
+    points. mode: the model uses "bicubic", the others are for comparison. Sampled in float32 on the table's device,
     returned in its dtype. A grid of the table's own size gets the table itself (in merge-block order).
-    Raises ValueError when the table is not square. Upstream: `Glm4vVisionEmbeddings` (GLM-4.1V).
+    Raises ValueError when the table is not square, TypeError when it holds no floating-point numbers.
+    Upstream: `Glm4vVisionEmbeddings` (GLM-4.1V).
 
     >>> interpolate_position_table(torch.arange(4.0)[:, None], [(1, 2, 2)]).flatten().tolist()
     [0.0, 1.0, 2.0, 3.0]
@@ -51,9 +52,9 @@ def _place_on_table(h: int, w: int, spatial_merge_size: int) -> Tensor:
 
 
 def sincos_frequencies(embed_dim: int) -> Tensor:
-    """(embed_dim / 2,) float32: 10000^(-i / (embed_dim / 2)), rounded at each step as the released models were trained.
+    """(embed_dim / 2,) float32: 10000^(-i / (embed_dim / 2)), rounded at each step as in training.
 
-    An hour into a clip a frequency off by one bit turns a token by a thousandth; hence no float64 here.
+    An hour into a video a frequency that is off by one bit turns a token by a thousandth; hence no float64 here.
     """
     if check_positive_int(embed_dim, "embed_dim") % 2:
         raise ValueError(f"embed_dim: must be a multiple of 2, got {embed_dim}")
@@ -77,9 +78,9 @@ def sincos_1d(embed_dim: int, length: int) -> Tensor:
 
 
 def sincos_2d(embed_dim: int, size: tuple[int, int]) -> Tensor:
-    """(height, width, embed_dim) float32: the first half of the channels tells the column, the second the row.
+    """(height, width, embed_dim) float32: the first half of the channels encodes the column, the second the row.
 
-    Places count from 0 and are not scaled: the table of a smaller grid is a corner of the larger one's. Raises
+    Positions count from 0 and are not scaled: the table of a smaller grid is a corner of a larger one's. Raises
     ValueError unless embed_dim is a multiple of 4 and both sides are positive. Upstream: `get_2d_sincos_pos_embed`.
     """
     if check_positive_int(embed_dim, "embed_dim") % 4:
@@ -91,7 +92,7 @@ def sincos_2d(embed_dim: int, size: tuple[int, int]) -> Tensor:
 
 
 def resize_position_table(table: Tensor, size: tuple[int, int], *, antialias: bool) -> Tensor:
-    """(S * S, D) positions of a square, row by row -> (height * width, D), bicubically resized as a picture would be.
+    """(S * S, D) positions of a square, row by row -> (height * width, D), resized bicubically as an image would be.
 
     Computed in float32, returned in the table's dtype; a table of that size already is returned as it is. Upstream:
     timm's `resample_abs_pos_embed` (antialias=True), `get_abs_pos` of MiniCPM-V 2.0 (antialias=False).
@@ -105,7 +106,7 @@ def resize_position_table(table: Tensor, size: tuple[int, int], *, antialias: bo
 
 
 def _square_side(table: Tensor) -> int:
-    side = math.isqrt(len(check_shape(table, ("positions", "D"), "table")))
+    side = math.isqrt(len(check_floats(check_shape(table, ("positions", "D"), "table"), "table")))
     if side == 0 or side**2 != len(table):
         raise ValueError(f"table: expected the S * S positions of a square, got {len(table)}")
     return side

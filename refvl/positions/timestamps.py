@@ -1,34 +1,33 @@
-"""Which frames of a clip GLM looks at, and the seconds that stand beside them in the prompt.
+"""Which frames of a video GLM samples, and the seconds that stand beside them in the prompt.
 
     duration, fps -> frame indices    about `target_fps` per second, by the rule of the variant
                   -> even count       duplicates dropped in order, the last frame repeated when the count is odd
                   -> timestamps       one per pair: a pair of frames is one step of the grid (t, h, w)
 
     variant    releases               frames per second                             at most
-    glm4v      GLM-4.1V, GLM-4.5V     2                                             600 (300 s; longer clips: spread)
+    glm4v      GLM-4.1V, GLM-4.5V     2                                             600 (300 s; longer ones: spread)
     glm46v     GLM-4.6V               6 up to 30 s, 2 up to 300 s, 1 beyond         640
     glmga      GLM-GA                 2                                             640
 
 One sampler serves pixels and placeholders, so that they cannot disagree. Upstream: `sample_frames` of the video
-processors (transformers), `_get_video_second_idx_*` (vLLM), which returns no frame for clips under half a second.
+processors (transformers), `_get_video_second_idx_*` (vLLM), which returns no frame for videos under half a second.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 
 import numpy as np
 
-from refvl.checks import check_positive_int
+from refvl.checks import check_positive, check_positive_int, is_integer
 
 VARIANTS = ("glm4v", "glm46v", "glmga")
-GLM46V_RATES = ((30, 3), (300, 1), (2400, 0.5))  # clips up to so many seconds, grid steps per second
+GLM46V_RATES = ((30, 3), (300, 1), (2400, 0.5))  # seconds that a video may last, grid steps per second
 
 
 @dataclass(frozen=True, slots=True)
 class FrameSample:
-    """indices: frames of the source clip, an even number of them. timestamps: whole seconds, one per two indices."""
+    """indices: an even number of frames of the source video. timestamps: whole seconds, one per two indices."""
 
     indices: list[int]
     timestamps: list[int]
@@ -47,22 +46,22 @@ def sample_video_frames(
     max_frames: int = 640,
     temporal_patch_size: int = 2,
 ) -> FrameSample:
-    """Choose frames of a clip of `total_num_frames` at `fps` frames per second; never none.
+    """Choose at least one frame of a video of `total_num_frames` at `fps` frames per second.
 
-    duration: seconds; taken from the number of frames when None. do_sample_frames=False keeps `frames_indices`, which
-    say where frames sampled elsewhere stood in the clip (and are read only then). The rest are settings of a video
-    processor: target_fps for "glm4v" and "glmga", max_duration (s) for "glm4v", max_frames for the other two,
+    duration: seconds; taken from the number of frames when None. do_sample_frames=False keeps `frames_indices`, the
+    places in the video of frames that were sampled elsewhere (they are read only then). The rest are settings of a
+    video processor: target_fps for "glm4v" and "glmga", max_duration (s) for "glm4v", max_frames for the other two,
     temporal_patch_size for "glm46v".
-    Raises ValueError or TypeError for an unknown variant and for numbers that no clip can have.
+    Raises ValueError or TypeError for an unknown variant and for numbers that no video can have.
 
     >>> sample_video_frames("glm4v", fps=30, total_num_frames=75, duration=2.5)
     FrameSample(indices=[0, 15, 30, 45, 60, 60], timestamps=[0, 1, 2])
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant: expected one of {VARIANTS}, got {variant!r}")
-    fps, total = _check_positive(fps, "fps"), check_positive_int(total_num_frames, "total_num_frames")
-    duration = round((total - 1) / fps) + 1 if duration is None else _check_positive(duration, "duration")
-    target_fps, max_duration = _check_positive(target_fps, "target_fps"), _check_positive(max_duration, "max_duration")
+    fps, total = check_positive(fps, "fps"), check_positive_int(total_num_frames, "total_num_frames")
+    duration = round((total - 1) / fps) + 1 if duration is None else check_positive(duration, "duration")
+    target_fps, max_duration = check_positive(target_fps, "target_fps"), check_positive(max_duration, "max_duration")
     max_frames = check_positive_int(max_frames, "max_frames")
     if not do_sample_frames:
         indices = _check_indices(frames_indices, total)
@@ -78,7 +77,7 @@ def sample_video_frames(
 
 
 def _sample_glm4v(fps: float, total: int, duration: float, target_fps: float, max_duration: float) -> list[int]:
-    """Every 1 / target_fps seconds, rounded up to a frame; beyond max_duration as many as it would have, spread."""
+    """Every 1 / target_fps seconds, rounded up to a frame; beyond max_duration as many as that would give, spread."""
     if duration <= max_duration:
         count = max(1, math.floor(duration * target_fps))
         return [min(total - 1, math.ceil(i * fps / target_fps)) for i in range(count)]
@@ -89,7 +88,7 @@ def _sample_glm4v(fps: float, total: int, duration: float, target_fps: float, ma
 
 
 def _sample_glm46v(fps: float, total: int, duration: float, max_frames: int, temporal_patch_size: int) -> list[int]:
-    """A rate that falls with the duration. Short clips at low fps have fewer frames than asked for."""
+    """A rate that falls with the duration. Short videos at low fps have fewer frames than asked for."""
     longest = GLM46V_RATES[-1][0]
     rate = next(rate for seconds, rate in GLM46V_RATES if min(duration, longest) <= seconds) * temporal_patch_size
     count = min(max(1, int(min(duration, longest) * rate)), max_frames)
@@ -99,7 +98,7 @@ def _sample_glm46v(fps: float, total: int, duration: float, max_frames: int, tem
 
 
 def _sample_glmga(fps: float, total: int, duration: float, max_frames: int, target_fps: float) -> list[int]:
-    """A fixed rate; the walk ends one step before the clip does."""
+    """A fixed rate; the walk ends one step before the video does."""
     count = min(max(1, int(duration * target_fps)), max_frames)
     if total < count:
         return [math.floor(i * total / count) for i in range(count)]
@@ -107,9 +106,9 @@ def _sample_glmga(fps: float, total: int, duration: float, max_frames: int, targ
 
 
 def _walk(fps: float, total: int, step: float, stop: float) -> list[int]:
-    """The first frame at or behind each multiple of `step` seconds, until `stop` is reached.
+    """The first frame at or after each multiple of `step` seconds, until `stop` is reached.
 
-    The sums are rounded as upstream rounds them: one more correct digit would choose other frames.
+    The sums are rounded as upstream rounds them: one more correct digit would choose different frames.
     """
     chosen, second, frame_seconds = [], 0.0, 1 / fps
     for index in range(total):
@@ -122,7 +121,7 @@ def _walk(fps: float, total: int, step: float, stop: float) -> list[int]:
 
 
 def _to_count(indices: list[int], count: int, total: int) -> list[int]:
-    """Too few: spread over the same range. Too many: spread over the whole clip."""
+    """Too few: spread over the same range. Too many: spread over the whole video."""
     if len(indices) < count:
         return _spread(indices[0], indices[-1], count)
     return indices if len(indices) == count else _spread(0, total - 1, count)
@@ -138,19 +137,11 @@ def _distinct_and_even(indices: Sequence[int]) -> list[int]:
     return distinct + distinct[-1:] * (len(distinct) % 2)
 
 
-def _check_positive(value, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__} {value!r}")
-    if not 0 < value < math.inf:  # also refuses nan
-        raise ValueError(f"{name}: must be a finite number above 0, got {value}")
-    return value
-
-
 def _check_indices(indices, total: int) -> list[int]:
     if indices is None:
         raise ValueError("frames_indices: needed when do_sample_frames is False, got None")
     indices = indices.tolist() if hasattr(indices, "tolist") else list(indices)
-    if wrong := [i for i in indices if isinstance(i, bool) or not hasattr(i, "__index__")]:
+    if wrong := [i for i in indices if not is_integer(i)]:
         raise TypeError(f"frames_indices: expected integers, got {wrong[0]!r}")
     indices = [int(i) for i in indices]
     if not indices or min(indices) < 0 or max(indices) >= total:

@@ -1,4 +1,4 @@
-"""What released software computes where it differs from us: to be shown beside the rules of refvl, never to be used.
+"""What released software computes where it differs from refvl: for comparison only.
 
 Each function is named after what it shows and says where it was found. Notebooks 02 and 03 draw the consequences.
 """
@@ -13,10 +13,10 @@ from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_de
 
 
 def second_per_grid_truncated(span: MediaSpan, tokens_per_second: float = 2.0) -> MediaSpan:
-    """The span with its seconds per grid step cut to an integer: a clip at more than 2 frames per second stands still.
+    """The span with its seconds per grid step cut to an integer: above 2 frames per second, time stands still.
 
     Found in transformers up to 5.17 (`get_rope_index`), and in vLLM 0.33.0 when pruning is on
-    (`_postprocess_video_embeds_evs`). Images are left alone, as there.
+    (`_postprocess_video_embeds_evs`). As there, images are left alone.
 
     >>> second_per_grid_truncated(MediaSpan(0, t=4, h=2, w=2, t_factor=2 * 0.5)).t_factor
     0.0
@@ -29,16 +29,16 @@ def second_per_grid_truncated(span: MediaSpan, tokens_per_second: float = 2.0) -
 def larger_side_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
     """Positions (3, L) and delta when a medium costs max(h, w) positions, however far its time axis reaches.
 
-    The rule of transformers 5.17 to 5.23: behind a long clip, text gets positions that the clip has used already.
+    The rule of transformers 5.17 to 5.23: text after a long video gets positions that the video has already used.
     """
     return _positions_with_cost(num_tokens, spans, lambda span: max(span.h, span.w))
 
 
 def width_offset_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
-    """Positions (3, L) and delta when a medium costs w positions, neither its height nor its time counting.
+    """Positions (3, L) and delta when a medium costs w positions, whatever its height and time.
 
-    The rule of vLLM 0.33.0 for pruned prompts (`recompute_mrope_positions`): text behind a portrait picture gets
-    positions of the picture's lower rows. There it is applied to the tokens kept: restrict the result to them.
+    The rule of vLLM 0.33.0 for pruned prompts (`recompute_mrope_positions`): text after a portrait image gets positions
+    of the image's lower rows. There it is applied to the tokens kept: restrict the result to them.
     """
     return _positions_with_cost(num_tokens, spans, lambda span: span.w)
 

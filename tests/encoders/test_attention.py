@@ -194,6 +194,33 @@ def test_rows_behind_the_last_segment_are_zero_and_reach_nothing(lengths):
         assert torch.equal(out[n:], torch.zeros(5, 2, 8))
 
 
+SPOILED = [(torch.float32, float("nan")), (torch.float16, float("inf")), (torch.float32, 3e38)]
+
+
+@pytest.mark.parametrize(("dtype", "value"), SPOILED, ids=str)
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("backend", ["sdpa", "masked"])
+def test_a_spoiled_segment_spoils_itself_alone(backend, which, dtype, value):
+    """Oracle: the other segments with a zero in its place, bit for bit. Padding follows the last segment.
+
+    With a mask the spoiled segment is not finite. (torch's own kernel on a CPU may give zero for a query that is nan.)
+    """
+    cu_q, cu_k = cumulative([4, 2, 3, 0]), cumulative([5, 7, 6, 0])
+    q, k, v = random_qkv(20, 2, 8, dtype)
+    inputs = {"q": q[:11].clone(), "k": k.clone(), "v": v.clone()}
+    row = {"q": 5, "k": 8, "v": 8}[which]
+    outs = []
+    for spoil in (0.0, value):
+        inputs[which][row] = spoil
+        outs.append(varlen_cross_attention(*inputs.values(), cu_q, cu_k, 4, 7, backend=backend))
+    clean, spoiled = outs
+    others = [0, 1, 2, 3, 6, 7, 8, 9, 10]
+    assert torch.equal(spoiled[others], clean[others])
+    assert clean.isfinite().all()
+    if backend == "masked" and (which == "k" or value != 3e38):  # which is finite, though too large for a key
+        assert not spoiled[4:6].isfinite().all()
+
+
 def test_no_tokens():
     q, k, v = random_qkv(0, 2, 8)
     assert varlen_attention(q, k, v, cumulative([]), 0, backend="sdpa").shape == (0, 2, 8)

@@ -1,20 +1,23 @@
-"""The GLM-4.1V tower: equal to transformers' on the same weights, its plan to vLLM's, its replays to itself."""
+"""The GLM-4.1V tower: equal to transformers' on the same weights, its plan to vLLM's.
+
+What every encoder keeps is in `contracts/test_encoders.py`.
+"""
 
 import json
 import re
 from copy import deepcopy
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from closeness import assert_agree, assert_as_exact_as, assert_differ
 from torch import nn
+from towers import random_patches, run_theirs, same_weights, transformers_tower
 
 from refvl.encoders import Glm4vVisionConfig, Glm4vVisionTransformer
-from refvl.graphs import Batch, EncoderGraphManager
+from refvl.graphs import EncoderGraphManager
 
 FOLDER = Path(__file__).parents[1] / "golden"
 METADATA = json.loads((FOLDER / "vit_rope_metadata.json").read_text())
@@ -22,6 +25,7 @@ ARRAYS = np.load(FOLDER / "vit_rope_metadata.npz")
 NAMES = json.loads((FOLDER / "weight_mapping.json").read_text())["glm4v"]
 
 TINY = Glm4vVisionConfig.tiny()  # a table of 6 x 6 places
+HALF_STEPS = 12 * TINY.depth  # results of a block that are rounded to half precision: norms, products, sums
 GRIDS = {
     "the table's own size": [(1, 6, 6)],
     "one merged token": [(1, 2, 2)],
@@ -34,56 +38,14 @@ GRIDS = {
 }
 
 
-def transformers_tower(config, *, std, family="glm4v"):
-    """transformers' tower with normal weights (biases and norms too, so that each of them counts)."""
-    from transformers.models.glm4v.modeling_glm4v import Glm4vVisionConfig as DenseConfig
-    from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
-    from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionConfig, Glm4vMoeVisionModel
-
-    config_class, model_class = {
-        "glm4v": (DenseConfig, Glm4vVisionModel),
-        "glm4v_moe": (Glm4vMoeVisionConfig, Glm4vMoeVisionModel),
-    }[family]
-    with torch.device("meta"):
-        tower = model_class(config_class(**asdict(config))).eval()
-    tower.to_empty(device="cpu")
-    tower.rotary_pos_emb = type(tower.rotary_pos_emb)(tower.config)  # its frequencies are a buffer, not a weight
-    torch.manual_seed(0)
-    for name, parameter in tower.named_parameters():
-        nn.init.normal_(parameter, mean=float("norm" in name and "weight" in name), std=std)
-    return tower
-
-
-def same_weights(tower, config, **kwargs):
-    with torch.device("meta"):
-        encoder = Glm4vVisionTransformer.from_config(config, **kwargs)
-    encoder.to_empty(device="cpu").load_weights(tower.state_dict().items())
-    return encoder.eval()
-
-
 @pytest.fixture(scope="module")
 def theirs():
-    return transformers_tower(TINY, std=0.12)
+    return transformers_tower("glm4v", TINY, std=0.12)
 
 
 @pytest.fixture(scope="module")
 def ours(theirs):
-    return same_weights(theirs, TINY)
-
-
-def random_patches(grids, config=TINY, seed=1):
-    num_patches = sum(t * h * w for t, h, w in grids)
-    return torch.randn(num_patches, config.patch_values, generator=torch.Generator().manual_seed(seed))
-
-
-def frames_of(grids):
-    """transformers' tower takes frames: its model splits clips before, and a grid with t > 1 is an error there."""
-    return [(1, h, w) for t, h, w in grids for _ in range(t)]
-
-
-@torch.no_grad()
-def run_theirs(tower, patches, grids):
-    return tower(patches, torch.tensor(frames_of(grids))).pooler_output
+    return same_weights("glm4v", theirs, TINY)
 
 
 # --- equal to transformers --------------------------------------------------------------------------------------------
@@ -92,10 +54,10 @@ def run_theirs(tower, patches, grids):
 @pytest.mark.parametrize("name", GRIDS)
 @torch.no_grad()
 def test_equals_transformers(name, ours, theirs):
-    """Oracle: `Glm4vVisionModel`; below 1e-5 in float32."""
-    patches = random_patches(GRIDS[name])
+    """Oracle: `Glm4vVisionModel`."""
+    patches = random_patches(GRIDS[name], TINY)
     want = run_theirs(theirs, patches, GRIDS[name])
-    torch.testing.assert_close(ours(patches, GRIDS[name]), want, atol=1e-5, rtol=0)
+    assert_agree(ours(patches, GRIDS[name]), want, ours)
     assert want.std() > 0.3
 
 
@@ -108,10 +70,10 @@ def test_equals_transformers_model_on_clips(theirs):
         visual = theirs
 
     grids = [(3, 6, 10), (2, 4, 4)]
-    patches = random_patches(grids)
+    patches = random_patches(grids, TINY)
     features = Glm4vModel.get_video_features.__wrapped__.__wrapped__(Model, patches, torch.tensor(grids))
-    ours = same_weights(theirs, TINY)(patches, grids)
-    torch.testing.assert_close(ours, torch.cat(features.pooler_output), atol=1e-5, rtol=0)
+    ours = same_weights("glm4v", theirs, TINY)(patches, grids)
+    assert_agree(ours, torch.cat(features.pooler_output), theirs)
 
 
 @pytest.mark.parametrize(
@@ -128,9 +90,9 @@ def test_equals_transformers_model_on_clips(theirs):
 def test_other_configurations_equal_transformers(family, changes):
     """Oracle: as above, and `Glm4vMoeVisionModel`, the tower of GLM-4.5V; sides that 2 and 3 divide."""
     config, grids = replace(TINY, depth=2, **changes), [(1, 6, 12), (2, 12, 6)]
-    tower, patches = transformers_tower(config, std=0.12, family=family), random_patches(grids, config)
+    tower, patches = transformers_tower(family, config, std=0.12), random_patches(grids, config)
     want = run_theirs(tower, patches, grids)
-    torch.testing.assert_close(same_weights(tower, config)(patches, grids), want, atol=1e-5, rtol=0)
+    assert_agree(same_weights("glm4v", tower, config)(patches, grids), want, tower)
 
 
 @torch.no_grad()
@@ -138,42 +100,31 @@ def test_equals_transformers_at_full_width():
     """Oracle: as above, at the widths of GLM-4.1V-9B but for the merger's inner one: one block, an image of 10 x 14."""
     config = replace(Glm4vVisionConfig(), depth=1, intermediate_size=512)
     assert (config.hidden_size, config.num_heads, config.head_dim, config.out_hidden_size) == (1536, 12, 128, 4096)
-    tower, grids = transformers_tower(config, std=0.024), [(1, 10, 14)]
+    tower, grids = transformers_tower("glm4v", config, std=0.024), [(1, 10, 14)]
     patches = random_patches(grids, config)
     want = run_theirs(tower, patches, grids)
-    torch.testing.assert_close(same_weights(tower, config)(patches, grids), want, atol=1e-5, rtol=0)
+    assert_agree(same_weights("glm4v", tower, config)(patches, grids), want, tower)
     assert want.std() > 0.3
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 6e-2), (torch.float16, 8e-3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
-def test_half_precision_is_close(dtype, tolerance, theirs):
+def test_half_precision_is_close(dtype, theirs):
     """Oracle: the float32 tower, whose outputs are of size 0.4; as near to it as transformers' is."""
     grids = GRIDS["images and videos"]
-    patches = random_patches(grids)
+    patches = random_patches(grids, TINY)
     exact = run_theirs(theirs, patches, grids)
-    half = same_weights(theirs, TINY).to(dtype)(patches, grids)
+    half = same_weights("glm4v", theirs, TINY).to(dtype)(patches, grids)
     assert half.dtype == dtype
-    torch.testing.assert_close(half.float(), exact, atol=tolerance, rtol=0)
+    assert_agree(half, exact.double(), HALF_STEPS)
     their_half = run_theirs(deepcopy(theirs).to(dtype), patches.to(dtype), grids)
-    assert (half - exact).norm() < 1.1 * (their_half - exact).norm()
-
-
-@torch.no_grad()
-def test_items_of_a_batch_do_not_see_each_other(ours):
-    """encode([a, b, c]) == [encode(a), encode(b), encode(c)], and so for every frame of a video alone."""
-    grids = GRIDS["images and videos"]
-    parts = random_patches(grids).split([t * h * w for t, h, w in grids])
-    together = ours(torch.cat(parts), grids)
-    alone = torch.cat([ours(part, [grid]) for part, grid in zip(parts, grids, strict=True)])
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
-    torch.testing.assert_close(together, ours(torch.cat(parts), frames_of(grids)), atol=1e-5, rtol=0)
+    assert_as_exact_as(half, their_half, exact)
 
 
 @torch.no_grad()
 def test_the_same_picture_elsewhere_is_told_apart(ours):
     """Equal patches all over: only positions differ, and without the table and the angles all tokens would be equal."""
-    patches = random_patches([(1, 1, 1)]).expand(96, -1)
+    patches = random_patches([(1, 1, 1)], TINY).expand(96, -1)
     tokens = ours(patches, [(1, 8, 12)])
     assert (tokens[1:] - tokens[0]).norm(dim=-1).min() > 1e-2
 
@@ -203,7 +154,7 @@ def test_the_plan_equals_golden_metadata(case):
             "rotary_pos_emb_cos": plan.cos,
             "rotary_pos_emb_sin": plan.sin,
         }.items():
-            torch.testing.assert_close(ours, torch.from_numpy(ARRAYS[case[name]]), atol=1e-6, rtol=0)
+            assert_agree(ours, torch.from_numpy(ARRAYS[case[name]]), 4)
             assert str(ours.dtype) == case["dtypes"][name]
     assert str(plan.cu_seqlens.dtype) == case["dtypes"]["cu_seqlens"]
 
@@ -212,50 +163,9 @@ def test_the_golden_cases_are_all_there():
     assert [case["name"] for case in golden_plans()] == ["native", "video", "tiny", "two_flashinfer", "pad_frames"]
 
 
-@pytest.mark.parametrize("name", GRIDS)
-@torch.no_grad()
-def test_planning_ahead_changes_nothing(name, ours):
-    """forward(x, metadata=plan(grids)) == forward(x, grids), bit for bit, twice from one plan."""
-    patches, plan = random_patches(GRIDS[name]), ours.plan(GRIDS[name])
-    want = ours(patches, GRIDS[name])
-    assert torch.equal(ours(patches, metadata=plan), want)
-    assert torch.equal(ours(patches, metadata=plan), want)
-    assert torch.equal(ours(patches, metadata=ours.plan(torch.tensor(GRIDS[name]))), want)
-
-
-@pytest.mark.parametrize("name", GRIDS)
-def test_forward_reads_nothing_back(name):
-    """On the meta device no value exists: any item(), tolist(), nonzero or branch on a tensor would raise."""
-    with torch.device("meta"):
-        encoder = Glm4vVisionTransformer.from_config(TINY)
-    for dtype in (torch.float32, torch.bfloat16):
-        encoder, plan = encoder.to(dtype), encoder.to(dtype).plan(GRIDS[name])
-        assert all(getattr(plan, f.name).is_meta for f in fields(plan) if f.type is torch.Tensor)
-        assert plan.position_embeds.dtype == dtype
-        out = encoder(torch.empty(len(plan.cos), TINY.patch_values, device="meta"), metadata=plan)
-        assert out.shape == (len(plan.cos) // 4, TINY.out_hidden_size)
-
-
-def test_metadata_is_frozen_and_complete(ours):
-    plan = ours.plan([(1, 4, 4)])
-    with pytest.raises(AttributeError):
-        plan.max_seqlen = 7
-    with pytest.raises(TypeError, match="position_embeds"):
-        type(plan)(**{f.name: getattr(plan, f.name) for f in fields(plan) if f.name != "position_embeds"})
-
-
-def test_every_weight_is_trained():
-    """The position table too, though it is read in the plan."""
-    encoder = Glm4vVisionTransformer(TINY)
-    encoder(random_patches([(1, 6, 8)]), [(1, 6, 8)]).square().sum().backward()
-    assert [name for name, p in encoder.named_parameters() if p.grad is None or not p.grad.any()] == []
-
-
-# --- replay equals eager ----------------------------------------------------------------------------------------------
+# --- graphs -----------------------------------------------------------------------------------------------------------
 
 BUDGETS, MAX_ITEMS, MAX_FRAMES = [8, 16, 32], 3, 4
-# float32; replay sums attention over masked pairs, eager over segments: rounding only
-TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
 
 
 @pytest.fixture(scope="module")
@@ -266,15 +176,6 @@ def manager(ours):
     return manager
 
 
-def poison(manager):
-    """NaN in every pixel buffer and in everything that the graphs compute; integers and masks get a wrong value."""
-    for captured in manager.captured.values():
-        captured.pixel_values.fill_(float("nan"))
-        for operation in captured.graph.operations:
-            for out in operation.outputs:
-                out.fill_(float("nan") if out.is_floating_point() else 1)
-
-
 @torch.no_grad()
 def eager(encoder, patches, grids):
     """One tensor per item, each encoded alone."""
@@ -282,71 +183,19 @@ def eager(encoder, patches, grids):
     return [encoder(rows, [grid]) for rows, grid in zip(patches.split(counts), grids, strict=True)]
 
 
-merged = st.tuples(st.integers(1, 3), st.integers(1, 7), st.integers(1, 7))
-batches = st.lists(merged.map(lambda thw: (thw[0], 2 * thw[1], 2 * thw[2])), max_size=7)
-
-
-@settings(max_examples=20)
-@given(grids=batches, seed=st.integers(0, 1000))
-def test_any_batch_equals_the_eager_encoder(ours, manager, grids, seed):
-    """Oracle: each item alone through the encoder. Images and videos in any order, some larger than every budget.
-
-    Pixel padding and everything that a graph computes holds NaN before: only what was filled and computed counts.
-    """
-    poison(manager)
-    patches = random_patches(grids, seed=seed)
-    for output, want in zip(manager.execute(patches, grids), eager(ours, patches, grids), strict=True):
-        torch.testing.assert_close(output, want, **TOLERANCE)
-
-
-def test_a_b_a(ours, manager):
-    """Two batches through one graph in turn; equal inputs give equal bits, whatever ran between."""
-    a, b = [(1, 4, 6)], [(2, 2, 2), (1, 2, 6)]
-    first = manager.execute(random_patches(a, seed=1), a)
-    for output, want in zip(
-        manager.execute(random_patches(b, seed=2), b), eager(ours, random_patches(b, seed=2), b), strict=True
-    ):
-        torch.testing.assert_close(output, want, **TOLERANCE)
-    assert manager.last_batches == [Batch((0, 1), 8)]
-    assert torch.equal(manager.execute(random_patches(a, seed=1), a)[0], first[0])
-
-
-def test_the_largest_batch_of_every_budget(ours, manager):
-    """As many tokens, items and frames as the limits allow."""
-    for budget in BUDGETS:
-        grids = [(1, 2, 2), (2, 2, 2), (1, 2, 2 * (budget - 3))]
-        patches = random_patches(grids)
-        for output, want in zip(manager.execute(patches, grids), eager(ours, patches, grids), strict=True):
-            torch.testing.assert_close(output, want, **TOLERANCE)
-        assert manager.last_batches == [Batch((0, 1, 2), budget)]
-
-
 def test_stale_metadata_would_show(ours, manager):
     """Leave one field of the buffers as the batch before had it, and the outputs are wrong: each of them counts."""
     before, grids = [(1, 8, 4)], [(2, 4, 2), (1, 2, 6), (1, 2, 2)]
-    patches, captured = random_patches(grids), manager.captured[8]
+    patches, captured = random_patches(grids, TINY), manager.captured[8]
     wanted = torch.cat(eager(ours, patches, grids))
     for name in ("position_embeds", "cos", "sin", "cu_seqlens"):
         field = getattr(captured.metadata, name)
-        manager.execute(random_patches(before), before)
+        manager.execute(random_patches(before, TINY), before)
         stale = field.clone()
         manager.execute(patches, grids)
         assert [batch.budget for batch in manager.last_batches] == [8]
         field.copy_(stale)
-        assert not torch.allclose(captured.graph.replay()[: len(wanted)], wanted, atol=1e-3), name
-
-
-def test_a_capacity_holds_what_its_limits_allow(ours):
-    """As long as the longest plan of as many tokens and frames, whichever way they are cut."""
-    capacity = ours.plan_capacity(12, 3)
-    for grids in ([(1, 2, 24)], [(3, 4, 4)], [(1, 2, 2), (2, 2, 10)], [(1, 6, 4), (1, 4, 4), (1, 2, 4)]):
-        plan = ours.plan(grids)
-        assert all(len(getattr(plan, n)) <= len(getattr(capacity, n)) for n in ("position_embeds", "cos", "cu_seqlens"))
-        assert plan.max_seqlen <= capacity.max_seqlen
-    assert ours.item_size((3, 4, 6)) == (72, 18, 3)
-    assert ours.pixel_buffer(12).shape == (48, TINY.patch_values)
-    with pytest.raises(ValueError, match=r"grid_thw\[0\]: h and w must be multiples of spatial_merge_size=2"):
-        ours.check_layouts([(1, 4, 5)])
+        assert_differ(captured.graph.replay()[: len(wanted)], wanted, ours, name)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -522,47 +371,21 @@ def test_a_config_of_the_wrong_kind_is_named():
         Glm4vVisionTransformer.from_config("zai-org/GLM-4.1V-9B-Thinking")
 
 
-@pytest.mark.parametrize(
-    ("shape", "kwargs", "error", "message"),
-    [
-        ((96, 1176), {}, ValueError, "give exactly one of grid_thw and metadata"),
-        ((95, 1176), {"grid_thw": [(1, 8, 12)]}, ValueError, "pixel_values: dimension 0 must be 96, got 95"),
-        ((4, 1536), {"grid_thw": [(1, 2, 2)]}, ValueError, "pixel_values: dimension 1 must be 1176, got 1536"),
-        ((96, 1176), {"grid_thw": [(1, 9, 12)]}, ValueError, r"grid_thw\[0\]: .* multiples of spatial_merge_size=2"),
-        ((96, 1176), {"grid_thw": [(1.0, 8, 12)]}, TypeError, r"grid_thw\[0\]: expected three integers"),
-        ((4, 1176), {"grid_thw": [(1, 2, 2)], "attention": "varlen"}, ValueError, "'varlen' cannot run on cpu"),
-    ],
-)
-def test_inputs_that_do_not_fit_are_named(shape, kwargs, error, message, ours):
-    with pytest.raises(error, match=message):
-        ours(torch.zeros(shape), **kwargs)
-
-
-def test_both_grid_and_metadata_are_refused(ours):
-    with pytest.raises(ValueError, match="give exactly one of grid_thw and metadata"):
-        ours(torch.zeros(4, TINY.patch_values), [(1, 2, 2)], metadata=ours.plan([(1, 2, 2)]))
-
-
-@torch.no_grad()
-def test_no_items_give_no_embeddings(ours):
-    assert ours(torch.empty(0, TINY.patch_values), []).shape == (0, TINY.out_hidden_size)
-
-
 # --- with a GPU: python -m pytest -m gpu ------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @torch.no_grad()
 def test_graphs_equal_eager_on_the_gpu(theirs):
-    """Oracle: the float32 tower on the CPU; CUDA graphs of the bfloat16 tower stay within 0.06 of it."""
+    """Oracle: the float32 tower on the CPU; CUDA graphs of the bfloat16 tower come as near as it rounds."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     grids = GRIDS["images and videos"]
-    patches = random_patches(grids)
+    patches = random_patches(grids, TINY)
     exact = run_theirs(theirs, patches, grids)
-    encoder = same_weights(theirs, TINY).to("cuda", torch.bfloat16)
+    encoder = same_weights("glm4v", theirs, TINY).to("cuda", torch.bfloat16)
     manager = EncoderGraphManager(encoder, budgets=[32, 64], max_items=4, max_frames=4, progress=False)
     for _ in range(2):
-        outputs = torch.cat(manager.execute(patches.cuda(), grids)).float().cpu()
-        torch.testing.assert_close(outputs, exact, atol=6e-2, rtol=0)
+        outputs = torch.cat(manager.execute(patches.cuda(), grids)).cpu()
+        assert_agree(outputs, exact.double(), HALF_STEPS)
     assert manager.stats().misses == 0

@@ -1,70 +1,25 @@
-"""The GLM-OCR tower: equal to transformers' on the same weights, its replays to itself. Its parts are GLM-4.1V's."""
+"""The GLM-OCR tower: configurations, names and weights. What every encoder keeps is in `contracts/test_encoders.py`."""
 
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
-from torch import nn
+from closeness import assert_agree
+from towers import random_patches, run_theirs, same_weights, transformers_tower
 
 from refvl.encoders import GlmOcrVisionConfig, GlmOcrVisionTransformer
-from refvl.graphs import EncoderGraphManager
 
 TINY = GlmOcrVisionConfig.tiny()
-GRIDS = {
-    "one image": [(1, 8, 12)],
-    "one merged token": [(1, 2, 2)],
-    "odd aspect ratios": [(1, 2, 26), (1, 30, 2)],
-    "one video": [(3, 4, 6)],
-    "images and videos": [(1, 8, 12), (3, 6, 10), (1, 4, 4), (2, 6, 6)],
-}
-
-
-def transformers_tower(config, *, std):
-    """transformers' tower with normal weights (biases and norms too, so that each of them counts)."""
-    from transformers.models.glm_ocr.configuration_glm_ocr import GlmOcrVisionConfig as UpstreamConfig
-    from transformers.models.glm_ocr.modeling_glm_ocr import GlmOcrVisionModel
-
-    tower = GlmOcrVisionModel(UpstreamConfig(**asdict(config))).eval()
-    torch.manual_seed(0)
-    for name, parameter in tower.named_parameters():
-        nn.init.normal_(parameter, mean=float("norm" in name and "weight" in name), std=std)
-    return tower
-
-
-def same_weights(tower, config):
-    encoder = GlmOcrVisionTransformer.from_config(config).eval()
-    encoder.load_weights(tower.state_dict().items())
-    return encoder
 
 
 @pytest.fixture(scope="module")
 def theirs():
-    return transformers_tower(TINY, std=0.12)
+    return transformers_tower("glm_ocr", TINY, std=0.12)
 
 
 @pytest.fixture(scope="module")
 def ours(theirs):
-    return same_weights(theirs, TINY)
-
-
-def random_patches(grids, config=TINY, seed=1):
-    num_patches = sum(t * h * w for t, h, w in grids)
-    return torch.randn(num_patches, config.patch_values, generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def run_theirs(tower, patches, grids):
-    return tower(patches, torch.tensor(grids)).pooler_output
-
-
-@pytest.mark.parametrize("name", GRIDS)
-@torch.no_grad()
-def test_equals_transformers(name, ours, theirs):
-    """Oracle: `GlmOcrVisionModel`; below 1e-5 in float32."""
-    patches = random_patches(GRIDS[name])
-    want = run_theirs(theirs, patches, GRIDS[name])
-    torch.testing.assert_close(ours(patches, GRIDS[name]), want, atol=1e-5, rtol=0)
-    assert want.std() > 0.3
+    return same_weights("glm_ocr", theirs, TINY)
 
 
 @pytest.mark.parametrize(
@@ -74,47 +29,11 @@ def test_equals_transformers(name, ours, theirs):
 )
 @torch.no_grad()
 def test_other_configurations_equal_transformers(changes):
-    """Oracle: as above; sides that 2 and 3 divide."""
+    """Oracle: `GlmOcrVisionModel`; sides that 2 and 3 divide."""
     config, grids = replace(TINY, depth=2, **changes), [(1, 6, 12), (2, 12, 6)]
-    tower, patches = transformers_tower(config, std=0.1), random_patches(grids, config)
+    tower, patches = transformers_tower("glm_ocr", config, std=0.1), random_patches(grids, config)
     want = run_theirs(tower, patches, grids)
-    torch.testing.assert_close(same_weights(tower, config)(patches, grids), want, atol=1e-5, rtol=0)
-
-
-@torch.no_grad()
-def test_bfloat16_is_close(ours, theirs):
-    """Oracle: the float32 tower, whose outputs are of size 0.4."""
-    grids = GRIDS["images and videos"]
-    patches = random_patches(grids)
-    half = same_weights(theirs, TINY).bfloat16()(patches, grids)
-    torch.testing.assert_close(half.float(), ours(patches, grids), atol=6e-2, rtol=0)
-
-
-@torch.no_grad()
-def test_replay_equals_eager(ours):
-    """Oracle: each item alone through the encoder; before each batch, all that a graph holds is NaN or wrong."""
-    manager = EncoderGraphManager(ours, budgets=[8, 32], max_items=3, max_frames=4, progress=False)
-    manager.capture()
-    for grids in ([(1, 4, 6)], [(3, 2, 4), (1, 2, 2), (1, 8, 4)], [(1, 4, 6)], [(1, 12, 12), (2, 2, 2)]):
-        for captured in manager.captured.values():
-            captured.pixel_values.fill_(float("nan"))
-            for out in (out for operation in captured.graph.operations for out in operation.outputs):
-                out.fill_(float("nan") if out.is_floating_point() else 1)
-        patches = random_patches(grids)
-        rows = patches.split([t * h * w for t, h, w in grids])
-        for output, part, grid in zip(manager.execute(patches, grids), rows, grids, strict=True):
-            torch.testing.assert_close(output, ours(part, [grid]), atol=2e-5, rtol=2e-5)
-    assert (manager.stats().hits, manager.stats().misses) == (6, 1)
-
-
-def test_forward_reads_nothing_back():
-    """On the meta device no value exists: any item(), tolist(), nonzero or branch on a tensor would raise."""
-    with torch.device("meta"):
-        encoder = GlmOcrVisionTransformer.from_config(TINY)
-    plan = encoder.plan(GRIDS["images and videos"])
-    assert all(getattr(plan, f.name).is_meta for f in fields(plan) if f.type is torch.Tensor)
-    out = encoder(torch.empty(len(plan.cos), TINY.patch_values, device="meta"), metadata=plan)
-    assert out.shape == (len(plan.cos) // 4, TINY.out_hidden_size)
+    assert_agree(same_weights("glm_ocr", tower, config)(patches, grids), want, tower)
 
 
 @pytest.mark.parametrize("prefix", ["", "visual.", "model.visual."])
@@ -165,21 +84,3 @@ def test_config_from_every_source(theirs):
 def test_a_config_that_cannot_be_built_is_named(changed, message):
     with pytest.raises(ValueError, match=message):
         GlmOcrVisionTransformer.from_config(asdict(TINY) | changed)
-
-
-@pytest.mark.parametrize(
-    ("shape", "kwargs", "message"),
-    [
-        ((96, 1176), {}, "give exactly one of grid_thw and metadata"),
-        ((95, 1176), {"grid_thw": [(1, 8, 12)]}, "pixel_values: dimension 0 must be 96, got 95"),
-        ((96, 1176), {"grid_thw": [(1, 9, 12)]}, r"grid_thw\[0\]: .* multiples of spatial_merge_size=2"),
-    ],
-)
-def test_inputs_that_do_not_fit_are_named(shape, kwargs, message, ours):
-    with pytest.raises(ValueError, match=message):
-        ours(torch.zeros(shape), **kwargs)
-
-
-@torch.no_grad()
-def test_no_items_give_no_embeddings(ours):
-    assert ours(torch.empty(0, TINY.patch_values), []).shape == (0, TINY.out_hidden_size)

@@ -138,7 +138,7 @@ def test_the_true_last_index_gets_no_norm():
 
 def test_a_layer_behind_the_loaded_ones_is_a_warning():
     states = [torch.full((1, 2, 6), float(i)) for i in range(3)]
-    with pytest.warns(UserWarning, match="layer -1 of 4 is behind the 2 loaded ones; .* hidden state 1"):
+    with pytest.warns(UserWarning, match="layer -1 of 4 lies beyond the 2 loaded ones; hidden state 1 is read"):
         resolve_visual_encoder_outputs(states, None, select_layers=[-1], max_possible_layers=4)
 
 

@@ -78,6 +78,26 @@ def test_other_numbers_do_not(value, error):
         check_positive_int(value, "n")
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(torch.tensor(value) for value in (4.7, 4.0, 4j, True, [4])),
+        torch.tensor(4, device="meta"),
+        np.float64(4),
+        np.bool_(True),
+        "4",
+        None,
+    ],
+    ids=str,
+)
+def test_not_everything_with_an_index_is_an_integer(value):
+    """Every tensor has `__index__`, which cuts a fraction off."""
+    with pytest.raises(TypeError, match="n: expected an integer"):
+        check_positive_int(value, "n")
+    with pytest.raises(TypeError, match=r"grid_thw\[0\]: expected three integers"):
+        as_grids([(value, 4, 4)])
+
+
 @pytest.mark.parametrize("q", [0, 0.0, 0.5, 0.999, np.float32(0.5), np.float64(0.5)])
 def test_pruning_rates_pass(q):
     assert check_pruning_rate(q) == float(q)

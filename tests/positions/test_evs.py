@@ -126,6 +126,27 @@ def test_half_precision_embeddings_rank_in_float32(dtype):
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("q", [0.5, 0.75])
+def test_the_first_frame_survives_embeddings_that_are_not_finite(value, q):
+    """One row, a frame, or all of them, anywhere: as many tokens stay as ever, the first frame among them."""
+    for rows in ([0], [3], [9], range(4), range(4, 8), range(16)):
+        embeds = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+        embeds[list(rows)] = value
+        mask = compute_retention_mask(embeds, (4, 4, 4), 2, q)
+        assert mask[:4].all() and mask.sum() == compute_retained_tokens_count(4, 4, q)
+        assert compute_dissimilarity(embeds, 4).isfinite().all()
+
+
+@pytest.mark.parametrize("width", [1, 5, 3 * 64])
+def test_rows_may_have_any_width(width):
+    """Oracle: the slow ranking, as above. Some encoders give several features per token, side by side."""
+    embeds = torch.randn(16, width, generator=torch.Generator().manual_seed(0))
+    change = compute_dissimilarity(embeds, 4).flatten().tolist()
+    kept = sorted(sorted(range(16), key=lambda i: (-change[i], i))[:8])
+    assert compute_retention_mask(embeds, (4, 4, 4), 2, 0.5).nonzero().flatten().tolist() == kept
+
+
 # --- where the survivors stand ----------------------------------------------------------------------------------------
 
 
@@ -377,14 +398,55 @@ def test_a_rate_outside_the_interval_is_named(q):
             r"video_size_thw\[0\]: expected \(t, h, w\), got \(2, 4\)",
         ),
         (
+            lambda: compute_retention_mask(torch.ones(8, 2, dtype=torch.int64), (2, 4, 4), 2, 0.5),
+            TypeError,
+            "video_embeds: expected floating-point numbers, got dtype torch.int64",
+        ),
+        (
+            lambda: compute_retention_mask(torch.ones(8, 2).bool(), (2, 4, 4), 2, 0.5),
+            TypeError,
+            "video_embeds: expected floating-point numbers, got dtype torch.bool",
+        ),
+        (
+            lambda: compute_retention_mask(torch.ones(8, 2, dtype=torch.complex64), (2, 4, 4), 2, 0.5),
+            TypeError,
+            "video_embeds: expected floating-point numbers, got dtype torch.complex64",
+        ),
+        (lambda: compute_dissimilarity(torch.ones(8, 2), 0), ValueError, "num_frames: must be at least 1, got 0"),
+        (lambda: compute_dissimilarity(torch.ones(8, 2), -2), ValueError, "num_frames: must be at least 1, got -2"),
+        (
+            lambda: compute_dissimilarity(torch.ones(8, 2), 3),
+            ValueError,
+            "num_frames: must divide the 8 .* got 3",
+        ),
+        (lambda: compute_dissimilarity(torch.ones(8, 2), 2.0), TypeError, "num_frames: expected an integer, got float"),
+        (lambda: compute_dissimilarity(torch.ones(8, 2), None), TypeError, "num_frames: expected an integer, got None"),
+        (lambda: compute_dissimilarity(torch.ones(8, 2), "2"), TypeError, "num_frames: expected an integer, got str"),
+        (
+            lambda: compute_dissimilarity(torch.ones(8, 2), torch.tensor(2.0)),
+            TypeError,
+            "num_frames: expected an integer, got Tensor",
+        ),
+        (lambda: compute_dissimilarity(torch.ones(8), 2), ValueError, "video_embeds: expected 2 dimensions"),
+        (
+            lambda: compute_mrope_for_media((2, 4, 4), 2, tokens_per_second=1e300),
+            ValueError,
+            r"must be finite and not negative, .* got 1e\+300",
+        ),
+        (
+            lambda: compute_mrope_for_media((2, 4, 4), 2, "2"),
+            TypeError,
+            "tokens_per_second: expected a number, got str '2'",
+        ),
+        (
             lambda: compute_mrope_for_media((2, 4, 4), 2, 2, float("nan")),
             ValueError,
-            r"tokens_per_second \* video_second_per_grid: must be finite and not negative, got 2 \* nan",
+            r"tokens_per_second \* video_second_per_grid: must be finite and not negative, .* got nan",
         ),
         (
             lambda: compute_mrope_for_media((2, 4, 4), 2, -1, 1),
             ValueError,
-            r"must be finite and not negative, got -1 \* 1",
+            r"must be finite and not negative, .* got -1",
         ),
         (
             lambda: restrict_positions(torch.zeros(3, 5).long(), torch.ones(4).bool()),
@@ -415,6 +477,15 @@ PROMPT = [7, VISION_START, VIDEO, VIDEO, VIDEO, VISION_END, 8]
         ({"done": -1}, r"num_computed_tokens: must lie in \[0, 7\], got -1"),
         ({"positions": torch.zeros(3, 6)}, "mrope_positions: 7 tokens, but only 6 positions"),
         ({"positions": torch.zeros(2, 7)}, "mrope_positions: dimension 0 must be 3, got 2"),
+        ({"pieces": [torch.full((4, 3), float("nan"))]}, r"multimodal_positions\[0\]: a position is .* got nan"),
+        ({"pieces": [torch.full((4, 3), -1)]}, r"multimodal_positions\[0\]: a position is .* got -1"),
+        (
+            {"pieces": [torch.full((4, 3), 2**62)]},
+            r"\[0\]: a position is .* got 4611686018427387904",
+        ),
+        ({"pieces": [torch.full((4, 3), 0.5)]}, r"multimodal_positions\[0\]: a position is a whole number .* got 0.5"),
+        ({"positions": torch.full((3, 7), -1)}, "mrope_positions: a position is a whole number .* got -1"),
+        ({"positions": torch.full((3, 7), float("inf"))}, "mrope_positions: a position is a whole number .* got inf"),
         ({"ids": [7, 7, *PROMPT[2:]], "pieces": [torch.zeros(4, 3)]}, "media token 2 does not follow a vision start"),
     ],
 )

@@ -4,6 +4,7 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -213,10 +214,17 @@ def test_wrong_kinds_are_named():
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"offset": -1}, ValueError, "MediaSpan.offset: must not be negative, got -1"),
-        ({"offset": 0.5}, TypeError, "MediaSpan.offset: expected an integer, got 0.5"),
+        ({"offset": -1}, ValueError, "MediaSpan.offset: must be at least 0, got -1"),
+        ({"offset": 0.5}, TypeError, "MediaSpan.offset: expected an integer, got float 0.5"),
         ({"t": 0}, ValueError, "MediaSpan.t: must be at least 1, got 0"),
         ({"w": 2.0}, TypeError, "MediaSpan.w: expected an integer, got float 2.0"),
+        ({"offset": torch.tensor(1.0)}, TypeError, r"MediaSpan.offset: expected an integer, got Tensor tensor\(1.\)"),
+        ({"offset": True}, TypeError, "MediaSpan.offset: expected an integer, got bool True"),
+        ({"t_factor": None}, TypeError, "MediaSpan.t_factor: expected a number, got NoneType None"),
+        ({"t_factor": "3"}, TypeError, "MediaSpan.t_factor: expected a number, got str '3'"),
+        ({"t_factor": [4]}, TypeError, "MediaSpan.t_factor: expected a number, got list"),
+        ({"t_factor": 1e300}, ValueError, "MediaSpan.t_factor: .* below position 2147483648, got 1e\\+300"),
+        ({"t": 2, "t_factor": 2.0**30}, ValueError, "MediaSpan.t_factor: .* with 2 steps below position 2147483648"),
         ({"t_factor": float("nan")}, ValueError, "MediaSpan.t_factor: .* got nan"),
         ({"t_factor": float("inf")}, ValueError, "MediaSpan.t_factor: .* got inf"),
         ({"t_factor": -0.5}, ValueError, "MediaSpan.t_factor: .* got -0.5"),
@@ -225,3 +233,11 @@ def test_wrong_kinds_are_named():
 def test_a_bad_span_is_named(fields, error, message):
     with pytest.raises(error, match=message):
         MediaSpan(**({"offset": 0, "t": 1, "h": 2, "w": 2} | fields))
+
+
+def test_integers_of_any_kind_make_integer_positions():
+    """Oracle: the same span from Python's integers; the largest factor that fits is no overflow."""
+    span = MediaSpan(torch.tensor(1), torch.tensor(2), np.int64(2), 2, np.float32(0.5))
+    assert span == MediaSpan(1, 2, 2, 2, 0.5) and type(span.offset) is int
+    positions, _ = get_mrope_input_positions(9, [MediaSpan(torch.tensor(1), 2, 2, 2, 2.0**30 - 1)])
+    assert positions.dtype == torch.int64 and int(positions.max()) == 2**30

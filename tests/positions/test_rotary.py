@@ -114,6 +114,26 @@ def test_a_bad_head_dim_is_named(head_dim, error, message):
         vision_rotary_cos_sin([(1, 2, 2)], head_dim=head_dim)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"theta": float("nan")}, ValueError, "theta: must be a finite number above 0, got nan"),
+        ({"theta": float("inf")}, ValueError, "theta: must be a finite number above 0, got inf"),
+        ({"theta": 0}, ValueError, "theta: must be a finite number above 0, got 0"),
+        ({"theta": -1}, ValueError, "theta: must be a finite number above 0, got -1"),
+        ({"theta": "3"}, TypeError, "theta: expected a number, got str '3'"),
+        ({"spatial_merge_size": None}, TypeError, "spatial_merge_size: expected an integer, got NoneType None"),
+        ({"spatial_merge_size": 0}, ValueError, "spatial_merge_size: must be at least 1, got 0"),
+        ({"spatial_merge_size": -1}, ValueError, "spatial_merge_size: must be at least 1, got -1"),
+        ({"spatial_merge_size": "3"}, TypeError, "spatial_merge_size: expected an integer, got str '3'"),
+    ],
+    ids=str,
+)
+def test_a_bad_theta_or_merge_size_is_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        vision_rotary_cos_sin([(1, 2, 2)], head_dim=16, **arguments)
+
+
 def test_a_grid_that_leaves_half_blocks_is_named():
     with pytest.raises(ValueError, match=r"grid_thw\[0\]: h and w must be multiples of spatial_merge_size=2"):
         vision_rotary_cos_sin([(1, 4, 5)], head_dim=16)

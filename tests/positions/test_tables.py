@@ -273,3 +273,15 @@ def test_bad_input_is_named(table, grids, options, error, message):
 def test_bad_sizes_are_named(function, arguments, error, message):
     with pytest.raises(error, match=message):
         function(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_tables_hold_floating_point_numbers(dtype):
+    """Others were cut to their own kind after sampling."""
+    table = torch.ones(4, 3).to(dtype)
+    for call in (
+        lambda: interpolate_position_table(table, [(1, 2, 2)]),
+        lambda: resize_position_table(table, (3, 3), antialias=True),
+    ):
+        with pytest.raises(TypeError, match=f"table: expected floating-point numbers, got dtype {dtype}"):
+            call()

@@ -1,0 +1,227 @@
+"""For CLIP-like towers (LLaVA and its kin), before and after they run; the towers of this library need none of it.
+
+    get_vision_encoder_info           how many tokens an image becomes
+    get_vit_attn_backend              which attention the tower gets
+    resolve_visual_encoder_outputs    hidden states of all layers -> those selected -> their tokens selected
+                                      -> post-norm on the last -> side by side
+
+Shape suffixes: B images, N tokens, D tower width.
+Upstream: `VisionEncoderInfo` and its kin, `get_vit_attn_backend`, `resolve_visual_encoder_outputs` (vLLM).
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from refvl.attention import available_backends, choose_backend
+from refvl.checks import check_positive_int, check_shape
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class VisionEncoderInfo:
+    """A tower that resizes every image to one square: as many tokens as patches, whatever the image."""
+
+    image_size: int  # pixels: the square's side; for Pixtral the longest that a side may be
+    patch_size: int  # pixels along a side of what becomes one token
+
+    @classmethod
+    def from_hf(cls, hf_config) -> Self:
+        """From the config of a whole model; the sizes are in its `vision_config`."""
+        vision = hf_config.vision_config
+        sizes = {name: check_positive_int(getattr(vision, name), name) for name in ("image_size", "patch_size")}
+        return cls(**sizes)
+
+    def get_image_size(self) -> int:
+        """Pixels along a side."""
+        return self.image_size
+
+    def get_patch_size(self) -> int:
+        """Pixels along a token's side."""
+        return self.patch_size
+
+    def get_patch_grid_length(self) -> int:
+        """Whole tokens along a side of the largest image."""
+        return self.image_size // self.patch_size
+
+    def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
+        """Tokens that the tower gives for an image of this size in pixels."""
+        check_positive_int(image_width, "image_width")
+        check_positive_int(image_height, "image_height")
+        return self._num_tokens(image_width, image_height)
+
+    def _num_tokens(self, width: int, height: int) -> int:
+        return self.get_patch_grid_length() ** 2
+
+
+class SiglipEncoderInfo(VisionEncoderInfo):
+    """SigLIP: patches only."""
+
+    __slots__ = ()
+
+
+class CLIPEncoderInfo(VisionEncoderInfo):
+    """CLIP: patches, and a class token in front."""
+
+    __slots__ = ()
+
+    def _num_tokens(self, width: int, height: int) -> int:
+        return self.get_patch_grid_length() ** 2 + 1
+
+
+class PixtralHFEncoderInfo(VisionEncoderInfo):
+    """Pixtral: images keep their aspect ratio; a model that merges patches (Mistral 3) has larger tokens.
+
+    A longer side above image_size is brought down to it, then both sides are rounded up to whole tokens.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def from_hf(cls, hf_config) -> Self:
+        info = super().from_hf(hf_config)
+        return cls(info.image_size, info.patch_size * getattr(hf_config, "spatial_merge_size", 1))
+
+    def get_patch_grid_size(self, *, image_width: int, image_height: int) -> tuple[int, int]:
+        """(tokens across, tokens down)."""
+        ratio = max(image_width / self.image_size, image_height / self.image_size, 1.0)
+        sides = (max(1, int(side / ratio)) for side in (image_width, image_height))  # a very thin image keeps one pixel
+        across, down = (-(-side // self.patch_size) for side in sides)
+        return across, down
+
+    def _num_tokens(self, width: int, height: int) -> int:
+        across, down = self.get_patch_grid_size(image_width=width, image_height=height)
+        return across * down
+
+
+ENCODER_INFOS = {
+    "clip_vision_model": CLIPEncoderInfo,
+    "siglip_vision_model": SiglipEncoderInfo,
+    "pixtral": PixtralHFEncoderInfo,
+}
+
+
+def get_vision_encoder_info(hf_config) -> VisionEncoderInfo:
+    """The info of a model's vision tower, by the `model_type` of its `vision_config`; ValueError lists the known ones.
+
+    >>> from transformers import LlavaConfig
+    >>> get_vision_encoder_info(LlavaConfig()).get_num_image_tokens(image_width=640, image_height=480)  # CLIP, 336 px
+    577
+    """
+    vision = getattr(hf_config, "vision_config", None)
+    if vision is None:
+        raise ValueError(f"hf_config: expected a model's config with a vision_config, got {type(hf_config).__name__}")
+    if vision.model_type not in ENCODER_INFOS:
+        raise ValueError(f"vision_config: model_type must be one of {list(ENCODER_INFOS)}, got {vision.model_type!r}")
+    return ENCODER_INFOS[vision.model_type].from_hf(hf_config)
+
+
+def get_vit_attn_backend(head_size: int, dtype: torch.dtype, device, *, requested: str = "auto") -> str:
+    """The backend of `refvl.attention` that a tower gets; the reason is logged (logger "refvl.encoders.clip", INFO).
+
+    requested: a backend by name, which then must run there; "auto" takes the fastest that can.
+    Raises ValueError for an unknown backend, or one that cannot run.
+    """
+    check_positive_int(head_size, "head_size")
+    backend = choose_backend(requested, device, dtype, head_size)
+    available = available_backends(device, dtype, head_size)
+    reason = f"the fastest of {available}" if requested == "auto" else f"as requested, of {available}"
+    logger.info("vision attention: %s, %s for %s heads of %d on %s", backend, reason, dtype, head_size, device)
+    return backend
+
+
+FeatureSelectStrategy = Literal["class", "default", "full"] | Callable[[Tensor], Tensor]
+
+FEATURE_SELECTORS = {
+    "class": lambda x_BND: x_BND[:, 0],  # the class token: (B, D)
+    "default": lambda x_BND: x_BND[:, 1:],  # everything but the class token
+    "full": lambda x_BND: x_BND,
+}
+
+
+def get_feature_selector(strategy: FeatureSelectStrategy) -> Callable[[Tensor], Tensor]:
+    """The function (B, N, D) -> selected tokens of a strategy; a callable is one. ValueError for an unknown name."""
+    if callable(strategy):
+        return strategy
+    if strategy not in FEATURE_SELECTORS:
+        raise ValueError(
+            f"feature_select_strategy: expected one of {tuple(FEATURE_SELECTORS)} or a callable, got {strategy!r}"
+        )
+    return FEATURE_SELECTORS[strategy]
+
+
+def get_num_selected_vision_tokens(num_vision_tokens: int, strategy: FeatureSelectStrategy) -> int:
+    """How many of a tower's tokens a strategy keeps.
+
+    >>> get_num_selected_vision_tokens(577, "default")
+    576
+    """
+    tokens_1ND = torch.empty(1, check_positive_int(num_vision_tokens, "num_vision_tokens"), 1, device="meta")
+    selected = get_feature_selector(strategy)(tokens_1ND)
+    return 1 if selected.ndim == 2 else selected.shape[1]
+
+
+def resolve_visual_encoder_outputs(
+    encoder_outputs: Tensor | Sequence[Tensor],
+    post_layer_norm: nn.Module | None,
+    *,
+    select_layers: Sequence[int] | None = None,
+    max_possible_layers: int | None = None,
+    feature_select_strategy: FeatureSelectStrategy | None = None,
+) -> Tensor:
+    """One tensor of features: the last layer's output, or several hidden states side by side.
+
+    encoder_outputs: (B, N, D), the output of the last layer; with `select_layers`, the list of hidden states, the
+    input of the first layer in front. post_layer_norm: the norm after the last layer, or None.
+    select_layers: 0 is the first layer's input, k the output of layer k, and negative ones count back from the last of
+    `max_possible_layers`, the depth of the whole tower, even when fewer layers were loaded.
+    feature_select_strategy: "class" (the first token, (B, D)), "default" (all others), "full", or a callable.
+
+    The norm belongs to the last layer: it is applied when the list of selected layers ends in -1 or in
+    max_possible_layers - 1. (The second is upstream's rule, and off by one: that index is the second-to-last layer, and
+    the true last index, max_possible_layers, gets no norm. Write -1.)
+
+    Returns (B, N', D * selected layers), or (B, D * selected layers) for "class". Raises ValueError for a list without
+    `select_layers`, a tensor with them, and layers that are not there. A negative index beyond the loaded layers
+    reads, as upstream, an earlier one: that is a warning.
+    """
+    select = get_feature_selector(feature_select_strategy or "full")
+    if select_layers is None:
+        if not isinstance(encoder_outputs, Tensor):
+            raise ValueError(
+                "encoder_outputs: without select_layers, expected the last layer's output (one tensor), "
+                f"got {type(encoder_outputs).__name__}"
+            )
+        selected = select(check_shape(encoder_outputs, ("B", "N", "D"), "encoder_outputs"))
+        return selected if post_layer_norm is None else post_layer_norm(selected)
+    if max_possible_layers is None:
+        raise ValueError("max_possible_layers: must be given with select_layers, which count from it")
+    if isinstance(encoder_outputs, Tensor):
+        raise ValueError("encoder_outputs: with select_layers, expected the list of all hidden states, got one tensor")
+    if not select_layers:
+        raise ValueError("select_layers: expected at least one layer, got none")
+    features = [select(_hidden_state(encoder_outputs, layer, max_possible_layers)) for layer in select_layers]
+    if post_layer_norm is not None and select_layers[-1] in (-1, max_possible_layers - 1):
+        features[-1] = post_layer_norm(features[-1])
+    return torch.cat(features, dim=-1)
+
+
+def _hidden_state(hidden_states: Sequence[Tensor], layer: int, max_possible_layers: int) -> Tensor:
+    """Hidden state `layer`; a negative one is relative to the whole tower, of which fewer layers may be there."""
+    loaded = len(hidden_states) - 1
+    index = layer if layer >= 0 else layer + max_possible_layers - loaded
+    if not -len(hidden_states) <= index < len(hidden_states):
+        raise ValueError(f"select_layers: layer {layer} is not among {loaded} loaded of {max_possible_layers}")
+    if layer < 0 <= index:
+        warnings.warn(
+            f"select_layers: layer {layer} of {max_possible_layers} lies beyond the {loaded} loaded ones; "
+            f"hidden state {index} is read instead",
+            stacklevel=3,
+        )
+    return check_shape(hidden_states[index], ("B", "N", "D"), f"encoder_outputs[{index}]")

@@ -1,0 +1,283 @@
+"""What the towers that read grids have in common: Qwen2.5-VL's, GLM-4.1V's and GLM-OCR's.
+
+An item is a grid (t, h, w) of patches, t = 1 for an image. Its rows lie in merge-block order, so that m * m consecutive
+rows become one token. Each tower is read in its own file; here is what does not differ:
+
+    GridVisionConfig    sizes that follow from other sizes, and how a config.json is read
+    FrameMetadata       rotary angles, and where each frame begins
+    GridEncoder         plan (the part about frames) -> forward (checks, then the tower's own `encode`); sizes; loading
+    PatchEmbed, SwiGLU, RMSNorm
+
+Shape suffixes: N patches, M merged tokens, E tower width, D language width, K head dimension.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from refvl.attention import available_backends, choose_backend, group_segments
+from refvl.checks import Grid, as_grids, check_pixel_rows
+from refvl.encoders.weights import config_values, load_strict, named_tensors
+from refvl.positions.rotary import vision_rotary_cos_sin
+
+
+class GridVisionConfig:
+    """The base of the towers' configs, which are frozen dataclasses of at least these fields."""
+
+    __slots__ = ()
+    activation: ClassVar[str] = "silu"  # what the tower is written for
+    hidden_size: int
+    num_heads: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    out_hidden_size: int
+
+    def __post_init__(self):
+        if self.hidden_size % self.num_heads or self.head_dim % 4:
+            raise ValueError(
+                "hidden_size: must be num_heads times a head dimension that is a multiple of 4, "
+                f"got {self.hidden_size} for {self.num_heads} heads"
+            )
+
+    @classmethod
+    def from_hf(cls, config) -> Self:
+        """From a transformers vision config, the dict in `config.json`, or either of the whole model's.
+
+        Unknown keys are ignored. Raises ValueError for another activation or sizes that do not go together.
+        """
+        values = config_values(config, cls, activation=cls.activation, aliases={"in_chans": "in_channels"})
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+    @property
+    def head_dim(self) -> int:
+        """K."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_values(self) -> int:
+        """Values in one patch row: C * Tp * P * P."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def block_size(self) -> int:
+        """Patches that are merged into one token: m * m."""
+        return self.spatial_merge_size**2
+
+    @property
+    def patch_kernel(self) -> tuple[int, ...]:
+        """The shape of the patch embedding in checkpoints, where it is a convolution."""
+        return (self.hidden_size, self.in_channels, self.temporal_patch_size, self.patch_size, self.patch_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FrameMetadata:
+    """What one forward needs besides pixels. Fixed addresses, changing contents: the contract of a captured graph.
+
+    Integers are baked in by a capture: there they are capacities, and a replay must not exceed them.
+    """
+
+    cos: Tensor = field(metadata={"pad": "zero"})  # (N, K/2) float32
+    sin: Tensor = field(metadata={"pad": "zero"})  # (N, K/2) float32
+    cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (frames + 1,) int32, patches
+    frame_groups: tuple[Tensor, ...] = field(metadata={"pad": "empty"})  # equal-length frames, for the sdpa backend
+    max_seqlen: int  # patches in the longest frame
+
+    @property
+    def summary(self) -> str:
+        """One line for tables."""
+        return f"{len(self.cu_seqlens) - 1} frames"
+
+
+class GridEncoder(nn.Module):
+    """Patch rows in, embeddings of the language model's width out. A tower adds its modules, `plan` and `encode`."""
+
+    config_class: ClassVar[type[GridVisionConfig]]
+    plan_reads_weights: ClassVar[bool] = False  # True: a plan holds values of the weights and is stale when they change
+    config: Any  # of config_class
+    patch_embed: "PatchEmbed"
+
+    def __init__(self, config: GridVisionConfig, *, attention: str = "auto"):
+        super().__init__()
+        self.config, self.attention = config, attention
+
+    @classmethod
+    def from_config(cls, config, *, attention: str = "auto") -> Self:
+        """Build from this tower's config, a transformers vision config, or the dict in `config.json`.
+
+        attention: a backend of `refvl.attention`, or "auto" for the best one on the device the pixels come from.
+        """
+        config = config if isinstance(config, cls.config_class) else cls.config_class.from_hf(config)
+        return cls(config, attention=attention)
+
+    @property
+    def device(self) -> torch.device:
+        return self.patch_embed.proj.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.patch_embed.proj.weight.dtype
+
+    @property
+    def graph_attention(self) -> str:
+        """The backend for a capture: one whose shapes do not depend on the lengths of the segments."""
+        available = available_backends(self.device, self.dtype, self.config.head_dim)
+        return "varlen" if "varlen" in available else "masked"
+
+    def check_layouts(self, grid_thw, *, name: str = "grid_thw") -> list[Grid]:
+        """(t, h, w) per item, normalised; ValueError or TypeError for anything else and sides that do not merge."""
+        return as_grids(grid_thw, spatial_merge_size=self.config.spatial_merge_size, name=name)
+
+    def item_size(self, grid: Grid) -> tuple[int, int, int]:
+        """(patch rows, output tokens, frames) of one item of `grid` patches."""
+        t, h, w = grid
+        return t * h * w, t * h * w // self.config.block_size, t
+
+    def plan(self, grid_thw) -> FrameMetadata:
+        """Everything that depends on sizes, computed on the CPU and moved to the tower's device.
+
+        grid_thw: (t, h, w) per item, in patches; a list or an integer tensor (items, 3), images and videos mixed.
+        """
+        return FrameMetadata(**self.plan_frames(self.check_layouts(grid_thw)))
+
+    def plan_frames(self, grids: list[Grid]) -> dict[str, Any]:
+        """The fields of `FrameMetadata`."""
+        c = self.config
+        cos, sin = vision_rotary_cos_sin(grids, head_dim=c.head_dim, spatial_merge_size=c.spatial_merge_size)
+        frames = torch.tensor([h * w for t, h, w in grids for _ in range(t)], dtype=torch.int32)
+        cu_seqlens = F.pad(frames.cumsum(0, dtype=torch.int32), (1, 0))
+        return {
+            "cos": self.move(cos),
+            "sin": self.move(sin),
+            "cu_seqlens": self.move(cu_seqlens),
+            "frame_groups": tuple(map(self.move, group_segments(cu_seqlens))),
+            "max_seqlen": max((h * w for _, h, w in grids), default=0),
+        }
+
+    def plan_capacity(self, max_tokens: int, max_frames: int) -> FrameMetadata:
+        """Metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need, for a capture.
+
+        Cumulative lengths describe one frame that holds everything, so that a warm-up runs on legal values.
+        """
+        return FrameMetadata(**self.frame_capacity(max_tokens, max_frames))
+
+    def frame_capacity(self, max_tokens: int, max_frames: int) -> dict[str, Any]:
+        """The fields of `FrameMetadata` at capacity."""
+        patches, frames = max_tokens * self.config.block_size, min(max_frames, max_tokens)
+        cu_seqlens = torch.full((frames + 1,), patches, dtype=torch.int32, device=self.device)
+        cu_seqlens[0] = 0
+        angles = torch.zeros(patches, self.config.head_dim // 2, device=self.device)
+        return {
+            "cos": angles, "sin": angles.clone(), "cu_seqlens": cu_seqlens, "frame_groups": (), "max_seqlen": patches,
+        }  # fmt: skip
+
+    def pixel_buffer(self, max_tokens: int) -> Tensor:
+        """(patch rows, C*Tp*P*P) zeros for `max_tokens` output tokens."""
+        rows = max_tokens * self.config.block_size
+        return torch.zeros(rows, self.config.patch_values, dtype=self.dtype, device=self.device)
+
+    def move(self, x: Tensor) -> Tensor:
+        """To the tower's device."""
+        return x.to(self.device, non_blocking=True)
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        grid_thw=None,
+        *,
+        metadata: FrameMetadata | None = None,
+        attention: str | None = None,
+    ) -> Tensor:
+        """(N, C*Tp*P*P) patch rows of all items -> (M, D) embeddings, items in order.
+
+        Give `grid_thw` to plan here, or the `metadata` of an earlier `plan`; `attention` overrides the tower's backend
+        (a capture asks for one with static shapes). Raises ValueError when the rows do not match, TypeError when they
+        hold no floating-point numbers.
+        """
+        if (metadata is None) == (grid_thw is None):
+            raise ValueError("forward: give exactly one of grid_thw and metadata")
+        metadata = self.plan(grid_thw) if metadata is None else metadata
+        rows = (("patches", len(metadata.cos)), ("values (C*Tp*P*P)", self.config.patch_values))
+        check_pixel_rows(pixel_values, rows, self.device)
+        backend = choose_backend(attention or self.attention, pixel_values.device, self.dtype, self.config.head_dim)
+        return self.encode(pixel_values.to(self.dtype), metadata, backend)
+
+    def encode(self, patches_NC: Tensor, metadata: Any, backend: str) -> Tensor:
+        """The tower itself: patch rows in its dtype -> (M, D). Reads no value back and branches on no tensor."""
+        raise NotImplementedError
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load (checkpoint name, tensor) pairs strictly; returns the names of the parameters that were filled.
+
+        Reads names under `visual.` (the original), `model.visual.` (after transformers 4.52) and bare ones; q, k, v
+        fused or separate, and gate and up as well. All that does not fit is listed in one ValueError, see
+        `load_strict`.
+        """
+        return load_strict(
+            self, split_gate_up(weights), rename=checkpoint_to_module_name, fuse=("q", "k", "v"), kernels=self.kernels
+        )
+
+    @property
+    def kernels(self) -> dict[str, tuple[int, ...]]:
+        """Module name -> shape in checkpoints, where the module keeps a convolution's kernel as a matrix."""
+        return {"patch_embed.proj.weight": self.config.patch_kernel}
+
+
+class PatchEmbed(nn.Module):
+    """Conv3d with kernel = stride = (Tp, P, P) over a patch row is one matrix product with the flattened kernel."""
+
+    def __init__(self, config: GridVisionConfig, *, bias: bool = True):
+        super().__init__()
+        self.proj = nn.Linear(config.patch_values, config.hidden_size, bias=bias)
+
+    def forward(self, patches_NC: Tensor) -> Tensor:
+        return self.proj(patches_NC)  # (N, E)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        # float32 inside, cast back before the weight: as transformers does, so that half precision agrees too
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+def checkpoint_to_module_name(name: str) -> str:
+    """`visual.blocks.0.norm1.weight`, `model.visual.blocks...` and the bare name are the same parameter."""
+    return re.sub(r"^(model\.)?visual\.", "", name)
+
+
+def split_gate_up(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """A fused `gate_up_proj` is gate's rows, then up's: passed on as two. Other names, `up_proj` among them, stay."""
+    for name, tensor in named_tensors(weights):
+        if ".gate_up_proj." not in name or not isinstance(tensor, Tensor) or not tensor.ndim:
+            yield name, tensor
+            continue
+        half = len(tensor) // 2
+        yield name.replace(".gate_up_proj.", ".gate_proj."), tensor[:half]
+        yield name.replace(".gate_up_proj.", ".up_proj."), tensor[half:]

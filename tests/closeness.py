@@ -1,0 +1,55 @@
+"""How far apart two computations of one value may lie: a bound that follows from the arithmetic, on every CPU.
+
+The order in which a sum is rounded depends on the CPU, on the number of threads and on the shapes of a batch, and no
+order is the right one. Neither side is then wrong; what they may differ by follows from how much was rounded.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+def roundings(steps: int | nn.Module) -> int:
+    """How many values are rounded, one after the other, on the way to one output: a count, or that of a module.
+
+    A module's layers follow each other, and each sums over a row of its weights.
+    """
+    if isinstance(steps, int):
+        return steps
+    return sum(weight[0].numel() for weight in steps.parameters() if weight.ndim > 1)
+
+
+def tolerance(actual: Tensor, expected: Tensor, steps: int | nn.Module, scale: float | None = None) -> float:
+    """2 * sqrt(steps) * eps * scale: eps of what `actual` is computed in, scale the largest of `expected`.
+
+    One step rounds by at most eps / 2, up as often as down: n steps make an error of sqrt(n / 3) * eps / 2, one
+    standard deviation. Two such errors differ by sqrt(2) times as much, and the largest of 10^5 of them is 4.4
+    standard deviations out: 1.8 * sqrt(n) * eps. What is rounded is on the whole as large as what comes out; where it
+    is larger (an angle before its cosine), `scale` says how large.
+    """
+    size = float(expected.abs().max()) if scale is None and expected.numel() else scale or 0.0
+    return 2 * roundings(steps) ** 0.5 * torch.finfo(actual.dtype).eps * size
+
+
+def largest_difference(actual: Tensor, expected: Tensor) -> float:
+    """The largest |a - b|, in float64; NaN where either has one."""
+    assert actual.shape == expected.shape, f"shapes differ: {tuple(actual.shape)}, {tuple(expected.shape)}"
+    assert expected.dtype in (actual.dtype, torch.float64), f"dtypes differ: {actual.dtype}, {expected.dtype}"
+    return float((actual.detach().double() - expected.double()).abs().max()) if actual.numel() else 0.0
+
+
+def assert_agree(actual: Tensor, expected: Tensor, steps: int | nn.Module, *, scale: float | None = None) -> None:
+    """Rounding explains the difference. `expected` has the dtype of `actual`, or is a float64 oracle."""
+    difference, allowed = largest_difference(actual, expected), tolerance(actual, expected, steps, scale)
+    assert difference <= allowed, f"differ by {difference:.3g}, where rounding explains {allowed:.3g}"
+
+
+def assert_differ(actual: Tensor, expected: Tensor, steps: int | nn.Module, what: str = "") -> None:
+    """Rounding does not explain the difference, nor would ten times as much of it; `what` is named if it does."""
+    difference, rounding = largest_difference(actual, expected), tolerance(actual, expected, steps)
+    assert difference > 10 * rounding, f"{what} differ by {difference:.3g}, where rounding explains {rounding:.3g}"
+
+
+def assert_as_exact_as(actual: Tensor, reference: Tensor, exact: Tensor) -> None:
+    """Two ways of rounding: `actual` lies no farther from `exact`, in the norm, than 1.25 times `reference` does."""
+    error, allowed = ((x.double() - exact.double()).norm() for x in (actual, reference))
+    assert error <= 1.25 * allowed, f"{error / allowed:.3g} times as far from the exact values as the reference"

@@ -1,0 +1,536 @@
+"""What every encoder keeps, whatever its family. A new one is one more `Case`; what is particular to it stays apart.
+
+An oracle is transformers' tower on the same weights where there is one. MiniCPM-V's are the padded forms of tower and
+resampler, and Step3's its squares one by one, which their own files compare with golden results.
+"""
+
+import functools
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import FrozenInstanceError, dataclass, fields, is_dataclass
+
+import pytest
+import torch
+from closeness import assert_agree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from towers import CLASSES, random_rows, randomize, run_theirs, same_weights, transformers_tower
+
+from refvl.encoders import SliceGroup, Step3VisionConfig, Step3VisionEncoder
+from refvl.encoders.minicpmv import ENCODERS
+from refvl.graphs import DualPathGraphManager, EncoderGraphManager
+from refvl.graphs.buffers import PAD_RULES, metadata_tensors
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One encoder. Layouts of `small` fit into one replay, those of `mixed` need several, and one is too large."""
+
+    name: str
+    build: Callable[[], nn.Module]  # random weights; the same at every call
+    values: int  # in a patch row
+    small: list  # layouts of two items
+    mixed: list
+    items: st.SearchStrategy  # one layout
+    oracle: Callable[[nn.Module, Tensor, list], Tensor]  # encoder, rows, layouts -> (M, D)
+    manager: Callable | None  # encoder -> graphs; None: no graph path
+    rounded: int  # values rounded to half precision one after the other, on the way to an output
+
+    def __str__(self) -> str:
+        return self.name
+
+
+# --- towers that read grids -------------------------------------------------------------------------------------------
+
+SIDES = st.integers(1, 7).map(lambda n: 2 * n)
+GRIDS = [(1, 8, 12), (3, 6, 10), (1, 2, 2), (2, 16, 8), (1, 2, 26)]
+
+
+def grid_case(family: str, std: float) -> Case:
+    config = CLASSES[family].config_class.tiny()
+    theirs = functools.cache(lambda: transformers_tower(family, config, std=std))
+    return Case(
+        name=family,
+        build=lambda: same_weights(family, theirs(), config),
+        values=config.patch_values,
+        small=[(1, 4, 6), (2, 2, 4)],
+        mixed=GRIDS,
+        items=st.tuples(st.integers(1, 3), SIDES, SIDES),
+        oracle=lambda encoder, rows, grids: run_theirs(theirs(), rows, grids),
+        manager=lambda encoder: EncoderGraphManager(
+            encoder, budgets=[8, 16, 32], max_items=3, max_frames=4, progress=False
+        ),
+        rounded=12 * config.depth,
+    )
+
+
+# --- MiniCPM-V --------------------------------------------------------------------------------------------------------
+
+NAVIT = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 98}
+TIMM = {"img_size": 56, "patch_size": 14, "embed_dim": 48, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0}
+SLICES = st.tuples(st.integers(1, 8), st.integers(1, 8))
+VIDEO = (SliceGroup(((3, 4), (3, 4), (2, 5)), (2, 6, 49)), SliceGroup(((3, 3),), (60,)), SliceGroup(((4, 4), (1, 2))))
+
+
+@st.composite
+def frame_groups(draw):
+    frames = draw(st.lists(SLICES, min_size=1, max_size=4))
+    ids = draw(st.lists(st.integers(-1, 400), min_size=len(frames), max_size=len(frames)))
+    return SliceGroup(tuple(frames), tuple(ids))
+
+
+def padded_modules(encoder, rows: Tensor, layouts) -> Tensor:
+    """Tower and resampler in the forms that take padded strips, or, in 2.0, one picture after the other."""
+    groups = [group for layout in encoder.check_layouts(layouts) for group in layout]
+    sizes = [size for group in groups for size in group.slices]
+    parts = rows.split([h * w for h, w in sizes])
+    if encoder.vpm.__class__.__name__ == "SiglipViT":
+        images = [
+            part.view(h, w, 3, 14, 14).permute(2, 0, 3, 1, 4).reshape(1, 3, h * 14, w * 14)
+            for part, (h, w) in zip(parts, sizes, strict=True)
+        ]
+        pairs = zip(images, sizes, strict=True)
+        return torch.cat([encoder.resampler(encoder.vpm(image), size)[0] for image, size in pairs])
+    strips = torch.full((len(sizes), max(map(len, parts)), 3, 14, 14), NAN)
+    for strip, part in zip(strips, parts, strict=True):
+        strip[: len(part)] = part.view(-1, 3, 14, 14)
+    features = encoder.vpm(strips.permute(0, 2, 3, 1, 4).flatten(3), sizes, encoder.position_sizes(sizes))
+    ids = [list(group.temporal_ids or [-1] * len(group.slices)) for group in groups]
+    times = {"temporal_ids": ids} if any(group.temporal_ids for group in groups) else {}
+    return encoder.resampler(features, sizes, **times).flatten(0, 1)
+
+
+def minicpmv_case(version: str) -> Case:
+    vision = TIMM if version == "2.0" else NAVIT
+    config = {"hidden_size": 64, "query_num": 4, "vision_config": vision, "scale_resolution": 56}
+    images = st.lists(SLICES, min_size=1, max_size=5).map(tuple)
+    videos = st.lists(st.one_of(frame_groups(), SLICES), min_size=1, max_size=4).map(tuple)
+    return Case(
+        name=f"minicpmv {version}",
+        build=lambda: randomize(ENCODERS[version].from_config(config), 0.15),
+        values=588,
+        small=[((1, 9),), ((6, 4),)],
+        mixed=[((4, 5), (7, 6), (2, 3)), VIDEO if version == "4.5" else ((3, 4),), ((1, 9),), ((2, 2),) * 9],
+        items=st.one_of(images, videos) if version == "4.5" else images,
+        oracle=padded_modules,
+        manager=None
+        if version == "2.0"
+        else lambda encoder: EncoderGraphManager(
+            encoder, budgets=[8, 16, 32], max_items=3, max_frames=4, progress=False
+        ),
+        rounded=40,
+    )
+
+
+# --- Step3 ------------------------------------------------------------------------------------------------------------
+
+
+def squares_one_by_one(encoder, rows: Tensor, layouts) -> Tensor:
+    """Each crop and each overview as a square of pixels."""
+    sides = [side for layout in encoder.check_layouts(layouts) for side in [4] * layout.crops + [6]]
+    pieces = []
+    for part, side in zip(rows.split([side**2 for side in sides]), sides, strict=True):
+        square = part.view(side, side, 3, 14, 14).permute(2, 0, 3, 1, 4).reshape(1, 3, side * 14, side * 14)
+        pieces.append(encoder(square)[0])
+    return torch.cat(pieces)
+
+
+STEP3 = Case(
+    name="step3_vl",
+    build=lambda: randomize(Step3VisionEncoder(Step3VisionConfig.tiny()), 0.15),
+    values=588,
+    small=[(1, 2), (0, 0)],
+    mixed=[(1, 2), (0, 0), (2, 2), (0, 0), (3, 5)],
+    items=st.tuples(st.integers(1, 3), st.integers(1, 3)) | st.just((0, 0)),
+    oracle=squares_one_by_one,
+    manager=lambda encoder: DualPathGraphManager(
+        encoder, budgets={"local": [2, 8], "global": [4, 16]}, max_items=2, progress=False
+    ),
+    rounded=40,
+)
+
+CASES = [
+    grid_case("qwen2_5_vl", 0.08),
+    grid_case("glm4v", 0.12),
+    grid_case("glm_ocr", 0.12),
+    *map(minicpmv_case, ENCODERS),
+    STEP3,
+]
+WITH_GRAPHS = [case for case in CASES if case.manager]
+built = functools.cache(lambda case: case.build())
+
+
+@functools.cache
+def manager_of(case: Case):
+    """One manager for all tests: what a test before left in its memory must not matter."""
+    manager = case.manager(built(case))
+    manager.capture()
+    return manager
+
+
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+every_graph = pytest.mark.parametrize("case", WITH_GRAPHS, ids=str)
+
+
+def sizes_of(encoder, layouts) -> list[tuple[int, int, int]]:
+    return [encoder.item_size(layout) for layout in encoder.check_layouts(layouts)]
+
+
+def rows_for(case: Case, layouts, seed: int = 1) -> Tensor:
+    return random_rows(sum(rows for rows, _, _ in sizes_of(built(case), layouts)), case.values, seed)
+
+
+@torch.no_grad()
+def alone(encoder, rows: Tensor, layouts) -> list[Tensor]:
+    """One tensor per item, each encoded by itself."""
+    parts = rows.split([count for count, _, _ in sizes_of(encoder, layouts)])
+    return [encoder(part, [layout]) for part, layout in zip(parts, layouts, strict=True)]
+
+
+def paths_of(encoder) -> list:
+    """What graphs capture: the encoder, or the stacks of one that has several."""
+    return list(encoder.paths.values()) if hasattr(encoder, "paths") else [encoder]
+
+
+# --- eager ------------------------------------------------------------------------------------------------------------
+
+
+@every_case
+@torch.no_grad()
+def test_equals_its_oracle(case):
+    """Oracle: the case's; a batch of images and videos, and each item of it."""
+    encoder, rows = built(case), rows_for(case, case.mixed)
+    want = case.oracle(encoder, rows, case.mixed)
+    assert_agree(encoder(rows, case.mixed), want, encoder)
+    assert want.std() > 0.1
+
+
+@every_case
+@torch.no_grad()
+def test_items_of_a_batch_do_not_see_each_other(case):
+    """encode([a, b, c]) == [encode(a), encode(b), encode(c)], with as many rows and tokens as `item_size` says."""
+    encoder, rows = built(case), rows_for(case, case.mixed)
+    together, pieces = encoder(rows, case.mixed), alone(encoder, rows, case.mixed)
+    assert [len(piece) for piece in pieces] == [tokens for _, tokens, _ in sizes_of(encoder, case.mixed)]
+    assert_agree(together, torch.cat(pieces), encoder)
+
+
+@every_case
+@torch.no_grad()
+def test_planning_ahead_changes_nothing(case):
+    """forward(x, metadata=plan(layouts)) == forward(x, layouts), bit for bit, twice from one plan."""
+    encoder, rows = built(case), rows_for(case, case.mixed)
+    plan, want = encoder.plan(case.mixed), encoder(rows, case.mixed)
+    assert torch.equal(encoder(rows, metadata=plan), want)
+    assert torch.equal(encoder(rows, metadata=plan), want)
+    assert torch.equal(encoder(rows, metadata=encoder.plan(encoder.check_layouts(case.mixed))), want)
+    assert isinstance(plan.summary, str)
+
+
+@every_case
+@torch.no_grad()
+def test_backends_agree(case):
+    """Oracle: sdpa; the mask of the other gives the same."""
+    encoder, rows = built(case), rows_for(case, case.mixed)
+    want = encoder(rows, case.mixed, attention="sdpa")
+    assert_agree(encoder(rows, case.mixed, attention="masked"), want, encoder)
+
+
+@every_case
+@torch.no_grad()
+def test_no_items_give_no_embeddings(case):
+    encoder = built(case)
+    width = encoder(rows_for(case, case.small), case.small).shape[1]
+    out = encoder(torch.empty(0, case.values), [])
+    assert (out.shape, out.dtype) == ((0, width), encoder.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_case
+@torch.no_grad()
+def test_half_precision_is_close(case, dtype):
+    """Oracle: the float32 encoder; rows may come in float32, embeddings have the encoder's dtype."""
+    rows, half = rows_for(case, case.small), deepcopy(built(case)).to(dtype)
+    exact, got = built(case)(rows, case.small), half(rows, case.small)
+    assert got.dtype == half.dtype == dtype
+    assert_agree(got, exact.double(), case.rounded)
+
+
+@every_case
+def test_forward_reads_nothing_back(case):
+    """On the meta device no value exists: any item(), tolist(), nonzero or branch on a tensor would raise."""
+    encoder, want = deepcopy(built(case)).to("meta"), built(case)(rows_for(case, case.mixed), case.mixed).shape
+    for dtype in (torch.float32, torch.float16):
+        plan = encoder.to(dtype).plan(case.mixed)
+        assert all(tensor.is_meta for tensor in metadata_tensors(plan))
+        rows = sum(count for count, _, _ in sizes_of(encoder, case.mixed))
+        assert encoder(torch.empty(rows, case.values, device="meta"), metadata=plan).shape == want
+
+
+@every_case
+def test_every_weight_is_trained(case):
+    """Those that are read in the plan, too."""
+    encoder = deepcopy(built(case))
+    encoder(rows_for(case, case.small), case.small).square().sum().backward()
+    assert [name for name, p in encoder.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+# --- one item's nan stays its own -------------------------------------------------------------------------------------
+
+POISON = [(torch.float32, NAN), (torch.float16, 6e4)]  # the latter is finite, and overflows inside
+
+
+def check_isolation(encoder, run, case: Case, value: float) -> None:
+    """The second of two items is spoiled; the first is what it is alone, the second not finite."""
+    rows = rows_for(case, case.small).to(encoder.dtype)
+    count = sizes_of(encoder, case.small)[0][0]
+    rows[count + 1] = value
+    first, second = run(rows)
+    assert_agree(first, encoder(rows[:count], case.small[:1]), encoder)
+    assert first.isfinite().all() and not second.isfinite().all()
+
+
+@pytest.mark.parametrize(("dtype", "value"), POISON, ids=["nan", "float16 overflow"])
+@pytest.mark.parametrize("attention", ["sdpa", "masked"])
+@every_case
+@torch.no_grad()
+def test_a_spoiled_item_spoils_itself_alone(case, attention, dtype, value):
+    """Oracle: the other item by itself."""
+    encoder = deepcopy(built(case)).to(dtype)
+    tokens = [tokens for _, tokens, _ in sizes_of(encoder, case.small)]
+    check_isolation(encoder, lambda rows: encoder(rows, case.small, attention=attention).split(tokens), case, value)
+
+
+@pytest.mark.parametrize(("dtype", "value"), POISON, ids=["nan", "float16 overflow"])
+@every_graph
+@torch.no_grad()
+def test_a_spoiled_item_spoils_itself_alone_in_a_replay(case, dtype, value):
+    """Oracle: the other item by itself, eagerly; the next replay is clean."""
+    encoder = deepcopy(built(case)).to(dtype)
+    manager = case.manager(encoder)
+    check_isolation(encoder, lambda rows: manager.execute(rows, case.small), case, value)
+    assert manager.stats().misses == 0
+    clean = rows_for(case, case.small).to(dtype)
+    for output, want in zip(manager.execute(clean, case.small), alone(encoder, clean, case.small), strict=True):
+        assert_agree(output, want, encoder)
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def poison(manager) -> None:
+    """NaN in every pixel buffer and in everything that the graphs compute; integers and masks get a wrong value."""
+    for part in getattr(manager, "managers", {"": manager}).values():
+        for captured in part.captured.values():
+            captured.pixel_values.fill_(NAN)
+            for out in (out for operation in captured.graph.operations for out in operation.outputs):
+                out.fill_(NAN if out.is_floating_point() else 1)
+
+
+def check_replay(case: Case, layouts, seed: int = 1) -> list[Tensor]:
+    manager, rows = manager_of(case), rows_for(case, layouts, seed)
+    poison(manager)
+    outputs = manager.execute(rows, layouts)
+    for output, want in zip(outputs, alone(built(case), rows, layouts), strict=True):
+        assert_agree(output, want, built(case))
+    return outputs
+
+
+@every_graph
+def test_a_b_a(case):
+    """Oracle: each item through the encoder. Equal inputs give equal bits, whatever ran between."""
+    first = check_replay(case, case.small, seed=1)
+    check_replay(case, case.mixed, seed=2)
+    assert all(torch.equal(a, b) for a, b in zip(check_replay(case, case.small, seed=1), first, strict=True))
+    assert manager_of(case).stats().hits > 0 < manager_of(case).stats().misses
+
+
+@every_graph
+@settings(max_examples=12)
+@given(data=st.data(), seed=st.integers(0, 1000))
+def test_any_batch_equals_the_eager_encoder(case, data, seed):
+    """Oracle: as above; padding and everything that a graph computes hold NaN before."""
+    check_replay(case, data.draw(st.lists(case.items, max_size=6)), seed)
+
+
+@every_graph
+def test_every_field_has_a_padding_rule(case):
+    """On each tensor of what graphs capture; tuples are for sdpa alone, integers are capacities."""
+    for path in paths_of(built(case)):
+        check_rules(path.plan_capacity(64, 4))
+
+
+def check_rules(metadata) -> None:
+    for field in fields(metadata):
+        value = getattr(metadata, field.name)
+        if isinstance(value, Tensor):
+            assert field.metadata["pad"] in PAD_RULES, field.name
+        elif is_dataclass(value):
+            check_rules(value)
+        else:
+            assert isinstance(value, int) or field.metadata["pad"] == "empty", field.name
+
+
+@every_graph
+def test_a_capacity_holds_what_its_limits_allow(case):
+    """A plan is within the capacity of its own tokens and frames, whenever its rows are."""
+    encoder = built(case)
+    for layouts in (case.mixed, case.small, *([item] for item in case.mixed)):
+        for name, path in getattr(encoder, "paths", {"": encoder}).items():
+            own = layouts
+            if name:
+                on_path = (encoder.path_layouts(layout) for layout in encoder.check_layouts(layouts))
+                own = [layout[name] for layout in on_path if layout[name]]
+            rows, tokens, frames = (sum(column) for column in zip((0, 0, 0), *sizes_of(path, own), strict=True))
+            if own and rows <= len(path.pixel_buffer(tokens)):
+                check_within(path.plan(own), path.plan_capacity(tokens, max(1, frames)))
+
+
+def check_within(plan, capacity) -> None:
+    assert type(plan) is type(capacity)
+    for field in fields(plan):
+        value, limit = getattr(plan, field.name), getattr(capacity, field.name)
+        if is_dataclass(value):
+            check_within(value, limit)
+        elif isinstance(value, Tensor):
+            assert len(value) <= len(limit) and (value.dtype, value.shape[1:]) == (limit.dtype, limit.shape[1:])
+        elif isinstance(value, int):
+            assert value <= limit
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+@every_case
+@torch.no_grad()
+def test_a_plan_says_whether_it_reads_weights(case):
+    """Other weights, the same layouts: the plan changes where `plan_reads_weights` is True, and only there."""
+    encoder = deepcopy(built(case))
+    for path in [*paths_of(encoder), encoder]:
+        layouts = case.small if path is encoder else [(2, path.side, path.side)]
+        before = [tensor.clone() for tensor in metadata_tensors(path.plan(layouts))]
+        for parameter in encoder.parameters():
+            parameter.mul_(2)
+        after = metadata_tensors(path.plan(layouts))
+        assert path.plan_reads_weights == any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@every_case
+def test_metadata_is_frozen_and_complete(case):
+    plan = built(case).plan(case.small)
+    first, *others = (field.name for field in fields(plan))
+    with pytest.raises(FrozenInstanceError):
+        setattr(plan, first, None)
+    with pytest.raises(TypeError, match=first):
+        type(plan)(**{name: getattr(plan, name) for name in others})
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@every_case
+def test_rows_must_match_the_layout(case):
+    encoder, rows = built(case), rows_for(case, case.small)
+    plan, count = encoder.plan(case.small), len(rows)
+    with pytest.raises(ValueError, match="exactly one of .* and metadata"):
+        encoder(rows)
+    with pytest.raises(ValueError, match="exactly one of .* and metadata"):
+        encoder(rows, case.small, metadata=plan)
+    with pytest.raises(ValueError, match=f"pixel_values: dimension 0 must be {count}, got {count - 1}"):
+        encoder(rows[1:], case.small)
+    with pytest.raises(ValueError, match=f"pixel_values: dimension 1 must be {case.values}, got {case.values - 1}"):
+        encoder(rows[:, 1:], metadata=plan)
+    with pytest.raises(TypeError, match="pixel_values: expected a torch.Tensor, got list"):
+        encoder(rows.tolist(), case.small)
+    with pytest.raises(ValueError, match="attention: 'varlen' cannot run on cpu with torch.float32"):
+        encoder(rows, case.small, attention="varlen")
+    with pytest.raises(TypeError, match="expected a sequence"):
+        encoder(rows, "ab")
+
+
+@pytest.mark.parametrize(
+    ("convert", "message"),
+    [
+        (lambda x: (255 * x).to(torch.uint8), "expected floating-point numbers, got dtype torch.uint8"),
+        (lambda x: x.long(), "expected floating-point numbers, got dtype torch.int64"),
+        (lambda x: x > 0, "expected floating-point numbers, got dtype torch.bool"),
+        (lambda x: x.to(torch.complex64), "expected floating-point numbers, got dtype torch.complex64"),
+        (lambda x: x.to(torch.float8_e4m3fn), "expected floating-point numbers, got dtype torch.float8_e4m3fn"),
+        (lambda x: x.to_sparse(), "expected a dense tensor, got layout torch.sparse_coo"),
+        (lambda x: x.to("meta"), "expected values for an encoder on cpu, got a tensor on the meta device"),
+    ],
+    ids=["uint8", "int64", "bool", "complex64", "float8", "sparse", "meta"],
+)
+@every_case
+def test_rows_hold_floating_point_numbers(case, convert, message):
+    """Unnormalised pixels are the likely mistake."""
+    rows = convert(rows_for(case, case.small))
+    for path in [built(case), *paths_of(built(case))]:
+        layouts = case.small if path is built(case) else [(1, path.side, path.side)]
+        part = rows if path is built(case) or rows.is_sparse else rows[: path.side**2]
+        with pytest.raises(TypeError, match=f"pixel_values: {message}"):
+            path(part, metadata=path.plan(layouts))
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@every_case
+def test_an_encoder_loads_its_own_weights(case):
+    """Bit by bit, into one that was built from the same config."""
+    source = built(case)
+    fresh = type(source).from_config(source.config)
+    assert fresh.load_weights(source.state_dict().items()) == set(source.state_dict())
+    pairs = zip(fresh.state_dict().values(), source.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@every_case
+def test_loading_is_strict(case):
+    """Every complaint in one error, and nothing is copied."""
+    encoder = deepcopy(built(case))
+    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    state = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+    missing, longer, twice, number, short, virtual, sparse, small = list(state)[-8:]
+    del state[missing]
+    state["lm_head.weight"] = torch.zeros(3)
+    state[longer] = torch.zeros(*state[longer].shape, 1)
+    state[number] = state[number].to(torch.int8)
+    state[short] = state[short].to(torch.float8_e4m3fn)
+    state[virtual] = state[virtual].to("meta")
+    state[sparse] = state[sparse].to_sparse()
+    state[small] = torch.full_like(state[small], NAN)
+    with pytest.raises(ValueError, match=f"{type(encoder).__name__}: the weights do not match the model") as caught:
+        encoder.load_weights([*state.items(), (twice, state[twice])])
+    complaints = dict(line.strip().split(": ", 1) for line in str(caught.value).splitlines()[1:])
+    assert complaints["missing (1)"] == missing
+    assert complaints["unexpected (1)"] == "lm_head.weight"
+    assert complaints["repeated (1)"] == twice
+    assert complaints["nonfinite (1)"] == small
+    misshapen = complaints["misshapen (5)"]
+    for text in (f"{longer} is (", f"{number} holds torch.int8", f"{short} holds torch.float8_e4m3fn"):
+        assert text in misshapen
+    for text in (f"{virtual} is on the meta device", f"{sparse} has layout torch.sparse_coo"):
+        assert text in misshapen
+    assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (lambda state: state, "weights: expected .name, tensor. pairs .*, got OrderedDict"),
+        (lambda state: None, "weights: expected .name, tensor. pairs .*, got NoneType"),
+        (lambda state: list(state), r"weights\[0\]: expected a pair \(name, tensor\), got str"),
+        (lambda state: [(1, tensor) for tensor in state.values()], r"weights\[0\]: expected a pair"),
+    ],
+    ids=["dict", "None", "names", "numbers"],
+)
+@every_case
+def test_weights_are_pairs(case, weights, message):
+    encoder = built(case)
+    with pytest.raises(TypeError, match=message):
+        encoder.load_weights(weights(encoder.state_dict()))

@@ -1,0 +1,74 @@
+"""Tiny towers with random weights, and transformers' towers with the same weights: for tests."""
+
+from dataclasses import asdict
+
+import torch
+from torch import Tensor, nn
+
+from refvl.encoders import Glm4vVisionTransformer, GlmOcrVisionTransformer, Qwen2_5_VisionTransformer
+from refvl.encoders.grid import GridEncoder
+
+CLASSES: dict[str, type[GridEncoder]] = {
+    "qwen2_5_vl": Qwen2_5_VisionTransformer,
+    "glm4v": Glm4vVisionTransformer,
+    "glm4v_moe": Glm4vVisionTransformer,
+    "glm_ocr": GlmOcrVisionTransformer,
+}
+
+
+def randomize(module: nn.Module, std: float) -> nn.Module:
+    """Normal weights, biases and norms too, so that each of them counts; scales of norms lie around one."""
+    torch.manual_seed(0)
+    for name, parameter in module.named_parameters():
+        is_scale = name.endswith("weight") and ("norm" in name or "ln_" in name)
+        nn.init.normal_(parameter, mean=float(is_scale), std=std)
+    return module.eval()
+
+
+def transformers_tower(family: str, config, *, std: float, **kwargs) -> nn.Module:
+    """transformers' tower of a refvl vision config."""
+    if family == "qwen2_5_vl":
+        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig as Config
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel as Tower
+    elif family == "glm4v":
+        from transformers.models.glm4v.modeling_glm4v import Glm4vVisionConfig as Config
+        from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel as Tower
+    elif family == "glm4v_moe":
+        from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionConfig as Config
+        from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionModel as Tower
+    else:
+        from transformers.models.glm_ocr.configuration_glm_ocr import GlmOcrVisionConfig as Config
+        from transformers.models.glm_ocr.modeling_glm_ocr import GlmOcrVisionModel as Tower
+    values = {name: value for name, value in asdict(config).items() if name != "norm_eps"}
+    with torch.device("meta"):
+        tower = Tower(Config(**values, **kwargs))
+    tower.to_empty(device="cpu")
+    tower.rotary_pos_emb = type(tower.rotary_pos_emb)(tower.config)  # its frequencies are a buffer, not a weight
+    return randomize(tower, std)
+
+
+def same_weights(family: str, tower: nn.Module, config, **kwargs) -> GridEncoder:
+    """refvl's tower with the weights of transformers'."""
+    with torch.device("meta"):
+        encoder = CLASSES[family].from_config(config, **kwargs)
+    encoder.to_empty(device="cpu").load_weights(tower.state_dict().items())
+    return encoder.eval()
+
+
+def frames_of(grids) -> list[tuple[int, int, int]]:
+    """Every frame as an item of its own."""
+    return [(1, h, w) for t, h, w in grids for _ in range(t)]
+
+
+@torch.no_grad()
+def run_theirs(tower: nn.Module, patches: Tensor, grids) -> Tensor:
+    """As frames: no tower of transformers' looks across them, and GLM-4.1V's model splits videos before its tower."""
+    return tower(patches, torch.tensor(frames_of(grids))).pooler_output
+
+
+def random_rows(count: int, values: int, seed: int = 1) -> Tensor:
+    return torch.randn(count, values, generator=torch.Generator().manual_seed(seed))
+
+
+def random_patches(grids, config, seed: int = 1) -> Tensor:
+    return random_rows(sum(t * h * w for t, h, w in grids), config.patch_values, seed)
