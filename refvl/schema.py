@@ -115,6 +115,18 @@ def check_floats(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
+def check_pixel_rows(pixel_values, shape: Sequence, device: torch.device, name: str = "pixel_values") -> Tensor:
+    """Return `pixel_values` if it has `shape` (see `check_shape`) and holds numbers that an encoder can read.
+
+    device: the encoder's; a tensor on the meta device has no values, and only an encoder there needs none. Raises
+    TypeError or ValueError naming `name`.
+    """
+    check_floats(check_shape(pixel_values, shape, name), name)
+    if pixel_values.is_meta and device.type != "meta":
+        raise TypeError(f"{name}: expected values for an encoder on {device}, got a tensor on the meta device")
+    return pixel_values
+
+
 def check_token_ids(input_ids, name: str = "input_ids") -> Tensor:
     """Return `input_ids` if it is an integer tensor (B, L); raise TypeError or ValueError naming `name`."""
     check_shape(input_ids, ("B", "L"), name)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from refvl.encoders import Step3VisionConfig, Step3VisionEncoder
 from refvl.graphs import (
+    Batch,
     CaptureError,
     DualPathGraphManager,
     PairedBatch,
-    PathBatch,
     generate_budgets,
     plan_paired_batches,
 )
@@ -177,7 +177,7 @@ def test_a_batch_without_crops_leaves_the_local_path_alone(encoder, manager):
     layouts = [(0, 0), (0, 0)]
     before, rows = manager.path_stats(), rows_of(layouts)
     assert_equal(manager.execute(rows, layouts), eager(encoder, rows, layouts))
-    assert manager.last_batches == [PathBatch((0, 1), 8, "global", 8)]
+    assert manager.last_batches == [Batch((0, 1), 8, "global", 8)]
     assert manager.path_stats()["local"] == before["local"]
 
 
@@ -188,7 +188,7 @@ def test_one_path_runs_eagerly_while_the_other_replays(encoder, manager):
     [output], [want] = manager.execute(rows, layouts), eager(encoder, rows, layouts)
     assert torch.equal(output[:15], want[:15])
     torch.testing.assert_close(output, want, **TOLERANCE)
-    assert manager.last_batches == [PathBatch((0,), None, "local", 15), PathBatch((0,), 4, "global", 4)]
+    assert manager.last_batches == [Batch((0,), None, "local", 15), Batch((0,), 4, "global", 4)]
     after = manager.path_stats()
     assert (after["local"].misses - before["local"].misses, after["global"].hits - before["global"].hits) == (1, 1)
 
@@ -359,7 +359,7 @@ def test_a_path_takes_squares_of_its_own_size_only(encoder):
 def test_a_trace_says_what_ran_on_each_path():
     trace = Trace(
         embeds=[torch.zeros(19, 2)], seconds={"encode": 0.1},
-        graph_batches=[PathBatch((0,), None, "local", 15), PathBatch((0,), 8, "global", 4)],
+        graph_batches=[Batch((0,), None, "local", 15), Batch((0,), 8, "global", 4)],
     )  # fmt: skip
     [(_, shapes, _)] = trace.rows()
     assert shapes.endswith("; local path of media 1: eager; global path of media 1: graph of 8, 50% padding")
