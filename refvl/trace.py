@@ -82,10 +82,11 @@ class Trace:
 
     def _packing(self) -> str:
         """What the graphs planned, in one line."""
-        items = {i for batch in self.graph_batches for i in batch.indices}
+        items = len({i for batch in self.graph_batches for i in batch.indices})
         eager = sum(batch.budget is None for batch in self.graph_batches)
-        replays = f"{len(items)} items in {len(self.graph_batches) - eager} replays"
-        return f"{replays}, {padding_waste(self.graph_batches):.0%} padding" + f", {eager} eager" * bool(eager)
+        replays = len(self.graph_batches) - eager
+        counts = f"{items} item{'s' * (items != 1)} in {replays} replay{'s' * (replays != 1)}"
+        return f"{counts}, {padding_waste(self.graph_batches):.0%} padding" + f", {eager} eager" * bool(eager)
 
     def _graph_report(self) -> str:
         """What each replay held: hit or miss, budget, waste."""

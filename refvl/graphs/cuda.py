@@ -7,9 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from refvl.graphs.recorder import CaptureError, refuse_read_back
-
-_ONE_CAPTURE = threading.Lock()  # of the whole process: streams, allocator and warnings take part in a capture
+from refvl.graphs.recorder import ONE_CAPTURE, CaptureError, refuse_read_back
 
 
 class CudaGraph:
@@ -34,7 +32,7 @@ class CudaGraph:
         """
         if self.output is not None:
             raise CaptureError("capture: this graph already holds a recording")
-        with _ONE_CAPTURE, torch.inference_mode():
+        with ONE_CAPTURE, torch.inference_mode():
             current = torch.cuda.current_stream(self.stream.device)
             self.stream.wait_stream(current)
             with torch.cuda.stream(self.stream):

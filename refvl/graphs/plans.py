@@ -9,10 +9,11 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from threading import Lock
 
-import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+
+from refvl.graphs.recorder import READ_BACK
 
 CACHED_PATCHES = 2**16  # of kept plans, together: at most 0.4 KiB of device memory each for Qwen
 
@@ -66,19 +67,23 @@ def addresses(weights: Iterable[Tensor]) -> tuple:
     return tuple((weight.data_ptr(), weight.dtype) for weight in weights)
 
 
-class _WatchReads(TorchDispatchMode):
-    """Notices whether an operation reads given memory."""
+class _WatchReads(TorchFunctionMode):
+    """Notices whether a function reads given memory: it is given a tensor there, and returns a tensor or its values."""
 
     def __init__(self, memory: set[int]):
         super().__init__()
         self.memory, self.has_read = memory, False
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if not self.has_read:
-            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            self.has_read = any(_memory(tensor) in self.memory for tensor in tensors)
-        return function(*args, **(kwargs or {}))
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if not self.has_read and (_tensors(result) or getattr(function, "__name__", "") in READ_BACK):
+            self.has_read = any(_memory(tensor) in self.memory for tensor in _tensors((args, kwargs)))
+        return result
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _tensors(values) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
