@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.report import Device, Repeats, Write, environment, resolve_device, write_measurement
 from benchmarks.tower import seconds_of
 from refvl.families import find_family, random_encoder, read_config
-from refvl.graphs import generate_budgets, plan_batches
+from refvl.graphs import generate_budgets, padding_waste, plan_batches
 from refvl.paths import DATA
 
 TOWERS = {  # the shapes measured on a CPU and on CUDA
@@ -91,13 +91,6 @@ def capture(manager) -> tuple[object, dict]:
     return manager, cost | {"max_items": min(of_path.max_items for of_path in paths.values())}
 
 
-def waste_of(batches: list, tokens: list[int]) -> float:
-    """Share of what replays computed that was padding; a batch of one path says its own tokens."""
-    replays = [batch for batch in batches if batch.budget]
-    used = sum(getattr(batch, "tokens", 0) or sum(tokens[i] for i in batch.indices) for batch in replays)
-    return 1 - used / sum(batch.budget for batch in replays) if replays else 0.0
-
-
 @torch.inference_mode()
 def measure(encoder, managers: dict, layouts: list, repeats: int) -> dict:
     """Median and 99th percentile of each way in ms, the budgets that the managers chose, and how far outputs differ."""
@@ -117,9 +110,8 @@ def measure(encoder, managers: dict, layouts: list, repeats: int) -> dict:
     want = encoder(x, layouts).float()
     for name, manager in managers.items():
         got = torch.cat(manager.execute(x, layouts)).float()
-        tokens = [encoder.item_size(layout)[1] for layout in layouts]
         row[f"{name}_budgets"] = [batch.budget for batch in manager.last_batches]
-        row[f"{name}_waste"] = waste_of(manager.last_batches, tokens)
+        row[f"{name}_waste"] = padding_waste(manager.last_batches)
         row[f"{name}_difference"] = ((got - want).norm() / want.norm()).item()
     for name, seconds in samples.items():
         row[f"{name}_ms"] = statistics.median(seconds) * 1e3

@@ -27,7 +27,7 @@ from refvl.checks import (
     check_shape,
     check_token_ids,
 )
-from refvl.graphs.manager import EncoderGraphManager
+from refvl.graphs import DualPathGraphManager, EncoderGraphManager
 from refvl.language.model import CausalTextModel, generate
 from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
 from refvl.positions import restrict_positions
@@ -41,7 +41,7 @@ class VLM:
 
     def __init__(self, config: PretrainedConfig, processor, encoder, language_model: CausalTextModel):
         self.config, self.processor, self.encoder, self.language_model = config, processor, encoder, language_model
-        self.graphs: EncoderGraphManager | None = None  # when set, it encodes instead of the eager encoder
+        self.graphs: EncoderGraphManager | DualPathGraphManager | None = None  # when set, it encodes, not the encoder
 
     @property
     def family(self) -> families.Family:
@@ -150,13 +150,19 @@ class VLM:
             trace.media = self.processor.decode(messages)
         with trace.stage("patchify"):
             trace.patches = self.processor.patchify(trace.media)
-        with trace.stage("plan"):  # graphs plan for themselves, batch by batch
-            batches = self._batches(trace.layouts)
-            trace.metadata = [] if self.graphs else [self.encoder.plan([trace.layouts[i] for i in b]) for b in batches]
+        rows, graphs = [p.pixel_values for p in trace.patches], self.graphs if trace.patches else None
+        with trace.stage("plan"):
+            if graphs:
+                planned = graphs.plan(trace.layouts)
+                trace.graph_batches, trace.metadata = planned.batches, planned.metadata
+            else:
+                batches = self._batches(trace.layouts)
+                trace.metadata = [self.encoder.plan([trace.layouts[i] for i in batch]) for batch in batches]
         with trace.stage("encode"):
-            rows = [p.pixel_values for p in trace.patches]
-            trace.embeds = self._encode(rows, trace.layouts, batches, trace.metadata)
-            trace.graph_batches = list(self.graphs.last_batches) if self.graphs and rows else []
+            if graphs:
+                trace.embeds = graphs.run(torch.cat(rows).to(self.device), planned)
+            else:
+                trace.embeds = self._encode_eagerly(rows, trace.layouts, batches, trace.metadata)
         merged = [p.merged for p in trace.patches]
         with trace.stage("prune"):
             trace.keep_masks = [m.keep_mask(e, q) for m, e in zip(merged, trace.embeds, strict=True)]
@@ -189,7 +195,7 @@ class VLM:
         messages = self.processor.messages("", images, videos)
         patches = self.processor.patchify(self.processor.decode(messages))
         layouts = [p.layout for p in patches]
-        return self._encode([p.pixel_values for p in patches], layouts, self._batches(layouts), progress=progress)
+        return self._encode([p.pixel_values for p in patches], layouts, progress=progress)
 
     @torch.inference_mode()
     def generate(
@@ -255,7 +261,7 @@ class VLM:
         if embeds is None:
             check_shape(pixel_values, ((f"patches of {layouts_name}", sum(rows)), "values"), pixels_name)
             check_floats(pixel_values, pixels_name)
-            embeds = self._encode(pixel_values.split(rows), layouts, self._batches(layouts))
+            embeds = self._encode(pixel_values.split(rows), layouts)
         else:
             embeds = self._split_embeds(embeds, tokens, layouts_name, embeds_name)
         merged = (self.processor.merged(kind, layout, s) for layout, s in zip(layouts, seconds, strict=True))
@@ -300,13 +306,18 @@ class VLM:
         return taken
 
     @torch.inference_mode()
-    def _encode(
-        self, rows: Sequence[Tensor], layouts, batches, metadata=None, *, progress: bool = True
-    ) -> list[Tensor]:
-        """(M, D) per item: graphs pack for themselves; without them one forward per batch, planned here if need be."""
+    def _encode(self, rows: Sequence[Tensor], layouts, *, progress: bool = True) -> list[Tensor]:
+        """(M, D) per item, by graph or eagerly."""
         if self.graphs and rows:
             return self.graphs.execute(torch.cat(list(rows)).to(self.device), layouts)
-        embeds = []
+        return self._encode_eagerly(rows, layouts, self._batches(layouts), progress=progress)
+
+    @torch.inference_mode()
+    def _encode_eagerly(
+        self, rows: Sequence[Tensor], layouts, batches, metadata=None, *, progress: bool = True
+    ) -> list[Tensor]:
+        """(M, D) per item: one forward per batch, planned here if need be."""
+        embeds: list[Tensor] = []
         for i, batch in enumerate(tqdm(batches, desc="encode", disable=not progress or len(batches) < 2, leave=False)):
             planned = metadata[i] if metadata else self.encoder.plan([layouts[j] for j in batch])
             pixel_values = torch.cat([rows[j] for j in batch]).to(self.device)

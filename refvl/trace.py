@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from refvl.graphs.dual import PathBatch
+from refvl.graphs.budgets import Batch, padding_waste
 from refvl.pixels.media import Video
 from refvl.positions import MediaSpan
 from refvl.processors.chat import Patches
@@ -21,8 +21,8 @@ class Trace:
     device: torch.device | None = None  # whose queued work the clock waits for
     media: list = field(default_factory=list)  # PIL images and `Video`s, decoded
     patches: list[Patches] = field(default_factory=list)  # pixel_values (N, C*Tp*P*P), layout, merged extents
-    metadata: list = field(default_factory=list)  # what `encoder.plan` made, one per forward
-    graph_batches: list = field(default_factory=list)  # how graphs packed the media; empty when run eagerly
+    metadata: list = field(default_factory=list)  # what `encoder.plan` made, one per forward or replay
+    graph_batches: list[Batch] = field(default_factory=list)  # how graphs packed the media; empty when run eagerly
     embeds: list[Tensor] = field(default_factory=list)  # (M, D) per medium, before pruning
     keep_masks: list[Tensor | None] = field(default_factory=list)  # (M,) bool per medium; None: not pruned
     spans: list[MediaSpan] = field(default_factory=list)  # where each medium stands in the full prompt, one per run
@@ -65,7 +65,7 @@ class Trace:
             case "patchify":
                 return ", ".join(f"{tuple(p.pixel_values.shape)} grid {p.layout}" for p in self.patches)
             case "plan":
-                return ", ".join(m.summary for m in self.metadata)
+                return self._packing() if self.graph_batches else ", ".join(m.summary for m in self.metadata)
             case "encode":
                 return ", ".join(str(tuple(e.shape)) for e in self.embeds) + self._graph_report()
             case "prune":
@@ -80,15 +80,21 @@ class Trace:
                 return f"{len(self.token_ids) - 1} more"
         return ""
 
+    def _packing(self) -> str:
+        """What the graphs planned, in one line."""
+        items = len({i for batch in self.graph_batches for i in batch.indices})
+        eager = sum(batch.budget is None for batch in self.graph_batches)
+        replays = len(self.graph_batches) - eager
+        counts = f"{items} item{'s' * (items != 1)} in {replays} replay{'s' * (replays != 1)}"
+        return f"{counts}, {padding_waste(self.graph_batches):.0%} padding" + f", {eager} eager" * bool(eager)
+
     def _graph_report(self) -> str:
         """What each replay held: hit or miss, budget, waste."""
         lines = []
         for batch in self.graph_batches:
-            of_path = isinstance(batch, PathBatch)
-            tokens = batch.tokens if of_path else sum(len(self.embeds[i]) for i in batch.indices)
-            waste = f"graph of {batch.budget}, {1 - tokens / batch.budget:.0%} padding" if batch.budget else "eager"
-            media = f"media {', '.join(str(i + 1) for i in batch.indices)}"
-            lines.append(f"{batch.path} path of {media}: {waste}" if of_path else f"{media}: {waste}")
+            ran = f"graph of {batch.budget}, {padding_waste([batch]):.0%} padding" if batch.budget else "eager"
+            path = f"{batch.path} path of " if batch.path else ""
+            lines.append(f"{path}media {', '.join(str(i + 1) for i in batch.indices)}: {ran}")
         return "; " + "; ".join(lines) if lines else ""
 
 

@@ -1,20 +1,21 @@
 """Encoder graphs: budgets, capture, replay, packing. Knows encoders only through plan, forward and metadata fields."""
 
 from refvl.graphs.budgets import Batch, Limits, generate_budgets, infer_limits, padding_waste, plan_batches
-from refvl.graphs.dual import DualPathGraphManager, PairedBatch, PathBatch, plan_paired_batches
-from refvl.graphs.manager import EncoderGraphManager, GraphEncoder, GraphStats
+from refvl.graphs.dual import DualGraphPlan, DualPathGraphManager, PairedBatch, plan_paired_batches
+from refvl.graphs.manager import EncoderGraphManager, GraphEncoder, GraphPlan, GraphStats
 from refvl.graphs.recorder import CaptureError, TraceGraph
 
 __all__ = [
     "Batch",
     "CaptureError",
+    "DualGraphPlan",
     "DualPathGraphManager",
     "EncoderGraphManager",
     "GraphEncoder",
+    "GraphPlan",
     "GraphStats",
     "Limits",
     "PairedBatch",
-    "PathBatch",
     "TraceGraph",
     "generate_budgets",
     "infer_limits",

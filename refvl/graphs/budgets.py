@@ -5,22 +5,26 @@ output and the largest allowed), and arriving items are packed into the smallest
 items leave free is computed for nothing: the padding waste.
 """
 
-import bisect
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from refvl.checks import check_positive_int
+from refvl.graphs.packing import Capacity, greedy, pack
 
 POLICIES = ("greedy", "optimal")
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Items (indices into the caller's order) that run together; budget None: too large for any graph, eager."""
+    """Items (indices into the caller's order) that run together; budget None: too large for any graph, eager.
+
+    path: where an encoder has several, the one that runs. tokens: output tokens of the items, on that path.
+    """
 
     indices: tuple[int, ...]
     budget: int | None
+    path: str = field(default="", repr=False)
+    tokens: int = field(default=0, repr=False, compare=False)  # follows from the indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +92,21 @@ def plan_batches(
     rows: Sequence[int] | None = None,
     max_rows: Sequence[int] | None = None,
 ) -> list[Batch]:
-    """Pack items into batches, smallest items first.
+    """Pack items into batches, each with the smallest budget that holds it.
 
     output_tokens: tokens of each item (an empty item is one, too). frames: frames of each item, bounded by `max_frames`
     per batch (optional). rows: patch rows of each item, and max_rows: how many the graph of each budget takes, in the
     order of the sorted budgets (optional): where tokens do not say how many rows there are, a batch needs a budget that
-    holds both. policy "greedy": fill a batch while items fit the largest budget; "optimal": cut the sorted
-    items into consecutive groups so that the summed budgets are smallest, then the fewest groups. Items that fit no
-    graph come last, alone, with budget None. Every index appears once. Raises ValueError (TypeError for a wrong kind)
+    holds both. policy "greedy": fill a batch with the sorted items while they fit the largest budget; "optimal": the
+    smallest sum of budgets, then the fewest batches. That is exact for up to 12 items; for more, it is a bounded search
+    that is never worse than the best cut of the sorted items into consecutive batches.
+
+    Batches that begin with the smallest item come first; items that fit no graph come last, alone, with budget None.
+    Every index appears once, and equal arguments give equal batches. Raises ValueError (TypeError for a wrong kind)
     naming the argument.
 
+    >>> [batch.indices for batch in plan_batches([3, 15, 24], [16, 32], 4, policy="optimal")]
+    [(0, 2), (1,)]
     >>> plan_batches([30, 30, 200], [64, 128, 256], max_items=8, policy="greedy")
     [Batch(indices=(0, 1), budget=64), Batch(indices=(2,), budget=256)]
     """
@@ -112,83 +121,35 @@ def plan_batches(
     budgets = _check_budgets(budgets)
     rows, max_rows = _check_rows(rows, max_rows, len(tokens), budgets)
 
-    order = sorted(range(len(tokens)), key=tokens.__getitem__)  # stable: equal sizes keep their order
-    fits = [
-        tokens[i] <= budgets[-1] and frames[i] <= max_frames and rows[i] <= max_rows[-1] for i in range(len(tokens))
-    ]
+    sizes = list(zip(tokens, frames, rows, strict=True))
+    capacity = Capacity(tuple(budgets), tuple(max_rows), max_items, max_frames)
+    order = sorted(range(len(sizes)), key=tokens.__getitem__)  # stable: equal sizes keep their order
+    fits = [capacity.level(1, *size) is not None for size in sizes]
     fitting = [i for i in order if fits[i]]
-    packing = _Packing(
-        budgets, max_items, max_frames, max_rows,
-        tokens_before=list(itertools.accumulate((tokens[i] for i in fitting), initial=0)),
-        frames_before=list(itertools.accumulate((frames[i] for i in fitting), initial=0)),
-        rows_before=list(itertools.accumulate((rows[i] for i in fitting), initial=0)),
-    )  # fmt: skip
-    cuts = _greedy(len(fitting), packing) if policy == "greedy" else _optimal(len(fitting), packing)
-    batches = [Batch(tuple(fitting[a:b]), packing.budget_for(a, b)) for a, b in itertools.pairwise(cuts)]
-    return batches + [Batch((i,), None) for i in order if not fits[i]]
+    groups = (greedy if policy == "greedy" else pack)([sizes[i] for i in fitting], capacity)
+    together = [tuple(fitting[place] for place in group) for group in groups]
+    alone = [(i,) for i in order if not fits[i]]
+    return [
+        Batch(indices, capacity.budget_for([sizes[i] for i in indices]), tokens=sum(tokens[i] for i in indices))
+        for indices in together + alone
+    ]
 
 
-def padding_waste(batches: Sequence[Batch], output_tokens: Sequence[int]) -> float:
+def padding_waste(batches: Sequence[Batch], output_tokens: Sequence[int] | None = None) -> float:
     """Share of the tokens computed by replays that is padding; items that run eagerly do not count.
 
-    output_tokens: tokens of each item, as in `plan_batches`. 0 without replays.
+    output_tokens: tokens of each item, as in `plan_batches`; None: the batches' own. 0 without replays.
 
     >>> padding_waste([Batch((0, 1), 64), Batch((2,), None)], [30, 18, 999])
     0.25
     """
-    replays = [batch for batch in batches if batch.budget is not None]
-    computed = sum(batch.budget for batch in replays)
-    return 1 - sum(output_tokens[i] for batch in replays for i in batch.indices) / computed if computed else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Packing:
-    """Limits, and what the sorted items before each position sum to."""
-
-    budgets: Sequence[int]
-    max_items: int
-    max_frames: int
-    max_rows: Sequence[int]
-    tokens_before: Sequence[int]
-    frames_before: Sequence[int]
-    rows_before: Sequence[int]
-
-    def budget_for(self, start: int, stop: int) -> int | None:
-        """The smallest budget that holds the sorted items from `start` to `stop`, None if none does."""
-        too_many_frames = self.frames_before[stop] - self.frames_before[start] > self.max_frames
-        if stop - start > self.max_items or too_many_frames:
-            return None
-        tokens = self.tokens_before[stop] - self.tokens_before[start]
-        rows = self.rows_before[stop] - self.rows_before[start]
-        smallest = max(bisect.bisect_left(self.budgets, tokens), bisect.bisect_left(self.max_rows, rows))
-        return self.budgets[smallest] if smallest < len(self.budgets) else None
-
-
-def _greedy(count: int, packing: _Packing) -> list[int]:
-    """Where groups start, and `count`: a group ends where the next item no longer fits."""
-    cuts = [0]
-    for stop in range(1, count):
-        if packing.budget_for(cuts[-1], stop + 1) is None:
-            cuts.append(stop)
-    return [*cuts, count] if count else [0]
-
-
-def _optimal(count: int, packing: _Packing) -> list[int]:
-    """Dynamic programming over cuts: best[k] = (summed budgets, groups, start of the last group) of the first k."""
-    best: list[tuple[int, int, int]] = [(0, 0, 0)]
-    for stop in range(1, count + 1):
-        options = []
-        for start in range(stop - 1, -1, -1):
-            budget = packing.budget_for(start, stop)
-            if budget is None:  # more items fit even less
-                break
-            cost, groups, _ = best[start]
-            options.append((cost + budget, groups + 1, start))
-        best.append(min(options))
-    cuts = [count]
-    while cuts[-1]:
-        cuts.append(best[cuts[-1]][2])
-    return cuts[::-1]
+    replays = [(batch, batch.budget) for batch in batches if batch.budget is not None]
+    computed = sum(budget for _, budget in replays)
+    if output_tokens is None:
+        used = sum(batch.tokens for batch, _ in replays)
+    else:
+        used = sum(output_tokens[i] for batch, _ in replays for i in batch.indices)
+    return 1 - used / computed if computed else 0.0
 
 
 def _check_budgets(budgets: Sequence[int]) -> list[int]:

@@ -13,14 +13,15 @@ pictures are packed once, and a batch must fit both paths. Upstream: the dual pa
 import bisect
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import local
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from refvl.checks import check_positive_int, check_shape
+from refvl.checks import check_pixel_rows, check_positive_int
 from refvl.graphs.budgets import POLICIES, Batch, Limits, generate_budgets
-from refvl.graphs.manager import MAX_BUDGET, EncoderGraphManager, GraphEncoder, GraphStats
+from refvl.graphs.manager import MAX_BUDGET, EncoderGraphManager, GraphEncoder, GraphPlan, GraphStats
 
 MAX_UNITS = 64  # squares in the largest inferred graph; models whose squares have many tokens stop at MAX_BUDGET
 
@@ -44,14 +45,6 @@ class DualPathEncoder(Protocol):
 
     def path_layouts(self, layout: Hashable) -> Mapping[str, Hashable | None]:
         """What each path is given of a picture; None: nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class PathBatch(Batch):
-    """Pictures whose parts on one path ran together."""
-
-    path: str = ""
-    tokens: int = 0  # that they have there
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +94,33 @@ def _smallest_budgets(tokens: Mapping[str, int], budgets: Mapping[str, list[int]
     }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DualGraphPlan:
+    """What one call is going to run, in order: (path, pictures, plan of what they have there). See `GraphPlan`."""
+
+    layouts: list[Hashable]
+    parts: list[tuple[str, list[int], GraphPlan]]
+
+    @property
+    def batches(self) -> list[Batch]:
+        """Batches of all paths, in the order in which they run."""
+        return [
+            Batch(tuple(indices[j] for j in batch.indices), batch.budget, path, batch.tokens)
+            for path, indices, plan in self.parts
+            for batch in plan.batches
+        ]
+
+    @property
+    def metadata(self) -> list:
+        """The path's plan of each batch."""
+        return [metadata for _, _, plan in self.parts for metadata in plan.metadata]
+
+
 class DualPathGraphManager:
-    """An `EncoderGraphManager` for encoders of several paths: the same calls, one manager per path inside."""
+    """An `EncoderGraphManager` for encoders of several paths: the same calls, one manager per path inside.
+
+    Threads may share it, and weights may change, as there.
+    """
 
     def __init__(
         self,
@@ -139,7 +157,7 @@ class DualPathGraphManager:
             )
             for name, path in paths.items()
         }  # fmt: skip
-        self.last_batches: list[PathBatch] = []
+        self._of_thread = local()
 
     @property
     def limits(self) -> dict[str, Limits]:
@@ -155,52 +173,64 @@ class DualPathGraphManager:
             self.clear()
             raise
 
-    @torch.inference_mode()
     def execute(self, pixel_values: Tensor, layouts) -> list[Tensor]:
         """Encode pictures; one (M, D) tensor each, in the caller's order.
 
         pixel_values: (N, values) patch rows of all pictures in order, path by path within each. layouts: what the
-        encoder's `plan` takes. Captures first when that has not happened. `last_batches` says afterwards what ran.
+        encoder's `plan` takes. Captures first when that has not happened. The same as `plan`, then `run`.
         """
+        return self.run(pixel_values, self.plan(layouts))
+
+    def plan(self, layouts) -> DualGraphPlan:
+        """Pack pictures on each path and plan every batch; `run` it before the weights change. Captures first."""
         layouts = self.encoder.check_layouts(layouts)
-        counts = [self.encoder.item_size(layout)[0] for layout in layouts]
-        check_shape(pixel_values, (sum(counts), "values"), "pixel_values")
         self.capture()
-        parts = [self._split(*item) for item in zip(pixel_values.split(counts), layouts, strict=True)]
-        outputs: list[dict[str, Tensor]] = [{} for _ in layouts]
-        self.last_batches = []
-        for indices in self._groups(parts):
-            for path in self.managers:
-                if there := [i for i in indices if path in parts[i]]:
-                    embeds = self._execute_path(path, there, [parts[i][path] for i in there])
-                    for i, embeds_MD in zip(there, embeds, strict=True):
-                        outputs[i][path] = embeds_MD
+        of_paths, parts = [self._path_layouts(layout) for layout in layouts], []
+        for indices in self._groups(of_paths):
+            for path, manager in self.managers.items():
+                if there := [i for i in indices if path in of_paths[i]]:
+                    parts.append((path, there, manager.plan([of_paths[i][path] for i in there])))
+        return DualGraphPlan(layouts, parts)
+
+    @torch.inference_mode()
+    def run(self, pixel_values: Tensor, plan: DualGraphPlan) -> list[Tensor]:
+        """Encode what was planned; one (M, D) tensor each, in the caller's order. pixel_values: as in `execute`."""
+        counts = [self.encoder.item_size(layout)[0] for layout in plan.layouts]
+        device = next(iter(self.managers.values())).encoder.device
+        check_pixel_rows(pixel_values, (sum(counts), "values"), device)
+        rows = [self._split(*item) for item in zip(pixel_values.split(counts), plan.layouts, strict=True)]
+        outputs: list[dict[str, Tensor]] = [{} for _ in plan.layouts]
+        for path, indices, of_path in plan.parts:
+            embeds = self.managers[path].run(torch.cat([rows[i][path] for i in indices]), of_path)
+            for i, embeds_MD in zip(indices, embeds, strict=True):
+                outputs[i][path] = embeds_MD
+        self._of_thread.batches = plan.batches
         return [torch.cat([output[path] for path in self.managers if path in output]) for output in outputs]
 
-    def _split(self, rows: Tensor, layout: Hashable) -> dict[str, tuple[Tensor, Hashable]]:
-        """(rows, layout) of one picture on each path where it has any."""
-        path_layouts = self.encoder.path_layouts(layout)
-        layouts = {path: path_layouts[path] for path in self.managers if path_layouts[path] is not None}
-        counts = [self._size(path, path_layout)[0] for path, path_layout in layouts.items()]
-        return {path: (r, layouts[path]) for path, r in zip(layouts, rows.split(counts), strict=True)}
+    @property
+    def last_batches(self) -> list[Batch]:
+        """How the calling thread's last pictures were packed; code that needs it takes the `batches` of its `plan`."""
+        return getattr(self._of_thread, "batches", [])
 
-    def _groups(self, parts: list[dict]) -> list[tuple[int, ...]]:
-        """Which pictures are handed to the paths together: all, but when they were packed in pairs."""
+    def _path_layouts(self, layout: Hashable) -> dict[str, Hashable]:
+        """What each path is given of a picture, where it has anything."""
+        layouts = self.encoder.path_layouts(layout)
+        return {path: layouts[path] for path in self.managers if layouts[path] is not None}
+
+    def _split(self, rows: Tensor, layout: Hashable) -> dict[str, Tensor]:
+        """The rows of one picture on each path where it has any."""
+        layouts = self._path_layouts(layout)
+        counts = [self._size(path, path_layout)[0] for path, path_layout in layouts.items()]
+        return dict(zip(layouts, rows.split(counts), strict=True))
+
+    def _groups(self, of_paths: list[dict[str, Hashable]]) -> list[tuple[int, ...]]:
+        """Which pictures are handed to the paths together: all of them, unless they are packed in pairs."""
         if self.policy != "paired":
-            return [tuple(range(len(parts)))]
-        tokens = [{path: self._size(path, layout)[1] for path, (_, layout) in part.items()} for part in parts]
+            return [tuple(range(len(of_paths)))]
+        tokens = [{path: self._size(path, layout)[1] for path, layout in layouts.items()} for layouts in of_paths]
         budgets = {path: limits.budgets for path, limits in self.limits.items()}
         max_items = min(limits.max_items for limits in self.limits.values())
         return [batch.indices for batch in plan_paired_batches(tokens, budgets, max_items)]
-
-    def _execute_path(self, path: str, indices: list[int], parts: list[tuple[Tensor, Hashable]]) -> list[Tensor]:
-        manager = self.managers[path]
-        rows, layouts = zip(*parts, strict=True)
-        embeds = manager.execute(torch.cat(rows), layouts)
-        for batch in manager.last_batches:
-            tokens = sum(self._size(path, layouts[j])[1] for j in batch.indices)
-            self.last_batches.append(PathBatch(tuple(indices[j] for j in batch.indices), batch.budget, path, tokens))
-        return embeds
 
     def _size(self, path: str, layout: Hashable) -> tuple[int, int, int]:
         return self.managers[path].encoder.item_size(layout)

@@ -1,38 +1,48 @@
 """The manager: captures one graph per budget, packs arriving items, replays, and hands outputs back in order.
 
-    items (pixels, layouts) -> plan_batches -> for each batch: plan -> fill static buffers -> replay -> clone -> split
-                                     too large for every budget: the same encoder, eagerly
+    plan   layouts -> plan_batches -> the encoder's plan of every batch
+    run    pixels -> for each batch: fill static buffers -> replay -> clone -> split
+                     too large for every budget: the same encoder, eagerly
 
 It knows an encoder only through `GraphEncoder`: plan, forward, metadata at capacity, and the sizes of an item.
+
+Any number of threads may use one manager, and any number of managers one encoder. What a call plans belongs to that
+call; the buffers belong to one call at a time, which holds a lock from the first fill to the last clone.
 """
 
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from threading import RLock, local
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from refvl.checks import check_shape
+from refvl.checks import check_pixel_rows
 from refvl.graphs.budgets import Batch, infer_limits, plan_batches
 from refvl.graphs.buffers import fill_metadata, fill_padded, metadata_tensors
 from refvl.graphs.cuda import CudaGraph, pool_bytes
+from refvl.graphs.plans import PlanCache, addresses, weights_of
 from refvl.graphs.recorder import TraceGraph
 
 BACKENDS = ("cuda", "trace")
 MIN_BUDGET = 64  # tokens: a picture of 224 px
 MAX_BUDGET = {"varlen": 4096, "sdpa": 4096, "masked": 256}  # masked attention is quadratic in the budget
-CACHED_PATCHES = 2**16  # of kept plans, together: at most 0.4 KiB of device memory each for Qwen, 3 KiB for GLM
 
 
 class GraphEncoder(Protocol):
-    """What an encoder has to offer to be captured."""
+    """What an encoder has to offer to be captured: an nn.Module, or one path of that which it names `encoder`."""
 
-    device: torch.device
-    dtype: torch.dtype
-    graph_attention: str  # the backend to capture: "varlen", "masked", or "sdpa" where all segments are equally long
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def graph_attention(self) -> str:
+        """The backend to capture: "varlen", "masked", or "sdpa" where all segments are equally long."""
 
     def check_layouts(self, layouts) -> list[Hashable]:
         """The layouts of a batch, normalised, or a ValueError or TypeError that says what is wrong."""
@@ -65,7 +75,7 @@ class CapturedBudget:
 
 @dataclass(slots=True)
 class GraphStats:
-    """Counters since the capture. Items that ran eagerly are misses; waste counts tokens of replays only."""
+    """Counters of items and tokens. Items that ran eagerly are misses; waste counts tokens of replays only."""
 
     hits: int = 0
     misses: int = 0
@@ -82,9 +92,39 @@ class GraphStats:
         """Share of replayed tokens that were padding; 0 before the first."""
         return 1 - self.tokens / self.budget_tokens if self.budget_tokens else 0.0
 
+    def count(self, batches: Sequence[Batch]) -> None:
+        """Add what these batches were."""
+        for batch in batches:
+            if batch.budget is None:
+                self.misses += len(batch.indices)
+            else:
+                self.hits += len(batch.indices)
+                self.tokens += batch.tokens
+                self.budget_tokens += batch.budget
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphPlan:
+    """What one call is going to run. It belongs to that call, and to the weights that the encoder had when it was made.
+
+    layouts: of every item. sizes: (patch rows, output tokens, frames) of every item. batches: which items run together.
+    metadata: the encoder's plan of each batch. weights: where the captured weights lie.
+    """
+
+    layouts: list[Hashable]
+    sizes: list[tuple[int, int, int]]
+    batches: list[Batch]
+    metadata: list
+    weights: tuple
+
 
 class EncoderGraphManager:
-    """Graphs of one encoder. Outputs are clones: the next replay overwrites what a graph returned."""
+    """Graphs of one encoder. Outputs are clones: the next replay overwrites what a graph returned.
+
+    Weights may change at any time between calls. New values in the same memory are read by the next replay; where the
+    weights lie elsewhere or have another dtype (`load_state_dict(assign=True)`, `.to(...)`), the next call captures
+    again. Threads may share a manager: each call gets its own embeddings, one replay after the other.
+    """
 
     def __init__(
         self,
@@ -104,125 +144,145 @@ class EncoderGraphManager:
         backend: "cuda", "trace" (any device), or "auto" for the one of the encoder's device. policy: see
         `plan_batches`. Raises ValueError when limits contradict each other or the backend cannot run here.
         """
-        if backend not in ("auto", *BACKENDS):
-            raise ValueError(f"backend: expected one of {('auto', *BACKENDS)}, got {backend!r}")
-        on_cuda = encoder.device.type == "cuda"
-        self.backend = ("cuda" if on_cuda else "trace") if backend == "auto" else backend
-        if self.backend == "cuda" and not on_cuda:
-            raise ValueError(f"backend: 'cuda' needs an encoder on CUDA, this one is on {encoder.device}")
+        self._wanted_backend = backend
         self.encoder, self.policy, self.progress = encoder, policy, progress
+        self.backend = self._choose_backend()
         self.limits = infer_limits(
             min_budget, MAX_BUDGET[encoder.graph_attention], budgets=budgets, max_items=max_items, max_frames=max_frames
         )
         plan_batches([], self.limits.budgets, self.limits.max_items, policy=policy)  # refuses an unknown policy now
         self.captured: dict[int, CapturedBudget] = {}
-        self._pool = self._stream = None
-        self.last_batches: list[Batch] = []
-        self._stats, self._plans = GraphStats(), OrderedDict()
+        self._pool = self._last_stream = None
+        self._weights: tuple = ()
+        self._plans, self._stats = PlanCache(encoder), GraphStats()
+        self._lock, self._of_thread = RLock(), local()
+
+    def _choose_backend(self) -> str:
+        if self._wanted_backend not in ("auto", *BACKENDS):
+            raise ValueError(f"backend: expected one of {('auto', *BACKENDS)}, got {self._wanted_backend!r}")
+        on_cuda = self.encoder.device.type == "cuda"
+        if self._wanted_backend == "cuda" and not on_cuda:
+            raise ValueError(f"backend: 'cuda' needs an encoder on CUDA, this one is on {self.encoder.device}")
+        return ("cuda" if on_cuda else "trace") if self._wanted_backend == "auto" else self._wanted_backend
 
     def capture(self) -> None:
         """Capture every budget, largest first, so that smaller graphs reuse its memory. Shows a progress bar.
 
-        Does nothing when that has happened. Raises CaptureError when the encoder reads a value back; then no graph
-        is kept.
+        Does nothing when that has happened with the weights where they are now; else the graphs of the old weights are
+        dropped first. Raises CaptureError when the encoder reads a value back; then no graph is kept.
         """
-        if self.captured:
-            return
-        if self.backend == "cuda":
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.encoder.device)
-        bar = tqdm(self.limits.budgets[::-1], desc="capture", unit="graph", disable=not self.progress)
-        try:
-            for budget in bar:
-                self.captured[budget] = self._capture(budget)
-                bar.set_postfix_str(f"budget {budget}, {self.memory_bytes() / 2**20:.0f} MiB")
-        except BaseException:
-            self.captured.clear()
-            raise
+        with self._lock:
+            weights = addresses(weights_of(self.encoder))
+            if self.captured and weights == self._weights:
+                return
+            self._drop()
+            self.backend, self._weights, self._plans = self._choose_backend(), weights, PlanCache(self.encoder)
+            if self.backend == "cuda":
+                self._pool, self._last_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.encoder.device)
+            bar = tqdm(self.limits.budgets[::-1], desc="capture", unit="graph", disable=not self.progress)
+            try:
+                for budget in bar:
+                    self.captured[budget] = self._capture(budget)
+                    bar.set_postfix_str(f"budget {budget}, {self.memory_bytes() / 2**20:.0f} MiB")
+            except BaseException:
+                self.captured.clear()
+                raise
 
     def _capture(self, budget: int) -> CapturedBudget:
         metadata = self.encoder.plan_capacity(budget, self.limits.max_frames)
         pixel_values = self.encoder.pixel_buffer(budget)
-        graph = CudaGraph(self._pool, self._stream) if self.backend == "cuda" else TraceGraph()
+        graph = CudaGraph(self._pool, self._last_stream) if self.backend == "cuda" else TraceGraph()
         attention = self.encoder.graph_attention
         output = graph.capture(lambda: self.encoder(pixel_values, metadata=metadata, attention=attention))
         return CapturedBudget(graph, pixel_values, metadata, output)
 
-    @torch.inference_mode()
     def execute(self, pixel_values: Tensor, layouts) -> list[Tensor]:
         """Encode items, images and videos mixed; one (M, D) tensor each, in the caller's order.
 
         pixel_values: (N, values) patch rows of all items in order. layouts: what the encoder's `plan` takes: (t, h, w)
-        per item in patches for Qwen and GLM. Captures first when that has not happened. `last_batches` says afterwards
-        how the items were packed.
+        per item in patches for Qwen and GLM. Captures first when that has not happened. The same as `plan`, then `run`.
         """
+        return self.run(pixel_values, self.plan(layouts))
+
+    @torch.inference_mode()
+    def plan(self, layouts) -> GraphPlan:
+        """Pack items into batches and plan each of them; `run` it before the weights change. Captures first."""
         layouts = self.encoder.check_layouts(layouts)
         sizes = [self.encoder.item_size(layout) for layout in layouts]
-        check_shape(pixel_values, (("patches", sum(patches for patches, _, _ in sizes)), "values"), "pixel_values")
-        self.capture()
-        rows = pixel_values.split([patches for patches, _, _ in sizes])
-        self.last_batches = plan_batches(
+        with self._lock:
+            self.capture()
+            weights, plans = self._weights, self._plans
+            max_rows = [len(self.captured[budget].pixel_values) for budget in self.limits.budgets]
+        rows = [patches for patches, _, _ in sizes]
+        batches = plan_batches(
             [tokens for _, tokens, _ in sizes], self.limits.budgets, self.limits.max_items,
             policy=self.policy, frames=[frames for _, _, frames in sizes], max_frames=self.limits.max_frames,
-            rows=[patches for patches, _, _ in sizes],
-            max_rows=[len(self.captured[budget].pixel_values) for budget in self.limits.budgets],
+            rows=rows, max_rows=max_rows,
         )  # fmt: skip
-        outputs: dict[int, Tensor] = {}
-        for batch in self.last_batches:
-            batch_rows, batch_layouts = [rows[i] for i in batch.indices], tuple(layouts[i] for i in batch.indices)
-            tokens = [sizes[i][1] for i in batch.indices]
-            embeds = (
-                self._eager(batch_rows, batch_layouts)
-                if batch.budget is None
-                else self._replay(batch.budget, batch_rows, batch_layouts, sum(tokens))
-            )
-            outputs |= zip(batch.indices, embeds.split(tokens), strict=True)
-            self._count(batch, sum(tokens))
-        return [outputs[i] for i in range(len(layouts))]
+        metadata = [plans.plan(tuple(layouts[i] for i in b.indices), sum(rows[i] for i in b.indices)) for b in batches]
+        return GraphPlan(layouts, sizes, batches, metadata, weights)
 
-    def _replay(self, budget: int, rows: list[Tensor], layouts: tuple, tokens: int) -> Tensor:
-        captured = self.captured[budget]
-        fill_padded(captured.pixel_values, torch.cat(rows), "zero", "pixel_values")
-        fill_metadata(captured.metadata, self._plan(layouts))
-        return captured.graph.replay()[:tokens].clone()
+    @torch.inference_mode()
+    def run(self, pixel_values: Tensor, plan: GraphPlan) -> list[Tensor]:
+        """Encode what was planned; one (M, D) tensor per item, in the caller's order. pixel_values: as in `execute`."""
+        counts = [patches for patches, _, _ in plan.sizes]
+        check_pixel_rows(pixel_values, (("patches", sum(counts)), "values"), self.encoder.device)
+        rows, outputs = pixel_values.split(counts), {}
+        with self._lock:
+            self.capture()
+            if plan.weights is not self._weights:  # captured again since it was made
+                plan = self.plan(plan.layouts)
+            self._wait_for_other_streams()
+            for batch, metadata in zip(plan.batches, plan.metadata, strict=True):
+                embeds = self._encode(batch, torch.cat([rows[i] for i in batch.indices]), metadata)
+                tokens = [plan.sizes[i][1] for i in batch.indices]
+                outputs |= zip(batch.indices, embeds.split(tokens), strict=True)
+            self._stats.count(plan.batches)
+        self._of_thread.batches = plan.batches
+        return [outputs[i] for i in range(len(counts))]
 
-    def _eager(self, rows: list[Tensor], layouts: tuple) -> Tensor:
-        return self.encoder(torch.cat(rows).to(self.encoder.device), metadata=self._plan(layouts))
-
-    def _plan(self, layouts: tuple):
-        """Plans depend on sizes alone, and sizes repeat: the most recent ones are kept."""
-        plan = self._plans.pop(layouts, None) or self.encoder.plan(layouts)
-        self._plans[layouts] = plan
-        while len(self._plans) > 1 and sum(map(self._patches, self._plans)) > CACHED_PATCHES:
-            self._plans.popitem(last=False)
-        return plan
-
-    def _patches(self, layouts: tuple) -> int:
-        return sum(self.encoder.item_size(layout)[0] for layout in layouts)
-
-    def _count(self, batch: Batch, tokens: int) -> None:
+    def _encode(self, batch: Batch, rows: Tensor, metadata) -> Tensor:
         if batch.budget is None:
-            self._stats.misses += len(batch.indices)
-        else:
-            self._stats.hits += len(batch.indices)
-            self._stats.tokens += tokens
-            self._stats.budget_tokens += batch.budget
+            return self.encoder(rows.to(self.encoder.device), metadata=metadata)
+        captured = self.captured[batch.budget]
+        fill_padded(captured.pixel_values, rows, "zero", "pixel_values")
+        fill_metadata(captured.metadata, metadata)
+        return captured.graph.replay()[: batch.tokens].clone()
+
+    def _wait_for_other_streams(self) -> None:
+        """The lock orders calls on the host; where threads have streams of their own, the device must wait as well."""
+        if self.backend == "cuda":
+            stream = torch.cuda.current_stream(self.encoder.device)
+            stream.wait_stream(self._last_stream)
+            self._last_stream = stream
+
+    @property
+    def last_batches(self) -> list[Batch]:
+        """How the calling thread's last items were packed; code that needs it takes the `batches` of its `plan`."""
+        return getattr(self._of_thread, "batches", [])
 
     def stats(self) -> GraphStats:
-        """Hits, misses, hit rate and padding waste since the capture: a copy, later calls do not change it."""
-        return replace(self._stats)
+        """Hits, misses, hit rate and padding waste since `clear`: a copy, later calls do not change it."""
+        with self._lock:
+            return replace(self._stats)
 
     def memory_bytes(self) -> int:
         """Bytes that the graphs hold: static buffers, and the shared pool on CUDA or all recorded outputs of traces."""
-        buffers = sum(_bytes(captured) for captured in self.captured.values())
-        if self.backend == "cuda":
-            return buffers + (pool_bytes(self._pool) if self.captured else 0)
-        return buffers + sum(captured.graph.memory_bytes() for captured in self.captured.values())
+        with self._lock:
+            buffers = sum(_bytes(captured) for captured in self.captured.values())
+            if self.backend == "cuda":
+                return buffers + (pool_bytes(self._pool) if self.captured else 0)
+            return buffers + sum(captured.graph.memory_bytes() for captured in self.captured.values())
 
     def clear(self) -> None:
         """Drop all graphs and buffers and give their memory back; the next `execute` captures again."""
+        with self._lock:
+            self._drop()
+            self._stats = GraphStats()
+
+    def _drop(self) -> None:
         self.captured.clear()
-        self._plans.clear()
-        self._stats = GraphStats()
+        self._plans = PlanCache(self.encoder)
         if self.backend == "cuda":
             torch.cuda.empty_cache()
 

@@ -14,6 +14,7 @@ overwritten, and `.tolist()` is baked without a word - the very things to be sho
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ READ_BACK = (
 )  # fmt: skip
 FORBIDDEN_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 ATEN = torch.ops.aten
+ONE_CAPTURE = Lock()  # of the whole process: modes belong to their thread, but torch's tables of operations do not
 INDEXING = (ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default, ATEN._index_put_impl_.default)
 
 
@@ -70,12 +72,13 @@ class TraceGraph:
     def capture(self, function: Callable[[], Tensor]) -> Tensor:
         """Run `function` once and record it; copy new contents into the tensors it closes over before `replay`.
 
-        Raises CaptureError when it reads a value back or a shape depends on data; then nothing was recorded.
+        Captures of several threads take turns. Raises CaptureError when `function` reads a value back or a shape
+        depends on data; then nothing was recorded.
         """
         if self.output is not None:
             raise CaptureError("capture: this graph already holds a recording")
         operations: list[Operation] = []
-        with _Recorder(operations), refuse_read_back():
+        with ONE_CAPTURE, _Recorder(operations), refuse_read_back():
             output = function()
         self.operations, self.output = operations, output
         return output

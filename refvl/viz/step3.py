@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from PIL import Image
 
-from refvl.graphs import PathBatch
+from refvl.graphs import Batch, padding_waste
 from refvl.pixels.crops import RELEASED, CropConfig, CropLayout, count_prompt_tokens, cut_crops, plan_crops
 from refvl.pixels.media import load_image
 from refvl.viz.positions import grid_of_axes
@@ -125,7 +125,7 @@ def plot_crop_tokens(
 
 
 def plot_path_timeline(
-    path_tokens: Sequence[Mapping[str, int]], batches: Sequence[PathBatch], *, title: str = "", ax: Axes | None = None
+    path_tokens: Sequence[Mapping[str, int]], batches: Sequence[Batch], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
     """One lane per path; replays from left to right as they ran, each as long as the tokens it computes.
 
@@ -162,11 +162,12 @@ def plot_path_timeline(
     return ax
 
 
-def _timeline_report(batches: Sequence[PathBatch]) -> str:
+def _timeline_report(batches: Sequence[Batch]) -> str:
     replays = [batch for batch in batches if batch.budget is not None]
     computed, eager = sum(batch.budget for batch in replays), len(batches) - len(replays)
-    waste = 1 - sum(batch.tokens for batch in replays) / computed if computed else 0.0
-    report = f"{len(replays)} replay{'s' * (len(replays) != 1)} of {computed} tokens, {waste:.0%} padding"
+    report = (
+        f"{len(replays)} replay{'s' * (len(replays) != 1)} of {computed} tokens, {padding_waste(batches):.0%} padding"
+    )
     return report + f", {eager} eager" * bool(eager)
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from refvl.encoders import Step3VisionConfig, Step3VisionEncoder
 from refvl.graphs import (
+    Batch,
     CaptureError,
     DualPathGraphManager,
     PairedBatch,
-    PathBatch,
     generate_budgets,
     plan_paired_batches,
 )
@@ -44,10 +44,8 @@ def new_manager(encoder, **options):
 def managers(encoder):
     """One manager per policy for all tests: what a test before left in its memory must not matter."""
     managers = {policy: new_manager(encoder, policy=policy) for policy in ("optimal", "greedy", "paired")}
-    managers["optimal"].capture()
-    for manager in managers.values():  # the graphs do not depend on the policy: capture once
-        for path in manager.managers:
-            manager.managers[path].captured = managers["optimal"].managers[path].captured
+    for manager in managers.values():
+        manager.capture()
     return managers
 
 
@@ -178,7 +176,7 @@ def test_a_batch_without_crops_leaves_the_local_path_alone(encoder, manager):
     layouts = [(0, 0), (0, 0)]
     before, rows = manager.path_stats(), rows_of(layouts)
     assert_equal(encoder, manager.execute(rows, layouts), eager(encoder, rows, layouts))
-    assert manager.last_batches == [PathBatch((0, 1), 8, "global", 8)]
+    assert manager.last_batches == [Batch((0, 1), 8, "global", 8)]
     assert manager.path_stats()["local"] == before["local"]
 
 
@@ -189,7 +187,7 @@ def test_one_path_runs_eagerly_while_the_other_replays(encoder, manager):
     [output], [want] = manager.execute(rows, layouts), eager(encoder, rows, layouts)
     assert torch.equal(output[:15], want[:15])
     assert_agree(output, want, encoder)
-    assert manager.last_batches == [PathBatch((0,), None, "local", 15), PathBatch((0,), 4, "global", 4)]
+    assert manager.last_batches == [Batch((0,), None, "local", 15), Batch((0,), 4, "global", 4)]
     after = manager.path_stats()
     assert (after["local"].misses - before["local"].misses, after["global"].hits - before["global"].hits) == (1, 1)
 
@@ -357,12 +355,28 @@ def test_a_path_takes_squares_of_its_own_size_only(encoder):
     assert [f.name for f in fields(local.plan([(3, 4, 4)]))] == ["position_embeds"]
 
 
+def test_integer_rows_are_refused(manager):
+    with pytest.raises(TypeError, match="pixel_values: expected floating-point numbers, got dtype torch.uint8"):
+        manager.execute(torch.zeros(36, 588, dtype=torch.uint8), [(0, 0)])
+
+
+def test_a_plan_belongs_to_its_call(encoder, manager):
+    """Planned together, run in the other order; the plan names path, pictures and tokens of every batch."""
+    plans = {layouts: manager.plan(list(layouts)) for layouts in (((1, 2), (0, 0)), ((3, 5),))}
+    for layouts, plan in reversed(plans.items()):
+        rows = rows_of(layouts)
+        assert_equal(encoder, manager.run(rows, plan), eager(encoder, rows, layouts))
+        assert manager.last_batches == plan.batches
+    assert [(b.path, b.indices, b.tokens) for b in plans[(3, 5),].batches] == [("local", (0,), 15), ("global", (0,), 4)]
+
+
 def test_a_trace_says_what_ran_on_each_path():
     trace = Trace(
-        embeds=[torch.zeros(19, 2)], seconds={"encode": 0.1},
-        graph_batches=[PathBatch((0,), None, "local", 15), PathBatch((0,), 8, "global", 4)],
+        embeds=[torch.zeros(19, 2)], seconds={"plan": 0.1, "encode": 0.1},
+        graph_batches=[Batch((0,), None, "local", 15), Batch((0,), 8, "global", 4)],
     )  # fmt: skip
-    [(_, shapes, _)] = trace.rows()
+    [(_, planned, _), (_, shapes, _)] = trace.rows()
+    assert planned == "1 item in 1 replay, 50% padding, 1 eager"
     assert shapes.endswith("; local path of media 1: eager; global path of media 1: graph of 8, 50% padding")
 
 

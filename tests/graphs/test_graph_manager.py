@@ -279,13 +279,29 @@ def test_clear_gives_everything_back_and_the_next_use_captures_again(encoder):
 
 def test_few_plans_are_kept(encoder, manager, monkeypatch):
     """Plans hold device memory per patch: the most recent ones stay, and what was dropped is planned again."""
-    monkeypatch.setattr("refvl.graphs.manager.CACHED_PATCHES", 300)
+    monkeypatch.setattr("refvl.graphs.plans.CACHED_PATCHES", 300)
+    monkeypatch.setattr(manager, "_plans", PlanCache(encoder))
     shapes = [(1, 2 * h, 2 * w) for h in range(1, 7) for w in range(1, 7)]
     for grid in [*shapes, shapes[0]]:
         patches = patches_of([grid])
         assert_equal(encoder, manager.execute(patches, [grid]), eager(encoder, patches, [grid]))
-        assert sum(t * h * w for grids in manager._plans for t, h, w in grids) <= 300
-    assert list(manager._plans)[-2:] == [(shapes[-1],), (shapes[0],)]
+        kept = manager._plans.layouts()
+        assert sum(t * h * w for grids in kept for t, h, w in grids) == manager._plans._patches <= 300
+    assert kept[-2:] == [(shapes[-1],), (shapes[0],)]
+
+
+def test_a_plan_belongs_to_its_call(encoder, manager):
+    """Planned together, run in the other order: each plan packs and encodes its own items."""
+    a, b = [(1, 4, 6), (1, 2, 2)], [(2, 2, 2), (1, 2, 6), (1, 16, 10)]
+    plan_a, plan_b = manager.plan(a), manager.plan(b)
+    for plan, grids in ((plan_b, b), (plan_a, a)):
+        patches = patches_of(grids)
+        assert_equal(encoder, manager.run(patches, plan), eager(encoder, patches, grids))
+        assert manager.last_batches == plan.batches
+        assert sorted(i for batch in plan.batches for i in batch.indices) == list(range(len(grids)))
+        assert [batch.tokens for batch in plan.batches] == [
+            sum(grids[i][0] * grids[i][1] * grids[i][2] // 4 for i in batch.indices) for batch in plan.batches
+        ]
 
 
 def test_memory_is_at_least_the_buffers(encoder, manager):
@@ -377,6 +393,20 @@ def test_limits_are_checked_before_anything_is_captured(encoder, options, messag
         (torch.zeros(16, 588), [(1, 4, 4)], ValueError, r"pixel_values: shape \(16, 588\) does not fit the captured"),
         (torch.zeros(16), [(1, 4, 4)], ValueError, r"pixel_values: expected 2 dimensions \(16, values\)"),
         ([[0.0] * 1176] * 16, [(1, 4, 4)], TypeError, "pixel_values: expected a torch.Tensor, got list"),
+        (
+            torch.zeros(16, 1176, dtype=torch.uint8),
+            [(1, 4, 4)],
+            TypeError,
+            "pixel_values: expected floating-point .*uint8",
+        ),
+        (torch.zeros(16, 1176).cfloat(), [(1, 4, 4)], TypeError, "pixel_values: expected floating-point .*complex64"),
+        (torch.zeros(16, 1176).bool(), [(1, 4, 4)], TypeError, "pixel_values: expected floating-point .*bool"),
+        (
+            torch.zeros(16, 1176, device="meta"),
+            [(1, 4, 4)],
+            TypeError,
+            "pixel_values: expected values for an encoder on cpu",
+        ),
         (torch.zeros(12, 1176), [(1, 3, 4)], ValueError, r"grid_thw\[0\]: h and w must be multiples"),
         (torch.zeros(0, 1176), [(1, 0, 4)], ValueError, r"grid_thw\[0\]: every extent must be at least 1"),
         (torch.zeros(16, 1176), 16, TypeError, "grid_thw: expected a sequence of"),

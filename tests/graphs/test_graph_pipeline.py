@@ -45,7 +45,12 @@ def test_the_trace_says_which_graph_ran(folder):
     _, graphed = both(folder, device="cpu")
     trace = ask(graphed, images=PHOTOS)
     assert sorted(i for batch in trace.graph_batches for i in batch.indices) == [0, 1, 2]
-    row = next(shapes for stage, shapes, _ in trace.rows() if stage == "encode")
+    rows = {stage: shapes for stage, shapes, _ in trace.rows()}
+    tokens, computed = sum(map(len, trace.embeds)), sum(batch.budget for batch in trace.graph_batches)
+    assert rows["plan"].startswith(f"3 items in {len(trace.graph_batches)} replay")
+    assert rows["plan"].endswith(f", {1 - tokens / computed:.0%} padding")
+    assert len(trace.metadata) == len(trace.graph_batches)
+    row = rows["encode"]
     for batch in trace.graph_batches:
         tokens = sum(len(trace.embeds[i]) for i in batch.indices)
         assert f"graph of {batch.budget}, {1 - tokens / batch.budget:.0%} padding" in row

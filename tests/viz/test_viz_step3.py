@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from refvl import viz
-from refvl.graphs import PathBatch
+from refvl.graphs import Batch
 from refvl.pixels.crops import CropConfig, CropLayout, count_prompt_tokens, plan_crops
 from refvl.viz.step3 import draw_crops
 from refvl.viz.style import HIGHLIGHT, TOKEN_COLORS
@@ -22,9 +22,9 @@ TINY = CropConfig(image_size=84, crop_size=56, max_side=336)
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (110, 160, 3), dtype=np.uint8))  # 2 x 3 windows
 TOKENS = [{"local": 30, "global": 20}, {"local": 0, "global": 20}, {"local": 90, "global": 20}]
 BATCHES = [
-    PathBatch((0,), 40, "local", 30),
-    PathBatch((2,), None, "local", 90),
-    PathBatch((0, 1, 2), 80, "global", 60),
+    Batch((0,), 40, "local", 30),
+    Batch((2,), None, "local", 90),
+    Batch((0, 1, 2), 80, "global", 60),
 ]
 
 

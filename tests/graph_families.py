@@ -1,0 +1,100 @@
+"""Every family that graphs capture, with small random weights: encoder, manager, and layouts of mixed batches."""
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from refvl.encoders import (
+    Glm4vVisionConfig,
+    Glm4vVisionTransformer,
+    GlmOcrVisionConfig,
+    GlmOcrVisionTransformer,
+    Qwen2_5_VisionConfig,
+    Qwen2_5_VisionTransformer,
+    SliceGroup,
+    Step3VisionConfig,
+    Step3VisionEncoder,
+)
+from refvl.encoders.minicpmv import ENCODERS
+from refvl.graphs import DualPathGraphManager, EncoderGraphManager
+
+GRIDS = {
+    "Qwen2.5-VL": (Qwen2_5_VisionTransformer, Qwen2_5_VisionConfig),
+    "GLM-4.1V": (Glm4vVisionTransformer, Glm4vVisionConfig),
+    "GLM-OCR": (GlmOcrVisionTransformer, GlmOcrVisionConfig),
+}
+MINICPMV = {
+    "hidden_size": 48, "query_num": 4, "scale_resolution": 56,
+    "vision_config": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 98, "patch_size": 14,
+    },
+}  # fmt: skip
+FAMILIES = [*GRIDS, "MiniCPM-V 2.5", "MiniCPM-V 2.6", "MiniCPM-V 4.0", "MiniCPM-V 4.5", "Step3-VL"]
+
+
+def build(family: str, seed: int = 0):
+    """The encoder with wide random weights, so that a wrong row or a stale one is far off."""
+    if family in GRIDS:
+        tower, config = GRIDS[family]
+        encoder = tower(config.tiny())
+    elif family == "Step3-VL":
+        encoder = Step3VisionEncoder(Step3VisionConfig.tiny())
+    else:
+        encoder = ENCODERS[family.split()[-1]].from_config(MINICPMV)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.normal_(std=0.1, generator=generator)
+    return encoder.eval()
+
+
+def manager_of(encoder, **options):
+    """Small budgets, so that batches of the layouts below replay, are split and run eagerly."""
+    if isinstance(encoder, Step3VisionEncoder):
+        limits = {"budgets": {"local": [3, 6], "global": [4, 8]}, "max_items": 3}
+        return DualPathGraphManager(encoder, **limits | options, progress=False)
+    limits = {"budgets": [8, 16], "max_items": 3, "max_frames": 4}
+    return EncoderGraphManager(encoder, **limits | options, progress=False)
+
+
+def draw_layouts(family: str, draw: random.Random) -> list:
+    """One to four items: pictures, clips, and now and then one too large for every graph."""
+    return [_draw_layout(family, draw) for _ in range(draw.randint(1, 4))]
+
+
+def _draw_layout(family: str, draw: random.Random):
+    if family in GRIDS:
+        return draw.choice([1, 1, 2]), 2 * draw.randint(1, 4), 2 * draw.randint(1, 5)
+    if family == "Step3-VL":
+        return draw.choice([(0, 0), (1, 1), (1, 2), (2, 2), (2, 4)])
+    slices = tuple((draw.randint(1, 5), draw.randint(1, 5)) for _ in range(draw.choice([1, 2, 3, 5])))
+    if family == "MiniCPM-V 4.5" and draw.random() < 0.5:
+        return (SliceGroup(slices, tuple(draw.randint(0, 300) for _ in slices)),)
+    return slices
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch and what the eager encoder makes of each of its items alone."""
+
+    rows: torch.Tensor
+    layouts: list
+    wanted: list[torch.Tensor]
+
+
+@torch.no_grad()
+def make_case(encoder, layouts: list, seed: int = 0) -> Case:
+    checked = encoder.check_layouts(layouts)
+    counts = [encoder.item_size(layout)[0] for layout in checked]
+    values = getattr(encoder.config, "vision", encoder.config).patch_values
+    rows = torch.randn(sum(counts), values, generator=torch.Generator().manual_seed(seed)).to(encoder.dtype)
+    return Case(rows, layouts, [encoder(part, [x]) for part, x in zip(rows.split(counts), layouts, strict=True)])
+
+
+def distance(outputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """The largest relative difference of an item, as a share of its norm."""
+    pairs = [(out.double(), want.double()) for out, want in zip(outputs, wanted, strict=True)]
+    assert all(out.shape == want.shape for out, want in pairs)
+    return max(((out - want).norm() / want.norm()).item() for out, want in pairs)
