@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.graphs import Batch, CaptureError, EncoderGraphManager
+from refvl.graphs.plans import PlanCache
 from refvl.positions import compute_retention_mask
 
 CONFIG = Qwen2_5_VisionConfig.tiny()  # windows of 2 x 2 merged tokens, frames in two of four blocks
