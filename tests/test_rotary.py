@@ -1,11 +1,15 @@
 """2-D rotary angles: against a loop over patches, transformers, and the properties of a rotation."""
 
+import importlib
+
 import pytest
 import torch
 from closeness import assert_agree
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
+from refvl import positions
 from refvl.positions import apply_rotary, merge_block_coordinates, vision_rotary_cos_sin
 
 GRIDS = [(1, 4, 6), (2, 2, 2), (3, 8, 4)]
@@ -96,6 +100,20 @@ def test_rotation_keeps_lengths_and_the_origin():
     assert_agree(rotated.norm(dim=-1), x.norm(dim=-1), x.shape[-1])
     assert torch.equal(rotated[0], x[0])
     assert (rotated[1:] - x[1:]).abs().amax(-1).min() > 0.01
+
+
+def test_one_thread_makes_the_first_calls_of_cosine_and_sine():
+    """Oracle: the functions that importing the package calls; MKL's first call is wrong where two threads share it."""
+    calls = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            calls.append((function.__name__, [len(x) for x in args if isinstance(x, torch.Tensor)]))
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        importlib.reload(positions)
+    assert ("cos", [1]) in calls and ("sin", [1]) in calls
 
 
 def test_no_items_no_angles():
