@@ -46,7 +46,7 @@ def shards(out):
     return sorted(path.name for path in out.iterdir() if path.name != "manifest.json")
 
 
-def check_equal(vlm, folder, out, names=SIZES, exact=False):
+def check_equal(vlm, folder, out, names=SIZES):
     """Everything that `names` say is in the manifest, and what the shards hold equals VLM.encode."""
     manifest = json.loads((out / "manifest.json").read_text())
     assert list(manifest["images"]) == sorted(names)
