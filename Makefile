@@ -10,15 +10,16 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LIMIT  := $(if $(shell command -v timeout 2>/dev/null),timeout 900)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lab notebooks train clean
+.PHONY: help demo test test-slow test-portable lab notebooks train clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## answer questions about a picture and a clip; print every stage, write its figures
 	$(BIN)/python -m refvl.tools.demo --out outputs/demo
 
 test: $(STAMP) ## lint, test, and run every notebook from top to bottom
+	@$(BIN)/python tests/portable.py --cpu
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
@@ -26,6 +27,9 @@ test: $(STAMP) ## lint, test, and run every notebook from top to bottom
 
 test-slow: $(STAMP) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+test-portable: $(STAMP) ## the tests under every set of vector instructions that this CPU has, with one thread and with two
+	$(BIN)/python tests/portable.py
 
 lab: $(STAMP) ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 def roundings(steps: int | nn.Module) -> int:
     """How many values are rounded, one after the other, on the way to one output: a count, or that of a module.
 
-    A module's layers follow each other, and each sums over a row of its weights.
+    A module's layers follow each other, and each sums over a row of its weights: (out, in), or (out, in, *kernel).
     """
     if isinstance(steps, int):
         return steps
-    return sum(weight[0].numel() for weight in steps.parameters() if weight.ndim > 1)
+    experts = [weight.shape[-1] for weight in steps.parameters() if weight.ndim == 3]  # (E, out, in)
+    return sum(experts) + sum(weight[0].numel() for weight in steps.parameters() if weight.ndim in (2, 4, 5))
 
 
 def tolerance(actual: Tensor, expected: Tensor, steps: int | nn.Module, scale: float | None = None) -> float:
@@ -26,7 +27,7 @@ def tolerance(actual: Tensor, expected: Tensor, steps: int | nn.Module, scale: f
     standard deviations out: 1.8 * sqrt(n) * eps. What is rounded is on the whole as large as what comes out; where it
     is larger (an angle before its cosine), `scale` says how large.
     """
-    size = float(expected.abs().max()) if scale is None and expected.numel() else scale or 0.0
+    size = float(expected.detach().abs().max()) if scale is None and expected.numel() else scale or 0.0
     return 2 * roundings(steps) ** 0.5 * torch.finfo(actual.dtype).eps * size
 
 
@@ -34,7 +35,7 @@ def largest_difference(actual: Tensor, expected: Tensor) -> float:
     """The largest |a - b|, in float64; NaN where either has one."""
     assert actual.shape == expected.shape, f"shapes differ: {tuple(actual.shape)}, {tuple(expected.shape)}"
     assert expected.dtype in (actual.dtype, torch.float64), f"dtypes differ: {actual.dtype}, {expected.dtype}"
-    return float((actual.detach().double() - expected.double()).abs().max()) if actual.numel() else 0.0
+    return float((actual.double() - expected.double()).detach().abs().max()) if actual.numel() else 0.0
 
 
 def assert_agree(actual: Tensor, expected: Tensor, steps: int | nn.Module, *, scale: float | None = None) -> None:

@@ -1,5 +1,7 @@
 """Where tokens stand in the prompt and which of them stay; nothing here knows a model."""
 
+import torch
+
 from refvl.positions.evs import (
     compute_dissimilarity,
     compute_mrope_for_media,
@@ -13,6 +15,12 @@ from refvl.positions.rotary import apply_rotary, merge_block_coordinates, vision
 from refvl.positions.tables import interpolate_position_table, sincos_1d, sincos_2d
 from refvl.positions.timestamps import FrameSample, sample_video_frames
 from refvl.positions.windows import get_window_index, invert_permutation
+
+# MKL chooses the kernel of a function at its first call, and two threads that make it at once may get one with errors
+# of 1e-4 (pytorch/pytorch#188792). So one thread makes the first calls, here.
+for function in (torch.cos, torch.sin):
+    function(torch.zeros(1, device="cpu"))
+del function
 
 __all__ = [
     "FrameSample",

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint
+from closeness import assert_agree
 
 import refvl
 from refvl.paths import DATA
@@ -36,7 +37,7 @@ def test_graphs_change_no_id(folder, media):
     expected, trace = ask(eager, **media), ask(graphed, **media)
     assert trace.token_ids == expected.token_ids
     for ours, theirs in zip(trace.embeds, expected.embeds, strict=True):
-        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+        assert_agree(ours, theirs, eager.encoder)
     for ours, theirs in zip(trace.keep_masks, expected.keep_masks, strict=True):
         assert (ours is None and theirs is None) or torch.equal(ours, theirs)
 
@@ -80,11 +81,11 @@ class TestOnCuda:
         assert on_cuda.token_ids == on_cpu.token_ids
 
     def test_bfloat16_embeddings_with_and_without_graphs(self, folder):
-        """The same varlen kernel on the same rows: equal up to the order of sums, 2 % of the norm in bfloat16."""
+        """The same varlen kernel on the same rows: equal up to the order of sums."""
         eager, graphed = both(folder, device="cuda", dtype="bfloat16")
         expected, trace = ask(eager, images=PHOTOS, videos=[FRAMES]), ask(graphed, images=PHOTOS, videos=[FRAMES])
         for ours, theirs in zip(trace.embeds, expected.embeds, strict=True):
-            assert (ours.float() - theirs.float()).norm() <= 0.02 * theirs.float().norm()
+            assert_agree(ours, theirs, 12 * eager.encoder.config.depth)  # what a block rounds to bfloat16
         assert graphed.graphs.backend == "cuda" and graphed.graphs.stats().hits == 4
 
     def test_pruning_composes_with_graphs(self, folder):

@@ -106,9 +106,12 @@ def test_the_embeddings_count(vlm, prompt):
 
 
 def test_the_encoder_does_not_run(vlm, prompt, monkeypatch):
-    input_ids, _, embeds = prompt
+    input_ids, pixels, embeds = prompt
+    want = vlm.generate(input_ids, max_new_tokens=1, **pixels)
     monkeypatch.setattr(type(vlm.encoder), "forward", None)
-    vlm.generate(input_ids, max_new_tokens=1, **embeds)
+    assert torch.equal(vlm.generate(input_ids, max_new_tokens=1, **embeds), want)
+    with pytest.raises(TypeError):
+        vlm.generate(input_ids, max_new_tokens=1, **pixels)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from closeness import assert_agree
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +35,6 @@ from refvl.parallel import (
 )
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "vision_utils.json").read_text())["load_balance"]
-TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 GRIDS = {
     "more items than ranks": [(1, 4, 6), (1, 14, 16), (2, 4, 4), (1, 2, 2), (1, 8, 8), (3, 4, 6), (1, 4, 6)],
     "as many as four ranks": [(1, 4, 4), (1, 6, 4), (1, 8, 4), (1, 2, 2)],
@@ -127,6 +127,7 @@ def run_case(name):
     return list(run_dp_sharded_mrope_vision_model(model, rows, layouts, rope_type="rope_3d"))
 
 
+MODELS = {"pictures": Pooling, "rope_2d": KimiLike, "graphs": lambda: tower("Qwen2.5-VL")}  # else a tower
 CASES = [(kind, case) for kind in ("Qwen2.5-VL", "GLM", "rope_2d") for case in GRIDS]
 CASES += [(kind, "slices and crops") for kind in LAYOUTS]
 CASES += [("graphs", case) for case in ("more items than ranks", "one item")]
@@ -173,10 +174,11 @@ def ranks(request, tmp_path_factory):
 @pytest.mark.parametrize("name", CASES, ids=str)
 def test_sharded_equals_unsharded(name, ranks, alone):
     """On every rank: all items, in the caller's order."""
+    model = MODELS.get(name[0], lambda: tower(name[0]))()
     for results in ranks:
         assert [tuple(x.shape) for x in results[name]] == [tuple(x.shape) for x in alone[name]]
         for ours, want in zip(results[name], alone[name], strict=True):
-            torch.testing.assert_close(ours, want, **TOLERANCE)
+            assert_agree(ours, want, model)
             assert want.std() > 0.05
 
 
@@ -197,7 +199,7 @@ def test_unsharded_equals_each_item_alone(name, alone):
     kind, case = name
     encoder, (layouts, counts, rows) = tower("Qwen2.5-VL" if kind == "graphs" else kind), items(kind, case)
     for ours, row, layout in zip(alone[name], rows.split(counts), layouts, strict=True):
-        torch.testing.assert_close(ours, encoder(row, [layout]), atol=2e-5, rtol=2e-5)
+        assert_agree(ours, encoder(row, [layout]), encoder)
 
 
 # --- who encodes what -------------------------------------------------------------------------------------------------
@@ -235,7 +237,8 @@ def test_balancing_is_within_graham_s_bound(sizes, num_gpus):
             for rank in range(num_gpus)
         }
     best = min(max(loads) for loads in possible)
-    assert best <= max(get_load_balance_assignment(sizes, num_gpus)[2]) <= (4 / 3 - 1 / (3 * num_gpus)) * best + 1e-9
+    largest = max(get_load_balance_assignment(sizes, num_gpus)[2])
+    assert best <= largest and 3 * num_gpus * largest <= (4 * num_gpus - 1) * best
 
 
 def test_speed_up_counts_the_slowest_rank():

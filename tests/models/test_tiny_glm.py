@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from closeness import assert_agree
 from safetensors.torch import load_file
 
 import refvl
@@ -199,7 +200,7 @@ def test_training_sees_the_rows_and_the_prompt_that_the_pipeline_makes(model, so
     rows, grid = (patches.patchify_image if is_picture else patches.patchify_video)(pixels, config)
     pixels = torch.from_numpy(pixels[None] if is_picture else pixels)[None]
     assert FAMILY.grid(pixels.shape) == grid
-    torch.testing.assert_close(patch_rows(pixels), rows, rtol=0, atol=2e-6)
+    assert_agree(patch_rows(pixels), rows, 4)
 
     [question] = scenes.draw_questions(scene, ["color"], np.random.default_rng(0))
     builder = PromptBuilder(FAMILY, FAMILY.train_tokenizer(), FAMILY.config(FAMILY.train_tokenizer()))
@@ -235,7 +236,7 @@ def test_questions_in_one_row_are_answered_as_if_asked_alone(model):
             inputs_embeds=trace.inputs_embeds[None], position_ids=trace.positions[:, None], logits_to_keep=1
         ).logits[0, 0]
         first = int((batch.question_of_target == i).nonzero()[0])
-        torch.testing.assert_close(logits[first], alone, rtol=0, atol=1e-4)
+        assert_agree(logits[first], alone, ours)
 
 
 def test_seconds_of_unequal_length_are_refused():

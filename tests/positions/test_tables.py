@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from closeness import assert_agree, assert_differ
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,11 @@ SAMPLED = [case for case in CASES if "pos_embeds" in case]
 
 def random_table(side, width=3, seed=0):
     return torch.randn(side * side, width, generator=torch.Generator().manual_seed(seed))
+
+
+def coordinates(table):
+    """How large what is rounded is: a place is as large as a side, and the 16 weights change by up to 8 per place."""
+    return 8 * len(table) ** 0.5 * float(table.abs().max())
 
 
 @st.composite
@@ -41,7 +47,7 @@ def test_golden(case):
     """Oracle: vLLM 0.33.0 `pos_embeds_interpolate`: the table's own size, a video, two by two patches."""
     table = torch.from_numpy(ARRAYS["glm_position_embedding_weight"])
     got = interpolate_position_table(table, case["grid_thw"])
-    torch.testing.assert_close(got, torch.from_numpy(ARRAYS[case["pos_embeds"]]), atol=1e-6, rtol=0)
+    assert_agree(got, torch.from_numpy(ARRAYS[case["pos_embeds"]]), 2, scale=coordinates(table))
 
 
 def test_the_golden_cases_are_all_there():
@@ -62,9 +68,8 @@ def test_equals_transformers(problem):
     row, column = merge_block_coordinates(grids, spatial_merge_size=merge).T
     with torch.no_grad():
         want = theirs(torch.zeros(len(row), 3), frames.prod(dim=1), frames, row, column)
-    torch.testing.assert_close(
-        interpolate_position_table(table, grids, spatial_merge_size=merge), want, atol=1e-6, rtol=0
-    )
+    got = interpolate_position_table(table, grids, spatial_merge_size=merge)
+    assert_agree(got, want, 2, scale=coordinates(table))
 
 
 def cubic(distance, a=-0.75):
@@ -97,7 +102,7 @@ def test_equals_the_slow_formula(problem):
         for row, column in merge_block_coordinates([(t, h, w)], spatial_merge_size=merge).tolist()
     ]
     got = interpolate_position_table(table, grids, spatial_merge_size=merge)
-    torch.testing.assert_close(got, torch.stack(want).float(), atol=1e-4, rtol=0)
+    assert_agree(got, torch.stack(want), 2, scale=coordinates(table))
 
 
 # --- properties -------------------------------------------------------------------------------------------------------
@@ -109,8 +114,8 @@ def test_a_grid_of_the_table_s_size_reads_the_table(side):
     table = random_table(side)
     row, column = merge_block_coordinates([(1, side, side)]).T
     got = interpolate_position_table(table, [(1, side, side)])
-    torch.testing.assert_close(got, table[row * side + column], atol=1e-4, rtol=0)
-    assert torch.allclose(got, table, atol=0.1) == (side == 2)  # else reading order is another
+    assert_agree(got, table[row * side + column], 2, scale=coordinates(table))
+    assert torch.equal(table[row * side + column], table) == (side == 2)  # else reading order is another
 
 
 @settings(max_examples=25)
@@ -130,7 +135,7 @@ def test_rows_and_columns_are_not_mixed_up(side, h, w):
     transposed = table.view(side, side, -1).transpose(0, 1).reshape(side * side, -1)
     upright = interpolate_position_table(table, [(1, h, w)], spatial_merge_size=1).view(h, w, -1)
     lying = interpolate_position_table(transposed, [(1, w, h)], spatial_merge_size=1).view(w, h, -1)
-    torch.testing.assert_close(lying.transpose(0, 1), upright, atol=1e-5, rtol=0)
+    assert_agree(lying.transpose(0, 1), upright, 2, scale=coordinates(table))
 
 
 def test_nearest_reads_one_place():
@@ -141,7 +146,7 @@ def test_nearest_reads_one_place():
     place = (2 * row + 1) * side // (2 * h) * side + (2 * column + 1) * side // (2 * w)
     got = interpolate_position_table(table, [(1, h, w)], mode="nearest")
     assert torch.equal(got, table[place])
-    assert not torch.allclose(got, interpolate_position_table(table, [(1, h, w)]), atol=0.1)
+    assert_differ(got, interpolate_position_table(table, [(1, h, w)]), 4)
 
 
 def test_half_precision_is_sampled_in_float32():
@@ -154,7 +159,7 @@ def test_the_table_can_be_learned():
     """Samples sum their weights to one, so that the gradient of their sum does too, over the table."""
     table = random_table(4).requires_grad_()
     interpolate_position_table(table, [(2, 6, 10)]).sum().backward()
-    torch.testing.assert_close(table.grad.sum(0), torch.full((3,), 120.0))
+    assert_agree(table.grad.sum(0), torch.full((3,), 120.0), 120 * 16)
     assert (table.grad != 0).all()
 
 
@@ -172,15 +177,15 @@ def test_sincos_2d_golden(name):
     """Oracle: vLLM 0.33.0 `get_2d_sincos_pos_embed`, flat (2.0) and as a grid (2.5 and later)."""
     size = tuple(map(int, name.split("x"))) if "x" in name else (3, 3)
     table = sincos_2d(16, size)
-    torch.testing.assert_close(table, torch.from_numpy(RESAMPLERS[f"sincos/2_5/{name}"]), atol=1e-6, rtol=0)
+    assert_agree(table, torch.from_numpy(RESAMPLERS[f"sincos/2_5/{name}"]), 4, scale=5.0)
     flat = torch.from_numpy(RESAMPLERS[f"sincos/2_0/{name}"])
-    torch.testing.assert_close(table.flatten(0, 1), flat, atol=1e-6, rtol=0)
+    assert_agree(table.flatten(0, 1), flat, 4, scale=5.0)
 
 
 def test_sincos_1d_golden():
     """Oracle: vLLM 0.33.0 `get_1d_sincos_pos_embed_from_temporal_size`."""
     want = torch.from_numpy(RESAMPLERS["r45/temporal_table_first8"])
-    torch.testing.assert_close(sincos_1d(64, 8), want, atol=1e-6, rtol=0)
+    assert_agree(sincos_1d(64, 8), want, 4, scale=8.0)
 
 
 @given(st.integers(1, 6).map(lambda n: 4 * n), st.integers(1, 9), st.integers(1, 230))
@@ -191,17 +196,17 @@ def test_sincos_2d_equals_a_loop(embed_dim, height, width):
     for row, column, i in product((0, height - 1), (0, width - 1), range(quarter)):
         frequency = 10000.0 ** (-i / quarter)
         want = [sin(column * frequency), cos(column * frequency), sin(row * frequency), cos(row * frequency)]
-        assert table[row, column, i::quarter].tolist() == pytest.approx(want, abs=5e-5)
+        want = torch.tensor(want, dtype=torch.float64)
+        assert_agree(table[row, column, i::quarter], want, 4, scale=max(height, width))  # the size of an angle
 
 
 @given(st.integers(1, 60), st.integers(1, 60))
 def test_a_longer_table_continues_a_shorter_one(short, more):
-    """So a table may grow, or not exist: position p has the same vector in every one."""
-    assert torch.equal(sincos_1d(8, short + more)[:short], sincos_1d(8, short))
-    assert torch.equal(
-        sincos(torch.tensor([short]), sincos_frequencies(8)), sincos_1d(8, short + more)[short : short + 1]
-    )
-    assert torch.equal(sincos_2d(8, (short, more))[: short // 2], sincos_2d(8, (short, more + 3))[: short // 2, :more])
+    """So a table may grow, or not exist: position p has the same vector in every one, whichever loop computes it."""
+    longer, last = sincos_1d(8, short + more), sincos(torch.tensor([short]), sincos_frequencies(8))
+    assert_agree(longer[:short], sincos_1d(8, short), 4)
+    assert_agree(longer[short : short + 1], last, 4)
+    assert_agree(sincos_2d(8, (short, more + 3))[:, :more], sincos_2d(8, (short, more)), 4)
 
 
 def test_an_hour_of_tenths_of_seconds_is_rounded_as_upstream_rounds():
@@ -211,7 +216,7 @@ def test_an_hour_of_tenths_of_seconds_is_rounded_as_upstream_rounds():
     angle = np.einsum("m,d->md", np.array([35999.0], dtype=np.float32), 1.0 / 10000**omega)
     want = torch.from_numpy(np.concatenate([np.sin(angle), np.cos(angle)], axis=1))
     got = sincos(torch.tensor([35999]), sincos_frequencies(3584))
-    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+    assert_agree(got, want, 16)
     exact = 35999 * 10000.0 ** -(np.arange(1792) / 1792)
     assert np.abs(np.sin(exact) - got[0, :1792].numpy()).max() > 1e-3
 
@@ -225,12 +230,12 @@ def test_a_resized_table_lies_over_the_grid_edge_to_edge(antialias):
     table = random_table(5)
     assert resize_position_table(table, (5, 5), antialias=antialias) is table
     constant = resize_position_table(torch.full((25, 2), 3.0), (3, 11), antialias=antialias)
-    torch.testing.assert_close(constant, torch.full((33, 2), 3.0))
+    assert_agree(constant, torch.full((33, 2), 3.0), 2, scale=coordinates(3 * torch.ones(25)))
     resized = resize_position_table(table, (3, 8), antialias=antialias).view(3, 8, -1)
     over = resize_position_table(table.view(5, 5, -1).flip(1).flatten(0, 1), (3, 8), antialias=antialias)
-    torch.testing.assert_close(over.view(3, 8, -1).flip(1), resized, atol=1e-5, rtol=0)
+    assert_agree(over.view(3, 8, -1).flip(1), resized, 2, scale=coordinates(table))
     lying = resize_position_table(table.view(5, 5, -1).transpose(0, 1).flatten(0, 1), (8, 3), antialias=antialias)
-    torch.testing.assert_close(lying.view(8, 3, -1).transpose(0, 1), resized, atol=1e-5, rtol=0)
+    assert_agree(lying.view(8, 3, -1).transpose(0, 1), resized, 2, scale=coordinates(table))
 
 
 def test_antialias_matters_where_sides_shrink():

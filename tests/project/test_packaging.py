@@ -4,7 +4,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -43,11 +42,10 @@ def test_constraints_pin_one_exact_release_each_and_torch_first():
         assert specifier.operator == "==" and "*" not in specifier.version and "+" not in specifier.version, str(pin)
 
 
-@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
-def test_every_dependency_is_pinned_and_the_pin_fits(requirement):
-    name = canonicalize_name(requirement.name)
-    assert name in VERSIONS, f"{requirement} is in pyproject.toml but not in constraints.txt"
-    assert requirement.specifier.contains(VERSIONS[name])
+def test_every_dependency_is_pinned_and_the_pin_fits():
+    pins = {str(requirement): VERSIONS.get(canonicalize_name(requirement.name)) for requirement in REQUIREMENTS}
+    assert len(pins) > 10 and [requirement for requirement, pin in pins.items() if pin is None] == []
+    assert [(r, pin) for r, pin in pins.items() if not Requirement(r).specifier.contains(pin)] == []
 
 
 def test_flash_attention_is_optional_and_never_pinned():

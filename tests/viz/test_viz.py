@@ -148,7 +148,7 @@ def test_permutation_arrows_lead_from_token_to_place(ax):
 
 def is_grey(ax) -> np.ndarray:
     """(M, M) bool: where the drawn mask says "does not see"."""
-    return np.isclose(ax.images[0].get_array(), matplotlib.colors.to_rgb(viz.style.PRUNED)).all(-1)
+    return (ax.images[0].get_array() == matplotlib.colors.to_rgb(viz.style.PRUNED)).all(-1)
 
 
 def test_attention_mask_in_window_order_is_block_diagonal_and_permutes(ax):

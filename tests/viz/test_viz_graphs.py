@@ -154,7 +154,7 @@ def test_packing_numbers_and_colors_are_those_of_the_arrival(ax):
     viz.plot_packing(TOKENS, BATCHES, ax=ax)
     assert [text for text in texts(ax) if text.isdigit()] == ["0", "2", "1", "3"]
     colors = [bar.get_facecolor()[:3] for bar in ax.patches if bar.get_facecolor()[3] and not bar.get_hatch()]
-    np.testing.assert_allclose(colors, sequence_colors(4)[[0, 2, 1, 3]])
+    np.testing.assert_array_equal(colors, sequence_colors(4)[[0, 2, 1, 3]])
 
 
 def test_numbers_of_narrow_items_are_left_out(ax):
