@@ -33,6 +33,7 @@ DEFAULT_FPS = 2.0
 _KINDS = "a path, a PIL image, a numpy array or a torch tensor"
 _URL = re.compile(r"data:|[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # Path turns :// into :/
 _RUNS_A_PROGRAM, _NEVER_DECODED = {"EPS"}, {"MPEG"}  # Ghostscript; Pillow only tells the size
+_NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS
 _TO_UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
@@ -480,7 +481,8 @@ def _list_frames(path: Path, name: str, limits: MediaLimits) -> _Listing:
             raise ValueError(f"video: {name} has no video stream")
         stream = container.streams.video[0]
         limits.check_pixels(stream.codec_context.width, stream.codec_context.height, f"video: {name}")
-        starts, lengths, is_timed, file_end = array("q"), array("q"), True, 0.0  # the last: of all streams, seconds
+        starts, lengths, file_end = array("q"), array("q"), 0.0  # file_end: of all streams, in seconds
+        is_timed = not container.format.flags & _NO_TIMESTAMPS  # a bare stream has no times, or made-up ones
         for packet in container.demux():
             length = packet.duration or 0
             if packet.pts is not None:
@@ -494,7 +496,9 @@ def _list_frames(path: Path, name: str, limits: MediaLimits) -> _Listing:
             raise ValueError(f"video: {name} has no frames that can be decoded")
         rate, tick = float(stream.average_rate or stream.guessed_rate or 0), float(stream.time_base)
         times, seconds = np.sort(starts), _ticks_shown(np.array(starts), np.array(lengths)) * tick if is_timed else 0.0
-        _check_complete(container, stream, name, len(times), seconds or len(times) / (rate or 1), file_end)
+        _check_complete(container, stream, name, len(times), seconds, file_end)
+        if seconds and "mp4" in container.format.name and stream.duration:
+            seconds = stream.duration * tick  # there a packet lasts until the next one is decoded, not shown
         counted = stream.frames > 0
     if rate and (not seconds or _is_steady(times, rate, tick)):
         return _Listing(len(times), rate, tick, None, counted)
@@ -516,24 +520,30 @@ def _ticks_shown(starts: np.ndarray, lengths: np.ndarray) -> float:
 
 
 def _is_steady(times: np.ndarray, rate: float, tick: float) -> bool:
-    """Whether frame i is shown at i / rate, as exactly as the file's clock can say it."""
+    """Whether frame i is shown at i / rate, as exactly as the file's clock can tell."""
     late = (times - times[0]) * tick - np.arange(len(times)) / rate
     return bool(np.abs(late).max() <= min(1.001 * tick, 0.5 / rate))
 
 
 def _check_complete(container, stream, name: str, frames: int, seconds: float, file_end: float) -> None:
     """Raise ValueError, or warn, where the header of a file promises more than its packets hold."""
-    found = f"{frames} frames in {seconds:.2f} s are there"
     rate = float(stream.average_rate or stream.guessed_rate or 0)
-    if frames < stream.frames - 1 and rate:  # an edit list may hide some, and shortens the duration: not in AVI
-        is_mp4 = "mp4" in container.format.name
-        promised = float(stream.duration * stream.time_base) if is_mp4 and stream.duration else stream.frames / rate
+    if frames < stream.frames - 1 and rate:
+        promised, seconds = stream.frames / rate, seconds or frames / rate
+        if "mp4" in container.format.name and stream.duration:  # without the frames that an edit list hides
+            promised = float(stream.duration * stream.time_base)
         if promised - seconds > 1.5 / rate:
-            raise ValueError(f"video: {name} is truncated: its header says {promised:.2f} s of video, {found}")
+            raise ValueError(
+                f"video: {name} is truncated: of {promised:.2f} s by its header there are {seconds:.2f} s, "
+                f"{frames} frame(s)"
+            )
     promised = (container.duration or 0) / 1e6
     if container.format.name in ("matroska,webm", "flv") and promised > 1.1 * file_end:
-        message = f"video: {name} seems to be truncated: its header says {promised:.2f} s, {found}, and they are read"
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(
+            f"video: {name} seems to be truncated: of {promised:.2f} s by its header there are {file_end:.2f} s, "
+            f"{frames} frame(s), which are read",
+            stacklevel=5,
+        )
 
 
 def _refuse_still_image(path: Path, name: str, frames: int) -> None:
@@ -545,10 +555,8 @@ def _refuse_still_image(path: Path, name: str, frames: int) -> None:
             animated = getattr(image, "n_frames", 1) > 1
     except Exception:  # not an image, then: a very short clip
         return
-    what = (
-        "an animation that PyAV cannot decode; convert it to a video" if animated else "a still image; give it as one"
-    )
-    raise ValueError(f"video: {name} is {what}")
+    animation, still = "an animation that PyAV cannot decode; convert it", "a still image; give it as an image"
+    raise ValueError(f"video: {name} is {animation if animated else still}")
 
 
 def _read_frames(
