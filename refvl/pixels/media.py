@@ -179,7 +179,7 @@ def _decoding(what: str) -> Iterator[None]:
 
 def _printable(text) -> str:
     """A path or message in a line: shortened, and without what a terminal cannot show, such as lone surrogates."""
-    text = str(text).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
+    text = str(text).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0").replace("\n", " ")
     return text if len(text) <= 240 else f"{text[:120]}...{text[-100:]}"
 
 

@@ -208,7 +208,7 @@ def test_only_ordinary_files_are_opened(tmp_path, load, kind):
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(os.path.relpath(tmp_path / "socket.png"))  # a long absolute path does not fit into an address
     for path in (tmp_path / "pipe.png", tmp_path / "socket.png", "/dev/zero", "/dev/null"):
-        result = []
+        result: list[str] = []
 
         def run(path=path, result=result):
             try:
