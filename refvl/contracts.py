@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from refvl.merge import MergedMedia
-from refvl.pixels.media import Video
+from refvl.pixels.media import MediaLimits, Video
 
 
 class Encoder(Protocol):
@@ -66,6 +66,7 @@ class Processor(Protocol):
     token_ids: dict[str, int]  # the placeholders: {"image": id, "video": id}
     image_config: Any  # how an image is prepared
     video_config: Any  # how a video is; None where the model takes none
+    limits: MediaLimits  # of what is decoded; may be replaced
     tokenizer: Any  # None: plans and counts, but makes no prompt
     tokens_at_once: ClassVar[int]  # the encoder's tokens come in multiples of this
 

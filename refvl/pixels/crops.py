@@ -13,6 +13,7 @@ In the prompt the crops come first, each between two marks, with a newline mark 
 then the overview between two marks. Upstream: `ImagePatcher` and `Step3VisionProcessor` (vLLM).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,12 +40,13 @@ class CropConfig:
     crop_size: int = 504
     patch_size: int = 14
     max_side: int = 3024
+    max_crops: int = 128  # more are refused: a strip one pixel wide would be cut into thousands
     enable_crops: bool = True  # False: overviews only
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # OpenAI CLIP
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
 
     def __post_init__(self):
-        for name in ("image_size", "crop_size", "patch_size", "max_side"):
+        for name in ("image_size", "crop_size", "patch_size", "max_side", "max_crops"):
             check_positive_int(getattr(self, name), name)
         for name in ("image_size", "crop_size"):
             if getattr(self, name) % self.patch_size:
@@ -171,16 +173,60 @@ def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int
 
 
 def cut_crops(image, config: CropConfig = RELEASED) -> tuple[Image.Image, list[Image.Image], CropPlan]:
-    """Anything `load_image` takes -> (the picture for the overview, its crops row by row, the plan)."""
+    """Anything `load_image` takes -> (the picture for the overview, its crops row by row, the plan).
+
+    Raises ValueError for a picture so elongated that it would be cut into more than `config.max_crops`.
+    """
     image = load_image(image)
     plan = plan_crops(*image.size, config)
-    if plan.padded != image.size:
-        square = Image.new("RGB", plan.padded)
-        square.paste(image, (0, 0))
-        image = square
-    image = image.resize(plan.resized, Image.Resampling.BILINEAR)
+    if plan.layout.crops > config.max_crops:
+        raise ValueError(
+            f"a picture of {image.width} x {image.height} pixels has {plan.layout.crops} crops, {plan.window} pixels "
+            f"wide, max_crops of CropConfig is {config.max_crops}; crop the picture, or raise it"
+        )
+    image = _resize_padded(image, plan)
     canvas = image.resize(plan.canvas, Image.Resampling.BILINEAR)
     return image, [canvas.crop(box) for box in plan.boxes], plan
+
+
+def _resize_padded(image: Image.Image, plan: CropPlan) -> Image.Image:
+    """Padded to a square and resized, as upstream does it and to the bit, without building the square.
+
+    A strip of 1 x 60,000 pixels would become 10 GB of black. Pillow resizes rows first and rounds, then columns.
+    """
+    if plan.padded == image.size:
+        return image.resize(plan.resized, Image.Resampling.BILINEAR)
+    (side, _), (size, _) = plan.padded, plan.resized
+    if size == side:
+        strip = image
+    elif image.width > image.height:
+        strip = image.resize((size, image.height), Image.Resampling.BILINEAR)
+        strip = Image.fromarray(_shrink_rows(np.asarray(strip), side, size))
+    else:
+        strip = Image.fromarray(_shrink_rows(np.asarray(image.transpose(Image.Transpose.TRANSPOSE)), side, size))
+        strip = strip.transpose(Image.Transpose.TRANSPOSE)
+        strip = strip.resize((strip.width, size), Image.Resampling.BILINEAR)
+    square = Image.new("RGB", plan.resized)
+    square.paste(strip, (0, 0))
+    return square
+
+
+def _shrink_rows(rows: np.ndarray, side: int, size: int) -> np.ndarray:
+    """(n, W, 3) uint8, above side - n black rows -> the first of `size` rows, all that are not black.
+
+    Pillow's bilinear resize in one direction: a triangle around each new row's centre, as integers of 22 bits.
+    """
+    scale, shrunk = side / size, []
+    for i in range(min(size, math.ceil(len(rows) / scale + 0.5))):
+        centre = (i + 0.5) * scale
+        first, end = max(0, int(centre - scale + 0.5)), min(side, int(centre + scale + 0.5))
+        weights = np.clip(1 - np.abs((np.arange(first, end) - centre + 0.5) / scale), 0, None)
+        weights /= weights.cumsum()[-1]  # summed in order, as Pillow does
+        total = np.full(rows.shape[1:], 1 << 21, np.int32)
+        for row, weight in zip(rows[first:], weights, strict=False):
+            total += row * np.int32(0.5 + weight * (1 << 22))
+        shrunk.append((total >> 22).astype(np.uint8))
+    return np.stack(shrunk)
 
 
 def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED) -> Tensor:

@@ -4,68 +4,200 @@
     load_video(path | frames | array | tensor)    -> Video: sampled frames (T, H, W, 3) uint8 and their times
 
 Decoding is Pillow's and PyAV's; what is ours is what they leave open: which way up a picture is, what stands behind a
-transparent pixel, how 16 bits become 8, which frames of a clip are looked at. Video is decoded forward once, without
-seeking, and only the frames that are asked for are kept.
+transparent pixel, how 16 bits become 8, which frames of a clip are looked at and when each is shown, and how much is
+decoded at all (`MediaLimits`). The packets of a video are listed first, which says how many frames there are and when;
+then it is decoded forward once, without seeking, and only the frames that are asked for are kept.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+import operator
+import os
+import re
+import stat
+import warnings
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import pairwise
+from numbers import Real
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageFile
 
 from refvl.checks import check_positive_int
 
 DEFAULT_FPS = 2.0
 _KINDS = "a path, a PIL image, a numpy array or a torch tensor"
+_URL = re.compile(r"data:|[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # Path turns :// into :/
+_RUNS_A_PROGRAM, _NEVER_DECODED = {"EPS"}, {"MPEG"}  # Ghostscript; Pillow only tells the size
+_NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS
+_TO_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # fmt: skip
 
 
-def load_image(source) -> Image.Image:
-    """One picture as a PIL image of mode RGB.
+@dataclass(frozen=True, slots=True)
+class MediaLimits:
+    """How much is decoded at most, checked before memory is taken for it; a limit that is in the way can be raised.
+
+    Pillow has a limit of its own, `PIL.Image.MAX_IMAGE_PIXELS`: it warns above 89 million pixels and refuses twice as
+    many, so beyond that both have to be raised.
+    """
+
+    max_image_pixels: int = 2**26  # width x height of a file's picture or frame: 8192 x 8192, 201 MB as RGB
+    max_video_bytes: int = 2**31  # of the frames of a clip that are kept, 3 bytes per pixel
+
+    def __post_init__(self):
+        for name in ("max_image_pixels", "max_video_bytes"):
+            check_positive_int(getattr(self, name), name)
+
+    def check_pixels(self, width: int, height: int, what: str) -> None:
+        """Raise ValueError for a picture or a frame with more than max_image_pixels."""
+        if width * height > self.max_image_pixels:
+            raise ValueError(
+                f"{what} has {width} x {height} = {width * height:,} pixels, max_image_pixels is "
+                f"{self.max_image_pixels:,}; raise it with limits=MediaLimits(max_image_pixels=...)"
+            )
+
+    def check_frames(self, frames: int, width: int, height: int, what: str) -> None:
+        """Raise ValueError where so many frames need more than max_video_bytes."""
+        if (needed := frames * width * height * 3) > self.max_video_bytes:
+            raise ValueError(
+                f"{what}: {frames} frames of {width} x {height} pixels need {needed:,} bytes, max_video_bytes is "
+                f"{self.max_video_bytes:,}; take fewer frames, or raise it with limits=MediaLimits(max_video_bytes=...)"
+            )
+
+
+LIMITS = MediaLimits()
+
+
+def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
+    """One picture as a PIL image of mode RGB; `.info["source"]` says which file it came from.
 
     source: a path; a PIL image; an array (H, W), (H, W, 1 | 3 | 4) or a tensor, which may also be (1 | 3 | 4, H, W),
-    of uint8, uint16, or floats in [0, 1].
+    of uint8, uint16, or floats in [0, 1]. limits: of what is read from a file; arrays are as large as they are.
 
-    The EXIF rotation is applied. Transparent pixels are blended onto white, as transformers 5.23 does; 5.17 drops the
-    alpha channel, which shows whatever colour the file has where nothing was meant to be seen. 16-bit grey is scaled to
-    8 bits (Pillow alone would clip it to white). Of an animation the first frame is taken.
+    The EXIF rotation is applied; an EXIF block that cannot be read is ignored, as other tools do. Transparent pixels
+    are blended onto white, as transformers 5.23 does; 5.17 drops the alpha channel, which shows whatever colour the
+    file has where nothing was meant to be seen. Of an animation the first frame is taken.
 
-    Raises FileNotFoundError for a missing file, TypeError for another kind of source, ValueError for a file that is
-    truncated or not an image, an array of another shape, dtype or range, an empty picture, and one of a single pixel.
+    16-bit grey is scaled to 8 bits (Pillow alone would clip it to white). Pillow's mode "I" does not say how many bits
+    its integers have: those of a PNG or PPM file are 16, others are taken for 8 bits where none is above 255, and for
+    16 up to 65535. Mode "F" holds floats in [0, 1].
+
+    Raises FileNotFoundError for a missing file, TypeError for another kind of source, ValueError for a URL, a file that
+    is truncated, larger than `limits` or not an image, levels outside those ranges, an array of another shape, dtype or
+    range, an empty picture, and one of a single pixel.
     """
     if isinstance(source, (str, Path)):
-        image = _open_image(Path(source))
-    elif isinstance(source, Image.Image):
-        image = source
-    elif isinstance(source, (np.ndarray, torch.Tensor)):
-        image = Image.fromarray(_as_uint8(_channels_last(source)))
-    else:
+        with _open_image(source, limits) as image:
+            return _decode_image(image, _printable(source), _printable(source), limits)
+    name = f"the {type(source).__name__}"
+    if isinstance(source, Image.Image):
+        origin = source.info.get("source") or getattr(source, "filename", "")
+        return _decode_image(source, name, _printable(origin), limits)
+    if not isinstance(source, (np.ndarray, torch.Tensor)):
         raise TypeError(f"image: expected {_KINDS}, got {type(source).__name__}")
-    name = str(source) if isinstance(source, (str, Path)) else f"the {type(source).__name__}"
+    return _decode_image(Image.fromarray(_as_uint8(_channels_last(source), "image")), name, "", limits)
+
+
+def image_suffixes() -> frozenset[str]:
+    """Suffixes, such as ".png", of the files that `load_image` reads.
+
+    Those of Pillow's formats that have a reader, without stubs (BUFR, GRIB, HDF5, WMF), which need a handler that
+    somebody else installs, EPS, which is drawn by another program, and MPEG, of which Pillow only tells the size.
+    """
+    return frozenset(suffix for suffix, format in Image.registered_extensions().items() if format in _readable())
+
+
+@cache
+def _readable() -> tuple[str, ...]:
+    """Names of Pillow's formats that decode here and now, in the order in which it tries them."""
+    Image.init()
+
+    def decodes(name: str) -> bool:
+        factory = Image.OPEN[name][0]
+        is_stub = isinstance(factory, type) and issubclass(factory, ImageFile.StubImageFile)
+        return not is_stub and name not in _RUNS_A_PROGRAM | _NEVER_DECODED
+
+    return tuple(name for name in Image.ID if name in Image.OPEN and decodes(name))
+
+
+def _open_image(source: str | Path, limits: MediaLimits) -> Image.Image:
+    path, name = _regular_file(source, "image"), _printable(source)
+    try:
+        return Image.open(path, formats=_readable())
+    except Image.DecompressionBombError as error:
+        raise ValueError(
+            f"image: {name} has more pixels than max_image_pixels={limits.max_image_pixels:,} and PIL.Image."
+            f"MAX_IMAGE_PIXELS allow ({error}); raise both, the first with limits=MediaLimits(max_image_pixels=...)"
+        ) from error
+    except Image.UnidentifiedImageError as error:
+        raise ValueError(f"image: {name} is not a picture that Pillow can read") from error
+    except Exception as error:  # a plugin may raise anything
+        raise ValueError(f"image: {name} is not a picture that Pillow can read ({_printable(error)})") from error
+
+
+def _decode_image(image: Image.Image, name: str, origin: str, limits: MediaLimits) -> Image.Image:
+    """An opened picture, upright and RGB. name: for messages; origin: the file it came from, "" for none."""
     _check_size(image.width, image.height, f"image: {name}")
-    try:
+    if isinstance(image, ImageFile.ImageFile):  # others are decoded already
+        limits.check_pixels(image.width, image.height, f"image: {name}")
+    with _decoding(f"image: {name} is truncated or damaged"):
         image.load()
-    except Exception as error:  # a damaged file makes Pillow's decoders raise all kinds of errors
-        raise ValueError(f"image: {name} is truncated or damaged ({error})") from error
-    return _to_rgb(ImageOps.exif_transpose(image))
+    rotation = _TO_UPRIGHT.get(_orientation(image))
+    if image.mode.startswith("I") or image.mode == "F":  # more than 8 bits of grey
+        image = Image.fromarray(_as_uint8(_grey_levels(image, name), f"image: {name}"))
+    with _decoding(f"image: {name} cannot be turned into RGB"):
+        image = _to_rgb(image)
+    image = image if rotation is None else image.transpose(rotation)
+    image.info = {"source": origin} if origin else {}  # without EXIF: once is enough
+    return image
 
 
-def _open_image(path: Path) -> Image.Image:
-    _check_is_file(path, "image")
+def _orientation(image: Image.Image) -> int:
+    """How the camera was held, as EXIF counts: 1 is upright, and so is a picture whose EXIF block is damaged."""
     try:
-        return Image.open(path)
-    except (OSError, Image.DecompressionBombError) as error:
-        raise ValueError(f"image: {path} is not a picture that Pillow can read ({error})") from error
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # the parser raises all kinds of errors; the pixels are there
+        return 1
 
 
-def _check_is_file(path: Path, name: str) -> None:
-    if not path.exists():
-        raise FileNotFoundError(f"{name}: no such file: {path}")
-    if not path.is_file():
-        raise ValueError(f"{name}: expected a file, got the folder {path}")
+@contextmanager
+def _decoding(what: str) -> Iterator[None]:
+    """Whatever a decoder raises becomes a ValueError that says which file it was."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what} ({_printable(error)})") from error
+
+
+def _printable(text) -> str:
+    """A path or message in a line: shortened, and without what a terminal cannot show, such as lone surrogates."""
+    text = str(text).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0").replace("\n", " ")
+    return text if len(text) <= 240 else f"{text[:120]}...{text[-100:]}"
+
+
+def _regular_file(source: str | Path, kind: str) -> Path:
+    """The path of an ordinary file: nothing else is opened, because a pipe would block and a device never end."""
+    name = _printable(source)
+    if _URL.match(str(source)):
+        raise ValueError(f"{kind}: URLs are not read; download the file and give its path, got {name}")
+    try:
+        mode = os.stat(source).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"{kind}: no such file: {name}") from None
+    except (OSError, ValueError) as error:  # too long, not allowed, with a zero byte
+        raise ValueError(f"{kind}: {name} cannot be opened ({getattr(error, 'strerror', error)})") from error
+    if not stat.S_ISREG(mode):
+        what = "folder" if stat.S_ISDIR(mode) else "pipe or device"
+        raise ValueError(f"{kind}: expected a file, got the {what} {name}")
+    return Path(source)
 
 
 def _check_size(width: int, height: int, what: str) -> None:
@@ -87,25 +219,38 @@ def _channels_last(source) -> np.ndarray:
     return array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array
 
 
-def _as_uint8(array: np.ndarray) -> np.ndarray:
+def _grey_levels(image: Image.Image, name: str) -> np.ndarray:
+    """Mode "I" as 8 or 16 bits, by the rule of `load_image`; the other wide modes are what they say."""
+    levels = np.asarray(image)
+    if image.mode != "I":
+        return levels
+    low, high = int(levels.min()), int(levels.max())
+    if low < 0 or high > 65535:
+        raise ValueError(
+            f"image: {name} holds integers from {low} to {high}; grey levels lie in [0, 255] or [0, 65535]: "
+            "scale them, and give the array as uint8 or uint16"
+        )
+    return levels.astype(np.uint16 if high > 255 or image.format in ("PNG", "PPM") else np.uint8)
+
+
+def _as_uint8(array: np.ndarray, what: str) -> np.ndarray:
     """uint8 as it is, uint16 scaled by 1/257, floats in [0, 1] scaled by 255, both rounded."""
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)
     if array.dtype.kind == "u" and array.dtype.itemsize == 2:
         return ((array.astype(np.uint32) + 128) // 257).astype(np.uint8)
     if array.dtype.kind != "f":
-        raise ValueError(f"image: expected dtype uint8, uint16 or float, got {array.dtype}")
+        raise ValueError(f"{what}: expected dtype uint8, uint16 or float, got {array.dtype}")
     if array.size and not (array.min() >= 0 and array.max() <= 1):  # written so that NaN fails
-        raise ValueError(f"image: floats must lie in [0, 1], got values from {array.min()} to {array.max()}")
+        raise ValueError(
+            f"{what}: floats must lie in [0, 1], got values from {array.min()} to {array.max()}; scale them first, "
+            "for example by 1 / 255, and give the array"
+        )
     return (array.astype(np.float64) * 255).round().astype(np.uint8)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I") or image.mode == "F":  # more than 8 bits of grey
-        array = np.asarray(image)
-        if image.mode == "I" and array.min() >= 0 and array.max() <= 65535:  # Pillow's other way to hold 16 bits
-            array = array.astype(np.uint16)
-        image = Image.fromarray(_as_uint8(array))
+    """A new image of mode RGB, on white."""
     if "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
@@ -119,15 +264,17 @@ class Video:
 
     frames: np.ndarray  # (T, H, W, 3) uint8
     fps: float  # of the sampled frames; one temporal patch lasts temporal_patch_size / fps seconds
-    source_fps: float
+    source_fps: float  # on average, where the rate varies: total_num_frames / duration
     indices: tuple[int, ...]  # of the sampled frames, among total_num_frames
     total_num_frames: int
     duration: float  # seconds, of the whole clip
+    seconds: tuple[float, ...] | None = None  # of the sampled frames, where the rate varies; None: index / source_fps
+    source: str = ""  # the file it came from
 
     @property
     def timestamps(self) -> list[float]:
         """Seconds from the start, one per sampled frame."""
-        return [index / self.source_fps for index in self.indices]
+        return [i / self.source_fps for i in self.indices] if self.seconds is None else list(self.seconds)
 
 
 def sample_frame_indices(
@@ -148,13 +295,18 @@ def sample_frame_indices(
     end (61 frames at num_frames=14), and beyond 16,000 frames single indices are one later. A clip shorter than
     temporal_patch_size, which fails there, keeps its frames.
 
-    Raises ValueError when both fps and num_frames are given, or more frames are asked for than there are.
+    Raises ValueError when both fps and num_frames are given, or more frames are asked for than there are, TypeError for
+    limits that are no integers.
 
     >>> sample_frame_indices(132, 25.0)
     [0, 13, 26, 39, 52, 66, 79, 92, 105, 118]
     """
     total = check_positive_int(total_num_frames, "total_num_frames")
     step = check_positive_int(temporal_patch_size, "temporal_patch_size")
+    min_frames, max_frames = (
+        check_positive_int(min_frames, "min_frames"),
+        check_positive_int(max_frames, "max_frames"),
+    )
     if num_frames is not None:
         if fps is not None:
             raise ValueError(f"fps, num_frames: give one of them, got fps={fps} and num_frames={num_frames}")
@@ -171,9 +323,9 @@ def sample_frame_indices(
 
 
 def _check_rate(value, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number of frames per second, got {value!r}")
-    if not 0 < value < float("inf"):
+    if not 0 < float(value) < float("inf"):
         raise ValueError(f"{name}: must be positive, got {value}")
     return float(value)
 
@@ -187,38 +339,46 @@ def load_video(
     max_frames: int = 768,
     source_fps: float | None = None,
     sample: Callable[[int, float], Sequence[int]] | None = None,
+    limits: MediaLimits = LIMITS,
 ) -> Video:
     """The sampled frames of a clip.
 
     source: a path; a list of frames, each anything `load_image` takes; an array (T, H, W, 3) or tensor, which may also
     be (T, 3, H, W); or a Video, which is returned as it is. The sampling arguments are those of
     `sample_frame_indices`. Frames given in memory count as sampled already, `fps` per second (default 2), unless
-    source_fps says how fast they were recorded or num_frames how many to take. source_fps overrides a file's own rate.
-    sample: another rule for a file, from (total_num_frames, source_fps) to increasing indices.
+    source_fps says how fast they were recorded or num_frames how many to take. source_fps overrides a file's own times.
+    sample: another rule for a file, from (total_num_frames, source_fps) to increasing indices. limits: of what is
+    decoded; memory grows with the frames kept, whatever the length of the clip.
 
-    The rotation that phones write into a file is applied (transformers' PyAV reader ignores it). A container that does
-    not count its frames (Matroska) is decoded twice, and as far as it goes; otherwise decoding stops at the last frame
-    that is wanted.
+    Times are those of a file's packets. Where they are index / rate (within a tick of the file's clock) the clip is
+    what its header says. Where the rate varies, source_fps is the average that the rule samples by, and the timestamps
+    of the chosen frames are true. The rotation that phones write into a file is applied (transformers' PyAV reader
+    ignores it).
 
-    Raises FileNotFoundError for a missing file, TypeError for another kind of source, ValueError for a file that is
-    damaged, truncated or has no video frames, and for frames of unequal size.
+    A truncated file is an error where its header says how many frames there should be (MP4, AVI). Others (Matroska,
+    WebM, FLV) are read as far as they go, with a warning where the header says that they go on for 10 % longer.
+
+    Raises FileNotFoundError for a missing file, TypeError for another kind of source, ValueError for a URL, a file that
+    is damaged, truncated, larger than `limits`, a still image or without video frames, and for frames of unequal size.
     """
     if isinstance(source, Video):
         return source
     source_fps = None if source_fps is None else _check_rate(source_fps, "source_fps")
-    options = {"fps": fps, "num_frames": num_frames, "min_frames": min_frames, "max_frames": max_frames}
+    for name, value in {"min_frames": min_frames, "max_frames": max_frames}.items():
+        check_positive_int(value, name)
+    rule = partial(sample_frame_indices, fps=fps, num_frames=num_frames, min_frames=min_frames, max_frames=max_frames)
     if isinstance(source, (str, Path)):
-        return _decode(Path(source), source_fps, sample or partial(sample_frame_indices, **options))
-    frames = as_frames(source)
+        return _decode_video(source, source_fps, sample or rule, limits)
+    frames = as_frames(source, limits=limits)
     if source_fps is None and num_frames is None:
-        source_fps = DEFAULT_FPS if fps is None else fps
-        return _make_video(frames, range(len(frames)), len(frames), _check_rate(source_fps, "fps"))
+        source_fps = _check_rate(DEFAULT_FPS if fps is None else fps, "fps")
+        return _make_video(frames, range(len(frames)), len(frames), source_fps)
     source_fps = DEFAULT_FPS if source_fps is None else source_fps
-    indices = sample_frame_indices(len(frames), source_fps, **options)
+    indices = rule(len(frames), source_fps)
     return _make_video(frames[indices], indices, len(frames), source_fps)
 
 
-def as_frames(frames) -> np.ndarray:
+def as_frames(frames, *, limits: MediaLimits = LIMITS) -> np.ndarray:
     """Frames in memory as one (T, H, W, 3) uint8 array; see `load_video` for what they may be."""
     if isinstance(frames, Video):
         return frames.frames
@@ -227,10 +387,7 @@ def as_frames(frames) -> np.ndarray:
     elif isinstance(frames, (np.ndarray, torch.Tensor)) and frames.ndim != 4:
         raise ValueError(f"video: expected an array of shape (T, H, W, 3), got {tuple(frames.shape)}")
     elif isinstance(frames, (np.ndarray, torch.Tensor, Sequence)) and not isinstance(frames, (str, bytes)):
-        images = [load_image(frame) for frame in frames]
-        if len(sizes := {image.size for image in images}) > 1:
-            raise ValueError(f"video: all frames must have one size, got (width, height) {sorted(sizes)}")
-        frames = np.stack([np.asarray(image) for image in images]) if images else np.empty((0, 0, 0, 3), np.uint8)
+        frames = _stack(frames, limits)
     else:
         raise TypeError(f"video: expected a path, a list of frames, an array or a Video, got {type(frames).__name__}")
     if len(frames) == 0:
@@ -239,24 +396,69 @@ def as_frames(frames) -> np.ndarray:
     return frames
 
 
-def _make_video(frames, indices: Sequence[int], total: int, source_fps: float) -> Video:
+def _stack(frames, limits: MediaLimits) -> np.ndarray:
+    """Frames of one size, decoded one by one into the array that holds them all."""
+    stacked = np.empty((0, 0, 0, 3), np.uint8)
+    for i, frame in enumerate(frames):
+        image = load_image(frame, limits=limits)
+        if i == 0:
+            limits.check_frames(len(frames), *image.size, "video")
+            stacked = np.empty((len(frames), image.height, image.width, 3), np.uint8)
+        elif image.size != (size := (stacked.shape[2], stacked.shape[1])):
+            raise ValueError(f"video: all frames must have one size, got (width, height) {sorted({size, image.size})}")
+        stacked[i] = np.asarray(image)
+    return stacked
+
+
+def _make_video(frames: np.ndarray, indices: Sequence[int], total: int, source_fps: float) -> Video:
     fps = len(indices) / total * source_fps
     return Video(frames, fps, float(source_fps), tuple(indices), total, total / source_fps)
 
 
-def _decode(path: Path, source_fps: float | None, sample: Callable[[int, float], Sequence[int]]) -> Video:
-    av = _import_av()
-    _check_is_file(path, "video")
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """What the packets of a file say of its frames, none of which is decoded for it."""
+
+    total: int  # frames that are shown
+    rate: float  # per second; the average where it varies
+    tick: float  # seconds
+    start: int | None  # tick of the first frame where the rate varies; None: frame i is shown at i / rate
+    is_counted: bool  # the header says how many frames there are
+
+
+def _decode_video(
+    source: str | Path, source_fps: float | None, sample: Callable[[int, float], Sequence[int]], limits: MediaLimits
+) -> Video:
+    av, path, name = _import_av(), _regular_file(source, "video"), _printable(source)
     try:
-        total, rate = _probe(path)
-        source_fps = source_fps or rate
-        indices = sample(total, source_fps)
-        frames, found = _read_frames(path, indices)
-    except av.error.FFmpegError as error:
-        raise ValueError(f"video: {path} is truncated or not a video ({error})") from error
-    if found < len(indices):
-        raise ValueError(f"video: {path} is truncated: frame {indices[found]} of {total} is missing")
-    return _make_video(frames, indices, total, source_fps)
+        listing = _list_frames(path, name, limits)
+        if source_fps is not None:
+            listing = replace(listing, rate=source_fps, start=None)
+        indices = _check_sample(sample(listing.total, listing.rate), listing.total)
+        frames, ticks, decoded = _read_frames(path, name, indices, limits)
+        if 0 < decoded <= indices[-1] and not listing.is_counted:  # some packets held no frame of their own
+            scale = 1.0 if listing.start is None else decoded / listing.total  # the time stays the same
+            listing = replace(listing, total=decoded, rate=listing.rate * scale)
+            indices = _check_sample(sample(decoded, listing.rate), decoded)
+            frames, ticks, decoded = _read_frames(path, name, indices, limits)
+    except (av.error.FFmpegError, UnicodeError) as error:
+        raise ValueError(f"video: {name} is truncated or not a video ({_printable(error)})") from error
+    if not decoded:
+        raise ValueError(f"video: {name} has no frames that can be decoded")
+    if decoded <= indices[-1]:
+        raise ValueError(f"video: {name} is truncated: frame {decoded} of {listing.total} is missing")
+    video = replace(_make_video(frames, indices, listing.total, listing.rate), source=name)
+    times = sorted(tick for tick in ticks if tick is not None)
+    if listing.start is None or len(times) < len(ticks):
+        return video
+    return replace(video, seconds=tuple((tick - listing.start) * listing.tick for tick in times))
+
+
+def _check_sample(indices: Sequence[int], total: int) -> list[int]:
+    indices = [operator.index(i) for i in indices]
+    if not indices or indices[0] < 0 or indices[-1] >= total or any(a >= b for a, b in pairwise(indices)):
+        raise ValueError(f"sample: expected increasing indices of 0 to {total - 1}, at least one, got {indices}")
+    return indices
 
 
 def _import_av():
@@ -267,39 +469,117 @@ def _import_av():
     return av
 
 
-def _probe(path: Path) -> tuple[int, float]:
-    """Frames that decoding will show, and their rate per second (the average, as transformers takes it)."""
-    with _import_av().open(str(path)) as container:
+def _open_video(path: Path):
+    """Absolute, because FFmpeg takes what stands before a colon for a protocol; titles may be in any encoding."""
+    return _import_av().open(str(path.absolute()), metadata_errors="replace")
+
+
+def _list_frames(path: Path, name: str, limits: MediaLimits) -> _Listing:
+    """How many frames a file shows, and at what rate, from its packets and what its header says."""
+    with _open_video(path) as container:
         if not container.streams.video:
-            raise ValueError(f"video: {path} has no video stream")
+            raise ValueError(f"video: {name} has no video stream")
         stream = container.streams.video[0]
-        total, rate = stream.frames, float(stream.average_rate or stream.guessed_rate or 0)
-        shown = float(stream.duration * stream.time_base) * rate if stream.duration else total
-    if not rate:
-        raise ValueError(f"video: {path} does not say its frame rate")
-    if not total or shown < total - 1:  # Matroska does not count; a trimmed phone clip hides frames behind an edit list
-        total = _count_frames(path)
-    if not total:
-        raise ValueError(f"video: {path} has no frames that can be decoded")
-    return total, rate
+        limits.check_pixels(stream.codec_context.width, stream.codec_context.height, f"video: {name}")
+        starts, lengths, file_end = array("q"), array("q"), 0.0  # file_end: of all streams, in seconds
+        is_timed = not container.format.flags & _NO_TIMESTAMPS  # a bare stream has no times, or made-up ones
+        for packet in container.demux():
+            length = packet.duration or 0
+            if packet.pts is not None:
+                file_end = max(file_end, float((packet.pts + length) * packet.time_base))
+            if packet.stream_index == stream.index and _is_shown(packet, stream.codec_context.name):
+                is_timed = is_timed and packet.pts is not None
+                starts.append(packet.pts or 0)
+                lengths.append(length)
+        _refuse_still_image(path, name, len(starts))
+        if not starts:
+            raise ValueError(f"video: {name} has no frames that can be decoded")
+        rate, tick = float(stream.average_rate or stream.guessed_rate or 0), float(stream.time_base)
+        times, seconds = np.sort(starts), _ticks_shown(np.array(starts), np.array(lengths)) * tick if is_timed else 0.0
+        _check_complete(container, stream, name, len(times), seconds, file_end)
+        if seconds and "mp4" in container.format.name and stream.duration:
+            seconds = stream.duration * tick  # there a packet lasts until the next one is decoded, not shown
+        counted = stream.frames > 0
+    if rate and (not seconds or _is_steady(times, rate, tick)):
+        return _Listing(len(times), rate, tick, None, counted)
+    if not seconds:
+        raise ValueError(f"video: {name} does not say its frame rate")
+    return _Listing(len(times), len(times) / seconds, tick, int(times[0]), counted)
 
 
-def _count_frames(path: Path) -> int:
-    """One decoding pass that keeps nothing."""
-    with _import_av().open(str(path)) as container:
-        return sum(1 for _ in container.decode(video=0))
+def _is_shown(packet, codec: str) -> bool:
+    """Neither empty, nor hidden by an edit list, nor a frame that VP8 only refers to, which has a packet of its own."""
+    return packet.size > 0 and not packet.is_discard and (codec != "vp8" or bool(bytes(packet)[0] & 16))
 
 
-def _read_frames(path: Path, indices: Sequence[int]) -> tuple[np.ndarray | None, int]:
-    """The frames with these increasing indices, (T, H, W, 3) uint8, upright; and how many of them were there."""
-    wanted, frames, found = set(indices), None, 0
-    with _import_av().open(str(path)) as container:
+def _ticks_shown(starts: np.ndarray, lengths: np.ndarray) -> float:
+    """From the first frame to the end of the last, in ticks; one without a length has the mean of the others."""
+    last = starts.argmax()
+    shown = int(starts[last] - starts.min())
+    return shown + (int(lengths[last]) or shown / max(1, len(starts) - 1))
+
+
+def _is_steady(times: np.ndarray, rate: float, tick: float) -> bool:
+    """Whether frame i is shown at i / rate, as exactly as the file's clock can tell."""
+    late = (times - times[0]) * tick - np.arange(len(times)) / rate
+    return bool(np.abs(late).max() <= min(1.001 * tick, 0.5 / rate))
+
+
+def _check_complete(container, stream, name: str, frames: int, seconds: float, file_end: float) -> None:
+    """Raise ValueError, or warn, where the header of a file promises more than its packets hold."""
+    rate = float(stream.average_rate or stream.guessed_rate or 0)
+    if frames < stream.frames - 1 and rate:
+        promised, seconds = stream.frames / rate, seconds or frames / rate
+        if "mp4" in container.format.name and stream.duration:  # without the frames that an edit list hides
+            promised = float(stream.duration * stream.time_base)
+        if promised - seconds > 1.5 / rate:
+            raise ValueError(
+                f"video: {name} is truncated: of {promised:.2f} s by its header there are {seconds:.2f} s, "
+                f"{frames} frame(s)"
+            )
+    promised = (container.duration or 0) / 1e6
+    if container.format.name in ("matroska,webm", "flv") and promised > 1.1 * file_end:
+        warnings.warn(
+            f"video: {name} seems to be truncated: of {promised:.2f} s by its header there are {file_end:.2f} s, "
+            f"{frames} frame(s), which are read",
+            stacklevel=5,
+        )
+
+
+def _refuse_still_image(path: Path, name: str, frames: int) -> None:
+    """PyAV shows a still image as a clip of one frame, and of an animated WebP none."""
+    if frames > 1:
+        return
+    try:
+        with Image.open(path, formats=_readable()) as image:
+            animated = getattr(image, "n_frames", 1) > 1
+    except Exception:  # not an image, then: a very short clip
+        return
+    animation, still = "an animation that PyAV cannot decode; convert it", "a still image; give it as an image"
+    raise ValueError(f"video: {name} is {animation if animated else still}")
+
+
+def _read_frames(
+    path: Path, name: str, indices: Sequence[int], limits: MediaLimits
+) -> tuple[np.ndarray, list[int | None], int]:
+    """The frames with these increasing indices, (T, H, W, 3) uint8, upright; their ticks; how many were decoded."""
+    wanted, decoded = set(indices), 0
+    frames = np.empty((0, 0, 0, 3), np.uint8)
+    ticks: list[int | None] = []
+    with _open_video(path) as container:
         container.streams.video[0].thread_type = "AUTO"
-        for i, frame in enumerate(container.decode(video=0)):
-            if i in wanted:
+        for decoded, frame in enumerate(container.decode(video=0), 1):
+            if decoded - 1 in wanted:
                 image = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
-                frames = np.empty((len(indices), *image.shape), np.uint8) if frames is None else frames
-                frames[found], found = image, found + 1
-            if i == indices[-1]:
+                height, width, _ = image.shape
+                if not ticks:
+                    limits.check_frames(len(indices), width, height, f"video: {name}")
+                    frames = np.empty((len(indices), height, width, 3), np.uint8)
+                if frames.shape[1:3] != (height, width):
+                    sizes = f"{frames.shape[2]} x {frames.shape[1]} to {width} x {height}"
+                    raise ValueError(f"video: {name} changes its size from {sizes} pixels; all frames must have one")
+                frames[len(ticks)] = image
+                ticks.append(frame.pts)
+            if decoded > indices[-1]:
                 break
-    return frames, found
+    return frames, ticks, decoded

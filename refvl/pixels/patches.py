@@ -217,7 +217,7 @@ def smart_resize(
     (420, 644)
     """
     height, width = check_positive_int(height, "height"), check_positive_int(width, "width")
-    _check_aspect_ratio(height, width)
+    _check_aspect_ratio(height, width, (height, width))
     return _fit_budget(height, width, factor, min_pixels, max_pixels)
 
 
@@ -244,19 +244,21 @@ def smart_resize_video(
     height, width = check_positive_int(height, "height"), check_positive_int(width, "width")
     if num_frames < check_positive_int(temporal_factor, "temporal_factor"):
         raise ValueError(f"num_frames: must be at least temporal_factor={temporal_factor}, got {num_frames}")
+    given = height, width
     if min(height, width) < factor:
         enlarge = max(factor / height, factor / width)
         height, width = int(height * enlarge), int(width * enlarge)
-    _check_aspect_ratio(height, width)
+    _check_aspect_ratio(height, width, given)
     whole_steps = round(num_frames / temporal_factor) * temporal_factor
     return _fit_budget(height, width, factor, min_pixels, max_pixels, num_frames, whole_steps)
 
 
-def _check_aspect_ratio(height: int, width: int) -> None:
+def _check_aspect_ratio(height: int, width: int, given: tuple[int, int]) -> None:
+    """given: the (height, width) that the user knows, for the message."""
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise ValueError(
-            f"height, width: the aspect ratio may be at most {MAX_ASPECT_RATIO}, got {height} x {width} "
-            f"({max(height, width) / min(height, width):.1f})"
+            f"the aspect ratio may be at most {MAX_ASPECT_RATIO}, got {max(given) / min(given):.1f}: "
+            f"{given[1]} x {given[0]} pixels (width x height)"
         )
 
 

@@ -41,13 +41,14 @@ class SliceConfig:
     max_slice_nums: int = 9
     scale_resolution: int = 448  # the side of the square whose area a slice has
     patch_size: int = 14
+    max_aspect_ratio: int = 10_000  # a thinner strip is rounded up to a patch, and its area grows without limit
     use_image_id: bool = False
     image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
     rescale_factor: float = 1 / 255
 
     def __post_init__(self):
-        for name in ("max_slice_nums", "scale_resolution", "patch_size"):
+        for name in ("max_slice_nums", "scale_resolution", "patch_size", "max_aspect_ratio"):
             check_positive_int(getattr(self, name), name)
         for name in ("image_mean", "image_std"):
             if len(getattr(self, name)) != 3:
@@ -140,9 +141,17 @@ def _round_to(length: float, divisor: int) -> int:
 
 
 def slice_image(image, config: SliceConfig) -> list[Image.Image]:
-    """Anything `load_image` takes -> [overview, slices row by row]."""
+    """Anything `load_image` takes -> [overview, slices row by row].
+
+    Raises ValueError for an aspect ratio above `config.max_aspect_ratio`.
+    """
     image = load_image(image)
     plan = plan_slices(*image.size, config)
+    if max(image.size) > config.max_aspect_ratio * min(image.size):
+        raise ValueError(
+            f"the aspect ratio may be at most {config.max_aspect_ratio:,} (max_aspect_ratio of SliceConfig), got "
+            f"{image.width} x {image.height} pixels (width x height)"
+        )
     slices = [image.resize(plan.overview, Image.Resampling.BICUBIC)]
     if plan.grid is None:
         return slices

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
 from refvl.merge import MergedMedia, expand_placeholders
-from refvl.pixels.media import Video, load_image
+from refvl.pixels.media import LIMITS, Video, load_image
 from refvl.pixels.patches import PatchConfig, patchify_image, plan_size
 
 
@@ -33,6 +33,7 @@ class ChatProcessor:
 
     patch_config = PatchConfig
     tokens_at_once = 1  # the encoder's tokens come in multiples of this
+    limits = LIMITS  # of what is decoded: `processor.limits = MediaLimits(...)` changes them
     stop_token_ids = ()  # that end an answer, besides those of generation_config.json
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
@@ -63,7 +64,7 @@ class ChatProcessor:
     def decode(self, messages: list[dict]) -> list[Image.Image | Video]:
         """The media of the messages in order of appearance, decoded (videos are sampled while decoding)."""
         return [
-            load_image(source) if kind == "image" else self.load_video(source, options)
+            load_image(source, limits=self.limits) if kind == "image" else self.load_video(source, options)
             for kind, source, options in _media_of(messages)
         ]
 
@@ -72,8 +73,15 @@ class ChatProcessor:
         raise NotImplementedError
 
     def patchify(self, media: Sequence[Image.Image | Video]) -> list[Patches]:
-        """Resize, normalise and cut each medium into patch rows."""
-        return [self._patchify_video(m) if isinstance(m, Video) else self._patchify_image(m) for m in media]
+        """Resize, normalise and cut each medium into patch rows. Raises ValueError that says which medium it was."""
+        return [self._patchify(medium, number) for number, medium in enumerate(media, 1)]
+
+    def _patchify(self, medium: Image.Image | Video, number: int) -> Patches:
+        try:
+            return self._patchify_video(medium) if isinstance(medium, Video) else self._patchify_image(medium)
+        except ValueError as error:
+            source = medium.source if isinstance(medium, Video) else medium.info.get("source")
+            raise ValueError(f"{source or f'medium {number}'}: {error}") from error
 
     def _patchify_image(self, image: Image.Image) -> Patches:
         pixel_values, grid = patchify_image(image, self.image_config)

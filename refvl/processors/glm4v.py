@@ -71,8 +71,8 @@ class Glm4vProcessor(ChatProcessor):
         Raises ValueError for options that the variant's rule does not read.
         """
         if isinstance(source, (str, Path)) and "num_frames" not in options:
-            return load_video(source, sample=self._sampler(options))
-        return load_video(source, **options)
+            return load_video(source, sample=self._sampler(options), limits=self.limits)
+        return load_video(source, **options, limits=self.limits)
 
     def _sampler(self, options: dict):
         """(total_num_frames, fps) -> indices, increasing: a repeated last frame is read once and repeated later."""
@@ -92,14 +92,15 @@ class Glm4vProcessor(ChatProcessor):
         return sample
 
     def _patchify_video(self, video: Video) -> Patches:
-        """Pixels and seconds come from one `FrameSample`, so that there are as many of both."""
+        """Pixels and seconds are those of the same frames, so that there are as many of both."""
         sample = sample_video_frames(
             self.variant, fps=video.source_fps, total_num_frames=video.total_num_frames, do_sample_frames=False,
             frames_indices=video.indices,
         )  # fmt: skip
         rows = np.array([video.indices.index(i) for i in sample.indices])
         pixel_values, grid = patchify_video(video.frames[rows], self.video_config)
-        merged = replace(self.merged("video", grid), timestamps=tuple(sample.timestamps))
+        seconds = tuple(int(video.timestamps[row]) for row in rows[::2])  # true ones, also where the rate varies
+        merged = replace(self.merged("video", grid), timestamps=seconds)
         return Patches(video, pixel_values, grid, merged)
 
     def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:

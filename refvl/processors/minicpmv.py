@@ -226,12 +226,14 @@ class MiniCPMVVideoProcessor(MiniCPMVProcessor):
                 f"prompt: MiniCPM-V samples a clip by fps, max_frames, or num_frames alone, got {sorted(options)}"
             )
         if not isinstance(source, (str, Path)):
-            return load_video(source, **options)
+            return load_video(source, **options, limits=self.limits)
         if "num_frames" in options:
             wanted = check_positive_int(options["num_frames"], "num_frames")
-            return load_video(source, sample=lambda total, _: middle_indices(total, wanted))
+            return load_video(source, sample=lambda total, _: middle_indices(total, wanted), limits=self.limits)
         config = replace(self.video_config, **options)
-        return load_video(source, sample=lambda total, source_fps: self.sample(total, source_fps, config))
+        return load_video(
+            source, sample=lambda total, source_fps: self.sample(total, source_fps, config), limits=self.limits
+        )
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:

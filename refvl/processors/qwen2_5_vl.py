@@ -18,7 +18,7 @@ class Qwen2_5_VLProcessor(ChatProcessor):
         config = self.video_config
         rate = {} if "num_frames" in options else {"fps": config.fps}
         limits = {"min_frames": config.min_frames, "max_frames": config.max_frames}
-        return load_video(source, **(rate | limits | options))
+        return load_video(source, **(rate | limits | options), limits=self.limits)
 
     def _patchify_video(self, video: Video) -> Patches:
         pixel_values, grid = patchify_video(video.frames, self.video_config)

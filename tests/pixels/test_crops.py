@@ -1,6 +1,7 @@
 """Where Step3-VL cuts a picture, and the pixels that its encoder gets."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -182,6 +183,41 @@ def test_a_thin_strip_is_padded_black_to_the_right_or_below():
     assert np.array_equal(pixels[:, :20], np.array(image))
     assert not pixels[:, 20:].any()
     assert cut_crops(picture(100, 25))[2].padded == (100, 25)  # the ratio is 4, not above
+
+
+@pytest.mark.parametrize("short", [1, 2, 20, 31])
+@pytest.mark.parametrize("long", [337, 400, 672, 1000, 3001])
+def test_a_long_thin_strip_is_the_resized_square_to_the_bit(short, long):
+    """Oracle: the square built in full and resized by Pillow, both ways round, at factors that divide and do not."""
+    for size in ((short, long), (long, short)):
+        image = picture(*size)
+        square = Image.new("RGB", (long, long))
+        square.paste(image)
+        overview, _, plan = cut_crops(image, TINY)
+        assert np.array_equal(np.array(overview), np.array(square.resize(plan.resized, Image.Resampling.BILINEAR)))
+
+
+def test_a_thin_strip_takes_no_more_memory_than_its_overview():
+    """1 x 60000 pixels used to ask for a square of 10.8 GB; the overview of 3024 x 3024 is 27 MB, in Pillow 37 MB."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for size in ((1, 60_000), (60_000, 1), (31, 60_000)):
+        overview, crops, plan = cut_crops(Image.new("RGB", size, "white"))
+        assert plan.padded == (60_000, 60_000) and overview.size == plan.resized == (3024, 3024) and len(crops) == 36
+        # A white line of less than half a pixel is grey; most of the square is black.
+        assert 0 < np.asarray(overview).max() <= 255 and not np.asarray(overview)[8:, 8:].any()
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 2**30
+
+
+def test_strips_that_would_become_thousands_of_crops_are_refused():
+    """33 x 40000 pixels are scaled to 2 x 3024, and each crop would be a window of 2 x 2."""
+    with pytest.raises(
+        ValueError, match="of 33 x 40000 pixels has 1512 crops, 2 pixels wide, max_crops of CropConfig is"
+    ):
+        cut_crops(Image.new("RGB", (33, 40_000)))
+    assert len(cut_crops(Image.new("RGB", (33, 336)), TINY)[1]) == 10
+    with pytest.raises(ValueError, match="has 10 crops.*max_crops of CropConfig is 9"):
+        cut_crops(Image.new("RGB", (33, 336)), replace(TINY, max_crops=9))
 
 
 def test_a_low_canvas_is_black_below():

@@ -5,6 +5,8 @@ import math
 import re
 import struct
 import sys
+from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -263,10 +265,11 @@ def test_sampling_errors(arguments, error, message):
 # --- clips
 
 
-def write_clip(path, frames, fps=10, **options):
+def write_clip(path, frames, fps=10, codec="libx264", **options):
     """Encode (T, H, W, 3) frames; H and W even."""
+    quality = {"crf": "10"} if codec.startswith("lib") else {"q:v": "2"}
     with av.open(str(path), "w", options=options) as container:
-        stream = container.add_stream("libx264", rate=fps, options={"crf": "10"})
+        stream = container.add_stream(codec, rate=fps, options=quality)
         stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
@@ -319,6 +322,84 @@ def test_every_frame_in_order(tmp_path, name):
 def test_short_files(tmp_path, number):
     video = load_video(write_clip(tmp_path / "a.mp4", counting_frames(number)))
     assert len(video.frames) == min(number, 2) and video.fps == min(number, 2) / number * 10
+
+
+JUMPS = [0, 100, 2000, 2100, 4000, 9000, 9010, 9030]  # milliseconds; the headers say 30 frames a second, or less
+
+
+def write_jumping_clip(path, times=JUMPS):
+    """Frame i of `counting_frames` at times[i]."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=30, options={"crf": "10"})
+        stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 1000)
+        for image, time in zip(counting_frames(len(times)), times, strict=True):
+            frame = av.VideoFrame.from_ndarray(image, format="rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
+def test_times_are_those_of_the_frames(tmp_path, name):
+    """Oracle: the times the clip was written with. Sampling counts frames; seconds and rates are true."""
+    path = write_jumping_clip(tmp_path / name)
+    for number in (8, 4):
+        video = load_video(path, num_frames=number)
+        assert video.indices == tuple(range(0, 8, 8 // number)) and brightness(video.frames) == list(video.indices)
+        assert video.timestamps == pytest.approx([JUMPS[i] / 1000 for i in video.indices], abs=1e-9)
+        assert video.duration == pytest.approx(9.03, abs=0.04)  # and the last frame, for a thirtieth of a second
+        assert video.source_fps == pytest.approx(8 / video.duration)
+        assert video.fps == pytest.approx(number / video.duration)
+    assert load_video(path, source_fps=4).timestamps == [0, 0.5, 1, 1.5]  # who gives a rate has the last word
+
+
+def test_a_clip_that_starts_late_starts_at_zero(tmp_path):
+    late = write_jumping_clip(tmp_path / "a.mkv", [time + 5000 for time in JUMPS])
+    video = load_video(late, num_frames=8)
+    assert video.timestamps == pytest.approx([time / 1000 for time in JUMPS]) and video.duration < 9.1
+
+
+@pytest.mark.parametrize("rate", [10, 25, Fraction(30000, 1001), Fraction(24000, 1001), 60])
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.ts", "a.avi", "a.flv"])
+def test_a_constant_rate_is_the_header_s(tmp_path, name, rate):
+    """Oracle: index / rate, though clocks that tick in milliseconds say something else of 29.97."""
+    codec = "flv1" if name == "a.flv" else "libx264"
+    video = load_video(write_clip(tmp_path / name, counting_frames(90), rate, codec=codec), num_frames=30)
+    assert video.source_fps == pytest.approx(float(rate), rel=1e-4)  # FLV says 29.97 as 989 / 33
+    assert video.seconds is None and video.timestamps == [i / video.source_fps for i in video.indices]
+    assert video.total_num_frames == 90 and video.indices == tuple(range(0, 90, 3))
+
+
+def test_hidden_frames_of_vp8_are_not_counted(tmp_path):
+    """VP8 has frames that others refer to and nobody sees; each has a packet. The bit that shows a frame is cleared."""
+    write_clip(tmp_path / "a.webm", counting_frames(), codec="libvpx", format="webm")
+    with av.open(str(tmp_path / "a.webm")) as shown, av.open(str(tmp_path / "b.webm"), "w") as some:
+        stream = some.add_stream_from_template(shown.streams.video[0])
+        for i, packet in enumerate(p for p in shown.demux() if p.size):
+            data = bytearray(bytes(packet))
+            data[0] &= ~16 if i % 10 == 5 else 255
+            copy = av.Packet(bytes(data))
+            copy.pts, copy.dts, copy.time_base, copy.stream = packet.pts, packet.dts, packet.time_base, stream
+            copy.is_keyframe = packet.is_keyframe
+            some.mux(copy)
+    video = load_video(tmp_path / "b.webm", num_frames=18)
+    shown = [i for i in range(20) if i % 10 != 5]
+    assert video.total_num_frames == 18 and brightness(video.frames) == shown
+    assert video.timestamps == pytest.approx([i / 10 for i in shown])
+
+
+def test_packets_without_a_frame(tmp_path, monkeypatch):
+    """Where the packets promise more frames than decoding shows, and no header counts them, the decoder is believed."""
+    from refvl.pixels import media
+
+    monkeypatch.setattr(media, "_is_shown", lambda packet, codec: packet.size > 0)
+    path = write_clip(tmp_path / "a.mkv", counting_frames(20))
+    listed = media._list_frames(path, "a", media.LIMITS)
+    monkeypatch.setattr(media, "_list_frames", lambda *_: replace(listed, total=25))
+    video = load_video(path, num_frames=20)
+    assert video.total_num_frames == 20 and brightness(video.frames) == list(range(20))
 
 
 UNITY = struct.pack(">9i", 65536, 0, 0, 0, 65536, 0, 0, 0, 1 << 30)

@@ -189,3 +189,10 @@ def test_a_folder_without_the_file_says_it_in_its_config(tmp_path):
 def test_mistakes_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_line_is_no_picture():
+    """A strip one pixel wide would be sliced into an overview of 14 x 3,667,000 pixels."""
+    with pytest.raises(ValueError, match=r"at most 10,000 \(max_aspect_ratio of SliceConfig\), got 1 x 20000 pixels"):
+        slice_image(Image.new("RGB", (1, 20_000)), SliceConfig())
+    assert len(slice_image(Image.new("RGB", (1, 20_000)), SliceConfig(max_aspect_ratio=20_000))) == 1
