@@ -273,8 +273,8 @@ def _check_batches(case: str, got, want: list[Batch] | list[PairedBatch]) -> Non
 
 
 def check_smallest_budget_sum(function: Callable) -> str:
-    """`function(output_tokens, budgets, max_items) -> int`: the smallest summed budget of consecutive groups of the
-    sorted items; every item fits the largest budget."""
+    """`function(output_tokens, budgets, max_items) -> int`: the smallest sum of budgets over all ways to share; every
+    item fits the largest budget."""
     cases = [
         ([60], [64, 128], 8),
         ([60, 60, 60], [64, 128, 256], 8),

@@ -160,7 +160,8 @@ class VLM:
                 trace.metadata = [self.encoder.plan([trace.layouts[i] for i in batch]) for batch in batches]
         with trace.stage("encode"):
             if graphs:
-                trace.embeds = graphs.run(torch.cat(rows).to(self.device), planned)
+                pixel_values = torch.cat(rows).to(self.device)
+                trace.embeds = graphs.run(pixel_values, planned)  # type: ignore[arg-type]  # planned by the same manager
             else:
                 trace.embeds = self._encode_eagerly(rows, trace.layouts, batches, trace.metadata)
         merged = [p.merged for p in trace.patches]

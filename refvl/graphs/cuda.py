@@ -3,11 +3,14 @@
 import threading
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from refvl.graphs.recorder import ONE_CAPTURE, CaptureError, refuse_read_back
+
+Pool = Any  # what `torch.cuda.graph_pool_handle` returns: a pair of integers, of a type that torch keeps private
 
 
 class CudaGraph:
@@ -17,9 +20,10 @@ class CudaGraph:
     workspace per stream, so graphs should share that, too. None: a new one on the current device.
     """
 
-    def __init__(self, pool: tuple[int, int] | None = None, stream: torch.cuda.Stream | None = None):
+    def __init__(self, pool: Pool | None = None, stream: torch.cuda.Stream | None = None):
         self.pool, self.stream = pool, stream or torch.cuda.Stream()
-        self.graph, self.output = torch.cuda.CUDAGraph(), None
+        self.graph = torch.cuda.CUDAGraph()
+        self.output: Tensor | None = None
 
     def capture(self, function: Callable[[], Tensor]) -> Tensor:
         """Warm up on the side stream, then capture one run of `function` there.
@@ -54,7 +58,7 @@ class CudaGraph:
         return self.output
 
 
-def pool_bytes(pool: tuple[int, int]) -> int:
+def pool_bytes(pool: Pool) -> int:
     """Bytes of device memory that the allocator holds for the graphs of `pool`."""
     segments = torch.cuda.memory_snapshot()
     return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
@@ -65,11 +69,12 @@ def _check_capturable(function: Callable[[], Tensor]) -> None:
 
     The report is a mode of the whole process, hence a warning and not an error: other threads may wait as they like.
     """
-    waits, mode, thread = [], torch.cuda.get_sync_debug_mode(), threading.get_ident()
+    waits: list[str] = []
+    mode, thread = torch.cuda.get_sync_debug_mode(), threading.get_ident()
 
     def note(message, *args, **kwargs) -> None:
         if threading.get_ident() == thread and "synchronizing" in str(message):
-            waits.append(message)
+            waits.append(str(message))
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")

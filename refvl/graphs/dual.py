@@ -35,15 +35,17 @@ class PathEncoder(GraphEncoder, Protocol):
 class DualPathEncoder(Protocol):
     """What an encoder of several paths has to offer. A picture's rows, and its embeddings, lie path by path."""
 
-    paths: Mapping[str, PathEncoder]  # in the order in which a picture's rows lie
+    @property
+    def paths(self) -> Mapping[str, PathEncoder]:
+        """The paths by name, in the order in which a picture's rows lie."""
 
-    def check_layouts(self, layouts) -> list[Hashable]:
+    def check_layouts(self, layouts) -> list:
         """The layouts of a batch, normalised, or a ValueError or TypeError that says what is wrong."""
 
-    def item_size(self, layout: Hashable) -> tuple[int, int, int]:
+    def item_size(self, layout) -> tuple[int, int, int]:
         """(patch rows, output tokens, units) of one picture, all paths together."""
 
-    def path_layouts(self, layout: Hashable) -> Mapping[str, Hashable | None]:
+    def path_layouts(self, layout) -> Mapping[str, Hashable | None]:
         """What each path is given of a picture; None: nothing."""
 
 
@@ -85,7 +87,7 @@ def plan_paired_batches(
     return [PairedBatch(tuple(group), _smallest_budgets(tokens_of(group), budgets)) for group in groups]
 
 
-def _smallest_budgets(tokens: Mapping[str, int], budgets: Mapping[str, list[int]]) -> dict[str, int | None]:
+def _smallest_budgets(tokens: Mapping[str, int], budgets: Mapping[str, Sequence[int]]) -> dict[str, int | None]:
     """The smallest budget of each path that has tokens; None where even the largest is too small."""
     return {
         path: budgets[path][bisect.bisect_left(budgets[path], n)] if n <= budgets[path][-1] else None
@@ -98,7 +100,7 @@ def _smallest_budgets(tokens: Mapping[str, int], budgets: Mapping[str, list[int]
 class DualGraphPlan:
     """What one call is going to run, in order: (path, pictures, plan of what they have there). See `GraphPlan`."""
 
-    layouts: list[Hashable]
+    layouts: list
     parts: list[tuple[str, list[int], GraphPlan]]
 
     @property

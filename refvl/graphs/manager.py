@@ -10,7 +10,7 @@ Any number of threads may use one manager, and any number of managers one encode
 call; the buffers belong to one call at a time, which holds a lock from the first fill to the last clone.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from threading import RLock, local
 from typing import Protocol
@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from refvl.checks import check_pixel_rows
 from refvl.graphs.budgets import Batch, infer_limits, plan_batches
 from refvl.graphs.buffers import fill_metadata, fill_padded, metadata_tensors
-from refvl.graphs.cuda import CudaGraph, pool_bytes
+from refvl.graphs.cuda import CudaGraph, Pool, pool_bytes
 from refvl.graphs.plans import PlanCache, addresses, weights_of
 from refvl.graphs.recorder import TraceGraph
 
@@ -44,10 +44,10 @@ class GraphEncoder(Protocol):
     def graph_attention(self) -> str:
         """The backend to capture: "varlen", "masked", or "sdpa" where all segments are equally long."""
 
-    def check_layouts(self, layouts) -> list[Hashable]:
+    def check_layouts(self, layouts) -> list:
         """The layouts of a batch, normalised, or a ValueError or TypeError that says what is wrong."""
 
-    def item_size(self, layout: Hashable) -> tuple[int, int, int]:
+    def item_size(self, layout) -> tuple[int, int, int]:
         """(patch rows, output tokens, frames) of one item."""
 
     def plan(self, layouts) -> object:
@@ -111,7 +111,7 @@ class GraphPlan:
     metadata: the encoder's plan of each batch. weights: where the captured weights lie.
     """
 
-    layouts: list[Hashable]
+    layouts: list
     sizes: list[tuple[int, int, int]]
     batches: list[Batch]
     metadata: list
@@ -152,7 +152,8 @@ class EncoderGraphManager:
         )
         plan_batches([], self.limits.budgets, self.limits.max_items, policy=policy)  # refuses an unknown policy now
         self.captured: dict[int, CapturedBudget] = {}
-        self._pool = self._last_stream = None
+        self._pool: Pool | None = None
+        self._last_stream: torch.cuda.Stream | None = None
         self._weights: tuple = ()
         self._plans, self._stats = PlanCache(encoder), GraphStats()
         self._lock, self._of_thread = RLock(), local()
@@ -227,7 +228,8 @@ class EncoderGraphManager:
         """Encode what was planned; one (M, D) tensor per item, in the caller's order. pixel_values: as in `execute`."""
         counts = [patches for patches, _, _ in plan.sizes]
         check_pixel_rows(pixel_values, (("patches", sum(counts)), "values"), self.encoder.device)
-        rows, outputs = pixel_values.split(counts), {}
+        rows = pixel_values.split(counts)
+        outputs: dict[int, Tensor] = {}
         with self._lock:
             self.capture()
             if plan.weights is not self._weights:  # captured again since it was made
@@ -253,7 +255,8 @@ class EncoderGraphManager:
         """The lock orders calls on the host; where threads have streams of their own, the device must wait as well."""
         if self.backend == "cuda":
             stream = torch.cuda.current_stream(self.encoder.device)
-            stream.wait_stream(self._last_stream)
+            if self._last_stream is not None:
+                stream.wait_stream(self._last_stream)
             self._last_stream = stream
 
     @property
@@ -270,9 +273,9 @@ class EncoderGraphManager:
         """Bytes that the graphs hold: static buffers, and the shared pool on CUDA or all recorded outputs of traces."""
         with self._lock:
             buffers = sum(_bytes(captured) for captured in self.captured.values())
-            if self.backend == "cuda":
-                return buffers + (pool_bytes(self._pool) if self.captured else 0)
-            return buffers + sum(captured.graph.memory_bytes() for captured in self.captured.values())
+            graphs = [captured.graph for captured in self.captured.values()]
+            recorded = sum(graph.memory_bytes() for graph in graphs if isinstance(graph, TraceGraph))
+            return buffers + recorded + (pool_bytes(self._pool) if graphs and self.backend == "cuda" else 0)
 
     def clear(self) -> None:
         """Drop all graphs and buffers and give their memory back; the next `execute` captures again."""

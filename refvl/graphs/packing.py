@@ -202,13 +202,14 @@ class _Search:
         """(summed budgets, number of groups, one of the groups) of the best packing of the items in `left`."""
         if left in self.found:
             return self.found[left]
-        best, bound = (math.inf, 0, 0), self.bound(left.bit_count(), tokens)
+        bound = self.bound(left.bit_count(), tokens)
+        best: tuple[float, int, int] = (math.inf, 0, 0)
         for waste, budget, group in sorted(self.full_groups(left)):
             rest, rest_tokens = left & ~group, tokens - (budget - waste)
             total, groups = self.bound(rest.bit_count(), rest_tokens)
             if (total + budget, groups + 1) < best[:2]:
-                total, groups, _ = self.best(rest, rest_tokens)
-                best = min(best, (total + budget, groups + 1, group), key=lambda value: value[:2])
+                sums, groups, _ = self.best(rest, rest_tokens)
+                best = min(best, (sums + budget, groups + 1, group), key=lambda value: value[:2])
             if best[:2] == bound:
                 break
         self.found[left] = best
@@ -260,7 +261,9 @@ def improve(items: Sequence[Item], capacity: Capacity, groups: list[Group]) -> l
         groups = lot.sample(groups, len(groups))
         if turn % 2:
             groups.sort(key=waste, reverse=True)
-        taken, kept, count = [], [], 0
+        taken: list[Group] = []
+        kept: list[Group] = []
+        count = 0
         for group in groups:
             fits = count + len(group) <= SEARCHED_ITEMS
             (taken if fits else kept).append(group)

@@ -8,7 +8,7 @@ of freed memory, or copies between host and device.
 
 Views are not replayed: they alias a recorded tensor and see its new contents. `torch.fx` with `make_fx` was the
 alternative; it rebuilds a graph on fresh tensors at every call, so addresses change, nothing is ever stale or
-overwritten, and `.tolist()` is baked without a word - the very things to be shown.
+overwritten, and `.tolist()` is silently baked in - the very things to be shown.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from threading import Lock
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -41,7 +42,7 @@ class CaptureError(RuntimeError):
 class Operation:
     """One recorded call: on replay the results are computed again and written into `outputs`."""
 
-    function: Callable
+    function: OpOverload
     args: tuple
     kwargs: dict
     outputs: tuple[Tensor, ...]

@@ -1,8 +1,9 @@
-"""Budgets, inferred limits and packing: against vLLM's golden plans, and against every possible cut."""
+"""Budgets, inferred limits and packing: against vLLM's golden plans, and against every possible partition."""
 
 import inspect
 import itertools
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refvl.graphs import Batch, Limits, generate_budgets, infer_limits, padding_waste, plan_batches
+from refvl.graphs.packing import Capacity, pack, search
 from refvl.positions.windows import get_window_index, max_window_count
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "encoder_graph_plan.json").read_text())
@@ -153,25 +155,157 @@ def test_every_item_once_and_within_the_limits(sizes, limits, policy):
         assert len(batch.indices) <= (max_items if batch.budget else 1)
 
 
-@settings(max_examples=200)
-@given(sizes, limits)
-def test_optimal_equals_brute_force(sizes, limits):
-    """Oracle: the sorted items cut in all 2^(n-1) ways; lowest sum of budgets, then fewest batches."""
-    budgets, max_items, max_frames = limits
-    got = [batch for batch in plan(sizes, limits, "optimal") if batch.budget is not None]
-    fitting = [sizes[i] for batch in got for i in batch.indices]
+def partitions(items):
+    """All set partitions of a list."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for groups in partitions(rest):
+        yield [[first], *groups]
+        for i in range(len(groups)):
+            yield [*groups[:i], [first, *groups[i]], *groups[i + 1 :]]
 
-    def cost(group):
-        tokens, frames = (sum(column) for column in zip(*group, strict=True))
-        fits = len(group) <= max_items and (max_frames is None or frames <= max_frames)
-        return min((b for b in budgets if fits and b >= tokens), default=float("inf"))
 
-    costs = []
-    for cuts in itertools.product([False, True], repeat=max(0, len(fitting) - 1)):
-        bounds = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), len(fitting)]
-        groups = [fitting[a:b] for a, b in itertools.pairwise(bounds) if a < b]
-        costs.append((sum(map(cost, groups)), len(groups)))
-    assert (summed_budgets(got), len(got)) == min(costs)
+def value_of(groups, budgets, max_rows, max_items, max_frames):
+    """(summed budgets, number of groups), by hand; infinite where a group fits no budget.
+
+    Items are (tokens, frames, rows).
+    """
+    total = 0
+    for group in groups:
+        tokens, frames, rows = (sum(column) for column in zip(*group, strict=True))
+        fits = len(group) <= max_items and frames <= max_frames
+        holds = [b for b, n in zip(budgets, max_rows, strict=True) if fits and b >= tokens and n >= rows]
+        total += min(holds, default=float("inf"))
+    return total, len(groups)
+
+
+def best_cut(items, value):
+    """Oracle: the optimum over consecutive groups of the sorted items, by the plain quadratic recurrence."""
+    items, best = sorted(items, key=lambda item: item[0]), [(0, 0)]
+    for stop in range(1, len(items) + 1):
+        options = []
+        for start in range(stop):
+            cost, _ = value([items[start:stop]])
+            options.append((best[start][0] + cost, best[start][1] + 1))
+        best.append(min(options))
+    return best[-1]
+
+
+@st.composite
+def packings(draw, max_items):
+    """Items that fit the largest budget, and limits on tokens, items, frames and rows."""
+    budgets = sorted(draw(st.lists(st.integers(1, 60), min_size=1, max_size=4, unique=True)))
+    max_rows = sorted(draw(st.lists(st.integers(0, 120), min_size=len(budgets), max_size=len(budgets))))
+    max_frames = draw(st.integers(1, 8))
+    item = st.tuples(st.integers(0, budgets[-1]), st.integers(0, max_frames), st.integers(0, max_rows[-1]))
+    return draw(st.lists(item, max_size=max_items)), (budgets, max_rows, draw(st.integers(1, 6)), max_frames)
+
+
+def pack_optimally(items, limits):
+    """(summed budgets, number of batches) of `plan_batches`, whose batches are checked one by one."""
+    budgets, max_rows, max_items, max_frames = limits
+    columns = list(zip(*items, strict=True)) or [(), (), ()]
+    batches = plan_batches(
+        columns[0], budgets, max_items, policy="optimal", frames=columns[1], max_frames=max_frames,
+        rows=columns[2], max_rows=max_rows,
+    )  # fmt: skip
+    assert sorted(i for batch in batches for i in batch.indices) == list(range(len(items)))
+    for batch in batches:
+        assert value_of([[items[i] for i in batch.indices]], *limits) == (batch.budget, 1)
+        assert batch.tokens == sum(items[i][0] for i in batch.indices)
+    return summed_budgets(batches), len(batches)
+
+
+@settings(max_examples=150)
+@given(packings(max_items=7))
+def test_optimal_equals_brute_force(case):
+    """Oracle: all set partitions; lowest sum of budgets, then fewest batches."""
+    items, limits = case
+    assert pack_optimally(items, limits) == min(value_of(groups, *limits) for groups in partitions(items))
+
+
+@settings(max_examples=60)
+@given(packings(max_items=40))
+def test_optimal_is_never_above_the_best_cut_of_the_sorted_items(case):
+    items, limits = case
+    got = pack_optimally(items, limits)
+    assert got <= best_cut(items, lambda groups: value_of(groups, *limits))
+    assert got == pack_optimally(items, limits)  # equal arguments, equal batches
+
+
+def test_the_smallest_pairs_with_the_largest():
+    """15 alone, and 3 with 24: 48, where consecutive groups cost 64."""
+    assert plan_batches([3, 15, 24], [16, 32], 4, policy="optimal") == [Batch((0, 2), 32), Batch((1,), 16)]
+
+
+ARRIVALS = {  # budgets, items per batch, tokens of a picture
+    "up to 1024": ([64, 128, 256, 512, 1024], 8, (16, 1024)),
+    "up to 4096": ([64, 128, 256, 512, 1024, 2048, 4096], 64, (16, 1369)),
+    "last budget odd": ([64, 128, 256, 512, 600], 8, (16, 550)),
+    "small pictures": ([64, 128, 256, 512, 1024], 8, (16, 200)),
+    "few to a batch": ([64, 128, 256, 512, 1024], 3, (16, 400)),
+}
+
+
+def arrivals(name, items, times, seed=0):
+    budgets, max_items, sizes = ARRIVALS[name]
+    draw = random.Random(seed)
+    for _ in range(times):
+        yield (
+            sorted((draw.randint(*sizes), 0, 0) for _ in range(items)),
+            Capacity(tuple(budgets), (0,) * len(budgets), max_items, 0),
+        )
+
+
+@pytest.mark.parametrize("name", ARRIVALS)
+def test_beyond_twelve_items_the_sum_stays_within_one_percent(name):
+    """Oracle: the exact search, which takes long for as many; summed over ten arrivals of 13 to 15 pictures."""
+    got = exact = 0
+    for items in (13, 14, 15):
+        for sizes, capacity in arrivals(name, items, 10 if items < 15 else 4):
+            groups = pack(sizes, capacity)
+            got += capacity.value(sizes, groups)[0]
+            exact += capacity.value(sizes, search(sizes, capacity, groups))[0]
+    assert exact <= got <= 1.01 * exact
+
+
+@pytest.mark.parametrize("name", ["up to 4096", "small pictures"])
+def test_many_pictures_leave_almost_no_padding(name):
+    """Oracle: the smallest sum of budgets that holds as many tokens; where items are small, packings come close."""
+    [(sizes, capacity)] = arrivals(name, 1000, 1)
+    bound, _ = capacity.lower_bound(len(sizes), sum(tokens for tokens, _, _ in sizes))
+    assert bound <= capacity.value(sizes, pack(sizes, capacity))[0] <= 1.01 * bound
+
+
+@settings(max_examples=100)
+@given(packings(max_items=7))
+def test_the_lower_bound_is_one(case):
+    """Oracle: all set partitions: none is below."""
+    items, limits = case
+    capacity = Capacity(tuple(limits[0]), tuple(limits[1]), *limits[2:])
+    bound = capacity.lower_bound(len(items), sum(tokens for tokens, _, _ in items))
+    assert bound <= min(value_of(groups, *limits) for groups in partitions(items))
+
+
+@pytest.mark.parametrize("policy", ["greedy", "optimal"])
+@pytest.mark.parametrize("max_items", [64, 10_000])
+def test_planning_grows_with_the_items_not_with_their_square(max_items, policy, monkeypatch):
+    """Oracle: how often a batch is measured, at most 16 times per item and budget (the square: 1400 times)."""
+    items = 10_000
+    looks, level = [0], Capacity.level
+
+    def counted(self, *held):
+        looks[0] += 1
+        return level(self, *held)
+
+    monkeypatch.setattr(Capacity, "level", counted)
+    draw, budgets = random.Random(0), [64, 128, 256, 512, 1024, 2048, 4096]
+    for sizes in ([draw.randint(16, 1369) for _ in range(items)], [1] * items):
+        batches = plan_batches(sizes, budgets, max_items, policy=policy)
+        assert sum(len(batch.indices) for batch in batches) == items
+    assert 0 < looks[0] < 16 * items * len(budgets)
 
 
 def test_of_equal_sums_optimal_takes_the_fewest_batches():
