@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from refvl.graphs import Batch, TraceGraph, padding_waste, plan_batches
 from refvl.graphs.recorder import Operation
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, axes_or_new, interactive
+from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, UNUSED, axes_or_new, interactive
 from refvl.viz.windows import sequence_colors
 
 _WAYS = {  # columns of a measurement
@@ -29,7 +29,6 @@ _WAYS = {  # columns of a measurement
     "doubling": "replay, budgets that double",
     "fitted": "replay, budgets that fit",
 }
-_FREE = {"facecolor": "white", "edgecolor": "0.6", "hatch": "////", "linewidth": 0}  # computed for nothing
 
 
 def plot_recording(graph: TraceGraph, buffers: Mapping[str, Tensor], *, ax: Axes | None = None) -> Axes:
@@ -125,7 +124,7 @@ def plot_packing(
                 ax.text(left + output_tokens[i] / 2, row, str(i), color="white", size=8, ha="center", va="center")
             left += output_tokens[i]
         if batch.budget is not None:
-            ax.barh(row, batch.budget - total, left=total, height=0.7, **_FREE)
+            ax.barh(row, batch.budget - total, left=total, height=0.7, **UNUSED)
             ax.barh(row, batch.budget, height=0.7, facecolor="none", edgecolor="black", linewidth=1.3)
         ax.text(end + 0.02 * widest, row, _row_report(batch, total), size=8, va="center")
     labels = ["eager" if batch.budget is None else f"graph of {batch.budget}" for batch in batches]

@@ -33,14 +33,14 @@ def plot_slices(image, config: SliceConfig, *, query_num: int = 64, ax=None) -> 
     image: anything `load_image` takes. query_num: tokens of the overview and of each slice. ax: two Axes, or None.
     Returns both.
     """
-    image = load_image(image)
-    plan = plan_slices(*image.size, config)
+    picture = load_image(image)
+    plan = plan_slices(picture.width, picture.height, config)
     left, right = grid_of_axes(ax, 1, 2, (9.6, 3.6))[0]
-    _draw_cuts(left, image, plan)
+    _draw_cuts(left, picture, plan)
     width, height = plan.overview
     (h, w), slices = plan.tgt_sizes[0], len(plan.tgt_sizes) - 1
     image_axes(right, f"overview: {width} x {height} px = {w} x {h} patches\n{query_num} tokens")
-    right.imshow(_small(image), extent=(0, width, height, 0))
+    right.imshow(_small(picture), extent=(0, width, height, 0))
     _number(right, width / 2, height / 2, 0)
     right.set_xlabel(f"(1 + {slices}) x {query_num} = {(1 + slices) * query_num} tokens of the picture")
     return np.array([left, right])

@@ -64,7 +64,7 @@ def draw_grid(ax: Axes, shape: tuple[int, int], step: int, **style) -> None:
 def write_numbers(ax: Axes, places: dict[int, Sequence[int]], step: int) -> None:
     """Write each number into its (row, column) cell of `step` pixels, unless the cells are too small to read."""
     columns = max(column for _, column in places.values()) + 1
-    points_per_cell = 72 * ax.figure.get_figwidth() * ax.get_position().width / columns
+    points_per_cell = 72 * ax.bbox.width / ax.figure.dpi / columns
     size = min(MAX_FONT_SIZE, 0.42 * points_per_cell)
     if size < MIN_FONT_SIZE:
         return

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.lines import Line2D
@@ -108,7 +109,9 @@ def kind_of(span: MediaSpan) -> str:
 
 
 def _legend(ax: Axes, kinds: Sequence[str]) -> None:
-    handles = [Line2D([], [], color=AXIS_COLORS[a], lw=_LINE_WIDTHS[a], label=f"{a}: {_NAMES[a]}") for a in "thw"]
+    handles: list[Artist] = [
+        Line2D([], [], color=AXIS_COLORS[a], lw=_LINE_WIDTHS[a], label=f"{a}: {_NAMES[a]}") for a in "thw"
+    ]
     handles += [Patch(color=TOKEN_COLORS[kind], alpha=0.22, label=kind) for kind in dict.fromkeys(kinds)]
     ax.legend(handles=handles, loc="upper left", fontsize=9, framealpha=0.9)
 

@@ -3,8 +3,10 @@
 import io
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import matplotlib.pyplot as plt
+from matplotlib import color_sequences
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
@@ -12,7 +14,8 @@ from PIL import Image
 AXIS_COLORS = {"t": "#d1495b", "h": "#00798c", "w": "#edae49"}  # time, height, width
 TOKEN_COLORS = {"text": "#c9ced6", "image": "#3d5a80", "video": "#8d5a97"}
 KEPT, PRUNED = "#2a9d8f", "#e9e9e9"
-STAGE_COLORS = plt.get_cmap("tab10").colors
+UNUSED: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.6", "hatch": "////", "linewidth": 0}  # padding, waiting
+STAGE_COLORS = color_sequences["tab10"]
 SEQUENCE_CMAP = "viridis"  # order along a sequence, first to last
 HIGHLIGHT = "#ff7f0e"  # what a figure points at
 
@@ -39,7 +42,7 @@ def encode_if_lighter(kind: str, figure: Figure) -> bytes | None:
     picture.quantize(128, dither=Image.Dither.NONE).save(encoded["png"], "png", optimize=True)
     picture.save(encoded["jpeg"], "jpeg", quality=72, optimize=True)
     sizes = {name: len(data.getvalue()) for name, data in encoded.items()}
-    return encoded[kind].getvalue() if kind == min(sizes, key=sizes.get) else None
+    return encoded[kind].getvalue() if kind == min(sizes, key=sizes.__getitem__) else None
 
 
 def axes_or_new(ax: Axes | None, *, figsize: tuple[float, float] = (6, 4)) -> Axes:

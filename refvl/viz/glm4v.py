@@ -145,6 +145,8 @@ def plot_clip_prompt(trace: Trace, processor, *, title: str = "", ax: Axes | Non
 
     trace: of a GLM model, whose `keep` fades what was pruned. processor: the model's, for its words.
     """
+    if trace.full_ids is None or trace.keep is None:
+        raise ValueError("trace: expected that of a finished run, got one without a prompt")
     ids, keep, config = trace.full_ids.tolist(), trace.keep.tolist(), processor.config
     starts = [span.offset - 1 for span in trace.spans]
     stops = [*starts[1:], ids.index(config.video_end_token_id)]

@@ -19,11 +19,10 @@ from refvl.graphs import PathBatch
 from refvl.pixels.crops import RELEASED, CropConfig, CropLayout, count_prompt_tokens, cut_crops, plan_crops
 from refvl.pixels.media import load_image
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, axes_or_new, image_axes, interactive
+from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, UNUSED, axes_or_new, image_axes, interactive
 from refvl.viz.windows import sequence_colors
 
 _PREVIEW = 480  # pixels per side are enough for a figure
-_FREE = {"facecolor": "white", "edgecolor": "0.6", "hatch": "////", "linewidth": 0}  # computed for nothing
 
 
 def plot_crops(
@@ -145,7 +144,7 @@ def plot_path_timeline(
                 ax.text(left + tokens / 2, lane, str(i), color="white", size=7, ha="center", va="center")
             left += tokens
         if batch.budget is not None:
-            ax.barh(lane, start + length - left, left=left, height=0.7, **_FREE)
+            ax.barh(lane, start + length - left, left=left, height=0.7, **UNUSED)
         style = "--" if batch.budget is None else "-"
         ax.barh(
             lane, length, left=start, height=0.7, facecolor="none", edgecolor="black", linewidth=1.2, linestyle=style
@@ -164,7 +163,7 @@ def plot_path_timeline(
 
 def _timeline_report(batches: Sequence[PathBatch]) -> str:
     replays = [batch for batch in batches if batch.budget is not None]
-    computed, eager = sum(batch.budget for batch in replays), len(batches) - len(replays)
+    computed, eager = sum(batch.budget or 0 for batch in replays), len(batches) - len(replays)
     waste = 1 - sum(batch.tokens for batch in replays) / computed if computed else 0.0
     report = f"{len(replays)} replay{'s' * (len(replays) != 1)} of {computed} tokens, {waste:.0%} padding"
     return report + f", {eager} eager" * bool(eager)

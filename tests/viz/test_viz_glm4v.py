@@ -16,7 +16,7 @@ from PIL import Image
 from refvl import viz
 from refvl.positions import MediaSpan, interpolate_position_table
 from refvl.positions.timestamps import VARIANTS, sample_video_frames
-from refvl.viz.glm import VARIANT_COLORS, draw_timeline
+from refvl.viz.glm4v import VARIANT_COLORS, draw_timeline
 from refvl.viz.style import HIGHLIGHT, PRUNED, TOKEN_COLORS
 
 TABLE = torch.randn(36, 5, generator=torch.Generator().manual_seed(0))
