@@ -1,4 +1,4 @@
-"""The picture at the top of the README: one photo and one clip on their way to the language model."""
+"""The figure at the top of the README: one photo and one video on their way to the language model."""
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure

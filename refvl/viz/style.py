@@ -51,14 +51,14 @@ def axes_or_new(ax: Axes | None, *, figsize: tuple[float, float] = (6, 4)) -> Ax
 
 
 def image_axes(ax: Axes | None, title: str, *, figsize: tuple[float, float] = (5, 5)) -> Axes:
-    """Axes for a picture in pixels: equal scale, no frame of ticks, a title."""
+    """Axes for an image in pixels: equal scale, no frame of ticks, a title."""
     ax = axes_or_new(ax, figsize=figsize)
     ax.set(title=title, xticks=[], yticks=[], aspect="equal")
     return ax
 
 
 def interactive(draw: Callable, **widgets):
-    """Sliders that redraw `draw(**values)` into one picture; `draw` returns Axes. Needs ipywidgets.
+    """Sliders that redraw `draw(**values)` into one image; `draw` returns Axes. Needs ipywidgets.
 
     The figure is rendered to PNG and closed, which is quicker than a live canvas and leaves no widget output behind.
     Returns the ipywidgets container, with the controls in order.

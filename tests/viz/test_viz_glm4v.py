@@ -113,4 +113,4 @@ def test_sliders_redraw_the_timeline():
 def test_the_sliders_reach_nothing_that_cannot_be_drawn(variant):
     """The callback itself, at its ends: exceptions inside a widget do not fail a notebook."""
     for duration, fps in ((0.2, 1), (400, 60)):
-        assert draw_timeline(duration, fps, variant).get_title().startswith(f"a clip of {duration:g} s")
+        assert draw_timeline(duration, fps, variant).get_title().startswith(f"a video of {duration:g} s")
