@@ -15,12 +15,13 @@ LIMIT  := $(if $(shell command -v timeout 2>/dev/null),timeout 900)
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## answer questions about a picture and a clip; print every stage, write its figures
+demo: $(STAMP) ## answer questions about an image and a video; print every stage, write its figures
 	$(BIN)/python -m refvl.tools.demo --out outputs/demo
 
-test: $(STAMP) ## lint, test, and run every notebook from top to bottom
+test: $(STAMP) ## lint, check types, test, and run every notebook from top to bottom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --cov --cov-report=
 	OMP_NUM_THREADS=1 $(LIMIT) $(BIN)/python -m pytest --nbmake --nbmake-timeout=120 -n 2 notebooks
 
