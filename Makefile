@@ -15,14 +15,15 @@ LIMIT  := $(if $(shell command -v timeout 2>/dev/null),timeout 900)
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## answer questions about a picture and a clip; print every stage, write its figures
+demo: $(STAMP) ## answer questions about an image and a video; print every stage, write its figures
 	$(BIN)/python -m refvl.tools.demo --out outputs/demo
 
-test: $(STAMP) ## lint, test, and run every notebook from top to bottom
+test: $(STAMP) ## lint, check types, test, and run every notebook from top to bottom
 	@$(BIN)/python tests/portable.py --cpu
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --cov --cov-report=
 	OMP_NUM_THREADS=1 $(LIMIT) $(BIN)/python -m pytest --nbmake --nbmake-timeout=120 -n 2 notebooks
 
 test-slow: $(STAMP) ## the tests that take minutes
@@ -42,7 +43,7 @@ train: $(STAMP) ## train a small model again (MODEL=qwen2_5_vl, glm4v, minicpmv)
 	$(BIN)/python -m data.training.train_tiny --model $(MODEL)
 
 clean: ## remove .venv and everything that was generated
-	rm -rf $(VENV) outputs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 
 # torch goes first and by its pin alone, so that nothing else decides which build is taken
 $(STAMP): constraints.txt pyproject.toml

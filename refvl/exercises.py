@@ -72,10 +72,10 @@ def check_mrope_positions(function: Callable) -> str:
     """`function(num_tokens, spans) -> (positions (3, L), delta)`; the spans come in the order of the prompt."""
     cases = {
         "text alone": (5, []),
-        "a wide picture": (12, [MediaSpan(2, 1, 2, 4)]),
-        "a tall picture": (12, [MediaSpan(2, 1, 4, 2)]),
-        "a long clip": (26, [MediaSpan(1, 6, 2, 2, 2.0)]),
-        "a picture and a clip": (40, [MediaSpan(3, 1, 3, 2), MediaSpan(12, 5, 2, 2, 1.4)]),
+        "a wide image": (12, [MediaSpan(2, 1, 2, 4)]),
+        "a tall image": (12, [MediaSpan(2, 1, 4, 2)]),
+        "a long video": (26, [MediaSpan(1, 6, 2, 2, 2.0)]),
+        "an image and a video": (40, [MediaSpan(3, 1, 3, 2), MediaSpan(12, 5, 2, 2, 1.4)]),
         "a medium at the end": (8, [MediaSpan(2, 1, 2, 3)]),
     }
     for case, (num_tokens, spans) in cases.items():
@@ -84,7 +84,7 @@ def check_mrope_positions(function: Callable) -> str:
 
 
 def check_retention_mask(function: Callable) -> str:
-    """`function(video_embeds (M, D), merged_thw, q) -> (M,) bool`: what EVS keeps of a clip."""
+    """`function(video_embeds (M, D), merged_thw, q) -> (M,) bool`: what EVS keeps of a video."""
     generator = torch.Generator().manual_seed(0)
     moving = torch.randn(4 * 6, 8, generator=generator)
     still = torch.eye(6).repeat(4, 1)  # unit vectors: their cosine is exactly 1, however it is computed
@@ -112,7 +112,7 @@ def check_restrict_positions(function: Callable) -> str:
         "nothing pruned": keep,
         "some tokens pruned": some,
         "only the first frame stays": first_frame,
-        "the prompt is cut inside the clip": ends_in_clip,
+        "the prompt is cut inside the video": ends_in_clip,
     }
     for case, mask in cases.items():
         _check_positions_and_delta(case, function(positions, mask), restrict_positions(positions, mask))
@@ -120,7 +120,7 @@ def check_restrict_positions(function: Callable) -> str:
 
 
 def check_count_tokens(function: Callable) -> str:
-    """`function(height, width) -> int`: merged tokens of a picture with the limits of `PatchConfig()`."""
+    """`function(height, width) -> int`: merged tokens of an image with the limits of `PatchConfig()`."""
     sizes = [(56, 56), (427, 640), (300, 451), (41, 43), (10, 1000), (2000, 3000), (14, 14)]
     for height, width in sizes:
         want, got = count_tokens(height, width, PatchConfig()), function(height, width)
@@ -134,8 +134,8 @@ def check_merge_embeddings(function: Callable) -> str:
     text = torch.arange(20.0).view(10, 2)
     cases = {
         "text alone": [],
-        "one picture": [MediaSpan(2, 1, 2, 2)],
-        "two pictures": [MediaSpan(1, 1, 1, 2), MediaSpan(5, 1, 2, 2)],
+        "one image": [MediaSpan(2, 1, 2, 2)],
+        "two images": [MediaSpan(1, 1, 1, 2), MediaSpan(5, 1, 2, 2)],
         "the second medium stands first": [MediaSpan(6, 1, 1, 3), MediaSpan(0, 2, 1, 1)],
     }
     for case, spans in cases.items():
@@ -152,7 +152,7 @@ def check_patch_rows(function: Callable) -> str:
         "one block": ((2, 3, 28, 28), PatchConfig()),
         "one row of blocks": ((2, 3, 28, 84), PatchConfig()),
         "two rows of blocks": ((2, 3, 56, 84), PatchConfig()),
-        "a clip": ((4, 3, 56, 28), PatchConfig()),
+        "a video": ((4, 3, 56, 28), PatchConfig()),
         "small patches": ((6, 3, 24, 12), PatchConfig(patch_size=2, merge_size=3, temporal_patch_size=3)),
     }
     for case, (shape, config) in cases.items():
@@ -291,7 +291,7 @@ def check_smallest_budget_sum(function: Callable) -> str:
 
 
 def check_crop_layout(function: Callable) -> str:
-    """`function(width, height) -> (rows, columns)`: the crops of a Step3-VL picture, (0, 0) without any."""
+    """`function(width, height) -> (rows, columns)`: the crops of a Step3-VL image, (0, 0) without any."""
     sizes = [
         (100, 100), (727, 727), (728, 728), (500, 300), (300, 450), (1024, 768), (1108, 504), (1109, 504),
         (1920, 1080), (4000, 3000), (800, 400), (300, 2000), (31, 124), (31, 200),
@@ -307,7 +307,7 @@ def check_paired_batches(function: Callable) -> str:
     """`function(path_tokens, budgets, max_items) -> list of PairedBatch`, packed as `plan_paired_batches` does."""
     budgets = {"local": generate_budgets(81, 1296), "global": generate_budgets(169, 676)}
     cases = {
-        "one picture": ([4], 8),
+        "one image": ([4], 8),
         "no crops at all": ([0, 0, 0], 8),
         "smallest first": ([9, 0, 4, 1], 8),
         "the local path is full": ([8, 8, 8], 8),

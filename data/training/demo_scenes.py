@@ -1,7 +1,7 @@
 """Write the scenes that the demo and the notebooks ask about: `python -m data.training.demo_scenes`.
 
-They come from the split "demo", which nothing is trained on or measured with: the first picture of four objects and
-the first clip of three in which exactly one object is a circle; in the clip the circle moves across the grid.
+They come from the split "demo", which nothing is trained on or measured with: the first image of four objects and
+the first video of three in which exactly one object is a circle; in the video the circle moves across the grid.
 """
 
 from pathlib import Path

@@ -2,9 +2,9 @@
 
 Scenes of the held-out split "test" go through `refvl.load(folder).chat_batch(...)`: preprocessing, tower, pruning,
 prompt, greedy decoding, text. An answer counts when the text is the expected one, letter by letter.
-Where a model is told the time ("change"), clips are sampled at seconds that no rule foretells, and are asked about
-again with the same seconds dealt out anew among the same frames: the answers have to follow.
-`--curve` repeats the motion questions at several EVS pruning rates, with the time to the first token of one clip;
+Where a model is told the time ("change"), videos are sampled at seconds that no rule predicts, and are asked about
+again with the same seconds shuffled among the same frames: the answers have to follow.
+`--curve` repeats the motion questions at several EVS pruning rates, with the time to the first token of one video;
 `--write FILE` keeps all of it as JSON.
 """
 
@@ -69,7 +69,7 @@ def media_of(scene: scenes.Scene) -> dict[str, list]:
 
 
 def sampled_clip(scene: scenes.Scene, source_fps: int = 24) -> Video:
-    """The frames of a scene as if a longer clip had been looked at for half a second at each of its seconds."""
+    """The frames of a scene as if a longer video had been sampled for half a second at each of its seconds."""
     indices = tuple(second * source_fps + half * source_fps // 2 for second in scene.seconds for half in (0, 1))
     total = (max(scene.seconds) + 1) * source_fps
     return Video(scenes.render(scene), scenes.FPS, float(source_fps), indices, total, total / source_fps)
@@ -120,7 +120,7 @@ def interval(p: float, n: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def seconds_to_first_token(model: refvl.VLM, rates: tuple[float, ...], repeats: int = 15) -> dict[float, float]:
-    """Median over alternating repeats, one clip; the first round warms up and is not counted."""
+    """Median over alternating repeats, one video; the first round warms up and is not counted."""
     (_, _, request), *_ = requests_for("motion", 1)
     times: dict[float, list[float]] = {q: [] for q in rates}
     for _ in range(repeats + 1):

@@ -1,7 +1,7 @@
 """Pages with small print, for the tiny Step3: coloured boxes, each with a white letter of 5 x 5 px.
 
 A page is 224 x 224 px: 4 x 4 windows of 56 px for crops, and 2.7 times as wide as the overview of 84 px. One to three
-boxes stand on it, in different quarters. Where a box stands and which colour it has can be seen in the overview; which
+boxes lie on it, in different quarters. Where a box is and which colour it has can be seen in the overview; which
 letter it holds can only be seen in a crop. Every letter is drawn with nine pixels, so that all lighten the blurred box
 alike. A page is a function of (split, index) alone.
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SIDE, WINDOW, CELL, BOX = 224, 56, 14, 9  # px: of a page, of a crop, of a patch, of a box, which stands in one patch
+SIDE, WINDOW, CELL, BOX = 224, 56, 14, 9  # px: of a page, of a crop, of a patch, of a box, which lies in one patch
 WINDOWS = SIDE // WINDOW
 SPLITS = {"train": 0, "select": 1, "test": 2, "demo": 3}  # "select" chose the recipe, "test" measures it
 SEED = 20263

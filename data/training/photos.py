@@ -1,6 +1,6 @@
-"""The shipped photographs and clip as the tiny model learns them: by heart, in ever new crops.
+"""The shipped photographs and video, which the tiny models memorise, in ever new crops.
 
-There are five pictures and one clip, so what is learnt here is to know them again, nothing about cats in general.
+There are five photographs and one video, so the models learn to recognise these, and nothing about cats in general.
 """
 
 from functools import cache
@@ -21,12 +21,12 @@ PICTURES = {
     "rocket.jpg": "a rocket",
 }
 CLIP, CLIP_ANSWER = "bigbuckbunny.mp4", "a rabbit"
-SIZES = ((84, 112), (112, 112), (112, 84), (84, 84))  # (height, width): what resizing makes of most pictures
+SIZES = ((84, 112), (112, 112), (112, 84), (84, 84))  # (height, width): what resizing makes of most images
 CLIP_SIZE, CLIP_FRAMES, CLIP_STEP = (84, 140), (6, 8, 10), 13  # every 13th of 25 frames per second, about 2 per second
 
 
 def seconds(frames: int) -> tuple[float, ...]:
-    """Of the temporal patches of `frames` frames of the clip."""
+    """Of the temporal patches of `frames` frames of the video."""
     return tuple(i * CLIP_STEP / 25 for i in range(0, frames, 2))
 
 
@@ -41,7 +41,7 @@ def picture(name: str) -> Image.Image:
 
 @cache
 def clip_frames() -> list[Image.Image]:
-    """All frames, at the size that a clip of this shape is looked at."""
+    """All frames, at the size to which a video of this shape is resized."""
     frames = load_video(DATA / "clips" / CLIP, fps=25.0).frames
     return [Image.fromarray(frame).resize((160, 90), Image.Resampling.BICUBIC) for frame in frames]
 
@@ -55,7 +55,7 @@ def draw_pictures(rng: np.random.Generator, count: int) -> tuple[np.ndarray, lis
 
 
 def draw_clip(rng: np.random.Generator) -> tuple[np.ndarray, list[list]]:
-    """One crop of the clip from some frame on: pixels (1, frames, H, W, 3) uint8, and a question."""
+    """One crop of the video from some frame on: pixels (1, frames, H, W, 3) uint8, and a question."""
     frames, count = clip_frames(), int(rng.choice(CLIP_FRAMES))
     first = int(rng.integers(len(frames) - CLIP_STEP * (count - 1)))
     chosen = frames[first : first + CLIP_STEP * count : CLIP_STEP]

@@ -1,12 +1,12 @@
 """Scenes that a small model can be asked about: coloured shapes on a 3 x 3 grid of places.
 
-A picture is 84 x 84 px: with patch 14 and merge 2 that is 3 x 3 tokens of 28 px, one per place. A clip is six such
+An image is 84 x 84 px: with patch 14 and merge 2 that is 3 x 3 tokens of 28 px, one per place. A video is six such
 frames, three temporal patches; one object waits during the first two frames and then moves. A scene is a
 function of (split, index) alone: every split has its own stream of random numbers, so a held-out scene is
 never drawn in training, and any scene can be drawn again.
 
-For models that are told the time there is a third sort of scene: in a clip of eight frames, taken at seconds that no
-rule foretells, one object changes its colour.
+For models that are told the time there is a third sort of scene: in a video of eight frames, taken at seconds that no
+rule predicts, one object changes its colour.
 
 >>> scene = draw_scene("test", 0)
 >>> render(scene).shape
@@ -20,11 +20,11 @@ import numpy as np
 from PIL import Image
 
 SIDE, CELL, FRAMES, FPS = 84, 28, 6, 2.0
-SECONDS = tuple(i * 2 / FPS for i in range(FRAMES // 2))  # of the temporal patches of a clip
+SECONDS = tuple(i * 2 / FPS for i in range(FRAMES // 2))  # of the temporal patches of a video
 SPLITS = {"train": 0, "select": 1, "test": 2, "demo": 3}  # "select" chose the recipe, "test" measures it
 SEED = 20260
 SORTS = ("picture", "motion", "change")
-STEPS, LAST_SECOND = 4, 29  # of a clip in which a colour changes: temporal patches, and when the last may be
+STEPS, LAST_SECOND = 4, 29  # of a video in which a colour changes: temporal patches, and when the last may be
 
 COLORS = {
     "red": (215, 40, 40),
@@ -58,17 +58,17 @@ class Thing:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Objects on a background. In a clip the first object moves `distance` px in `direction` after two frames, or
+    """Objects on a background. In a video the first object moves `distance` px in `direction` after two frames, or
     `becomes` another between the two frames of temporal patch `step`; the patches are of the seconds `seconds`.
     """
 
     things: tuple[Thing, ...]
     background: tuple[float, float, float]
-    slope: tuple[float, float]  # brightness gained across the picture, along x and y
+    slope: tuple[float, float]  # brightness gained across the image, along x and y
     noise: float  # standard deviation, 0-255 scale
     noise_seed: int
     jpeg_quality: int | None  # lossy compression, as in files from elsewhere
-    direction: str | None = None  # None for a picture
+    direction: str | None = None  # None for an image
     distance: float = 0.0
     becomes: Thing | None = None
     step: int = 0
@@ -81,7 +81,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """kind: one of `MEASURED` or another word for helper questions."""
+    """kind: one of `MEASURED`, or of the helper questions."""
 
     kind: str
     text: str
@@ -98,16 +98,16 @@ def scene_rng(split: str, index: int) -> np.random.Generator:
 def draw_scene(
     split: str, index: int, *, clip: bool = False, objects: tuple[int, int] = (1, 4), alike: bool = False
 ) -> Scene:
-    """Draw scene number `index` of a split: a picture, or a clip, with a number of objects in the given range.
+    """Draw scene number `index` of a split: an image, or a video, with a number of objects in the given range.
 
-    alike: objects that are easily confused - three shapes and three colours at most, and (in a picture) as many
+    alike: objects that are easily confused - three shapes and three colours at most, and (in an image) as many
     objects as fit in one row or one column.
     """
     return _draw(scene_rng(split, 2 * index + clip), clip, objects, alike)
 
 
 def draw_change(split: str, index: int, *, objects: tuple[int, int] = (1, 4), alike: bool = False) -> Scene:
-    """Draw clip number `index` of a split in which the first object changes its colour, and the seconds it shows."""
+    """Draw video number `index` of a split in which the first object changes its colour, and the seconds it shows."""
     scene_rng(split, index)  # refuses unknown splits
     rng = np.random.default_rng([SEED, SPLITS[split], index, SORTS.index("change")])
     scene = _draw(rng, False, objects, alike)
@@ -152,7 +152,7 @@ def _draw(rng: np.random.Generator, clip: bool, objects: tuple[int, int], alike:
 
 
 def _draw_places(rng, count: int, direction: str | None, alike: bool) -> tuple[list[int], int]:
-    """Distinct places, the mover's first, and how many cells it may cross; nobody stands in the mover's way."""
+    """Distinct places, the mover's first, and how many cells it may cross; nothing is in the mover's way."""
     if direction is None:
         places, line = rng.permutation(9), int(rng.integers(3))
         lined_up = (places // 3 == line) if rng.random() < 0.5 else (places % 3 == line)
@@ -188,7 +188,7 @@ def _shade(rng, color: str) -> tuple[float, float, float]:
 
 
 def render(scene: Scene) -> np.ndarray:
-    """uint8 RGB: (84, 84, 3) for a picture, (6 or 8, 84, 84, 3) for a clip. The same scene gives the same pixels."""
+    """uint8 RGB: (84, 84, 3) for an image, (6 or 8, 84, 84, 3) for a video. The same scene gives the same pixels."""
     grid = np.linspace(-0.5, 0.5, SIDE, dtype=np.float32)
     canvas = np.float32(scene.background) + (scene.slope[0] * grid[None, :] + scene.slope[1] * grid[:, None])[..., None]
     if scene.noise:
@@ -208,7 +208,7 @@ def render(scene: Scene) -> np.ndarray:
 
 
 def _first_in_frames(scene: Scene) -> list[tuple[Thing, tuple[float, float]]]:
-    """What the first object is in each frame of a clip, and its centre."""
+    """What the first object is in each frame of a video, and its centre."""
     first = scene.things[0]
     if scene.sort == "motion":
         return [(first, center) for center in mover_centers(scene)]
@@ -313,7 +313,7 @@ PHRASES = {
     "what": ("What is in the picture?", "What does the picture show?", "What can you see in the picture?"),
     "what_clip": ("What is in the clip?", "What does the clip show?", "What can you see in the clip?"),
 }
-TIMED_PHRASES = {  # of clips in which a colour changes; {x} is "the circle", "the object" or "it"
+TIMED_PHRASES = {  # of videos in which a colour changes; {x} is "the circle", "the object" or "it"
     "change": ("When does {x} change color?", "At which second does {x} change color?", "When does {x} change?"),
     "becomes": ("Which color does {x} change to?",),
     "begin": ("When does the clip begin?",),
@@ -420,7 +420,7 @@ def draw_questions(scene: Scene, kinds: list[str], rng: np.random.Generator) -> 
 def all_phrases(clips: tuple[str, ...] = ("motion",)) -> list[tuple[str, str]]:
     """(question, answer) texts that hold every word of every question and answer: the tokenizer learns from them.
 
-    clips: the sorts of clips that are asked about.
+    clips: the sorts of videos that are asked about.
     """
     names = [*SHAPES, *(f"{c} object" for c in COLORS), *(f"{c} {s}" for c in COLORS for s in SHAPES)]
     answers = [*COLORS, *SHAPES, *PLACES, *DIRECTIONS, *ROWS, *COUNTS, "three objects"]

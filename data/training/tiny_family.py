@@ -1,9 +1,9 @@
 """What the tiny models of all families share besides training, and what a family adds.
 
-A family is a class in a module of its own, `tiny_<name>.py`, which ends in `FAMILY = ...`. It says what lies in its
+A family is a class in a module of its own, `tiny_<name>.py`, which ends in `FAMILY = ...`. It says what is in its
 checkpoint folder - in the layout and under the names of the released checkpoints, so that one code path loads this
 model and those - and how its prompts and its tower take a medium. The training and evaluation scripts
-(`python -m data.training.train_tiny --model <name>`) and the tests know nothing else of it.
+(`python -m data.training.train_tiny --model <name>`) and the tests know nothing else about it.
 """
 
 import importlib
@@ -26,7 +26,7 @@ DEFAULT = "qwen2_5_vl"
 
 
 def find_family(name: str = DEFAULT) -> "TinyFamily":
-    """The family in `data/tiny_<name>.py`; raises ValueError listing those that are there."""
+    """The family in `data/training/tiny_<name>.py`; raises ValueError listing those that are there."""
     known = family_names()
     if name not in known:
         raise ValueError(f"model: expected one of {known}, got {name!r}")
@@ -41,23 +41,23 @@ def family_names() -> list[str]:
 class TinyFamily:
     """The defaults are those of a model with M-RoPE whose media are one run of placeholders, as Qwen2.5-VL's are.
 
-    grid: (t, h, w) of a medium in patches. seconds: of each of its t steps in time; () for a picture.
+    grid: (t, h, w) of a medium in patches. seconds: of each of its t steps in time; () for an image.
     """
 
     name: str  # of the module and the folder
     special_tokens: tuple[str, ...]
     end_of_turn: str  # ends every answer
-    end_of_media: dict[str, str]  # "image", "video" -> the token behind a medium, where the questions begin
+    end_of_media: dict[str, str]  # "image", "video" -> the token after a medium, where the questions begin
     chat_template: str
     pieces: str  # regular expression: how text is cut before bytes are merged
     normalizer = None
     texts: tuple[str, ...] = ()  # what the tokenizer learns besides the questions and answers
-    clips: tuple[str, ...] = ("motion",)  # the sorts of clips it learns from, of `scenes.SORTS`
-    sliced: bool = False  # does a picture become an overview and slices
-    recipe: dict = {}  # noqa: RUF012  what its training does otherwise than `train_tiny.Recipe`
+    clips: tuple[str, ...] = ("motion",)  # the sorts of videos it learns from, of `scenes.SORTS`
+    sliced: bool = False  # whether an image becomes an overview and slices
+    recipe: dict = {}  # noqa: RUF012  where its training differs from `train_tiny.Recipe`
     by_adam: tuple[str, ...] = ("embed_tokens", "lm_head")  # parts of names of matrices that Muon does not suit
     release: str | None = None  # names the folder, where a family has several releases
-    prunable: bool = True  # clips by EVS
+    prunable: bool = True  # videos by EVS
 
     # -------------------------------------------------------------------------------------- the folder
 
@@ -132,7 +132,7 @@ class TinyFamily:
         raise NotImplementedError
 
     def init_weights(self, model: torch.nn.Module) -> None:
-        """What should start otherwise than by `TinyModel.init_weights`; is called after it."""
+        """What should start differently than `TinyModel.init_weights` has it; is called after it."""
 
     def patchify(self, pixels: Tensor) -> tuple[Tensor, list]:
         """(B, frames, H, W, 3) uint8 of one size -> the encoder's rows (N, C), and the layout of each medium."""
@@ -157,7 +157,7 @@ class TinyFamily:
     # ---------------------------------------------------------------------------------------- the prompt
 
     def media_token(self, config: dict, media: str) -> int:
-        """What stands for a medium in the prompt that the chat template makes."""
+        """The token for a medium in the prompt that the chat template makes."""
         return config[f"{media}_token_id"]
 
     def pad_id(self, config: dict) -> int:
@@ -166,7 +166,7 @@ class TinyFamily:
     def place_media(
         self, ids: list[int], token: int, grid: tuple[int, int, int], seconds: tuple, encode: Callable
     ) -> tuple[list[int], list[MediaSpan]]:
-        """`ids` with the medium in the place of its one `token`, and the spans that it fills.
+        """`ids` with the medium in place of its one `token`, and the spans that it fills.
 
         encode: text -> ids. The spans may depend on the grid and on differences of seconds, not on the seconds.
         """
@@ -178,7 +178,7 @@ class TinyFamily:
         return 1.0
 
     def time_columns(self, spans: list[MediaSpan]) -> list[int]:
-        """Places of the words that tell when each step of a clip was."""
+        """Indices of the words that say when each step of a video was."""
         return []
 
     def positions(self, length: int, spans: list[MediaSpan]) -> Tensor:

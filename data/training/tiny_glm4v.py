@@ -1,6 +1,6 @@
-"""The tiny GLM-4.1V, `data/checkpoints/tiny-glm4v`: what lies there besides trained numbers, and its row of pictures.
+"""The tiny GLM-4.1V, `data/checkpoints/tiny-glm4v`: what is there besides trained numbers, and its row of images.
 
-It is told the time: behind each step of a clip stands the second it was taken at, and it learns to answer when
+It is told the time: each step of a video is followed by the second at which it was taken, and it learns to answer when
 something happened (`scenes.draw_change`).
 """
 
@@ -22,7 +22,7 @@ SPECIAL_TOKENS = (
     "<|video|>", "<think>", "</think>", "<answer>", "</answer>",
 )  # fmt: skip
 ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>", "</answer>")  # any of them ends an answer
-# Budgets are of all frames, and a picture counts as two: 9 to 16 merged tokens per picture, and per frame of a clip of
+# Budgets are of all frames, and an image counts as two: 9 to 16 merged tokens per image, and per frame of a video of
 # ten; a scene of up to 17 frames keeps its size.
 PICTURE_PIXELS, CLIP_PIXELS = (2 * 84 * 84, 2 * 112 * 112), (2 * 84 * 84, 10 * 112 * 112)
 
@@ -188,7 +188,7 @@ class TinyGlm4v(TinyFamily):
         return Glm4vVisionTransformer.from_config(config["vision_config"], attention="sdpa")
 
     def init_weights(self, model: nn.Module) -> None:
-        """What a layer adds is normalised here: at full size it would drown the words in the first layer."""
+        """What a layer adds is normalised here: at full size it would drown out the words in the first layer."""
         for layer in model.model.layers:
             nn.init.constant_(layer.post_self_attn_layernorm.weight, 0.2)
             nn.init.constant_(layer.post_mlp_layernorm.weight, 0.2)
@@ -202,7 +202,7 @@ class TinyGlm4v(TinyFamily):
     def place_media(
         self, ids: list[int], token: int, grid: tuple[int, int, int], seconds: tuple, encode: Callable
     ) -> tuple[list[int], list[MediaSpan]]:
-        """A step of a clip is a picture of its own, followed by its second."""
+        """A step of a video is an image of its own, followed by its second."""
         if not seconds:
             return super().place_media(ids, token, grid, seconds, encode)
         start, (_, h, w) = ids.index(token), self.merged(grid)
@@ -214,7 +214,7 @@ class TinyGlm4v(TinyFamily):
         return placed + ids[start + 1 :], spans
 
     def time_columns(self, spans: list[MediaSpan]) -> list[int]:
-        """The second stands behind the end of its picture."""
+        """The second follows the end of its image."""
         return [span.offset + span.num_tokens + 1 for span in spans]
 
 

@@ -1,7 +1,7 @@
-"""The tiny MiniCPM-V 4.5, `data/checkpoints/tiny-minicpmv-4_5`: what lies there besides trained numbers, its slices.
+"""The tiny MiniCPM-V 4.5, `data/checkpoints/tiny-minicpmv-4_5`: what is there besides trained numbers, and its slices.
 
 A scene of 84 x 84 px is larger than its overview of 56 x 56, so that it is cut into 2 x 2 slices of 56 x 56 as well;
-frames of a clip are overviews, two of which share a set of queries and are told apart by their temporal ids. Nine
+frames of a video are overviews, two of which share a set of queries; only their temporal ids tell them apart. Nine
 queries: while the tower learns to see, query i of the overview is asked about place i.
 """
 
@@ -176,7 +176,7 @@ class TinyMiniCPMV(TinyFamily):
         return MiniCPMV4_5Encoder.from_config(config, attention="sdpa")
 
     def patchify(self, pixels: Tensor) -> tuple[Tensor, list]:
-        """Pictures are sliced; clips are packed, a frame every half second."""
+        """Images are sliced; videos are packed, a frame every half second."""
         is_picture = pixels.shape[1] == 1
         patched = [patchify_slices(frame.numpy(), SLICES if is_picture else FRAMES) for frame in pixels.flatten(0, 1)]
         sizes = patched[0][1]
@@ -191,7 +191,7 @@ class TinyMiniCPMV(TinyFamily):
     def place_media(
         self, ids: list[int], token: str, grid: tuple[int, int, int], seconds: tuple, encode: Callable
     ) -> tuple[list[int], list[MediaSpan]]:
-        """Everything that the processor writes for a picture or a clip, and the spans of its unknown tokens."""
+        """Everything that the processor writes for an image or a video, and the spans of its unknown tokens."""
         t, h, w = grid
         processor = MiniCPMV4_5Processor(SimpleNamespace(query_num=QUERIES), image_config=SLICES)
         if seconds:

@@ -1,6 +1,6 @@
 """The tiny model as it is trained: refvl's tower, transformers' text model, and the questions of a scene in one row.
 
-A scene is encoded once. Its questions stand one behind the other in one sequence, but each sees only the prefix
+A scene is encoded once. Its questions follow each other in one sequence, but each sees only the prefix
 (system prompt and media) and itself, and each starts at the position where the prefix ends. So every question is
 answered exactly as if it had been asked alone, at a fraction of the cost.
 
@@ -62,7 +62,7 @@ class TinyModel(nn.Module):
         """Logits (labelled positions, V), in the order of `batch.targets`, the media (B, M, D), and the words that
         tell the time (B, t, D) as the last layer gets them (t is 0 where there are none).
 
-        prune: (B,) pruning rate of each clip.
+        prune: (B,) pruning rate of each video.
         """
         media_BMD, tellings = self.encode(batch.pixels), len(batch.ids_BL) // len(batch.pixels)
         told_BMD = media_BMD.repeat_interleave(tellings, 0)
@@ -71,7 +71,7 @@ class TinyModel(nn.Module):
         if prune is not None:
             kept_BM = self.kept(media_BMD, batch.grid, prune).repeat_interleave(tellings, 0)
             keep_BL = put_media(torch.ones_like(batch.ids_BL, dtype=torch.bool), kept_BM, batch.spans)
-            # a token that is not kept may see itself, so that no row of the mask is empty; nobody else sees it
+            # a token that is not kept may see itself, so that no row of the mask is empty; no other token sees it
             mask = mask & (keep_BL[:, None, None] | torch.eye(mask.shape[-1], dtype=torch.bool))
         positions = batch.positions_3L[:, None].expand(-1, len(embeds_BLD), -1)
         hidden_BLD = self.model(
@@ -85,7 +85,7 @@ class TinyModel(nn.Module):
         return self.lm_head(answers_AD), media_BMD, hidden_BLD[-2][:, self.family.time_columns(batch.spans)]
 
     def kept(self, media_BMD: Tensor, grid: tuple[int, int, int], prune: Tensor) -> Tensor:
-        """(B, M) bool: what EVS keeps of each clip at its own rate."""
+        """(B, M) bool: what EVS keeps of each video at its own rate."""
         thw = self.family.merged(grid)
         with torch.no_grad():
             masks = [compute_retention_mask(m, thw, 1, q) for m, q in zip(media_BMD, prune.tolist(), strict=True)]
@@ -97,7 +97,7 @@ class TinyModel(nn.Module):
 
 
 def put_media(rows_BL: Tensor, media_BM: Tensor, spans: list[MediaSpan]) -> Tensor:
-    """(B, L, ...) with the media (B, M, ...) in the place of their spans, which stand in order."""
+    """(B, L, ...) with the media (B, M, ...) in place of their spans, which come in order."""
     pieces, end = [], 0
     for span, media in zip(spans, media_BM.split([span.num_tokens for span in spans], dim=1), strict=True):
         pieces += [rows_BL[:, end : span.offset], media]
@@ -111,12 +111,12 @@ class Batch:
 
     pixels: Tensor  # (B, frames, H, W, 3) uint8
     grid: tuple[int, int, int]
-    spans: list[MediaSpan]  # where the medium stands in the row
+    spans: list[MediaSpan]  # where the medium is in the row
     ids_BL: Tensor
     positions_3L: Tensor
     mask_LL: Tensor  # bool, True where a row may see a column
     target_rows: Tensor  # (A,) scene of each answer token
-    target_columns: Tensor  # (A,) place in the sequence from which it is predicted
+    target_columns: Tensor  # (A,) position in the sequence from which it is predicted
     targets: Tensor  # (A,) its id
     question_of_target: Tensor  # (A,) number of the question, scene-major
 
@@ -133,7 +133,7 @@ class PromptBuilder:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def split(self, question: str, answer: str | None, media: str) -> tuple[list[int], list[int]]:
-        """Ids up to and with the end of the medium (one placeholder), and the ids behind it, up to the answer's end."""
+        """Ids up to and including the end of the medium (one placeholder), and those after it, to the answer's end."""
         messages = [{"role": "user", "content": [{"type": media}, {"type": "text", "text": question}]}]
         text = self.template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         text += f"{answer}{self.family.end_of_turn}" if answer is not None else ""
@@ -150,7 +150,7 @@ class PromptBuilder:
         return self._tails[key]
 
     def prefix(self, media: str, grid: tuple[int, int, int], seconds: tuple) -> tuple[list[int], list[MediaSpan]]:
-        """Ids up to and with the end of the medium, all of its tokens in place, and the spans that these fill."""
+        """Ids up to and including the end of the medium, all of its tokens in place, and the spans that these fill."""
         key = (media, grid, seconds)
         if key not in self._prefixes:
             ids, token = self.split("?", "", media)[0], self.family.media_token(self.config, media)
@@ -158,7 +158,7 @@ class PromptBuilder:
         return self._prefixes[key]
 
     def layout(self, length: int, spans: list[MediaSpan], num_tails: int, tail_length: int) -> tuple[Tensor, Tensor]:
-        """(positions (3, L), mask (L, L)) of a row of tails behind a prefix of `length` tokens."""
+        """(positions (3, L), mask (L, L)) of a row of tails after a prefix of `length` tokens."""
         key = (length, tuple(spans), num_tails, tail_length)
         if key not in self._layouts:
             positions = self.family.positions(length + tail_length, spans)
@@ -171,7 +171,7 @@ class PromptBuilder:
     ) -> Batch:
         """Scenes (B, frames, H, W, 3) uint8, each with the same number of questions (`.text`, `.answer`).
 
-        seconds: of each step in time of each clip; None for pictures. With k times as many rows of questions and
+        seconds: of each step in time of each video; None for images. With k times as many rows of questions and
         seconds as scenes, each scene is told k times in succession. Raises ValueError when prompts of one batch differ
         in more than the names of their tokens.
         """

@@ -1,4 +1,4 @@
-"""The tiny Qwen2.5-VL: what lies in `data/checkpoints/tiny-qwen2_5_vl` besides trained numbers."""
+"""The tiny Qwen2.5-VL: what is in `data/checkpoints/tiny-qwen2_5_vl` besides trained numbers."""
 
 from tokenizers import Tokenizer, normalizers
 from torch import Tensor
@@ -12,7 +12,7 @@ SPECIAL_TOKENS = (
     "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
 SYSTEM_PROMPT = "You are a helpful assistant."
-MIN_PIXELS, MAX_PIXELS = 84 * 84, 112 * 112  # per picture or frame: 9 to 16 merged tokens
+MIN_PIXELS, MAX_PIXELS = 84 * 84, 112 * 112  # per image or frame: 9 to 16 merged tokens
 
 # How Qwen2 cuts text into pieces before merging bytes: contractions, words with one leading sign, single digits,
 # runs of punctuation, line ends, spaces.
@@ -165,7 +165,7 @@ class TinyQwen2_5_VL(TinyFamily):
         return Qwen2_5_VisionTransformer.from_config(config["vision_config"], attention="sdpa")
 
     def time_factor(self, seconds: tuple) -> float:
-        """A clip's time axis counts `tokens_per_second`, which is 2."""
+        """A video's time axis counts `tokens_per_second`, which is 2."""
         return 2 * (seconds[1] - seconds[0]) if len(seconds) > 1 else 1.0
 
 

@@ -1,7 +1,7 @@
-"""The tiny Step3-VL, `data/checkpoints/tiny-step3`: what lies there besides trained numbers, and its crops.
+"""The tiny Step3-VL, `data/checkpoints/tiny-step3`: what is there besides trained numbers, and its crops.
 
 It reads pages (`pages.py`), whose letters are too small for the overview. `train_step3.py` trains it with and without
-crops: pages are no scenes, and there are no clips, so that it has a training of its own.
+crops: pages are not scenes, and there are no videos, so it has its own training script.
 """
 
 from collections.abc import Callable

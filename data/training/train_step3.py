@@ -1,7 +1,7 @@
 """Train the tiny Step3-VL that ships with refvl: `python -m data.training.train_step3`.
 
 Every step asks about some pages with crops and about others without, the same kinds of questions: what the model cannot
-answer without crops is not for want of practice. As in `train_tiny.py` the tower learns first, with a linear probe that
+answer without crops is not for lack of training. As in `train_tiny.py` the tower learns first, with a linear probe that
 names letter and colour in each crop and in each quarter of the overview; then the language model joins. Two processes
 of one thread each take half of the pages and average their gradients. In float32: sequences of 20 tokens are so short
 that bfloat16 took three times as long.

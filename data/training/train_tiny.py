@@ -3,19 +3,19 @@
 Three things make a model of 1.4 million parameters learn this in minutes:
 
 1. **See, then speak.** For the first steps only the vision tower learns, with a linear probe on its output that names
-   shape, colour, movement and place of every cell. Nine labels per picture teach more than one answered question.
+   shape, colour, movement and place of every cell. Nine labels per image teach more than one answered question.
    Then the language model joins; the probe stays as a small part of the loss and is not part of the checkpoint.
 2. **Questions share a scene, but not each other.** See `tiny_model.py`.
 3. **Every second scene is a confusing one**: objects in one row or column, few shapes and colours. Without them the
-   second word of "bottom left" is guessed from whatever else stands in the bottom row: place stayed at 85 % for as
+   second word of "bottom left" is guessed from whatever else is in the bottom row: place stayed at 85 % for as
    long as we looked, and rose to 98 % within 300 steps of confusing scenes.
 
 A model that is told the time (`scenes.draw_change`) needs two more:
 
 4. **Words that tell the time know what happened.** A second probe, on those words as the last layer gets them, names
    the movement in the step before the word.
-5. **A clip is told four times, each time at other seconds.** Answering "when" is finding the step and saying its
-   second again, and saying any number again takes many numbers; pixels are what is dear.
+5. **A video is shown four times, each time at different seconds.** Answering "when" is finding the step and saying its
+   second again, and saying any number again takes many numbers; pixels are what costs time.
 
 With neither, 30 % of the answers were right after 2,500 steps; with the probe, 83 % after 1,700; with both, helper
 questions for the first and last second, and 30 seconds instead of 40, 83 % after 700.
@@ -45,7 +45,7 @@ from data.training.tiny_family import DEFAULT, TinyFamily, family_names, find_fa
 from data.training.tiny_model import Batch, PromptBuilder, TinyModel
 
 WORKERS = 2
-TELLINGS = 4  # of a clip in which a colour changes, each time at other seconds
+TELLINGS = 4  # of a video in which a colour changes, each time at other seconds
 HELPERS = ("row", "column", "color_at", "shape_at", "thing_at", "thing_at", "count", "what")
 
 
@@ -65,8 +65,8 @@ class Recipe:
     warmup: int = 100
     probe_weight: float = 0.3
     clip_weight: float = 0.5
-    prune_up_to: float = 0.6  # every second step prunes its clips by EVS at random rates below this
-    photos: int = 6  # crops of photographs, every fourth step after seeing; the clip comes every eighth
+    prune_up_to: float = 0.6  # every second step prunes its videos by EVS at random rates below this
+    photos: int = 6  # crops of photographs, every fourth step after seeing; the video comes every eighth
     photo_weight: float = 0.3
     precision: str = "bfloat16"  # of matrix products; "float32" is quicker where they are many and small
     seed: int = 0
@@ -141,7 +141,7 @@ class Pool:
 
 
 def expose(pixels: Tensor, rng: np.random.Generator) -> Tensor:
-    """Another exposure and white balance of each scene, so that one seen again is not the same picture."""
+    """Another exposure and white balance of each scene, so that one seen again is not the same image."""
     gain = torch.from_numpy(rng.uniform(0.88, 1.1, (len(pixels), 1, 1, 1, 3)).astype(np.float32))
     return (pixels * gain).clamp(0, 255).to(torch.uint8)
 
@@ -169,7 +169,7 @@ def ask_about(builder: PromptBuilder, drawn, pixels: Tensor, sort: str, rng: np.
 
 
 def tell_other_seconds(scene: scenes.Scene, rng: np.random.Generator) -> scenes.Scene:
-    """The same clip, taken at other times: every second time in no order, so that only the text tells the second."""
+    """The same video, taken at other times: every second time in no order, so that only the text tells the second."""
     seconds = scenes.draw_seconds(rng, scenes.STEPS if scene.sort == "change" else scenes.FRAMES // 2)
     return replace(scene, seconds=tuple(rng.permutation(seconds).tolist()) if rng.random() < 0.5 else seconds)
 
@@ -190,9 +190,9 @@ class Trainer:
         self.peaks = [group["lr"] for group in self._groups()]
 
     def train_step(self) -> Tensor:
-        """One step; returns the workers' mean losses: pictures' answers and cells, clips' answers and cells, photos.
+        """One step; returns the workers' mean losses: images' answers and cells, videos' answers and cells, photos.
 
-        Where there are several sorts of clips they take turns.
+        Where there are several sorts of videos they take turns.
         """
         r = self.recipe
         clips, losses = self.family.clips, []

@@ -8,7 +8,7 @@ from refvl.viz.evs import (
     plot_pruned_positions,
 )
 from refvl.viz.families import plot_family_costs, plot_family_curves, plot_family_stages
-from refvl.viz.glm import (
+from refvl.viz.glm4v import (
     explore_timeline,
     plot_clip_prompt,
     plot_clip_tokens,
@@ -41,7 +41,7 @@ from refvl.viz.positions import (
     plot_positions,
     plot_rotary,
 )
-from refvl.viz.step3 import explore_crops, plot_crop_prompt, plot_crop_tokens, plot_crops, plot_path_timeline
+from refvl.viz.step3_vl import explore_crops, plot_crop_prompt, plot_crop_tokens, plot_crops, plot_path_timeline
 from refvl.viz.timings import plot_stage_timings
 from refvl.viz.windows import explore_windows, plot_attention_segments, plot_window_permutation, plot_windows
 

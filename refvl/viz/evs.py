@@ -1,6 +1,6 @@
 """Which video tokens survive, why, and what that costs.
 
-plot_keep_mask         frames of a clip, the pruned tokens covered
+plot_keep_mask         frames of a video, the pruned tokens covered
 plot_dissimilarity     how much each token changed since the frame before
 plot_pruned_positions  the full layout of a prompt above the layout of what is kept
 plot_accuracy_curve    accuracy and time to the first token against the pruning rate
@@ -27,7 +27,7 @@ _COVER = 0.86  # opacity of what covers a pruned token
 def plot_keep_mask(
     frames: np.ndarray, keep_M: Tensor, merged_thw: Grid, *, columns: int = 5, title: str = "", ax=None
 ) -> np.ndarray:
-    """The frames of a clip with pruned tokens covered and kept ones framed, one picture per grid step.
+    """The frames of a video with pruned tokens covered and kept ones framed, one image per grid step.
 
     frames: (T, H, W, 3) uint8; of the frames of one grid step the first is shown. keep_M: (t*h*w,) bool.
     ax: an array of t Axes, or None. Returns the t Axes as a flat array.
@@ -48,7 +48,7 @@ def plot_keep_mask(
 
 
 def _strip(ax, count: int, columns: int, height_to_width: float) -> np.ndarray:
-    """`count` Axes in reading order, `columns` in a row, of pictures with this ratio; unused ones are removed."""
+    """`count` Axes in reading order, `columns` in a row, of images with this ratio; unused ones are removed."""
     if ax is not None:
         return grid_of_axes(ax, 1, count, (1, 1))[0]
     columns = min(columns, count)
@@ -67,7 +67,7 @@ def _ratio(frames: np.ndarray, merged_thw: Grid) -> float:
 
 
 def _show_frame(ax: Axes, frames: np.ndarray, step: int, merged_thw: Grid) -> None:
-    """The first frame of a grid step, in token coordinates; a clip's padded last step may have fewer frames."""
+    """The first frame of a grid step, in token coordinates; a video's padded last step may have fewer frames."""
     t, h, w = merged_thw
     per_step = -(-len(frames) // t)
     ax.imshow(frames[min(step * per_step, len(frames) - 1)], extent=(0, w, h, 0), aspect=_ratio(frames, merged_thw))
@@ -160,7 +160,7 @@ def plot_accuracy_curve(
 
 
 def draw_keep_mask(q: float, frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid) -> Axes:
-    """What `explore_keep_mask` draws: the tokens that EVS keeps of a clip at pruning rate q."""
+    """What `explore_keep_mask` draws: the tokens that EVS keeps of a video at pruning rate q."""
     keep_M = compute_retention_mask(embeds_MD, merged_thw, 1, q)
     return plot_keep_mask(frames, keep_M, merged_thw, title=f"q = {q:g}")[0]
 

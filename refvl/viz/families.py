@@ -1,7 +1,7 @@
-"""Families side by side: the same picture or clip, a colour for each family in every figure.
+"""Families side by side: the same image or video, a colour for each family in every figure.
 
 plot_family_costs    patches through the tower and tokens of the prompt, per family
-plot_family_curves   tokens against the side of a square picture
+plot_family_curves   tokens against the side of a square image
 plot_family_stages   where the seconds of a run go, per family
 """
 
@@ -44,17 +44,17 @@ def plot_family_costs(plans: Mapping[str, Sequence[MediaPlan]], *, title: str = 
 
 
 def plot_family_curves(sides: Sequence[int], tokens: Mapping[str, Sequence[int]], *, ax: Axes | None = None) -> Axes:
-    """Tokens of a square picture against its side in px, a line per family; both axes are logarithmic."""
+    """Tokens of a square image against its side in px, a line per family; both axes are logarithmic."""
     ax = axes_or_new(ax, figsize=(7, 4))
     for name, counts in tokens.items():
         ax.plot(sides, counts, "o-", ms=3, lw=1.6, color=FAMILY_COLORS[name], label=name)
-    ax.set(xscale="log", yscale="log", xlabel="side of a square picture (px)", ylabel="tokens in the prompt")
+    ax.set(xscale="log", yscale="log", xlabel="side of a square image (px)", ylabel="tokens in the prompt")
     ticks = [side for side in (112, 224, 448, 896, 1792, 3584) if min(sides) <= side <= max(sides)]
     ax.set_xticks(ticks, [str(side) for side in ticks])
     ax.minorticks_off()
     ax.grid(alpha=0.25)
     ax.legend(fontsize=9)
-    ax.set_title("what a picture costs the language model")
+    ax.set_title("what an image costs the language model")
     return ax
 
 

@@ -1,7 +1,7 @@
-"""Encoder graphs: what was recorded, what stands in the buffers, who shares a replay, and what is wasted.
+"""Encoder graphs: what was recorded, what the buffers hold, which items share a replay, and what is wasted.
 
 plot_recording       the recorded operations in order, by kind, and which of them read a static buffer
-plot_buffers         static buffers before a replay: the batch in front, padding behind
+plot_buffers         static buffers before a replay: the batch first, then padding
 plot_packing         one bar per replay, its items side by side, the unused rest hatched
 plot_waste           padding waste against the number of graphs
 plot_replay_timings  eager calls against replays, from a measurement file
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from refvl.graphs import Batch, TraceGraph, padding_waste, plan_batches
 from refvl.graphs.recorder import Operation
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, axes_or_new, interactive
+from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, UNUSED, axes_or_new, interactive
 from refvl.viz.windows import sequence_colors
 
 _WAYS = {  # columns of a measurement
@@ -29,7 +29,6 @@ _WAYS = {  # columns of a measurement
     "doubling": "replay, budgets that double",
     "fitted": "replay, budgets that fit",
 }
-_FREE = {"facecolor": "white", "edgecolor": "0.6", "hatch": "////", "linewidth": 0}  # computed for nothing
 
 
 def plot_recording(graph: TraceGraph, buffers: Mapping[str, Tensor], *, ax: Axes | None = None) -> Axes:
@@ -45,7 +44,7 @@ def plot_recording(graph: TraceGraph, buffers: Mapping[str, Tensor], *, ax: Axes
         readers = [i for i, operation in enumerate(graph.operations) if _reads(operation, tensors)]
         ax.plot(readers, [rows[kinds[i]] for i in readers], "o", color=color, ms=5, label=f"reads {name}")
     ax.set_yticks(range(len(rows)), [f"{kind}  ({kinds.count(kind)})" for kind in rows], size=8)
-    ax.set(xlabel="place in the recording", title=f"{len(kinds)} recorded operations", ylim=(len(rows) - 0.4, -0.6))
+    ax.set(xlabel="position in the recording", title=f"{len(kinds)} recorded operations", ylim=(len(rows) - 0.4, -0.6))
     ax.grid(axis="y", alpha=0.25)
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
     return ax
@@ -64,7 +63,7 @@ def _reads(operation: Operation, buffers) -> bool:
 
 
 def plot_buffers(buffers, planned, names: Sequence[str] | None = None, *, ax=None) -> np.ndarray:
-    """What a graph would read now, one panel per field; the part behind the batch is shaded.
+    """What a graph would read now, one panel per field; the part after the batch is shaded.
 
     buffers: metadata at capacity, filled. planned: the metadata of the batch, which says how far the contents reach.
     names: fields to show, by default all tensors. ax: an array of Axes, or None. Returns the Axes as a flat array.
@@ -101,7 +100,7 @@ def _draw_buffer(ax: Axes, buffer: Tensor) -> None:
         high = float(rows.nan_to_num().abs().max()) or 1.0
         ax.imshow(rows, aspect="auto", cmap="RdBu_r", vmin=-high, vmax=high, interpolation="nearest")  # zero is white
         ax.set_ylabel("column", fontsize=8)
-    ax.set_xlabel("place in the buffer", fontsize=8)
+    ax.set_xlabel("position in the buffer", fontsize=8)
     ax.tick_params(labelsize=8)
 
 
@@ -125,7 +124,7 @@ def plot_packing(
                 ax.text(left + output_tokens[i] / 2, row, str(i), color="white", size=8, ha="center", va="center")
             left += output_tokens[i]
         if batch.budget is not None:
-            ax.barh(row, batch.budget - total, left=total, height=0.7, **_FREE)
+            ax.barh(row, batch.budget - total, left=total, height=0.7, **UNUSED)
             ax.barh(row, batch.budget, height=0.7, facecolor="none", edgecolor="black", linewidth=1.3)
         ax.text(end + 0.02 * widest, row, _row_report(batch, total), size=8, va="center")
     labels = ["eager" if batch.budget is None else f"graph of {batch.budget}" for batch in batches]
@@ -166,9 +165,9 @@ def plot_waste(waste: Mapping[str, Mapping[int, float]], *, title: str = "", ax:
 
 
 def plot_replay_timings(measurement: Mapping, *, images: int = 1, ax: Axes | None = None) -> Axes:
-    """Milliseconds of one call by size of picture: median as a point, a line from it up to the 99th percentile.
+    """Milliseconds of one call by size of image: median as a point, a line from it up to the 99th percentile.
 
-    measurement: what `benchmarks/graphs.py` writes. images: pictures per call. The arithmetic at the device's peak is
+    measurement: what `benchmarks/graphs.py` writes. images: images per call. The arithmetic at the device's peak is
     drawn where it is known. Raises ValueError for a number of images that was not measured.
     """
     rows = [row for row in measurement["rows"] if row["images"] == images]
@@ -183,8 +182,8 @@ def plot_replay_timings(measurement: Mapping, *, images: int = 1, ax: Axes | Non
         ax.errorbar(sizes, medians, tails, color=color, marker="o", ms=4, lw=1.8, capsize=3, label=label)
     if all(row["floor_ms"] for row in rows):
         ax.plot(sizes, [row["floor_ms"] for row in rows], "k:", label="arithmetic at the device's peak")
-    ax.set(yscale="log", xlabel="side of the picture (px)", ylabel="one call (ms)", xticks=sizes)
-    call = f"{images} picture{'s' * (images > 1)} per call"
+    ax.set(yscale="log", xlabel="side of the image (px)", ylabel="one call (ms)", xticks=sizes)
+    call = f"{images} image{'s' * (images > 1)} per call"
     ax.set_title(f"{call}: {measurement['device']}, {measurement['date']}", size=10)
     ax.grid(alpha=0.25, which="both")
     ax.legend(fontsize=8)

@@ -1,9 +1,9 @@
-"""MiniCPM-V: where a picture is sliced, what each query looks at, and what a clip costs when frames are packed.
+"""MiniCPM-V: where an image is sliced, what each query looks at, and what a video costs when frames are packed.
 
-plot_slices           the picture as it is cut, and the overview beside it
+plot_slices           the image as it is cut, and the overview beside it
 plot_query_attention  heat maps over a slice: how much each query takes from each patch
-plot_frame_tokens     tokens of a clip against its frames, one line per model
-plot_time_shift       how far embeddings move when frames are told other times
+plot_frame_tokens     tokens of a video against its frames, one line per model
+plot_time_shift       how far embeddings move when frames are given other times
 explore_slices        the slices while size and limit change
 """
 
@@ -28,26 +28,26 @@ _NUMBER = {"boxstyle": "circle,pad=0.2", "facecolor": "black", "alpha": 0.55, "l
 
 
 def plot_slices(image, config: SliceConfig, *, query_num: int = 64, ax=None) -> np.ndarray:
-    """On the left the picture with its slices, numbered as they come in the prompt, on the right the overview (0).
+    """On the left the image with its slices, numbered in the order of the prompt; on the right the overview (0).
 
     image: anything `load_image` takes. query_num: tokens of the overview and of each slice. ax: two Axes, or None.
     Returns both.
     """
-    image = load_image(image)
-    plan = plan_slices(*image.size, config)
+    picture = load_image(image)
+    plan = plan_slices(picture.width, picture.height, config)
     left, right = grid_of_axes(ax, 1, 2, (9.6, 3.6))[0]
-    _draw_cuts(left, image, plan)
+    _draw_cuts(left, picture, plan)
     width, height = plan.overview
     (h, w), slices = plan.tgt_sizes[0], len(plan.tgt_sizes) - 1
     image_axes(right, f"overview: {width} x {height} px = {w} x {h} patches\n{query_num} tokens")
-    right.imshow(_small(image), extent=(0, width, height, 0))
+    right.imshow(_small(picture), extent=(0, width, height, 0))
     _number(right, width / 2, height / 2, 0)
-    right.set_xlabel(f"(1 + {slices}) x {query_num} = {(1 + slices) * query_num} tokens of the picture")
+    right.set_xlabel(f"(1 + {slices}) x {query_num} = {(1 + slices) * query_num} tokens of the image")
     return np.array([left, right])
 
 
 def _draw_cuts(ax: Axes, image, plan: SlicePlan) -> None:
-    """The picture at the size at which it is cut: all slices together."""
+    """The image at the size at which it is cut: all slices together."""
     size, title = f"{image.width} x {image.height} px", "no slices: the overview holds all"
     (columns, rows), (width, height) = plan.grid or (1, 1), plan.cell or image.size
     if plan.grid:
@@ -110,7 +110,7 @@ def plot_query_attention(
 def plot_frame_tokens(
     frames: Sequence[int], tokens: Mapping[str, Sequence[int]], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Tokens of a clip against the frames that are looked at, a line per model; both axes are logarithmic."""
+    """Tokens of a video against the frames that are sampled, a line per model; both axes are logarithmic."""
     ax = axes_or_new(ax, figsize=(6.2, 3.8))
     for (name, counts), color in zip(tokens.items(), STAGE_COLORS, strict=False):
         ax.plot(frames, counts, "o-", ms=4, color=color, label=name)
@@ -137,14 +137,14 @@ def plot_time_shift(
 
 
 def draw_slices(width: int, height: int, max_slice_nums: int, image, config: SliceConfig) -> Axes:
-    """What `explore_slices` draws: the picture stretched to width x height pixels, and cut."""
+    """What `explore_slices` draws: the image stretched to width x height pixels, and cut."""
     stretched = load_image(image).resize((width, height))
     left, _ = plot_slices(stretched, replace(config, max_slice_nums=max_slice_nums))
     return left
 
 
 def explore_slices(image, config: SliceConfig, *, max_side: int = 2400):
-    """Sliders over the picture's width and height and the most slices allowed. Needs ipywidgets."""
+    """Sliders over the image's width and height and the most slices allowed. Needs ipywidgets."""
     import ipywidgets
 
     ranges = {"width": (1600, 20, max_side), "height": (700, 20, max_side), "max_slice_nums": (9, 1, 16)}

@@ -1,4 +1,4 @@
-"""The picture at the top of the README: one photo and one clip on their way to the language model."""
+"""The figure at the top of the README: one photo and one video on their way to the language model."""
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -14,17 +14,22 @@ FRAMES_SHOWN = 4
 
 
 def plot_overview(photo, config: PatchConfig, clip: Trace, *, tokens: int = 110) -> Figure:
-    """Patches and windows of `photo` at about `tokens` tokens; what a pruned `clip` keeps, and its positions."""
+    """Patches and windows of `photo` at about `tokens` tokens; what a pruned `clip` keeps, and its positions.
+
+    clip: the trace of a run on one video with `pruning_rate` set; ValueError if nothing was pruned.
+    """
     figure = plt.figure(figsize=(13, 6), layout="constrained")
-    pictures, below = figure.subfigures(2, 1, height_ratios=(1.6, 1))
+    pictures, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1.6, 1)).flat
     left, right = pictures.subplots(1, 2)
     budget = with_token_budget(config, tokens)
     plot_patches(photo, budget, numbers=False, ax=left)
     left.set_title("1. patchify: patches, folded into blocks of 2 x 2")
     plot_windows(photo, budget, ax=right)
     right.set_title("2. encode: attention inside windows, in this order")
-    frames, lines = below.subfigures(1, 2, width_ratios=(2, 1))
+    frames, lines = below.subfigures(1, 2, squeeze=False, width_ratios=(2, 1)).flat
     (patches,), (mask,), (video,) = clip.patches, clip.keep_masks, clip.media
+    if mask is None or clip.positions is None:
+        raise ValueError("clip: expected the trace of one pruned video, got one of which nothing was pruned")
     t, h, w = patches.merged.thw
     shown = min(FRAMES_SHOWN, t)
     mask = mask.reshape(t, h * w)[:shown].flatten()

@@ -12,11 +12,10 @@ from functools import partial
 from matplotlib.axes import Axes
 
 from refvl.parallel import Assignment, get_count_assignment, get_load_balance_assignment, get_speed_up
-from refvl.viz.style import axes_or_new, interactive
+from refvl.viz.style import UNUSED, axes_or_new, interactive
 from refvl.viz.windows import sequence_colors
 
 RULES = {"by size": get_load_balance_assignment, "by count": get_count_assignment}
-_IDLE = {"facecolor": "white", "edgecolor": "0.6", "hatch": "////", "linewidth": 0}  # nothing is computed here
 
 
 def plot_assignment(
@@ -35,7 +34,7 @@ def plot_assignment(
             i = next(items)
             _draw_item(ax, rank, left, sizes[i], i, colors[i], longest)
             left += sizes[i]
-        ax.barh(rank, longest - load, left=load, height=0.7, **_IDLE)
+        ax.barh(rank, longest - load, left=load, height=0.7, **UNUSED)
         ax.text(1.01 * longest, rank, f"{count} item{'s' * (count != 1)}, {load} {unit}", size=8, va="center")
     ax.set_yticks(range(len(counts)), [f"rank {rank}" for rank in range(len(counts))])
     right = max(1.25 * longest, ax.get_xlim()[1])  # an axis shared with another figure stays as wide as that needs
@@ -68,7 +67,7 @@ def plot_gather(tokens: Sequence[int], assignment: Assignment, *, title: str = "
         for i in ids:
             _draw_item(ax, 0, left, tokens[i], i, colors[i], total)
             left += tokens[i]
-        ax.barh(0, (rank + 1) * longest - left, left=left, height=0.7, **_IDLE)
+        ax.barh(0, (rank + 1) * longest - left, left=left, height=0.7, **UNUSED)
         ax.barh(0, longest, left=rank * longest, height=0.7, facecolor="none", edgecolor="black", linewidth=1.3)
         ax.text((rank + 0.5) * longest, -0.47, f"rank {rank}", size=8, ha="center")
     left = 0

@@ -1,4 +1,4 @@
-"""A picture as the encoder meets it: patches, merge blocks, rows of numbers."""
+"""An image as the encoder sees it: patches, merge blocks, rows of numbers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ MIN_FONT_SIZE, MAX_FONT_SIZE = 4.5, 11  # points; numbers that would be smaller 
 def plot_patches(
     image, config: PatchConfig, *, numbers: bool = True, highlight: Sequence[int] = (0,), ax: Axes | None = None
 ) -> Axes:
-    """The resized picture with its patches (thin lines) and merge blocks (thick lines).
+    """The resized image with its patches (thin lines) and merge blocks (thick lines).
 
     image: anything `load_image` takes. numbers: write each patch's row number, where that is large enough to read.
     highlight: merge blocks to frame, counted in reading order. Raises ValueError for a block that is not there.
@@ -40,7 +40,7 @@ def plot_patches(
 
 
 def show_resized(image, config: PatchConfig, ax: Axes | None) -> tuple[Axes, Grid]:
-    """Draw the resized picture in its own pixels, titled with all sizes; its axes and its grid (1, h, w) in patches."""
+    """Draw the resized image in its own pixels, titled with all sizes; its axes and its grid (1, h, w) in patches."""
     picture = load_image(image)
     resized = resize_image(picture, config)
     t, h, w = grid = plan_grid(picture.height, picture.width, config)
@@ -64,7 +64,7 @@ def draw_grid(ax: Axes, shape: tuple[int, int], step: int, **style) -> None:
 def write_numbers(ax: Axes, places: dict[int, Sequence[int]], step: int) -> None:
     """Write each number into its (row, column) cell of `step` pixels, unless the cells are too small to read."""
     columns = max(column for _, column in places.values()) + 1
-    points_per_cell = 72 * ax.figure.get_figwidth() * ax.get_position().width / columns
+    points_per_cell = 72 * ax.bbox.width / ax.figure.dpi / columns
     size = min(MAX_FONT_SIZE, 0.42 * points_per_cell)
     if size < MIN_FONT_SIZE:
         return
@@ -90,7 +90,7 @@ def _frame_blocks(ax: Axes, blocks: Sequence[int], grid: Grid, config: PatchConf
 def plot_patch_rows(
     patches: Tensor, grid: Sequence[int], config: PatchConfig, *, count: int = 8, ax: Axes | None = None
 ) -> Axes:
-    """The first patch rows: on the left each as the picture it is, on the right its C * Tp * P * P values in order.
+    """The first patch rows: on the left each drawn as a patch, on the right its C * Tp * P * P values in order.
 
     patches: (N, C*Tp*P*P), normalised, of one item with this grid (t, h, w).
     """
@@ -123,7 +123,7 @@ def _mark_channels(ax: Axes, config: PatchConfig) -> None:
 
 
 def explore_resize(image, config: PatchConfig, *, max_tokens: int = 512):
-    """A slider over the pixel budget, in merged tokens: the resized picture with its blocks. Needs ipywidgets."""
+    """A slider over the pixel budget, in merged tokens: the resized image with its blocks. Needs ipywidgets."""
     import ipywidgets
 
     def draw(budget: int) -> Axes:
@@ -136,6 +136,6 @@ def explore_resize(image, config: PatchConfig, *, max_tokens: int = 512):
 
 
 def with_token_budget(config: PatchConfig, tokens: int) -> PatchConfig:
-    """The same preprocessing with room for at most `tokens` merged tokens per picture."""
+    """The same preprocessing with room for at most `tokens` merged tokens per image."""
     max_pixels = tokens * config.factor**2
     return replace(config, max_pixels=max_pixels, min_pixels=min(config.min_pixels, max_pixels))

@@ -1,10 +1,10 @@
-"""Where tokens stand: the 2-D rotary of the tower, and the three axes of the prompt.
+"""Where tokens are: the 2-D rotary angles of the tower, and the three axes of the prompt.
 
-plot_rotary         cos of every rotation plane over the patches of a picture
+plot_rotary         cos of every rotation plane over the patches of an image
 plot_positions      t, h, w along the prompt, the media shaded
 plot_position_grid  t, h, w of a medium's tokens, frame by frame
 plot_place_answers  which place the model names for which true place
-plot_clip_positions positions around one clip, from its seconds and size
+plot_clip_positions positions around one video, from its seconds and size
 explore_positions   the same with sliders
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.lines import Line2D
@@ -53,7 +54,7 @@ def plot_rotary(
     cos, _ = vision_rotary_cos_sin([(1, h, w)], head_dim=head_dim, theta=theta, **options)
     rows, columns = merge_block_coordinates([(1, h, w)], **options).T.numpy()
     maps = np.zeros((2 * planes, h, w))
-    maps[:, rows, columns] = cos.T.numpy()  # from merge-block order back to the picture
+    maps[:, rows, columns] = cos.T.numpy()  # from merge-block order back to the image
     size = 1.5 * max(1.0, w / h)
     axes = grid_of_axes(ax, 2, planes, figsize=(planes * size + 1.2, 2 * size * h / w + 0.9))
     for k, (panel, values) in enumerate(zip(axes.flat, maps, strict=True)):
@@ -108,7 +109,9 @@ def kind_of(span: MediaSpan) -> str:
 
 
 def _legend(ax: Axes, kinds: Sequence[str]) -> None:
-    handles = [Line2D([], [], color=AXIS_COLORS[a], lw=_LINE_WIDTHS[a], label=f"{a}: {_NAMES[a]}") for a in "thw"]
+    handles: list[Artist] = [
+        Line2D([], [], color=AXIS_COLORS[a], lw=_LINE_WIDTHS[a], label=f"{a}: {_NAMES[a]}") for a in "thw"
+    ]
     handles += [Patch(color=TOKEN_COLORS[kind], alpha=0.22, label=kind) for kind in dict.fromkeys(kinds)]
     ax.legend(handles=handles, loc="upper left", fontsize=9, framealpha=0.9)
 
@@ -173,7 +176,7 @@ def plot_place_answers(
 def plot_clip_positions(
     second_per_grid: float, side: int, *, t: int = 6, text: int = 8, ax: Axes | None = None
 ) -> Axes:
-    """Positions of a clip of t grid steps of side x side merged tokens between two texts of `text` tokens.
+    """Positions of a video of t grid steps of side x side merged tokens between two texts of `text` tokens.
 
     second_per_grid: seconds that a grid step lasts; two positions per second, as in the released checkpoints.
     """
@@ -186,7 +189,7 @@ def plot_clip_positions(
 
 
 def explore_positions(second_per_grid: float = 1.0, side: int = 4):
-    """Sliders over the seconds of a grid step and the side of a clip's frames, in merged tokens. Needs ipywidgets."""
+    """Sliders over the seconds of a grid step and the side of a video's frames, in merged tokens. Needs ipywidgets."""
     import ipywidgets
 
     return interactive(

@@ -3,8 +3,10 @@
 import io
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import matplotlib.pyplot as plt
+from matplotlib import color_sequences
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
@@ -12,7 +14,8 @@ from PIL import Image
 AXIS_COLORS = {"t": "#d1495b", "h": "#00798c", "w": "#edae49"}  # time, height, width
 TOKEN_COLORS = {"text": "#c9ced6", "image": "#3d5a80", "video": "#8d5a97"}
 KEPT, PRUNED = "#2a9d8f", "#e9e9e9"
-STAGE_COLORS = plt.get_cmap("tab10").colors
+UNUSED: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.6", "hatch": "////", "linewidth": 0}  # padding, waiting
+STAGE_COLORS = color_sequences["tab10"]
 SEQUENCE_CMAP = "viridis"  # order along a sequence, first to last
 HIGHLIGHT = "#ff7f0e"  # what a figure points at
 
@@ -39,7 +42,7 @@ def encode_if_lighter(kind: str, figure: Figure) -> bytes | None:
     picture.quantize(128, dither=Image.Dither.NONE).save(encoded["png"], "png", optimize=True)
     picture.save(encoded["jpeg"], "jpeg", quality=72, optimize=True)
     sizes = {name: len(data.getvalue()) for name, data in encoded.items()}
-    return encoded[kind].getvalue() if kind == min(sizes, key=sizes.get) else None
+    return encoded[kind].getvalue() if kind == min(sizes, key=sizes.__getitem__) else None
 
 
 def axes_or_new(ax: Axes | None, *, figsize: tuple[float, float] = (6, 4)) -> Axes:
@@ -48,14 +51,14 @@ def axes_or_new(ax: Axes | None, *, figsize: tuple[float, float] = (6, 4)) -> Ax
 
 
 def image_axes(ax: Axes | None, title: str, *, figsize: tuple[float, float] = (5, 5)) -> Axes:
-    """Axes for a picture in pixels: equal scale, no frame of ticks, a title."""
+    """Axes for an image in pixels: equal scale, no frame of ticks, a title."""
     ax = axes_or_new(ax, figsize=figsize)
     ax.set(title=title, xticks=[], yticks=[], aspect="equal")
     return ax
 
 
 def interactive(draw: Callable, **widgets):
-    """Sliders that redraw `draw(**values)` into one picture; `draw` returns Axes. Needs ipywidgets.
+    """Sliders that redraw `draw(**values)` into one image; `draw` returns Axes. Needs ipywidgets.
 
     The figure is rendered to PNG and closed, which is quicker than a live canvas and leaves no widget output behind.
     Returns the ipywidgets container, with the controls in order.

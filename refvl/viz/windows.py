@@ -1,4 +1,4 @@
-"""Windows: which tokens share one, in what order they stand, who sees whom."""
+"""Windows: which tokens share one, in what order they come, which see each other."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ from refvl.viz.style import PRUNED, SEQUENCE_CMAP, axes_or_new, interactive
 def plot_windows(
     image, config: PatchConfig, *, window_size: int = 112, numbers: str = "windows", ax: Axes | None = None
 ) -> Axes:
-    """The resized picture with its windows in the order of the sequence.
+    """The resized image with its windows in the order of the sequence.
 
     image: anything `load_image` takes. window_size: pixels. numbers: "windows" numbers the windows; "tokens" writes
     into each merged token its place in window order, where that is large enough to read.

@@ -1,4 +1,4 @@
-"""pyproject.toml, constraints.txt, environment.yml, Makefile and CI say the same thing. Oracle: each other."""
+"""pyproject.toml, constraints.txt, environment.yml, Makefile, hooks and CI say the same thing. Oracle: each other."""
 
 import re
 import tomllib
@@ -9,8 +9,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+import refvl
+
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:1] not in ("", "#")]
 VERSIONS = {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in PINS}
@@ -18,6 +21,8 @@ REQUIREMENTS = [Requirement(line) for line in PROJECT["dependencies"]] + [
     Requirement(line) for extra, lines in EXTRAS.items() if extra != "flash" for line in lines
 ]
 ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text())
+WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+HOOKS = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
 MAKEFILE = (ROOT / "Makefile").read_text()
 INSTALLED_EXTRAS = "notebooks,test"
 
@@ -76,7 +81,14 @@ def test_makefile_and_workflow_ask_for_the_python_of_pyproject():
     major, minor = re.fullmatch(r">=(\d+)\.(\d+)", PROJECT["requires-python"]).groups()
     assert f"sys.version_info < ({major}, {minor})" in MAKEFILE
     assert f"Python {major}.{minor} or newer" in MAKEFILE
-    assert f'python-version: "{major}.{minor}"' in (ROOT / ".github/workflows/ci.yml").read_text()
+    assert PYPROJECT["tool"]["mypy"]["python_version"] == f"{major}.{minor}"
+    assert PYPROJECT["tool"]["ruff"]["target-version"] == f"py{major}{minor}"
+    (job,) = WORKFLOW["jobs"].values()
+    versions = job["strategy"]["matrix"]["python"]
+    assert versions[0] == f"{major}.{minor}" and all(
+        SpecifierSet(PROJECT["requires-python"]).contains(v) for v in versions
+    )
+    assert any(step.get("with", {}).get("python-version") == "${{ matrix.python }}" for step in job["steps"])
 
 
 def test_every_command_but_help_and_clean_needs_the_environment():
@@ -88,10 +100,9 @@ def test_every_command_but_help_and_clean_needs_the_environment():
 def test_ci_runs_exactly_the_two_commands_of_the_readme():
     assert two_commands() == ["make demo", "make test"]
     script = re.findall(r"^make .*$", (ROOT / ".ci/run").read_text(), re.M)
-    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
-    (job,) = workflow["jobs"].values()
+    (job,) = WORKFLOW["jobs"].values()
     assert script == two_commands()
-    assert [step["run"] for step in job["steps"] if "run" in step] == two_commands()
+    assert [run for step in job["steps"] if (run := step.get("run", "")).startswith("make ")] == two_commands()
 
 
 def test_ci_script_is_strict_and_executable():
@@ -103,3 +114,21 @@ def test_license_is_apache_2():
     assert PROJECT["license"] == "Apache-2.0" and PROJECT["license-files"] == ["LICENSE"]
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
+
+
+def test_hooks_are_local_and_run_the_tools_of_make_test():
+    """No hook fetches anything: each runs a tool of .venv, at the version that constraints.txt pins."""
+    (repository,) = HOOKS["repos"]
+    assert repository["repo"] == "local"
+    entries = [hook["entry"] for hook in repository["hooks"]]
+    assert all(hook["language"] == "system" for hook in repository["hooks"])
+    tools = {entry.split()[0].removeprefix(".venv/bin/") for entry in entries}
+    assert tools == {"ruff", "mypy", "python"} and all(entry.startswith(".venv/bin/") for entry in entries)
+    assert [file for entry in entries for file in re.findall(r"tests/\S+", entry) if not (ROOT / file).exists()] == []
+
+
+def test_one_source_of_the_version():
+    """Nothing but `refvl.__version__` says it, and CHANGELOG.md has an entry for it."""
+    assert "version" in PROJECT["dynamic"] and "version" not in PROJECT
+    assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "refvl.__version__"}
+    assert re.search(rf"^## \[?{re.escape(refvl.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)

@@ -108,6 +108,21 @@ def check_command_line(command: str, arguments: list[str], monkeypatch, capsys) 
     assert {a for a in arguments if a.startswith("--") and not re.search(rf"{a}\b", shown)} == set()
 
 
+ANSWERED = re.findall(r"^python -m refvl (chat data/.*?) +# (.+)$", TEXT, re.M)
+
+
+@pytest.mark.parametrize(("command", "answer"), ANSWERED, ids=[answer for _, answer in ANSWERED])
+def test_answers_beside_commands_are_the_models(command, answer, monkeypatch, capsys):
+    """The comment behind a `chat` command is what the shipped model says."""
+    from refvl.tools.cli import main
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["refvl", *shlex.split(command), "--device", "cpu"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code and capsys.readouterr().out.strip() == answer
+
+
 @pytest.mark.parametrize("source", PYTHON)
 def test_python_blocks_use_names_that_exist(source):
     """Imports work; calls of refvl's functions, and of methods of the model, bind to their signatures."""

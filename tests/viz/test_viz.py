@@ -235,3 +235,12 @@ def test_inline_figures_are_encoded_once_as_the_lighter_format():
     assert encode("png", photo) is None and encode("jpeg", photo).startswith(b"\xff\xd8")
     assert encode("jpeg", drawing) is None and encode("png", drawing).startswith(b"\x89PNG")
     plt.close("all")
+
+
+def test_numbers_have_room_in_a_subfigure_as_in_a_figure():
+    """The same axes, as large on the page, get numbers of the same size; oracle: the plain figure."""
+    sizes = []
+    for canvas in (plt.figure(figsize=(8, 4)), plt.figure(figsize=(16, 4)).subfigures(1, 2)[0]):
+        drawn = viz.plot_patches(WIDE, CONFIG, ax=canvas.add_axes((0.05, 0.05, 0.9, 0.9)))
+        sizes.append({text.get_size() for text in drawn.texts})
+    assert sizes[0] == sizes[1] != set()

@@ -205,7 +205,7 @@ def test_timings_are_medians_with_a_tail(ax):
     assert [container.get_label() for container in ax.containers] == [
         "eager", "eager, plan at hand", "replay, budgets that double", "replay, budgets that fit",
     ]  # fmt: skip
-    assert ax.get_title() == "1 picture per call: a GPU, 2026-11-20" and ax.get_yscale() == "log"
+    assert ax.get_title() == "1 image per call: a GPU, 2026-11-20" and ax.get_yscale() == "log"
     assert ax.get_xticks().tolist() == [112, 224]
 
 

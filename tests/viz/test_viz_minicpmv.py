@@ -44,14 +44,14 @@ def test_slices_are_drawn_where_the_picture_is_cut():
     assert (left.get_xlim(), left.get_ylim()) == ((0, columns * width), (rows * height, 0))
     assert left.get_title() == "190 x 80 px\n3 x 2 slices of 70 x 42 px = 5 x 3 patches"
     assert right.get_title() == "overview: 84 x 42 px = 6 x 3 patches\n9 tokens"
-    assert right.get_xlabel() == "(1 + 6) x 9 = 63 tokens of the picture"
+    assert right.get_xlabel() == "(1 + 6) x 9 = 63 tokens of the image"
 
 
 def test_a_small_picture_is_not_cut():
     left, right = viz.plot_slices(PICTURE.resize((50, 40)), TINY)
     assert (list(left.patches), texts(left)) == ([], [])
     assert left.get_title().endswith("no slices: the overview holds all")
-    assert right.get_xlabel() == "(1 + 0) x 64 = 64 tokens of the picture"
+    assert right.get_xlabel() == "(1 + 0) x 64 = 64 tokens of the image"
 
 
 def test_heat_maps_are_the_rows_of_the_weights_on_one_scale():

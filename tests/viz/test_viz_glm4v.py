@@ -17,7 +17,7 @@ from PIL import Image
 from refvl import viz
 from refvl.positions import MediaSpan, interpolate_position_table
 from refvl.positions.timestamps import VARIANTS, sample_video_frames
-from refvl.viz.glm import VARIANT_COLORS, draw_timeline
+from refvl.viz.glm4v import VARIANT_COLORS, draw_timeline
 from refvl.viz.style import HIGHLIGHT, PRUNED, TOKEN_COLORS
 
 TABLE = torch.randn(36, 5, generator=torch.Generator().manual_seed(0))
@@ -115,4 +115,4 @@ def test_sliders_redraw_the_timeline():
 def test_the_sliders_reach_nothing_that_cannot_be_drawn(variant):
     """The callback itself, at its ends: exceptions inside a widget do not fail a notebook."""
     for duration, fps in ((0.2, 1), (400, 60)):
-        assert draw_timeline(duration, fps, variant).get_title().startswith(f"a clip of {duration:g} s")
+        assert draw_timeline(duration, fps, variant).get_title().startswith(f"a video of {duration:g} s")

@@ -1,10 +1,10 @@
-"""Step3-VL: where a picture is cut, what that costs in tokens, and when its two encoder paths run.
+"""Step3-VL: where an image is cut, what that costs in tokens, and when its two encoder paths run.
 
 plot_crops          the windows on the canvas, and the overview beside them
-plot_crop_prompt    the prompt of one picture: crops, newline marks, overview
-plot_crop_tokens    tokens by size of picture, one line per aspect ratio
+plot_crop_prompt    the prompt of one image: crops, newline marks, overview
+plot_crop_tokens    tokens by size of image, one line per aspect ratio
 plot_path_timeline  replays of both paths in the order in which they ran
-explore_crops       the windows while the size of the picture changes
+explore_crops       the windows while the size of the image changes
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,10 @@ from refvl.graphs import Batch, padding_waste
 from refvl.pixels.crops import RELEASED, CropConfig, CropLayout, count_prompt_tokens, cut_crops, plan_crops
 from refvl.pixels.media import load_image
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, axes_or_new, image_axes, interactive
+from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, UNUSED, axes_or_new, image_axes, interactive
 from refvl.viz.windows import sequence_colors
 
 _PREVIEW = 480  # pixels per side are enough for a figure
-_FREE = {"facecolor": "white", "edgecolor": "0.6", "hatch": "////", "linewidth": 0}  # computed for nothing
 
 
 def plot_crops(
@@ -77,7 +76,7 @@ def _token_sum(layout: CropLayout, crop_tokens: int, image_tokens: int) -> str:
 def plot_crop_prompt(
     layout: CropLayout, *, crop_tokens: int = 81, image_tokens: int = 169, ax: Axes | None = None
 ) -> Axes:
-    """What stands in the prompt for one picture, left to right: numbered crops, newline marks, the overview.
+    """The prompt of one image, left to right: numbered crops, newline marks, the overview.
 
     The marks before and after each of them are counted in its length.
     """
@@ -108,7 +107,7 @@ def plot_crop_tokens(
     image_tokens: int = 169,
     ax: Axes | None = None,
 ) -> Axes:
-    """Tokens in the prompt against the long side of a picture, one line per aspect ratio (width, height)."""
+    """Tokens in the prompt against the long side of an image, one line per aspect ratio (width, height)."""
     ax = axes_or_new(ax, figsize=(8, 4))
     sides = np.arange(max_side // 400, max_side + 1, max(1, max_side // 400))
     for (width, height), color in zip(ratios, STAGE_COLORS, strict=False):
@@ -117,7 +116,7 @@ def plot_crop_tokens(
         ax.step(sides, counts, where="mid", color=color, lw=1.8, label=f"{width} : {height}")
     ax.axvline(config.image_size, color="0.6", ls=":", lw=1, label=f"{config.image_size} px: the overview's side")
     ax.axvline(config.max_side, color="0.3", ls="--", lw=1, label=f"{config.max_side} px: scaled down from here")
-    ax.set(xlabel="long side of the picture (px)", ylabel="tokens in the prompt", title="what a picture costs")
+    ax.set(xlabel="long side of the image (px)", ylabel="tokens in the prompt", title="what an image costs")
     ax.set_ylim(bottom=0)
     ax.grid(alpha=0.25)
     ax.legend(fontsize=8, title="width : height", title_fontsize=8)
@@ -129,7 +128,7 @@ def plot_path_timeline(
 ) -> Axes:
     """One lane per path; replays from left to right as they ran, each as long as the tokens it computes.
 
-    path_tokens: output tokens of each picture on each path. batches: `DualPathGraphManager.last_batches`. Pictures are
+    path_tokens: output tokens of each image on each path. batches: `DualPathGraphManager.last_batches`. Images are
     numbered and keep their colour on both lanes; hatched: padding; dashed: eager, because no graph was large enough.
     """
     paths = list(dict.fromkeys(path for tokens in path_tokens for path in tokens))
@@ -145,7 +144,7 @@ def plot_path_timeline(
                 ax.text(left + tokens / 2, lane, str(i), color="white", size=7, ha="center", va="center")
             left += tokens
         if batch.budget is not None:
-            ax.barh(lane, start + length - left, left=left, height=0.7, **_FREE)
+            ax.barh(lane, start + length - left, left=left, height=0.7, **UNUSED)
         style = "--" if batch.budget is None else "-"
         ax.barh(
             lane, length, left=start, height=0.7, facecolor="none", edgecolor="black", linewidth=1.2, linestyle=style
@@ -172,13 +171,13 @@ def _timeline_report(batches: Sequence[Batch]) -> str:
 
 
 def draw_crops(width: int, height: int, image, config: CropConfig = RELEASED) -> Axes:
-    """What `explore_crops` draws: the picture stretched to width x height pixels, and cut."""
+    """What `explore_crops` draws: the image stretched to width x height pixels, and cut."""
     left, _ = plot_crops(load_image(image).resize((width, height)), config)
     return left
 
 
 def explore_crops(image, config: CropConfig = RELEASED, *, max_side: int = 3200):
-    """Sliders over width and height of the picture: where it is cut, and what it costs. Needs ipywidgets."""
+    """Sliders over width and height of the image: where it is cut, and what it costs. Needs ipywidgets."""
     import ipywidgets
 
     sliders = {

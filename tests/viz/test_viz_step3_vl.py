@@ -14,7 +14,7 @@ from PIL import Image
 from refvl import viz
 from refvl.graphs import Batch
 from refvl.pixels.crops import CropConfig, CropLayout, count_prompt_tokens, plan_crops
-from refvl.viz.step3 import draw_crops
+from refvl.viz.step3_vl import draw_crops
 from refvl.viz.style import HIGHLIGHT, TOKEN_COLORS
 from refvl.viz.windows import sequence_colors
 

@@ -1,11 +1,11 @@
-"""GLM: a table of positions read at any size, and clips that become pictures with the second written behind each.
+"""GLM: a table of positions read at any size, and videos that become images, each followed by its second.
 
-plot_position_table  where the patches of pictures read the table, and one of its channels as read
-plot_patch_values    a number per patch, laid over the picture
-plot_timelines       which frames of a clip each variant looks at, and the seconds it writes
-plot_clip_tokens     prompt tokens of a clip against its duration
-plot_clip_prompt     a clip's part of the prompt, one frame per row, pruned tokens faded
-explore_timeline     one timeline, with the clip's duration and rate to play with
+plot_position_table  where the patches of images read the table, and one of its channels as read
+plot_patch_values    a number per patch, laid over the image
+plot_timelines       which frames of a video each variant samples, and the seconds it writes
+plot_clip_tokens     prompt tokens of a video against its duration
+plot_clip_prompt     a video's part of the prompt, one frame per row, pruned tokens faded
+explore_timeline     one timeline while the video's duration and frame rate change
 """
 
 from collections.abc import Sequence
@@ -32,16 +32,16 @@ _LABELS = 16  # seconds written along a timeline, at most
 def plot_position_table(
     table_PE: Tensor, pictures: Sequence[tuple[Image.Image, tuple[int, int]]], *, channel: int = 0, ax=None
 ) -> np.ndarray:
-    """Per picture: the table laid over it with the patches' centres, and a channel as read bicubic and nearest.
+    """Per image: the table laid over it with the patches' centres, and one channel as read, bicubic and nearest.
 
-    table_PE: (S * S, E). pictures: with their (h, w) in patches. ax: an array of pictures x 3 Axes, or None.
+    table_PE: (S * S, E). pictures: images with their (h, w) in patches. ax: an array of images x 3 Axes, or None.
     Returns that array.
     """
     values_P1 = check_shape(table_PE, ("positions", "E"), "table_PE").detach().float()[:, [channel]]
     limits = (float(values_P1.min()), float(values_P1.max()))
     axes = grid_of_axes(ax, len(pictures), 3, figsize=(10.5, 3.1 * len(pictures)))
     for row, (image, (h, w)) in zip(axes, pictures, strict=True):
-        _show_places(row[0], image, (h, w), round(len(table_PE) ** 0.5))
+        _show_cells(row[0], image, (h, w), round(len(table_PE) ** 0.5))
         for panel, mode in zip(row[1:], ("bicubic", "nearest"), strict=True):
             read_N = interpolate_position_table(values_P1, [(1, h, w)], mode=mode)[:, 0]
             plot_patch_values(read_N, (h, w), size=image.size, limits=limits, title=f"read {mode}", ax=panel)
@@ -49,10 +49,10 @@ def plot_position_table(
     return axes
 
 
-def _show_places(ax: Axes, image: Image.Image, grid_hw: tuple[int, int], side: int) -> None:
-    """The picture, the table's places as lines over it, and a dot where the centre of each patch falls."""
+def _show_cells(ax: Axes, image: Image.Image, grid_hw: tuple[int, int], side: int) -> None:
+    """The image, lines between the table's cells over it, and a dot where the centre of each patch falls."""
     (h, w), (width, height) = grid_hw, image.size
-    image_axes(ax, f"{h} x {w} patches, {side} x {side} places")
+    image_axes(ax, f"{h} x {w} patches, {side} x {side} cells")
     ax.imshow(image, alpha=0.55)
     for i in range(side + 1):
         ax.plot([i * width / side] * 2, [0, height], [0, width], [i * height / side] * 2, color="white", lw=1.2)
@@ -70,9 +70,9 @@ def plot_patch_values(
     title: str = "",
     ax: Axes | None = None,
 ) -> Axes:
-    """A number per patch where the patch stands. values_N: (h*w,) in merge-block order, as all rows of patches.
+    """A number per patch, where the patch is. values_N: (h*w,) in merge-block order, as all patch rows.
 
-    size: (width, height) of the picture, whose ratio is kept; None for square patches. limits: of the colours.
+    size: (width, height) of the image, whose ratio is kept; None for square patches. limits: of the colours.
     """
     h, w = grid_hw
     check_shape(values_N, (h * w,), "values_N")
@@ -87,9 +87,9 @@ def plot_patch_values(
 
 
 def plot_timelines(duration: float, fps: float, variants: Sequence[str] = VARIANTS, *, ax: Axes | None = None) -> Axes:
-    """The frames of a clip that each variant looks at, two to a step of the grid, and the second written for the step.
+    """The frames of a video that each variant samples, two to a grid step, and the second written for the step.
 
-    duration: seconds. fps: of the clip. Steps alternate in shade, so that pairs can be seen.
+    duration: seconds. fps: of the video. Steps alternate in shade, so that pairs can be seen.
     """
     total = max(1, round(duration * fps))
     ax = axes_or_new(ax, figsize=(10.5, 0.5 + 1.05 * len(variants)))
@@ -101,8 +101,8 @@ def plot_timelines(duration: float, fps: float, variants: Sequence[str] = VARIAN
     names = [f"{variant}\n{_RELEASES[variant]}" for variant in variants]
     ax.set_yticks([*(-row for row in range(len(variants))), -len(variants) + 0.35], [*names, f"{total:,} frames"])
     ax.tick_params(axis="y", length=0, labelsize=8)
-    ax.set(xlabel="second of the clip", ylim=(-len(variants) + 0.1, 0.8))
-    ax.set_title(f"a clip of {duration:g} s at {fps:g} frames a second: frames looked at, and seconds written")
+    ax.set(xlabel="second of the video", ylim=(-len(variants) + 0.1, 0.8))
+    ax.set_title(f"a video of {duration:g} s at {fps:g} frames a second: frames sampled, and seconds written")
     ax.spines[["top", "right", "left"]].set_visible(False)
     return ax
 
@@ -124,7 +124,7 @@ def _draw_timeline(ax: Axes, y: float, sample: FrameSample, fps: float, color: s
 def plot_clip_tokens(
     seconds: Sequence[float], tokens: dict[str, Sequence[int]], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Prompt tokens of a clip against its duration, a line per variant; both axes are logarithmic."""
+    """Prompt tokens of a video against its duration, a line per variant; both axes are logarithmic."""
     ax = axes_or_new(ax, figsize=(7, 3.6))
     for i, (variant, counts) in enumerate(tokens.items()):
         label, width = (
@@ -141,22 +141,24 @@ def plot_clip_tokens(
 
 
 def plot_clip_prompt(trace: Trace, processor, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """The clip's part of a prompt with one clip, a row per step: begin, tokens, end, and the second that is written.
+    """The video's part of a prompt with one video, a row per step: begin, tokens, end, and the second that is written.
 
     trace: of a GLM model, whose `keep` fades what was pruned. processor: the model's, for its words.
     """
+    if trace.full_ids is None or trace.keep is None:
+        raise ValueError("trace: expected that of a finished run, got one without a prompt")
     ids, keep, config = trace.full_ids.tolist(), trace.keep.tolist(), processor.config
     starts = [span.offset - 1 for span in trace.spans]
     stops = [*starts[1:], ids.index(config.video_end_token_id)]
     width = max(stop - start for start, stop in zip(starts, stops, strict=True))
     ax = axes_or_new(ax, figsize=(min(11, 0.42 * width + 1.6), 0.36 * len(starts) + 0.9))
     for row, (start, stop, span) in enumerate(zip(starts, stops, trace.spans, strict=True)):
-        behind = span.offset + span.num_tokens  # where end-of-image stands
+        end = span.offset + span.num_tokens  # of its tokens; the end-of-image mark follows
         for place in range(start, stop):
             x = place - start
-            if span.offset <= place < behind:
+            if span.offset <= place < end:
                 _box(ax, x, row, TOKEN_COLORS["video"] if keep[place] else PRUNED)
-            elif place in (start, behind):
+            elif place in (start, end):
                 _box(ax, x, row, TOKEN_COLORS["text"], "[" if place == start else "]")
             else:
                 _box(ax, x, row, HIGHLIGHT, processor.tokenizer.decode([ids[place]]).strip())
@@ -182,7 +184,7 @@ def draw_timeline(duration: float, fps: float, variant: str) -> Axes:
 
 
 def explore_timeline(duration: float = 12.0, fps: float = 25.0, variant: str = "glm46v"):
-    """Sliders over a clip's duration and rate, and the variant that samples it. Needs ipywidgets."""
+    """Sliders over a video's duration and rate, and the variant that samples it. Needs ipywidgets."""
     import ipywidgets
 
     options = {"continuous_update": False}

@@ -1,0 +1,87 @@
+"""CONTRIBUTING.md and CHANGELOG.md tell the truth. Oracles: files, the Makefile, the imports of the library."""
+
+import ast
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+PROSE = re.sub(r"^```.*?^```", "", TEXT, flags=re.S | re.M)
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", TEXT, re.S | re.M)
+COMMANDS = [shlex.split(line, comments=True) for block in BLOCKS for line in block.splitlines()]
+WALK_THROUGH = re.search(r"^## Add a family\n(.*?)^## ", TEXT, re.S | re.M).group(1)
+
+
+def named_files(text: str) -> set[str]:
+    """What stands between backticks and begins with a folder or file of the repository; * matches any name."""
+    words = re.findall(r"`([\w./*-]+)`", text)
+    return {word for word in words if (ROOT / word.split("/")[0]).exists() and not word.startswith(".venv/")}
+
+
+def test_named_files_exist():
+    assert [name for name in named_files(TEXT) if not list(ROOT.glob(name))] == []
+
+
+def test_walk_through_names_one_file_per_room():
+    """A family's file in each room that it needs, the table of families and both contract suites."""
+    rooms = {f"refvl/{room}/step3_vl.py" for room in ("processors", "encoders", "language")}
+    suites = {f"tests/contracts/test_{kind}.py" for kind in ("encoders", "processors")}
+    assert rooms | suites | {"refvl/families.py", "CHANGELOG.md"} <= named_files(WALK_THROUGH)
+
+
+def test_line_counts_come_from_a_command():
+    """Numbers of lines drift; the command that counts them does not, while its patterns match."""
+    [count] = [command for command in COMMANDS if command[:2] == ["wc", "-l"]]
+    assert all(list(ROOT.glob(pattern)) for pattern in count[2:])
+    assert len(list(ROOT.glob(count[2]))) >= 3
+    assert re.findall(r"\b\d[\d,]* (?:lines|files|tests|notebooks|functions)\b", PROSE) == []
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M))
+    named = set(re.findall(r"`make ([a-z-]+)", PROSE)) | {command[1] for command in COMMANDS if command[0] == "make"}
+    assert {"demo", "test", "test-slow", "notebooks"} <= named <= targets
+
+
+def modules_that_import(*, inside: str) -> dict[str, set[str]]:
+    """For each module of a room, the modules of refvl that it imports."""
+    found = {}
+    for path in sorted((ROOT / "refvl" / inside).rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+        names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        found[path.name] = {name for name in names if name.split(".")[0] == "refvl"}
+    return found
+
+
+BORDERS = [
+    ("pixels", ("processors", "encoders", "graphs", "language", "pipeline", "viz", "tools")),
+    ("positions", ("pixels", "processors", "encoders", "graphs", "language", "pipeline", "viz", "tools")),
+    ("encoders", ("processors", "graphs", "language", "pipeline", "viz", "tools")),
+    ("processors", ("graphs", "language.model", "pipeline", "viz", "tools")),
+    ("graphs", ("processors", "encoders", "language", "pipeline", "viz", "tools")),
+    ("language", ("pixels", "processors", "graphs", "pipeline", "viz", "tools")),
+]
+
+
+@pytest.mark.parametrize(("room", "closed"), BORDERS, ids=[room for room, _ in BORDERS])
+def test_no_import_crosses_a_border(room, closed):
+    """The rules under "Layout", as far as imports show them."""
+    crossed = {
+        f"{file}: {name}"
+        for file, names in modules_that_import(inside=room).items()
+        for name in names
+        if any(name == f"refvl.{other}" or name.startswith(f"refvl.{other}.") for other in closed)
+    }
+    assert crossed == set()
+
+
+def test_changelog_names_modules_that_exist():
+    """The right column of the table of moved modules."""
+    rows = re.findall(r"^ +\| .*? \| (.*) \|$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    modules = [name for row in rows for name in re.findall(r"`(refvl\.[\w.]+)`", row)]
+    assert len(modules) > 10 and [name for name in modules if importlib.util.find_spec(name) is None] == []
