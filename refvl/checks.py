@@ -1,12 +1,17 @@
 """Clear errors at the public border: name the argument, what came, what is allowed."""
 
-from collections.abc import Sequence
+import difflib
+import math
+import operator
+from collections.abc import Iterable, Sequence
 from numbers import Real
 
 import torch
 from torch import Tensor
 
 Grid = tuple[int, int, int]
+MAX_SECONDS = 10**6  # eleven days between two grid steps
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 means nothing without its scale
 
 
 def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw") -> list[Grid]:
@@ -16,6 +21,7 @@ def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw") -
     Raises TypeError for a wrong kind and ValueError for a wrong shape or value; h and w must be
     multiples of `spatial_merge_size`, because a merged token needs its whole block of patches.
     """
+    check_positive_int(spatial_merge_size, "spatial_merge_size")
     rows = _integer_rows(grid_thw, ("items", 3), "(t, h, w)", name)
     return [_as_grid(item, i, spatial_merge_size, name) for i, item in enumerate(rows)]
 
@@ -24,8 +30,7 @@ def _integer_rows(values, shape: tuple[str, int], row: str, name: str) -> Sequen
     """`values` if it is a sequence, the rows of an integer tensor or array of `shape`; rows are not checked here."""
     if isinstance(values, Tensor) or hasattr(values, "__array__"):
         values = torch.as_tensor(values)
-        if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-            raise TypeError(f"{name}: expected integers, got dtype {values.dtype}")
+        check_integers(values, name)
         if values.ndim != 2 or values.shape[1] != shape[1]:
             raise ValueError(f"{name}: expected shape ({shape[0]}, {shape[1]}), got {tuple(values.shape)}")
         values = values.tolist()
@@ -38,7 +43,7 @@ def _as_grid(item, i: int, spatial_merge_size: int, name: str) -> Grid:
     item = item.tolist() if hasattr(item, "tolist") else item
     if not isinstance(item, Sequence) or isinstance(item, str) or len(item) != 3:
         raise ValueError(f"{name}[{i}]: expected (t, h, w), got {item!r}")
-    if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in item):
+    if not all(map(is_integer, item)):
         raise TypeError(f"{name}[{i}]: expected three integers, got {item!r}")
     t, h, w = (int(n) for n in item)
     if min(t, h, w) < 1:
@@ -61,7 +66,7 @@ def as_size(size, name: str) -> tuple[int, int]:
     size = size.tolist() if hasattr(size, "tolist") else size
     if not isinstance(size, Sequence) or isinstance(size, str) or len(size) != 2:
         raise ValueError(f"{name}: expected (h, w), got {size!r}")
-    if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in size):
+    if not all(map(is_integer, size)):
         raise TypeError(f"{name}: expected two integers, got {size!r}")
     h, w = (int(n) for n in size)
     if min(h, w) < 1:
@@ -69,20 +74,52 @@ def as_size(size, name: str) -> tuple[int, int]:
     return h, w
 
 
+def is_integer(value) -> bool:
+    """Whether `value` is a whole number by its type: an int, or a scalar of a NumPy or torch integer dtype; no bool.
+
+    Every tensor has `__index__`, whatever its dtype, and a float's cuts the fraction off.
+    """
+    if isinstance(value, bool) or (isinstance(value, Tensor) and (value.ndim or not _holds_integers(value))):
+        return False
+    try:
+        operator.index(value)
+    except (TypeError, RuntimeError):  # RuntimeError: a meta tensor
+        return False
+    return True
+
+
+def check_int(value, name: str, least: int) -> int:
+    """Return `value` if it is an integer of at least `least`; raise TypeError or ValueError naming `name`."""
+    if not is_integer(value):
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__} {value!r}")
+    if value < least:
+        raise ValueError(f"{name}: must be at least {least}, got {value}")
+    return int(value)
+
+
 def check_positive_int(value, name: str) -> int:
     """Return `value` if it is an integer of at least 1; raise TypeError or ValueError naming `name`."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: expected an integer, got {type(value).__name__} {value!r}")
-    if value < 1:
-        raise ValueError(f"{name}: must be at least 1, got {value}")
-    return int(value)
+    return check_int(value, name, 1)
+
+
+def check_number(value, name: str) -> float:
+    """Return `value` if it is a real number, of Python's or NumPy's; raise TypeError naming `name`."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__} {value!r}")
+    return float(value)
+
+
+def check_positive(value, name: str) -> float:
+    """Return `value` if it is a finite number above 0; raise TypeError or ValueError naming `name`."""
+    number = check_number(value, name)
+    if not 0 < number < math.inf:  # also refuses nan
+        raise ValueError(f"{name}: must be a finite number above 0, got {value}")
+    return number
 
 
 def check_pruning_rate(q, name: str = "q") -> float:
     """Return `q` as a float if 0 <= q < 1; raise TypeError or ValueError naming `name`."""
-    if isinstance(q, bool) or not isinstance(q, Real):
-        raise TypeError(f"{name}: expected a number, got {type(q).__name__}")
-    if not 0 <= q < 1:
+    if not 0 <= check_number(q, name) < 1:
         raise ValueError(f"{name}: a pruning rate lies in [0, 1), got {q}")
     return float(q)
 
@@ -109,18 +146,87 @@ def check_shape(tensor, shape: Sequence[int | str | tuple[str, int] | None], nam
 
 
 def check_floats(tensor: Tensor, name: str) -> Tensor:
-    """Return `tensor` if it holds floating-point numbers; raise TypeError naming `name` and the dtype."""
-    if not tensor.is_floating_point():
+    """Return `tensor` if it holds floating-point numbers, one after the other; raise TypeError naming `name`.
+
+    Integers (unnormalised pixels), booleans, complex numbers, float8 and quantised values without their scale, and
+    sparse tensors are refused.
+    """
+    if tensor.dtype not in FLOATS:
         raise TypeError(f"{name}: expected floating-point numbers, got dtype {tensor.dtype}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
     return tensor
 
 
+def check_pixel_rows(pixel_values, shape: Sequence, device: torch.device, name: str = "pixel_values") -> Tensor:
+    """Return `pixel_values` if it has `shape` (see `check_shape`) and holds numbers that an encoder can read.
+
+    device: the encoder's; a tensor on the meta device has no values, and only an encoder there needs none. Raises
+    TypeError or ValueError naming `name`.
+    """
+    check_floats(check_shape(pixel_values, shape, name), name)
+    if pixel_values.is_meta and device.type != "meta":
+        raise TypeError(f"{name}: expected values for an encoder on {device}, got a tensor on the meta device")
+    return pixel_values
+
+
+def check_integers(tensor: Tensor, name: str) -> Tensor:
+    """Return `tensor` if it holds integers; raise TypeError naming `name` and the dtype."""
+    if not _holds_integers(tensor):
+        raise TypeError(f"{name}: expected integers, got dtype {tensor.dtype}")
+    return tensor
+
+
+def _holds_integers(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized or tensor.dtype == torch.bool)
+
+
 def check_token_ids(input_ids, name: str = "input_ids") -> Tensor:
-    """Return `input_ids` if it is an integer tensor (B, L); raise TypeError or ValueError naming `name`."""
-    check_shape(input_ids, ("B", "L"), name)
-    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
-        raise TypeError(f"{name}: expected integers, got dtype {input_ids.dtype}")
-    return input_ids
+    """Return `input_ids` if it is a dense tensor (B, L) of int32 or int64; raise TypeError or ValueError naming it."""
+    check_integers(check_shape(input_ids, ("B", "L"), name), name)
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected int32 or int64, got dtype {input_ids.dtype}")
+    return _check_values(input_ids, name)
+
+
+def _check_values(tensor: Tensor, name: str) -> Tensor:
+    if tensor.layout != torch.strided or tensor.is_meta:
+        kind = "one on the meta device" if tensor.is_meta else f"layout {tensor.layout}"
+        raise TypeError(f"{name}: expected a dense tensor with values, got {kind}")
+    return tensor
+
+
+def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
+    """The (B, L) bool mask of a batch of prompts, on the CPU: True for tokens, False for padding on their left.
+
+    attention_mask: (B, L) of 0 and 1, or None for no padding. Raises TypeError or ValueError, naming the argument and
+    the prompt, for empty prompts, other values, padding elsewhere, and ids outside the vocabulary.
+    """
+    ids = check_token_ids(input_ids).cpu()
+    if not ids.numel():
+        raise ValueError(f"input_ids: expected prompts of at least one token, got shape {tuple(ids.shape)}")
+    if attention_mask is None:
+        attention_mask = torch.ones_like(ids)
+    mask = _check_values(check_shape(attention_mask, tuple(ids.shape), "attention_mask"), "attention_mask").cpu()
+    for i, (row, keep) in enumerate(zip(ids, mask, strict=True)):
+        if (wrong := keep[(keep != 0) & (keep != 1)]).numel():
+            raise ValueError(f"attention_mask[{i}]: expected 0 (padding) or 1, got {wrong[0].item()}")
+        kept = keep.bool()
+        if not kept[-1] or (kept[:-1] & ~kept[1:]).any():
+            raise ValueError(f"attention_mask[{i}]: padding must stand on the left, and leave the prompt in one piece")
+        if len(outside := row[kept & ((row < 0) | (row >= vocab_size))]):
+            raise ValueError(f"input_ids[{i}]: token {outside[0]} is not in the vocabulary, 0 to {vocab_size - 1}")
+    return mask.bool()
+
+
+def check_names(given: Iterable[str], allowed: Sequence[str], what: str, error: type[Exception] = TypeError) -> None:
+    """Raise `error` for the first name that is not allowed, with the nearest one that is."""
+    for name in given:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1)
+            short = f"; allowed: {', '.join(allowed)}" if len(allowed) < 12 else ""
+            hint = f"; did you mean {near[0]!r}?" if near else short
+            raise error(f"{name}: {what} takes no such argument{hint}")
 
 
 def as_seconds(values, count: int, name: str) -> list[float]:
@@ -133,8 +239,6 @@ def as_seconds(values, count: int, name: str) -> list[float]:
         raise ValueError(f"{name}: expected one number for each of {count} videos, got {len(values)}")
     values = [value.item() if isinstance(value, Tensor) else value for value in values]
     for i, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name}[{i}]: expected a number, got {type(value).__name__}")
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{name}[{i}]: expected a positive number of seconds, got {value}")
+        if not 0 < check_number(value, f"{name}[{i}]") <= MAX_SECONDS:  # also refuses nan
+            raise ValueError(f"{name}[{i}]: expected a positive number of seconds, at most {MAX_SECONDS}, got {value}")
     return [float(value) for value in values]
