@@ -10,29 +10,9 @@ stage of the path from an image to text, are imported when they are first used: 
 
 import importlib
 
-TYPE_CHECKING = False  # type checkers and editors take it for True; importing `typing` would cost more than this file
-if TYPE_CHECKING:
-    from refvl import attention as attention
-    from refvl import checkpoints as checkpoints
-    from refvl import contracts as contracts
-    from refvl import encoders as encoders
-    from refvl import families as families
-    from refvl import graphs as graphs
-    from refvl import language as language
-    from refvl import merge as merge
-    from refvl import parallel as parallel
-    from refvl import pipeline as pipeline
-    from refvl import pixels as pixels
-    from refvl import positions as positions
-    from refvl import processors as processors
-    from refvl import tools as tools
-    from refvl import viz as viz
-    from refvl.loading import load
-    from refvl.pipeline import VLM
-    from refvl.trace import Trace
-
 __version__ = "0.1.0"
 __all__ = ["VLM", "Trace", "load"]
+# what type checkers and editors should see is in __init__.pyi
 _HOME = {"load": "refvl.loading", "VLM": "refvl.pipeline", "Trace": "refvl.trace"}
 _ROOMS = (
     "attention", "checkpoints", "contracts", "encoders", "families", "graphs", "language", "merge", "parallel",

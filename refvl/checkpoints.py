@@ -15,10 +15,9 @@ from tqdm.auto import tqdm
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-JSON_FILES = (  # of a checkpoint, as far as they are read here or by transformers
+JSON_FILES = (  # what transformers and the tokenizer read: their own errors do not name the file
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "chat_template.json", "processor_config.json", "preprocessor_config.json",
-    "video_preprocessor_config.json",
+    "added_tokens.json", "vocab.json", "chat_template.json", "processor_config.json",
 )  # fmt: skip
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # in the words of safetensors
 MAX_LAYERS = 1000
@@ -98,15 +97,19 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
         raise FileNotFoundError(f"{folder}: no *.safetensors file to read, neither {WEIGHTS} nor one named by {INDEX}")
-    weight_map = read_json_object(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{folder / INDEX}: expected 'weight_map' with the file of each weight, got {weight_map!r}")
+    index = read_json_object(folder / INDEX)
+    for key in ("weight_map", "metadata"):  # transformers reads both
+        if not isinstance(index.get(key), dict):
+            raise ValueError(f"{folder / INDEX}: expected an object under {key!r}, got {index.get(key)!r}")
+    weight_map = index["weight_map"]
     for weight, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
             raise ValueError(f"{folder / INDEX}: {weight!r} must name a *.safetensors file, got {file!r}")
         if PurePosixPath(file).is_absolute() or PureWindowsPath(file).anchor or ".." in re.split(r"[/\\]", file):
             raise ValueError(f"{folder / INDEX}: {weight!r} must name a file inside the folder, got {file!r}")
     files = [folder / file for file in sorted(set(weight_map.values()))]
+    if not files:
+        raise ValueError(f"{folder / INDEX}: 'weight_map' names no *.safetensors file to read")
     if lacking := [file.name for file in files if not file.is_file()]:
         raise FileNotFoundError(f"{folder}: the index names shards that are not there: {lacking}")
     return files

@@ -240,5 +240,5 @@ def as_seconds(values, count: int, name: str) -> list[float]:
     values = [value.item() if isinstance(value, Tensor) else value for value in values]
     for i, value in enumerate(values):
         if not 0 < check_number(value, f"{name}[{i}]") <= MAX_SECONDS:  # also refuses nan
-            raise ValueError(f"{name}[{i}]: expected a positive number of seconds, at most {MAX_SECONDS}, got {value}")
+            raise ValueError(f"{name}[{i}]: expected a positive number of seconds, got {value} (at most {MAX_SECONDS})")
     return [float(value) for value in values]

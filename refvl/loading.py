@@ -64,6 +64,10 @@ def load(
     device = _resolve_device(device)
     dtype = _resolve_dtype(_one_dtype(dtype, torch_dtype), config, device)
     family, text_config = families.find_family(config), families.text_config_of(config)
+    if isinstance(graphs, dict):
+        check_names(graphs, list(inspect.signature(family.graphs).parameters), "graphs")
+    if (how := getattr(config, "quantization_config", None)) is not None:  # written beside text_config, read inside it
+        text_config.quantization_config = how
     if weights == "random":
         encoder = families.random_encoder(config, attention=attention, dtype=dtype, device=device)
         language_model = random_language_model(

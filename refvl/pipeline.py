@@ -54,14 +54,14 @@ class VLM:
 
     def __repr__(self) -> str:
         """Family, device and dtype; what the parts are, and how large."""
-        text, budgets = self.language_model.config, self.graphs.limits.budgets if self.graphs else []
+        text = self.language_model.config
         sizes = f"{text.num_hidden_layers} layers of {text.hidden_size}, vocabulary of {text.vocab_size}"
         lines = [
             f"VLM of the family {self.family.name} on {self.device}, {self.encoder.dtype}",
             f"  encoder         {type(self.encoder).__name__}, {_parameters(self.encoder)}",
             f"  language_model  {type(self.language_model).__name__}, {sizes}, {_parameters(self.language_model)}",
             f"  processor       {type(self.processor).__name__}",
-            f"  graphs          {f'{self.graphs.backend}, budgets {budgets}' if self.graphs else 'none: runs eagerly'}",
+            f"  graphs          {type(self.graphs).__name__ if self.graphs else 'none: the encoder runs eagerly'}",
         ]
         return "\n".join(lines)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import ModelOutput, logging
 
 from refvl.checkpoints import FLOAT_DTYPES, weight_headers
@@ -162,8 +163,7 @@ def load_language_model(
     are no plain floats (unless a `quantization_config` says how to read them), and those that hold nan or inf. Sizes
     and dtypes are compared with the headers of the files before memory is taken.
     """
-    quantized = kwargs.get("quantization_config") or getattr(text_config, "quantization_config", None)
-    if not quantized:
+    if not kwargs.get("quantization_config") and not _says_how_to_read(text_config):
         _check_headers(folder, text_config, model_class)
     with _progress_bars(progress):
         loaded: Any = model_class.from_pretrained(
@@ -180,6 +180,12 @@ def load_language_model(
     _report(folder, {kind: info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched")})
     _report(folder, {"nan or inf": [name for name, weight in model.named_parameters() if not _is_finite(weight)]})
     return model.eval() if PLACED_BY & kwargs.keys() else model.eval().to(device)
+
+
+def _says_how_to_read(text_config: PretrainedConfig) -> bool:
+    """Whether a quantised checkpoint names a method of transformers, which silently ignores those unknown to it."""
+    method = getattr(text_config, "quantization_config", None)
+    return isinstance(method, dict) and "quant_method" in method and AutoHfQuantizer.supports_quant_method(method)
 
 
 def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: type[CausalTextModel]) -> None:
@@ -260,7 +266,9 @@ def random_language_model(
     return model.eval() if on_meta else model.eval().to(device)
 
 
-LOSES_MEDIA = "later steps would read the prompt's placeholders as text"
+LOSE_MEDIA = (  # with these transformers goes back to the prompt's ids, in which the media are placeholders
+    "prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit",
+)  # fmt: skip
 GENERATE_OPTIONS = frozenset(
     {
         *inspect.signature(GenerationMixin.generate).parameters,
@@ -279,15 +287,16 @@ def option(language_model: CausalTextModel, options: dict, name: str) -> Any:
 
 
 def check_generate_options(language_model: CausalTextModel, options: dict, own: Sequence[str] = ()) -> None:
-    """Raise ValueError, naming the option, for those that transformers' `generate` has not, or that lose the media.
+    """Raise ValueError, naming the option, that transformers' `generate` has not, or that loses the media.
 
     own: what the caller takes besides, for near misses (`image` for `images`).
     """
     check_names(options, [*own, *sorted(GENERATE_OPTIONS)], "generate", ValueError)
+    for name in LOSE_MEDIA:
+        if option(language_model, options, name) is not None:
+            raise ValueError(f"{name}: not with media: transformers would read their placeholders as text")
     if options.get("use_cache") is False:
-        raise ValueError(f"use_cache: must be True: without a cache {LOSES_MEDIA}")
-    if option(language_model, options, "prefill_chunk_size") is not None:
-        raise ValueError(f"prefill_chunk_size: the prompt has to be prefilled at once: {LOSES_MEDIA}")
+        raise ValueError("use_cache: must be True: without a cache placeholders would be read as text")
 
 
 @torch.inference_mode()

@@ -127,7 +127,9 @@ def test_ids_equal_the_whole_sequence_without_a_cache(vlm, name):
 def test_a_left_padded_batch_equals_single_prompts(vlm, options):
     names = ["one image", "text", "several images"]
     traces = [vlm.trace(**REQUESTS[name], max_new_tokens=NEW_TOKENS, **options) for name in names]
-    assert vlm.chat_batch([REQUESTS[n] for n in names], max_new_tokens=NEW_TOKENS, **options) == [t.text for t in traces]
+    assert vlm.chat_batch([REQUESTS[n] for n in names], max_new_tokens=NEW_TOKENS, **options) == [
+        t.text for t in traces
+    ]
     if not options:
         assert [t.token_ids for t in traces] == [oracle_ids(vlm, t) for t in traces]
 
@@ -186,5 +188,7 @@ def test_rows_of_another_width_are_refused_by_both_widths(vlm, tmp_path):
         mixed.chat("What is it?", images=PHOTOS[:1])
     trace = vlm.trace(**REQUESTS["one image"], max_new_tokens=1)
     for model, rows, want in ((vlm, trace.embeds[0][:, :hidden], 3 * hidden), (narrow, trace.embeds[0], hidden)):
-        with pytest.raises(ValueError, match=f"image_embeds.0.: dimension 1 must be {want}, got {rows.shape[1]} channel"):
+        with pytest.raises(
+            ValueError, match=f"image_embeds.0.: dimension 1 must be {want}, got {rows.shape[1]} channel"
+        ):
             model.generate(trace.full_ids[None], image_embeds=[rows], image_grid_thw=[trace.patches[0].layout])
