@@ -8,9 +8,11 @@ import re
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint, transformers_model
+from checkpoint_factory_minicpmv import make_minicpmv_checkpoint
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -62,7 +64,6 @@ WORKING = {
     "a config": {"generation_config": GenerationConfig(num_beams=2, pad_token_id=0)},
     "a penalty": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
     "a static cache": {"cache_implementation": "static"},
-    "guidance": {"guidance_scale": 1.5},
 }
 
 
@@ -308,3 +309,18 @@ def test_left_padding_may_hold_any_id(vlm):
     ids, mask = torch.tensor([[-100, 5, 6, 7]]), torch.tensor([[0, 1, 1, 1]])
     want = vlm.generate(IDS, max_new_tokens=4)
     assert vlm.generate(ids, attention_mask=mask, max_new_tokens=4)[:, 1:].tolist() == want.tolist()
+
+
+# --- MiniCPM-V's videos -----------------------------------------------------------------------------------------------
+
+
+def test_pruning_without_places_is_refused_before_anything_is_encoded(tmp_path, monkeypatch):
+    make_minicpmv_checkpoint(tmp_path, "2.6")
+    vlm = refvl.load(tmp_path, device="cpu", progress=False)
+    frames = np.zeros((2, 70, 70, 3), dtype=np.uint8)
+    monkeypatch.setattr(type(vlm.encoder), "forward", None)
+    with pytest.raises(ValueError, match="pruning_rate: must be 0 for MiniCPM-V's"):
+        vlm.chat("What?", videos=[frames], pruning_rate=0.5)
+    [patches] = vlm.processor.patchify(vlm.processor.decode(vlm.processor.messages("", videos=[frames])))
+    with pytest.raises(ValueError, match="pruning_rate: must be 0 for MiniCPM-V's"):
+        vlm.generate(IDS, pixel_values_videos=patches.pixel_values, video_grid_thw=[patches.layout], pruning_rate=0.5)
