@@ -91,12 +91,14 @@ class VLM:
         max_new_tokens: int = 128,
         pruning_rate: float = 0.0,
         stream: bool = False,
+        allow_special_tokens: bool = False,
         **generate_kwargs,
     ) -> str | Iterator[str]:
         """Answer a question about images and videos; greedy unless `do_sample=True` and its options are given.
 
         prompt: text, or messages in the transformers chat format with media anywhere in them. images, videos: paths,
         PIL images, arrays, frame lists; they come before the text, images first. pruning_rate: EVS on videos, [0, 1).
+        allow_special_tokens: special tokens in the caller's text count as such, instead of being plain text.
         stream: return a generator of text pieces; closing or dropping it ends the generation within one token.
         generate_kwargs: options of transformers' `generate` that lead to one answer in text (`num_beams`,
         `stop_strings`, `streamer`, ...). Errors: see `trace`.
@@ -104,12 +106,12 @@ class VLM:
         if not stream:
             return self.trace(
                 prompt, images=images, videos=videos, max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
-                **generate_kwargs,
+                allow_special_tokens=allow_special_tokens, **generate_kwargs,
             ).text  # fmt: skip
         self._check_options("chat", generate_kwargs)
         if self._option(generate_kwargs, "num_beams") != 1:
-            raise ValueError("stream: must be False with num_beams: until the last token it is open which beam wins")
-        trace = self._prefill_inputs(prompt, images, videos, pruning_rate)
+            raise ValueError("stream: must be False with num_beams: which beam wins is known only at the last token")
+        trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
         return self._stream(trace, max_new_tokens, generate_kwargs)
 
     def trace(
@@ -120,6 +122,7 @@ class VLM:
         videos: Sequence = (),
         max_new_tokens: int = 128,
         pruning_rate: float = 0.0,
+        allow_special_tokens: bool = False,
         **generate_kwargs,
     ) -> Trace:
         """The same run as `chat` with every stage kept, and the seconds each took.
@@ -130,7 +133,7 @@ class VLM:
         do not lead to one answer in text.
         """
         self._check_options("trace", generate_kwargs)
-        trace = self._prefill_inputs(prompt, images, videos, pruning_rate)
+        trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
         if self._option(generate_kwargs, "num_beams") == 1:
             timer, streamer = TokenTimer(self.device), generate_kwargs.pop("streamer", None)
             generate_kwargs["streamer"] = FanOut([timer, streamer]) if streamer else timer
@@ -143,7 +146,13 @@ class VLM:
         return trace
 
     def chat_batch(
-        self, requests: Sequence[dict], *, max_new_tokens: int = 128, pruning_rate: float = 0.0, **generate_kwargs
+        self,
+        requests: Sequence[dict],
+        *,
+        max_new_tokens: int = 128,
+        pruning_rate: float = 0.0,
+        allow_special_tokens: bool = False,
+        **generate_kwargs,
     ) -> list[str]:
         """Answers to several independent requests, decoded together with left padding.
 
@@ -152,7 +161,8 @@ class VLM:
         """
         self._check_options("chat_batch", generate_kwargs)
         _check_requests(requests)
-        traces = [self._prefill_inputs(**request, pruning_rate=pruning_rate) for request in requests]
+        common = {"pruning_rate": pruning_rate, "allow_special_tokens": allow_special_tokens}
+        traces = [self._prefill_inputs(**(request | common)) for request in requests]
         return self.answers(traces, max_new_tokens=max_new_tokens, **generate_kwargs)
 
     def answers(self, traces: Sequence[Trace], *, max_new_tokens: int = 128, **generate_kwargs) -> list[str]:
@@ -167,16 +177,16 @@ class VLM:
         return [self.processor.text(answer) for answer in ids.tolist()]
 
     def _option(self, generate_kwargs: dict, name: str) -> Any:
-        """What holds for an option of `generate`, wherever it was given; as often as nothing was said, 1 or False."""
+        """The value of an option of `generate`, wherever it was set; if nowhere, 1 for a number, else False."""
         value = option(self.language_model, generate_kwargs, name)
         return (1 if name.startswith("num_") else False) if value is None else value
 
     def _check_options(self, method: str, generate_kwargs: dict) -> None:
-        """Refuse, before anything is encoded, options that do not exist or that `method` cannot answer in text."""
+        """Refuse, before anything is encoded, options that do not exist or whose results `method` cannot return."""
         own = [name for name in inspect.signature(getattr(self, method)).parameters if name != "generate_kwargs"]
         check_generate_options(self.language_model, generate_kwargs, own)
         if self._option(generate_kwargs, "num_beams") != 1 and generate_kwargs.get("streamer"):
-            raise ValueError("streamer: must be None with num_beams: until the last token it is open which beam wins")
+            raise ValueError("streamer: must be None with num_beams: which beam wins is known only at the last token")
         if method == "generate":
             return
         if (count := self._option(generate_kwargs, "num_return_sequences")) != 1:
@@ -205,7 +215,9 @@ class VLM:
             deepstack_embeds=deepstack, **generate_kwargs,
         )  # fmt: skip
 
-    def _prefill_inputs(self, prompt, images=(), videos=(), pruning_rate: float = 0.0) -> Trace:
+    def _prefill_inputs(
+        self, prompt, images=(), videos=(), pruning_rate: float = 0.0, allow_special_tokens: bool = False
+    ) -> Trace:
         """Every stage up to what the language model is given."""
         q = check_pruning_rate(pruning_rate, "pruning_rate")
         self.check_runnable()
@@ -228,7 +240,8 @@ class VLM:
         with trace.stage("prune"):
             trace.keep_masks = [m.keep_mask(e, q) for m, e in zip(merged, trace.embeds, strict=True)]
         with trace.stage("merge"):
-            trace.full_ids = torch.tensor(self.processor.tokenize(messages, merged))  # the only place that tokenises
+            switch: dict[str, Any] = {"allow_special_tokens": True} if allow_special_tokens else {}
+            trace.full_ids = torch.tensor(self.processor.tokenize(messages, merged, **switch))  # tokenises nowhere else
             self._merge(trace, merged)
         with trace.stage("positions"):
             self._position(trace)

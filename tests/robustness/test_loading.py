@@ -157,7 +157,7 @@ def test_text_weights_that_are_no_numbers_are_named(folder, value):
 
 
 def test_large_finite_weights_load(folder):
-    """A sum that overflows is no proof of a weight that is not finite."""
+    """Their sum overflows, and they are numbers all the same."""
     change_weights(folder, lambda w: w.update({"model.norm.weight": torch.full_like(w["model.norm.weight"], 3e38)}))
     assert load(folder).language_model.model.norm.weight.isfinite().all()
 
