@@ -142,3 +142,8 @@ def weight_headers(folder: Path) -> dict[str, Header]:
                 weight = shard.get_slice(name)
                 headers[name] = Header(tuple(weight.get_shape()), weight.get_dtype())
     return headers
+
+
+def weight_names(folder: Path, pattern: str) -> list[str]:
+    """The checkpoint names that match `pattern`."""
+    return [name for name in weight_headers(folder) if re.search(pattern, name)]

@@ -1,6 +1,5 @@
 """One row per model family: which encoder, processor and text model a config.json asks for, and how they are built."""
 
-import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from refvl.attention import choose_backend
-from refvl.checkpoints import check_layer_counts, iterate_weights, read_json_object, weight_headers
+from refvl.checkpoints import check_layer_counts, iterate_weights, read_json_object, weight_names
 from refvl.encoders import (
     Glm4vVisionTransformer,
     GlmOcrVisionTransformer,
@@ -157,7 +156,7 @@ def load_encoder(folder: Path, config: PretrainedConfig, *, dtype, device, atten
     family = find_family(config)
     encoder = empty_encoder(config, dtype=dtype, device=device, attention=attention)
     encoder.load_weights(iterate_weights(folder, family.vision_prefix, progress=progress))
-    if family.left_out and (names := [name for name in weight_headers(folder) if re.search(family.left_out, name)]):
+    if family.left_out and (names := weight_names(folder, family.left_out)):
         parts = sorted({name.split(".")[0] for name in names})
         warnings.warn(f"{folder}: {len(names)} weights of {', '.join(parts)} left out: no speech here", stacklevel=2)
     return encoder
