@@ -4,17 +4,32 @@
     model = refvl.load("data/checkpoints/tiny-qwen2_5_vl")
     print(model.chat("What color is the circle?", images=["data/pictures/scene.png"]))
 
-Start reading at `refvl/pipeline.py`.
+`load` gives a `VLM`, whose `trace` gives a `Trace`. Start reading at `refvl/pipeline.py`; the rooms beside it, each a
+stage of the path from an image to text, are imported when they are first used: `refvl.positions`, `refvl.graphs`, ...
 """
 
 import importlib
 
 __version__ = "0.1.0"
 __all__ = ["VLM", "Trace", "load"]
-_HOME = {"VLM": "refvl.pipeline", "Trace": "refvl.trace", "load": "refvl.loading"}
+# what type checkers and editors should see is in __init__.pyi
+_HOME = {"load": "refvl.loading", "VLM": "refvl.pipeline", "Trace": "refvl.trace"}
+_ROOMS = (
+    "attention", "checkpoints", "contracts", "encoders", "families", "graphs", "language", "merge", "parallel",
+    "pipeline", "pixels", "positions", "processors", "tools", "viz",
+)  # fmt: skip
 
 
 def __getattr__(name: str):  # transformers is slow to import: `import refvl.positions` should not pay for it
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'refvl' has no attribute {name!r}")
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'refvl' has no attribute {name!r}")
+    try:
+        return importlib.import_module(f"refvl.{name}")
+    except ImportError as error:  # what looks through a module, as `help` does, expects no other error
+        raise AttributeError(f"refvl.{name} cannot be imported: {error}") from error
+
+
+def __dir__() -> list[str]:
+    return [*_HOME, *_ROOMS, *(name for name in globals() if name.startswith("__"))]

@@ -3,75 +3,147 @@
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, NamedTuple
 
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm.auto import tqdm
 
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+JSON_FILES = (  # what transformers and the tokenizer read: their own errors do not name the file
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "chat_template.json", "processor_config.json",
+)  # fmt: skip
+FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # in the words of safetensors
+MAX_LAYERS = 1000
 
 
-def find_checkpoint(path_or_id: str | Path, *, weights: bool = True) -> Path:
+class Header(NamedTuple):
+    """What a file says of a weight before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> Path:
     """The local folder of a checkpoint; a hub id (`owner/name`) is downloaded into the hub's cache first.
 
-    weights=False downloads configs and tokenizer only.
-    Raises FileNotFoundError for a path that does not exist or holds no config.json.
+    weights=False downloads configs and tokenizer only. hub: `revision`, `cache_dir`, `token`, `local_files_only` of
+    `huggingface_hub.snapshot_download`.
+    Raises FileNotFoundError for a path that does not exist or holds no config.json, ValueError for a revision of a
+    local folder or a JSON file that is not an object.
     """
     folder = Path(path_or_id).expanduser()
     if not folder.exists():
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path_or_id)):
             raise FileNotFoundError(f"path_or_id: no folder {folder} (a hub id has the form owner/name)")
-        folder = _download(str(path_or_id), CONFIG_FILES + WEIGHT_FILES * weights)
+        folder = _download(str(path_or_id), CONFIG_FILES + WEIGHT_FILES * weights, hub)
+    elif hub.get("revision") is not None:
+        raise ValueError(f"revision: {folder} is a local folder; only hub ids have revisions")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"path_or_id: {folder} holds no config.json")
+    for name in JSON_FILES:
+        if (folder / name).is_file():
+            read_json_object(folder / name)
     return folder
 
 
-def _download(repo_id: str, patterns: list[str]) -> Path:
+def _download(repo_id: str, patterns: list[str], hub: dict) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=patterns))
+        return Path(snapshot_download(repo_id, allow_patterns=patterns, **hub))
     except Exception as error:  # offline, gated, misspelt: one sentence, the cause kept
-        reason = str(error).splitlines()[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise FileNotFoundError(f"path_or_id: {repo_id!r} is no local folder, and the hub said: {reason}") from error
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError, naming the file, for anything else."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
+        raise ValueError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {json.dumps(values)[:40]}")
+    return values
+
+
+def check_layer_counts(values: dict, name: str) -> None:
+    """Raise ValueError where a config asks for more than `MAX_LAYERS` layers: building them would never end."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            check_layer_counts(value, f"{name}: {key}")
+        elif key in ("num_hidden_layers", "num_layers", "depth") and isinstance(value, int) and value > MAX_LAYERS:
+            raise ValueError(f"{name}: {key} is {value}, at most {MAX_LAYERS} layers are built")
+
+
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors shards of a checkpoint, in order. Raises FileNotFoundError when there are none or some lack."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    """The safetensors files of a checkpoint: model.safetensors, or else the shards of its index, as transformers reads.
+
+    Raises FileNotFoundError when there are none or some lack, and ValueError for an index that is not one, or that
+    names a file outside the folder.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        raise FileNotFoundError(f"{folder}: no *.safetensors file to read, neither {WEIGHTS} nor one named by {INDEX}")
+    index = read_json_object(folder / INDEX)
+    for key in ("weight_map", "metadata"):  # transformers reads both
+        if not isinstance(index.get(key), dict):
+            raise ValueError(f"{folder / INDEX}: expected an object under {key!r}, got {index.get(key)!r}")
+    weight_map = index["weight_map"]
+    for weight, file in weight_map.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors"):
+            raise ValueError(f"{folder / INDEX}: {weight!r} must name a *.safetensors file, got {file!r}")
+        if PurePosixPath(file).is_absolute() or PureWindowsPath(file).anchor or ".." in re.split(r"[/\\]", file):
+            raise ValueError(f"{folder / INDEX}: {weight!r} must name a file inside the folder, got {file!r}")
+    files = [folder / file for file in sorted(set(weight_map.values()))]
     if not files:
-        raise FileNotFoundError(f"{folder}: no *.safetensors file (other weight formats are not read)")
+        raise ValueError(f"{folder / INDEX}: 'weight_map' names no *.safetensors file to read")
     if lacking := [file.name for file in files if not file.is_file()]:
         raise FileNotFoundError(f"{folder}: the index names shards that are not there: {lacking}")
     return files
 
 
+@contextmanager
+def _open_shard(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as shard:
+            yield shard
+    except SafetensorError as error:
+        raise ValueError(f"{file}: truncated or not a safetensors file ({error})") from error
+
+
 def iterate_weights(folder: Path, pattern: str, *, progress: bool = True) -> Iterator[tuple[str, Tensor]]:
     """(checkpoint name, tensor) of every weight whose name matches `pattern`, shard by shard, one tensor at a time."""
-    from safetensors import SafetensorError, safe_open
-
     for file in tqdm(weight_files(folder), desc="vision weights", unit="shard", disable=not progress, leave=False):
-        try:
-            with safe_open(file, framework="pt") as shard:
-                for name in shard.keys():  # noqa: SIM118
-                    if re.search(pattern, name):
-                        yield name, shard.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{file}: truncated or not a safetensors file ({error})") from error
+        with _open_shard(file) as shard:
+            for name in shard.keys():  # noqa: SIM118
+                if re.search(pattern, name):
+                    yield name, shard.get_tensor(name)
+
+
+def weight_headers(folder: Path) -> dict[str, Header]:
+    """Shape and dtype of every weight by its checkpoint name; reads no tensor."""
+    headers = {}
+    for file in weight_files(folder):
+        with _open_shard(file) as shard:
+            for name in shard.keys():  # noqa: SIM118
+                weight = shard.get_slice(name)
+                headers[name] = Header(tuple(weight.get_shape()), weight.get_dtype())
+    return headers
 
 
 def weight_names(folder: Path, pattern: str) -> list[str]:
-    """The checkpoint names that match `pattern`; reads no tensor."""
-    from safetensors import safe_open
-
-    names = []
-    for file in weight_files(folder):
-        with safe_open(file, framework="pt") as shard:
-            names += [name for name in shard.keys() if re.search(pattern, name)]  # noqa: SIM118
-    return names
+    """The checkpoint names that match `pattern`."""
+    return [name for name in weight_headers(folder) if re.search(pattern, name)]

@@ -1,14 +1,16 @@
 """Clear errors at the public border: name the argument, what came, what is allowed."""
 
+import difflib
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 
 import torch
 from torch import Tensor
 
 Grid = tuple[int, int, int]
+MAX_SECONDS = 10**6  # eleven days between two grid steps
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 means nothing without its scale
 
 
@@ -180,8 +182,51 @@ def _holds_integers(tensor: Tensor) -> bool:
 
 
 def check_token_ids(input_ids, name: str = "input_ids") -> Tensor:
-    """Return `input_ids` if it is an integer tensor (B, L); raise TypeError or ValueError naming `name`."""
-    return check_integers(check_shape(input_ids, ("B", "L"), name), name)
+    """Return `input_ids` if it is a dense tensor (B, L) of int32 or int64; raise TypeError or ValueError naming it."""
+    check_integers(check_shape(input_ids, ("B", "L"), name), name)
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected int32 or int64, got dtype {input_ids.dtype}")
+    return _check_values(input_ids, name)
+
+
+def _check_values(tensor: Tensor, name: str) -> Tensor:
+    if tensor.layout != torch.strided or tensor.is_meta:
+        kind = "one on the meta device" if tensor.is_meta else f"layout {tensor.layout}"
+        raise TypeError(f"{name}: expected a dense tensor with values, got {kind}")
+    return tensor
+
+
+def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
+    """The (B, L) bool mask of a batch of prompts, on the CPU: True for tokens, False for padding on their left.
+
+    attention_mask: (B, L) of 0 and 1, or None for no padding. Raises TypeError or ValueError, naming the argument and
+    the prompt, for empty prompts, other values, padding elsewhere, and ids outside the vocabulary.
+    """
+    ids = check_token_ids(input_ids).cpu()
+    if not ids.numel():
+        raise ValueError(f"input_ids: expected prompts of at least one token, got shape {tuple(ids.shape)}")
+    if attention_mask is None:
+        attention_mask = torch.ones_like(ids)
+    mask = _check_values(check_shape(attention_mask, tuple(ids.shape), "attention_mask"), "attention_mask").cpu()
+    for i, (row, keep) in enumerate(zip(ids, mask, strict=True)):
+        if (wrong := keep[(keep != 0) & (keep != 1)]).numel():
+            raise ValueError(f"attention_mask[{i}]: expected 0 (padding) or 1, got {wrong[0].item()}")
+        kept = keep.bool()
+        if not kept[-1] or (kept[:-1] & ~kept[1:]).any():
+            raise ValueError(f"attention_mask[{i}]: padding must stand on the left, and leave the prompt in one piece")
+        if len(outside := row[kept & ((row < 0) | (row >= vocab_size))]):
+            raise ValueError(f"input_ids[{i}]: token {outside[0]} is not in the vocabulary, 0 to {vocab_size - 1}")
+    return mask.bool()
+
+
+def check_names(given: Iterable[str], allowed: Sequence[str], what: str, error: type[Exception] = TypeError) -> None:
+    """Raise `error` for the first name that is not allowed, with the nearest one that is."""
+    for name in given:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1)
+            short = f"; allowed: {', '.join(allowed)}" if len(allowed) < 12 else ""
+            hint = f"; did you mean {near[0]!r}?" if near else short
+            raise error(f"{name}: {what} takes no such argument{hint}")
 
 
 def as_seconds(values, count: int, name: str) -> list[float]:
@@ -194,6 +239,6 @@ def as_seconds(values, count: int, name: str) -> list[float]:
         raise ValueError(f"{name}: expected one number for each of {count} videos, got {len(values)}")
     values = [value.item() if isinstance(value, Tensor) else value for value in values]
     for i, value in enumerate(values):
-        if not 0 < check_number(value, f"{name}[{i}]") < math.inf:
-            raise ValueError(f"{name}[{i}]: expected a positive number of seconds, got {value}")
+        if not 0 < check_number(value, f"{name}[{i}]") <= MAX_SECONDS:  # also refuses nan
+            raise ValueError(f"{name}[{i}]: expected a positive number of seconds, got {value} (at most {MAX_SECONDS})")
     return [float(value) for value in values]

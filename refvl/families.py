@@ -1,6 +1,5 @@
 """One row per model family: which encoder, processor and text model a config.json asks for, and how they are built."""
 
-import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from refvl.attention import choose_backend
-from refvl.checkpoints import iterate_weights, weight_names
+from refvl.checkpoints import check_layer_counts, iterate_weights, read_json_object, weight_names
 from refvl.encoders import (
     Glm4vVisionTransformer,
     GlmOcrVisionTransformer,
@@ -130,16 +129,19 @@ def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfi
     if isinstance(source, PretrainedConfig):
         find_family(source)
         return source
-    if not isinstance(source, dict):
-        path = Path(source)
+    name, values = "config", source
+    if not isinstance(values, dict):
+        path = Path(values)
         path = path / "config.json" if path.is_dir() else path
-        try:
-            source = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: not valid JSON ({error})") from error
-    family = find_family(source)
-    values = {name: value for name, value in source.items() if name != "model_type"}
-    return family.config(**values) if family.config else AutoConfig.for_model(source["model_type"], **values)
+        name, values = str(path), read_json_object(path)
+    family = find_family(values)
+    check_layer_counts(values, name)
+    values = dict(values)
+    model_type = values.pop("model_type")
+    try:
+        return family.config(**values) if family.config else AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # transformers' own kinds, and what a value of the wrong type runs into
+        raise ValueError(f"{name}: {' '.join(str(error).split())}") from error
 
 
 def text_config_of(config: PretrainedConfig) -> PretrainedConfig:

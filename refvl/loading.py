@@ -1,5 +1,6 @@
 """From a folder, a hub id or a config to a `VLM`: what goes where, in which dtype, with which weights."""
 
+import inspect
 import os
 from pathlib import Path
 
@@ -7,22 +8,34 @@ import torch
 from transformers import PretrainedConfig
 
 from refvl import checkpoints, families
+from refvl.checks import check_names
+from refvl.contracts import Processor
 from refvl.graphs.manager import MIN_BUDGET, EncoderGraphManager
 from refvl.language.model import load_language_model, random_language_model
 from refvl.pipeline import VLM
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PLACEMENT = (  # of transformers' `from_pretrained`, for the text model
+    "device_map", "max_memory", "offload_folder", "offload_buffers", "tp_plan", "tp_size", "device_mesh",
+    "distributed_config", "quantization_config",
+)  # fmt: skip
+MODEL_KWARGS = ("attn_implementation", "experts_implementation", *PLACEMENT)
 
 
 def load(
     path_or_id: str | Path | dict | PretrainedConfig,
     *,
-    device="auto",
-    dtype="auto",
+    device: str | int | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
     attention: str = "auto",
     weights: str = "checkpoint",
     graphs: bool | dict | None = None,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
     progress: bool = True,
+    torch_dtype: str | torch.dtype | None = None,
     **model_kwargs,
 ) -> VLM:
     """A model from a local folder or a hub id in Hugging Face layout; the family comes from the config.
@@ -31,35 +44,76 @@ def load(
     "auto" is the checkpoint's own on CUDA and float32 on a CPU. attention: backend of the vision tower
     (`refvl.attention`). weights: "checkpoint", or "random" to build the true shape from a config alone (a folder, a
     JSON file, a dict) - on device "meta" it costs no memory. graphs: True captures the encoder in graphs now (CUDA
-    graphs, or their stand-in elsewhere); a dict gives the options of `EncoderGraphManager`. model_kwargs go to
-    transformers' text model: `attn_implementation`; `device_map="auto"` or a map, to spread its layers over devices,
-    memory and disk (needs accelerate); `tp_plan="auto"`, to split every layer among the processes that torchrun
-    started. The vision tower stays whole, on `device`.
+    graphs, or their stand-in elsewhere); a dict gives the options of `EncoderGraphManager`. revision, cache_dir, token,
+    local_files_only: for a hub id, as in `huggingface_hub.snapshot_download`. torch_dtype: `dtype`, as transformers
+    called it. model_kwargs go to transformers' text model: `attn_implementation`; `device_map="auto"` or a map, to
+    spread its layers over devices, memory and disk (needs accelerate); `tp_plan="auto"`, to split every layer among the
+    processes that torchrun started. The vision tower stays whole, on `device`.
 
-    Raises FileNotFoundError when nothing is there, ValueError for an unknown family or weights that do not fit.
+    Raises FileNotFoundError when nothing is there, TypeError for arguments that do not exist, ValueError for an unknown
+    family, files that are malformed or weights that do not fit.
     """
     if weights not in ("checkpoint", "random"):
         raise ValueError(f"weights: expected 'checkpoint' or 'random', got {weights!r}")
-    from_folder = isinstance(path_or_id, (str, Path)) and not str(path_or_id).endswith(".json")
-    if weights == "checkpoint" and not from_folder:
-        raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
-    folder = checkpoints.find_checkpoint(path_or_id, weights=weights == "checkpoint") if from_folder else None
+    _check_arguments(path_or_id, graphs, model_kwargs, with_weights=weights == "checkpoint")
+    folder = None
+    if isinstance(path_or_id, (str, Path)) and not str(path_or_id).endswith(".json"):
+        hub = {"revision": revision, "cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
+        folder = checkpoints.find_checkpoint(path_or_id, weights=weights == "checkpoint", **hub)
     config = families.read_config(folder or path_or_id)
-    options = {"device": (device := _resolve_device(device)), "dtype": _resolve_dtype(dtype, config, device)}
+    device = _resolve_device(device)
+    dtype = _resolve_dtype(_one_dtype(dtype, torch_dtype), config, device)
     family, text_config = families.find_family(config), families.text_config_of(config)
+    if isinstance(graphs, dict):
+        check_names(graphs, list(inspect.signature(family.graphs).parameters), "graphs")
+    if (how := getattr(config, "quantization_config", None)) is not None:  # written beside text_config, read inside it
+        text_config.quantization_config = how
     if weights == "random":
-        encoder = families.random_encoder(config, attention=attention, **options)
-        language_model = random_language_model(text_config, model_class=family.text_model, **options, **model_kwargs)
-    else:
-        encoder = families.load_encoder(folder, config, attention=attention, progress=progress, **options)
-        language_model = load_language_model(
-            folder, text_config, model_class=family.text_model, progress=progress, **options, **model_kwargs
+        encoder = families.random_encoder(config, attention=attention, dtype=dtype, device=device)
+        language_model = random_language_model(
+            text_config, model_class=family.text_model, dtype=dtype, device=device, **model_kwargs
         )
-    vlm = VLM(config, families.load_processor(folder, config), encoder, language_model)
+    elif folder is None:
+        raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
+    else:
+        encoder = families.load_encoder(
+            folder, config, attention=attention, progress=progress, dtype=dtype, device=device
+        )
+        language_model = load_language_model(
+            folder, text_config, model_class=family.text_model, progress=progress, dtype=dtype, device=device,
+            **model_kwargs,
+        )  # fmt: skip
+    vlm = VLM(config, _load_processor(folder, config), encoder, language_model)
     _add_stop_tokens(vlm)
     if graphs:
         vlm.graphs = _capture_graphs(vlm, {} if graphs is True else graphs, progress)
     return vlm
+
+
+def _check_arguments(path_or_id, graphs, model_kwargs: dict, *, with_weights: bool) -> None:
+    """Raise TypeError for arguments of a wrong kind, and for names that nobody reads."""
+    if not isinstance(path_or_id, (str, Path, dict, PretrainedConfig)):
+        kind = f"{type(path_or_id).__name__} {path_or_id!r}"
+        raise TypeError(f"path_or_id: expected a folder, a hub id, a dict or a transformers config, got {kind}")
+    if graphs is not None and not isinstance(graphs, (bool, dict)):
+        raise TypeError(f"graphs: expected True, False or a dict of options, got {graphs!r}")
+    if "trust_remote_code" in model_kwargs:
+        raise TypeError("trust_remote_code: no code from a checkpoint is run; leave it out")
+    own = [name for name in inspect.signature(load).parameters if name != "model_kwargs"]
+    check_names(model_kwargs, [*own, *MODEL_KWARGS], "load")
+    if not with_weights and (placed := [name for name in model_kwargs if name in PLACEMENT]):
+        raise TypeError(f"{placed[0]}: places the weights of a checkpoint; weights='random' has none")
+
+
+def _load_processor(folder: Path | None, config: PretrainedConfig) -> Processor:
+    """The family's; what a damaged tokenizer makes the tokenizers library raise becomes a ValueError."""
+    try:
+        return families.load_processor(folder, config)
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{folder}: tokenizer or processor files cannot be read ({reason})") from error
 
 
 def _add_stop_tokens(vlm: VLM) -> None:
@@ -79,23 +133,35 @@ def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphMana
     return manager
 
 
-def _resolve_device(device) -> torch.device:
+def _resolve_device(device: str | int | torch.device) -> torch.device:
     if device == "auto" and torch.cuda.is_available():  # torchrun's processes take the GPUs of their machine in turn
         device = f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
     try:
         device = torch.device("cpu" if device == "auto" else device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"device: {device!r} is no torch device") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {str(device)!r} was asked for, but this machine has no CUDA device")
     return device
 
 
-def _resolve_dtype(dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+def _one_dtype(dtype: str | torch.dtype, torch_dtype: str | torch.dtype | None) -> str | torch.dtype:
+    """Of `dtype` and its other name the one that was given; ValueError where they disagree."""
+    if torch_dtype is None:
+        return dtype
+    if dtype != "auto" and _dtype_name(dtype) != _dtype_name(torch_dtype):
+        raise ValueError(f"torch_dtype: is another name of dtype, but they are {torch_dtype!r} and {dtype!r}")
+    return torch_dtype
+
+
+def _dtype_name(dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         own = config.dtype or config.get_text_config().dtype or torch.float32
         dtype = torch.float32 if device.type == "cpu" else own
-    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if resolved not in DTYPES:
-        raise ValueError(f"dtype: expected 'auto' or one of {[str(d) for d in DTYPES]}, got {dtype!r}")
-    return resolved
+    if _dtype_name(dtype) not in DTYPES:
+        raise ValueError(f"dtype: expected 'auto' or one of {list(DTYPES)}, got {dtype!r}")
+    return DTYPES[_dtype_name(dtype)]

@@ -36,6 +36,9 @@ class MergedMedia:
         """(M, ...) rows of the medium, or None, as one piece per run."""
         return [None] * len(self.runs) if rows is None else list(rows.split([t * h * w for t, h, w in self.runs]))
 
+    def check_pruning(self, q: float) -> None:
+        """Raise ValueError, before anything is encoded, where this medium cannot be pruned at rate q."""
+
     def keep_mask(self, embeds_MD: Tensor, q: float) -> Tensor | None:
         """(M,) bool: which embeddings EVS keeps at rate q; None: all. Pictures are never pruned."""
         return compute_retention_mask(embeds_MD, self.thw, 1, q) if self.kind == "video" and q > 0 else None

@@ -19,13 +19,14 @@ from datetime import timedelta
 from itertools import accumulate, islice, pairwise
 from math import prod
 from numbers import Real
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.checks import check_positive_int, check_shape
+from refvl.checks import check_pixel_rows, check_positive_int, check_shape
 
 Assignment = tuple[list[int], list[int], list[int]]
 ROPE_TYPES = ("rope_3d", "rope_2d")
@@ -41,7 +42,8 @@ def get_load_balance_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assi
     >>> get_load_balance_assignment([1000, 100, 200, 50], num_gpus=2)
     ([0, 2, 1, 3], [1, 3], [1000, 350])
     """
-    items, loads = [[] for _ in range(check_positive_int(num_gpus, "num_gpus"))], [0] * num_gpus
+    items: list[list[int]] = [[] for _ in range(check_positive_int(num_gpus, "num_gpus"))]
+    loads = [0] * num_gpus
     for i in sorted(range(len(_check_sizes(sizes))), key=lambda i: -sizes[i]):
         rank = loads.index(min(loads))
         items[rank].append(i)
@@ -97,7 +99,9 @@ def run_dp_sharded_mrope_vision_model(
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"rope_type: expected one of {ROPE_TYPES}, got {rope_type!r}")
     layouts, rows, tokens = _item_sizes(vision_model, grid_thw_list, rope_type)
-    check_shape(pixel_values, (("patches of grid_thw_list", sum(rows)), "values"), "pixel_values")
+    device = getattr(_encoder(vision_model), "device", None)
+    shape = (("patches of grid_thw_list", sum(rows)), "values")
+    check_pixel_rows(pixel_values, shape, device or torch.device("cpu"), "pixel_values")
     if not layouts:
         return ()
     rank, world_size = rank_and_world_size(group)
@@ -105,7 +109,7 @@ def run_dp_sharded_mrope_vision_model(
     starts = [0, *accumulate(counts)]
     items = [order[a:b] for a, b in pairwise(starts)]
 
-    device = getattr(_encoder(vision_model), "device", pixel_values.device)
+    device = device or pixel_values.device
     split_rows, local = pixel_values.split(rows), None
     if items[rank]:
         local_rows = torch.cat([split_rows[i] for i in items[rank]]).to(device)
@@ -123,14 +127,14 @@ def restore_order(gathered: Tensor, tokens: Sequence[int], order: Sequence[int],
     gathered: (ranks * longest, ...), the rows of all ranks, each rank's padded to the longest. tokens: output tokens of
     each item. order, counts: the assignment.
     """
-    embeds: list[Tensor | None] = [None] * len(tokens)
+    embeds: dict[int, Tensor] = {}
     items = iter(order)
     for rank, count in enumerate(counts):
         start = rank * (len(gathered) // len(counts))
         for i in islice(items, count):
             embeds[i] = gathered[start : start + tokens[i]]
             start += tokens[i]
-    return embeds
+    return [embeds[i] for i in range(len(tokens))]
 
 
 def _encoder(vision_model):
@@ -165,28 +169,27 @@ def _encode(vision_model, rows: Tensor, layouts: list, rope_type: str) -> Tensor
     return output if isinstance(output, Tensor) else torch.cat(list(output))
 
 
-def _gather_padded(local: Tensor | None, lengths: list[int], device, group) -> Tensor:
+def _gather_padded(local: Tensor | None, lengths: list[int], device: torch.device, group) -> Tensor:
     """(ranks * longest, ...): the rows of all ranks; local: this rank's (lengths[rank], ...), None if it has none.
 
     All-gather takes equal shapes, so each rank sends as many rows as the longest has. A rank without items does not
     know how wide its padding has to be: rank 0, which always has the largest item, tells it.
     """
-    if len(lengths) == 1:
-        return local
     if 0 in lengths:
-        told = [None if local is None else (local.shape[1:], local.dtype)]
-        dist.broadcast_object_list(told, group=group, group_src=0, device=_object_device(group))
+        told: list[Any] = [None if local is None else (local.shape[1:], local.dtype)]
+        nccl = (
+            dist.get_backend(group) == "nccl"
+        )  # moves nothing but CUDA tensors: by default those of GPU 0, on all ranks
+        dist.broadcast_object_list(told, group=group, group_src=0, device=device if nccl else None)
         shape, dtype = told[0]
         local = torch.empty(0, *shape, dtype=dtype, device=device) if local is None else local
+    assert local is not None  # lengths says so
+    if len(lengths) == 1:
+        return local
     padded = F.pad(local, (0, 0) * (local.ndim - 1) + (0, max(lengths) - len(local))).contiguous()
     gathered = padded.new_empty(len(lengths) * len(padded), *padded.shape[1:])
     dist.all_gather_into_tensor(gathered, padded, group=group)
     return gathered
-
-
-def _object_device(group) -> torch.device | None:
-    """NCCL moves nothing but CUDA tensors."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
 
 
 @torch.no_grad()
@@ -198,6 +201,7 @@ def run_dp_sharded_vision_model(image_input: Tensor, vision_model, *, group: dis
     """
     if not isinstance(image_input, Tensor) or image_input.ndim < 2:
         raise ValueError(f"image_input: expected a tensor (B, ...), got {getattr(image_input, 'shape', image_input)!r}")
+    check_pixel_rows(image_input, [None] * image_input.ndim, torch.device("cpu"), "image_input")
     rank, world_size = rank_and_world_size(group)
     if world_size == 1 or not len(image_input):
         return vision_model(image_input)

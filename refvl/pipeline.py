@@ -10,38 +10,60 @@ positions         positions/mrope    (3, L) for every token, restricted to what 
 prefill, decode   language/          embeddings + positions -> token ids -> text
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
-from threading import Thread
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PretrainedConfig, TextIteratorStreamer
+from transformers import PretrainedConfig, StoppingCriteriaList
+from transformers.utils import ModelOutput
 
 from refvl import families
 from refvl.checks import (
     as_seconds,
-    check_floats,
+    check_pixel_rows,
     check_positive_int,
+    check_prompts,
     check_pruning_rate,
     check_shape,
-    check_token_ids,
 )
+from refvl.contracts import Encoder, Processor
 from refvl.graphs import DualPathGraphManager, EncoderGraphManager
-from refvl.language.model import CausalTextModel, generate
+from refvl.language.model import CausalTextModel, check_generate_options, generate, new_ids, option
+from refvl.language.streaming import FanOut, stream_text
 from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
 from refvl.positions import restrict_positions
 from refvl.trace import TokenTimer, Trace
 
 MAX_PATCHES_PER_FORWARD = 2**16  # longer encodes run in several forwards, with a progress bar
+NOT_IN_TEXT = (  # options of `generate` whose results an answer in text cannot hold
+    "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
+)  # fmt: skip
 
 
 class VLM:
     """A vision-language model in three reachable parts: `processor`, `encoder`, `language_model`."""
 
-    def __init__(self, config: PretrainedConfig, processor, encoder, language_model: CausalTextModel):
+    def __init__(
+        self, config: PretrainedConfig, processor: Processor, encoder: Encoder, language_model: CausalTextModel
+    ):
         self.config, self.processor, self.encoder, self.language_model = config, processor, encoder, language_model
         self.graphs: EncoderGraphManager | DualPathGraphManager | None = None  # when set, it encodes, not the encoder
+
+    def __repr__(self) -> str:
+        """Family, device and dtype; what the parts are, and how large."""
+        text = self.language_model.config
+        sizes = f"{text.num_hidden_layers} layers of {text.hidden_size}, vocabulary of {text.vocab_size}"
+        lines = [
+            f"VLM of the family {self.family.name} on {self.device}, {self.encoder.dtype}",
+            f"  encoder         {type(self.encoder).__name__}, {_parameters(self.encoder)}",
+            f"  language_model  {type(self.language_model).__name__}, {sizes}, {_parameters(self.language_model)}",
+            f"  processor       {type(self.processor).__name__}",
+            f"  graphs          {type(self.graphs).__name__ if self.graphs else 'none: the encoder runs eagerly'}",
+        ]
+        return "\n".join(lines)
 
     @property
     def family(self) -> families.Family:
@@ -69,20 +91,27 @@ class VLM:
         max_new_tokens: int = 128,
         pruning_rate: float = 0.0,
         stream: bool = False,
+        allow_special_tokens: bool = False,
         **generate_kwargs,
     ) -> str | Iterator[str]:
-        """Answer a question about pictures and clips; greedy unless `do_sample=True` and its options are given.
+        """Answer a question about images and videos; greedy unless `do_sample=True` and its options are given.
 
         prompt: text, or messages in the transformers chat format with media anywhere in them. images, videos: paths,
         PIL images, arrays, frame lists; they come before the text, images first. pruning_rate: EVS on videos, [0, 1).
-        stream: return a generator of text pieces. Errors: see `trace`.
+        allow_special_tokens: special tokens in the caller's text count as such, instead of being plain text.
+        stream: return a generator of text pieces; closing or dropping it ends the generation within one token.
+        generate_kwargs: options of transformers' `generate` that lead to one answer in text (`num_beams`,
+        `stop_strings`, `streamer`, ...). Errors: see `trace`.
         """
         if not stream:
             return self.trace(
                 prompt, images=images, videos=videos, max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
-                **generate_kwargs,
+                allow_special_tokens=allow_special_tokens, **generate_kwargs,
             ).text  # fmt: skip
-        trace = self._prefill_inputs(prompt, images, videos, pruning_rate)
+        self._check_options("chat", generate_kwargs)
+        if self._option(generate_kwargs, "num_beams") != 1:
+            raise ValueError("stream: must be False with num_beams: which beam wins is known only at the last token")
+        trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
         return self._stream(trace, max_new_tokens, generate_kwargs)
 
     def trace(
@@ -93,54 +122,102 @@ class VLM:
         videos: Sequence = (),
         max_new_tokens: int = 128,
         pruning_rate: float = 0.0,
+        allow_special_tokens: bool = False,
         **generate_kwargs,
     ) -> Trace:
         """The same run as `chat` with every stage kept, and the seconds each took.
 
-        Raises FileNotFoundError for missing files and ValueError or TypeError, naming the argument, for media that
-        cannot be read, placeholders that do not match the media, a pruning rate outside [0, 1), and a prompt longer
-        than the context.
+        With beams, prefill and decoding are one stage. Raises FileNotFoundError for missing files and ValueError or
+        TypeError, naming the argument, for media that cannot be read, placeholders that do not match the media, a
+        pruning rate outside [0, 1), a prompt longer than the context, and options of `generate` that do not exist or
+        do not lead to one answer in text.
         """
-        trace = self._prefill_inputs(prompt, images, videos, pruning_rate)
-        timer = TokenTimer(self.device)
-        [trace.token_ids] = self._generate([trace], max_new_tokens, streamer=timer, **generate_kwargs).tolist()
-        trace.seconds["prefill"], trace.seconds["decode tokens"] = timer.prefill_and_decode()
+        self._check_options("trace", generate_kwargs)
+        trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
+        if self._option(generate_kwargs, "num_beams") == 1:
+            timer, streamer = TokenTimer(self.device), generate_kwargs.pop("streamer", None)
+            generate_kwargs["streamer"] = FanOut([timer, streamer]) if streamer else timer
+            [trace.token_ids] = new_ids(self._generate([trace], max_new_tokens, **generate_kwargs)).tolist()
+            trace.seconds["prefill"], trace.seconds["decode tokens"] = timer.prefill_and_decode()
+        else:  # transformers tells no streamer of beams
+            with trace.stage("generate"):
+                [trace.token_ids] = new_ids(self._generate([trace], max_new_tokens, **generate_kwargs)).tolist()
         trace.text = self.processor.text(trace.token_ids)
         return trace
 
     def chat_batch(
-        self, requests: Sequence[dict], *, max_new_tokens: int = 128, pruning_rate: float = 0.0, **generate_kwargs
+        self,
+        requests: Sequence[dict],
+        *,
+        max_new_tokens: int = 128,
+        pruning_rate: float = 0.0,
+        allow_special_tokens: bool = False,
+        **generate_kwargs,
     ) -> list[str]:
         """Answers to several independent requests, decoded together with left padding.
 
-        requests: the arguments `prompt`, `images`, `videos` of `chat`, one dict each.
+        requests: the arguments `prompt`, `images`, `videos` of `chat`, one dict each. Raises ValueError or TypeError
+        naming `requests[i]` for other keys.
         """
-        traces = [self._prefill_inputs(**request, pruning_rate=pruning_rate) for request in requests]
+        self._check_options("chat_batch", generate_kwargs)
+        _check_requests(requests)
+        common = {"pruning_rate": pruning_rate, "allow_special_tokens": allow_special_tokens}
+        traces = [self._prefill_inputs(**(request | common)) for request in requests]
         return self.answers(traces, max_new_tokens=max_new_tokens, **generate_kwargs)
 
     def answers(self, traces: Sequence[Trace], *, max_new_tokens: int = 128, **generate_kwargs) -> list[str]:
         """Answers to prompts that are ready, decoded together: to see what a trace's positions do, change them first.
 
-        Only input_ids, inputs_embeds and positions of each trace are read.
+        Only input_ids, inputs_embeds, deepstack and positions of each trace are read.
         """
-        new_ids = self._generate(list(traces), max_new_tokens, **generate_kwargs) if traces else []
-        return [self.processor.text(ids) for ids in new_ids]
+        self._check_options("answers", generate_kwargs)
+        if not traces:
+            return []
+        ids = new_ids(self._generate(list(traces), max_new_tokens, **generate_kwargs))
+        return [self.processor.text(answer) for answer in ids.tolist()]
 
-    def _generate(self, traces: list[Trace], max_new_tokens: int, **generate_kwargs) -> Tensor:
+    def _option(self, generate_kwargs: dict, name: str) -> Any:
+        """The value of an option of `generate`, wherever it was set; if nowhere, 1 for a number, else False."""
+        value = option(self.language_model, generate_kwargs, name)
+        return (1 if name.startswith("num_") else False) if value is None else value
+
+    def _check_options(self, method: str, generate_kwargs: dict) -> None:
+        """Refuse, before anything is encoded, options that do not exist or whose results `method` cannot return."""
+        own = [name for name in inspect.signature(getattr(self, method)).parameters if name != "generate_kwargs"]
+        check_generate_options(self.language_model, generate_kwargs, own)
+        if self._option(generate_kwargs, "num_beams") != 1 and generate_kwargs.get("streamer"):
+            raise ValueError("streamer: must be None with num_beams: which beam wins is known only at the last token")
+        if method == "generate":
+            return
+        if (count := self._option(generate_kwargs, "num_return_sequences")) != 1:
+            raise ValueError(f"num_return_sequences: {method} gives one answer, got {count}; `generate` gives several")
+        for name in NOT_IN_TEXT:
+            if self._option(generate_kwargs, name):
+                raise ValueError(f"{name}: {method} answers in text; `generate` returns what transformers does")
+
+    def _generate(self, traces: list[Trace], max_new_tokens: int, **generate_kwargs) -> Tensor | ModelOutput:
         """(B, new) ids of prompts that are ready, padded on the left to one length."""
         device = self.language_model.device
+        if self._option(generate_kwargs, "stop_strings"):
+            if self.processor.tokenizer is None:
+                raise ValueError("stop_strings: this model was built from a config alone and has no tokenizer")
+            generate_kwargs = {"tokenizer": self.processor.tokenizer} | generate_kwargs
         pad_id = self.language_model.generation_config.pad_token_id or 0
         input_ids, mask = left_pad([trace.input_ids.to(device) for trace in traces], pad_id)
         embeds, _ = left_pad([trace.inputs_embeds for trace in traces])
+        deepstack, _ = left_pad([trace.deepstack for trace in traces])
         positions, _ = left_pad([trace.positions.T.to(device) for trace in traces])
         room = self.max_context - input_ids.shape[1]
         max_new_tokens = min(check_positive_int(max_new_tokens, "max_new_tokens"), room)
         positions = positions.permute(2, 0, 1)  # (B, L, 3) -> (3, B, L)
         return generate(
-            self.language_model, input_ids, embeds, positions, mask, max_new_tokens=max_new_tokens, **generate_kwargs
-        )
+            self.language_model, input_ids, embeds, positions, mask, max_new_tokens=max_new_tokens,
+            deepstack_embeds=deepstack, **generate_kwargs,
+        )  # fmt: skip
 
-    def _prefill_inputs(self, prompt, images=(), videos=(), pruning_rate: float = 0.0) -> Trace:
+    def _prefill_inputs(
+        self, prompt, images=(), videos=(), pruning_rate: float = 0.0, allow_special_tokens: bool = False
+    ) -> Trace:
         """Every stage up to what the language model is given."""
         q = check_pruning_rate(pruning_rate, "pruning_rate")
         self.check_runnable()
@@ -150,6 +227,8 @@ class VLM:
             trace.media = self.processor.decode(messages)
         with trace.stage("patchify"):
             trace.patches = self.processor.patchify(trace.media)
+            for patches in trace.patches:
+                patches.merged.check_pruning(q)
         rows, graphs = [p.pixel_values for p in trace.patches], self.graphs if trace.patches else None
         with trace.stage("plan"):
             if graphs:
@@ -168,7 +247,8 @@ class VLM:
         with trace.stage("prune"):
             trace.keep_masks = [m.keep_mask(e, q) for m, e in zip(merged, trace.embeds, strict=True)]
         with trace.stage("merge"):
-            trace.full_ids = torch.tensor(self.processor.tokenize(messages, merged))
+            switch: dict[str, Any] = {"allow_special_tokens": True} if allow_special_tokens else {}
+            trace.full_ids = torch.tensor(self.processor.tokenize(messages, merged, **switch))  # tokenises nowhere else
             self._merge(trace, merged)
         with trace.stage("positions"):
             self._position(trace)
@@ -181,9 +261,13 @@ class VLM:
         trace.keep = keep_in_prompt(len(trace.full_ids), trace.spans, keep_masks)
         trace.input_ids = trace.full_ids[trace.keep]
         self._check_prompt(trace.input_ids)
-        embeds = [piece for m, rows in zip(merged, trace.embeds, strict=True) for piece in m.cut(rows)]
-        embeds_LD = merge_embeddings(self._embed_text(trace.full_ids), trace.spans, embeds)
-        trace.inputs_embeds = embeds_LD[trace.keep.to(embeds_LD.device)]
+        rows = [piece for m, embeds in zip(merged, trace.embeds, strict=True) for piece in m.cut(embeds)]
+        pieces = [self.language_model.split_rows(piece) for piece in rows if piece is not None]
+        embeds_LD = merge_embeddings(self._embed_text(trace.full_ids), trace.spans, [main for main, _ in pieces])
+        nothing = embeds_LD.new_zeros(len(embeds_LD), self.language_model.row_width - embeds_LD.shape[1])
+        deepstack = merge_embeddings(nothing, trace.spans, [deeper for _, deeper in pieces])
+        keep = trace.keep.to(embeds_LD.device)
+        trace.inputs_embeds, trace.deepstack = embeds_LD[keep], deepstack[keep]
 
     def _position(self, trace: Trace) -> None:
         """Positions of the full layout, restricted to what is kept: at q = 0 nothing changes."""
@@ -192,7 +276,10 @@ class VLM:
 
     @torch.inference_mode()
     def encode(self, images: Sequence = (), videos: Sequence = (), *, progress: bool = True) -> list[Tensor]:
-        """One (M, D) tensor per item, images first. Long encodes run in several forwards with a progress bar."""
+        """One (M, W) tensor per item, images first. Long encodes run in several forwards with a progress bar.
+
+        W is the language model's width D, or D * (1 + k) where it takes k deeper features as well.
+        """
         messages = self.processor.messages("", images, videos)
         patches = self.processor.patchify(self.processor.decode(messages))
         layouts = [p.layout for p in patches]
@@ -214,31 +301,36 @@ class VLM:
         pruning_rate: float = 0.0,
         max_new_tokens: int = 128,
         **generate_kwargs,
-    ) -> Tensor:
+    ) -> Tensor | ModelOutput:
         """transformers' `generate` on tensors: (B, L) prompts in, (B, L + new) ids out, greedy by default.
 
+        With `num_return_sequences=n` (B * n, L + new), with `return_dict_in_generate=True` transformers' output.
         input_ids: (B, L), left-padded where attention_mask (B, L) is 0, placeholders repeated. pixel_values:
         (N, C*Tp*P*P) patch rows of all images of the batch in order, image_grid_thw: (images, 3) in patches, or for
         families that have no grids the layouts that their encoder plans. image_embeds: instead of pixel_values what
-        `encode` makes of them, (M, D) for all images in order or one tensor per image. The same for videos; pruning
+        `encode` makes of them, (M, W) for all images in order or one tensor per image. The same for videos; pruning
         works on given embeddings, too. second_per_grid_ts: seconds between two grid steps of each video (default 1; not
         read by families whose prompts say the time). Raises ValueError or TypeError, naming argument and dimension,
-        when rows, grids, embeddings and placeholders do not match.
+        when rows, grids, embeddings and placeholders do not match, and for masks that are not 0s before 1s.
         """
         q = check_pruning_rate(pruning_rate, "pruning_rate")
         self.check_runnable()
-        check_token_ids(input_ids)
-        attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        check_shape(attention_mask, tuple(input_ids.shape), "attention_mask")
+        mask = check_prompts(input_ids, attention_mask, self.language_model.config.vocab_size)
         generate_kwargs.pop("mm_token_type_ids", None)  # transformers' processors add it; the ids say the same
-        images = self._items("image", pixel_values, image_grid_thw, image_embeds)
-        videos = self._items("video", pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)
-        prompts = self._prompts(input_ids.cpu(), attention_mask.cpu(), images, videos, q)
-        new_ids = self._generate(prompts, max_new_tokens, **generate_kwargs)
-        return torch.cat([input_ids, new_ids.to(input_ids)], dim=1)
+        self._check_options("generate", generate_kwargs)
+        images = self._items("image", q, pixel_values, image_grid_thw, image_embeds)
+        videos = self._items("video", q, pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)
+        prompts = self._prompts(input_ids.cpu(), mask, images, videos, q)
+        output = self._generate(prompts, max_new_tokens, **generate_kwargs)
+        ids = new_ids(output).to(input_ids)
+        ids = torch.cat([input_ids.repeat_interleave(len(ids) // len(input_ids), dim=0), ids], dim=1)
+        if isinstance(output, Tensor):
+            return ids
+        output["sequences"] = ids
+        return output
 
     def _items(
-        self, kind: str, pixel_values, layouts, embeds, second_per_grid_ts=None
+        self, kind: str, q: float, pixel_values, layouts, embeds, second_per_grid_ts=None
     ) -> list[tuple[MergedMedia, Tensor]]:
         """(merged extents, embeddings) of every image or video of a batch."""
         pixels_name = "pixel_values" if kind == "image" else "pixel_values_videos"
@@ -259,32 +351,38 @@ class VLM:
         seconds = [1.0] * len(layouts)
         if second_per_grid_ts is not None:
             seconds = as_seconds(second_per_grid_ts, len(layouts), "second_per_grid_ts")
+        merged = [self.processor.merged(kind, layout, s) for layout, s in zip(layouts, seconds, strict=True)]
+        for medium in merged:
+            medium.check_pruning(q)
         if embeds is None:
-            check_shape(pixel_values, ((f"patches of {layouts_name}", sum(rows)), "values"), pixels_name)
-            check_floats(pixel_values, pixels_name)
+            shape = ((f"patches of {layouts_name}", sum(rows)), "values")
+            check_pixel_rows(pixel_values, shape, self.device, pixels_name)
             embeds = self._encode(pixel_values.split(rows), layouts)
         else:
             embeds = self._split_embeds(embeds, tokens, layouts_name, embeds_name)
-        merged = (self.processor.merged(kind, layout, s) for layout, s in zip(layouts, seconds, strict=True))
         return list(zip(merged, embeds, strict=True))
 
     def _split_embeds(self, embeds, tokens: list[int], layouts_name: str, name: str) -> list[Tensor]:
-        """Embeddings that were made before, one checked (M, D) tensor per item."""
-        hidden = ("channels (hidden_size)", self.language_model.config.hidden_size)
+        """Embeddings that were made before, one checked (M, W) tensor per item."""
+        width = ("channels", self.language_model.row_width)
         if isinstance(embeds, Tensor):
-            check_shape(embeds, ((f"tokens of {layouts_name}", sum(tokens)), hidden), name)
+            check_shape(embeds, ((f"tokens of {layouts_name}", sum(tokens)), width), name)
             embeds = embeds.split(tokens)
-        if len(embeds) != len(tokens):
-            raise ValueError(f"{name}: expected one tensor for each of {len(tokens)} items, got {len(embeds)}")
+        if not isinstance(embeds, Sequence) or len(embeds) != len(tokens):
+            got = len(embeds) if isinstance(embeds, Sequence) else type(embeds).__name__
+            raise ValueError(f"{name}: expected one tensor for each of {len(tokens)} items, got {got}")
         for i, (item, count) in enumerate(zip(embeds, tokens, strict=True)):
-            check_floats(check_shape(item, (("tokens", count), hidden), f"{name}[{i}]"), f"{name}[{i}]")
+            check_pixel_rows(item, (("tokens", count), width), self.device, f"{name}[{i}]")
+            if not item.isfinite().all():
+                raise ValueError(f"{name}[{i}]: holds nan or inf")
         return list(embeds)
 
     def _prompts(self, input_ids: Tensor, attention_mask: Tensor, images: list, videos: list, q: float) -> list[Trace]:
         """Each prompt of a batch, merged and positioned; media are dealt out in order of their placeholders."""
-        queues, traces = {"image": iter(images), "video": iter(videos)}, []
+        queues, traces = {"image": iter(images), "video": iter(videos)}, list[Trace]()
         for ids, mask in zip(input_ids, attention_mask, strict=True):
-            trace = Trace(full_ids=ids[mask.bool()])
+            trace = Trace()
+            trace.full_ids = ids[mask]
             items = [item for kind in queues for item in self._take(kind, queues[kind], trace.full_ids)]
             trace.embeds = [embeds for _, embeds in items]
             trace.keep_masks = [merged.keep_mask(embeds, q) for merged, embeds in items]
@@ -328,7 +426,7 @@ class VLM:
 
     def _batches(self, layouts) -> list[list[int]]:
         """Consecutive items per forward: at most MAX_PATCHES_PER_FORWARD patches each (or one item)."""
-        batches, size = [], 0
+        batches, size = list[list[int]](), 0
         for i, layout in enumerate(layouts):
             patches, _, _ = self.encoder.item_size(layout)
             if not batches or size + patches > MAX_PATCHES_PER_FORWARD:
@@ -353,19 +451,30 @@ class VLM:
             raise ValueError("prompt: must end in text, because later positions continue from its last token")
 
     def _stream(self, trace: Trace, max_new_tokens: int, generate_kwargs: dict) -> Iterator[str]:
-        streamer = TextIteratorStreamer(self.processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        failures: list[BaseException] = []
+        streamer, criteria = generate_kwargs.pop("streamer", None), generate_kwargs.pop("stopping_criteria", None) or ()
 
-        def run():
-            try:
-                self._generate([trace], max_new_tokens, streamer=streamer, **generate_kwargs)
-            except BaseException as error:  # handed to the caller below: a thread's exception is otherwise lost
-                failures.append(error)
-                streamer.end()
+        def run(text_streamer, stop) -> None:
+            both = FanOut([text_streamer, streamer]) if streamer else text_streamer
+            stops = StoppingCriteriaList([*criteria, stop])
+            self._generate([trace], max_new_tokens, streamer=both, stopping_criteria=stops, **generate_kwargs)
 
-        thread = Thread(target=run, daemon=True)
-        thread.start()
-        yield from (piece for piece in streamer if piece)
-        thread.join()
-        if failures:
-            raise failures[0]
+        return stream_text(run, self.processor.tokenizer)
+
+
+def _check_requests(requests: Sequence[dict]) -> None:
+    allowed = ("prompt", "images", "videos")
+    if not isinstance(requests, Sequence) or isinstance(requests, str):
+        raise TypeError(f"requests: expected a sequence of dicts, got {type(requests).__name__}")
+    for i, request in enumerate(requests):
+        if not isinstance(request, dict):
+            raise TypeError(f"requests[{i}]: expected a dict with {', '.join(allowed)}, got {type(request).__name__}")
+        if unknown := [key for key in request if key not in allowed]:
+            raise ValueError(f"requests[{i}]: unknown key {unknown[0]!r}; allowed: {', '.join(allowed)}")
+        if "prompt" not in request:
+            raise ValueError(f"requests[{i}]: has no prompt")
+
+
+def _parameters(module: Any) -> str:
+    """How many values the parameters of a module have, in words."""
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return f"{count / 1e9:.2f} billion parameters" if count >= 1e9 else f"{count / 1e6:.2f} million parameters"

@@ -1,6 +1,8 @@
 """What a run leaves behind: every stage's tensors, shapes and seconds."""
 
+import html
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,29 +18,48 @@ from refvl.processors.chat import Patches
 
 @dataclass(slots=True, eq=False, repr=False)
 class Trace:
-    """One run with every stage kept. L_full counts the prompt before pruning, L what the language model saw."""
+    """One run with every stage kept; what no stage has set yet raises AttributeError.
+
+    L_full counts the prompt before pruning, L what the language model saw. D is the language model's width, and W that
+    of the encoder's rows: D, or D * (1 + k) where the text model takes k deeper features of the tower (deepstack).
+    """
 
     device: torch.device | None = None  # whose queued work the clock waits for
     media: list = field(default_factory=list)  # PIL images and `Video`s, decoded
     patches: list[Patches] = field(default_factory=list)  # pixel_values (N, C*Tp*P*P), layout, merged extents
     metadata: list = field(default_factory=list)  # what `encoder.plan` made, one per forward or replay
     graph_batches: list[Batch] = field(default_factory=list)  # how graphs packed the media; empty when run eagerly
-    embeds: list[Tensor] = field(default_factory=list)  # (M, D) per medium, before pruning
+    embeds: list[Tensor] = field(default_factory=list)  # (M, W) per medium, before pruning
     keep_masks: list[Tensor | None] = field(default_factory=list)  # (M,) bool per medium; None: not pruned
     spans: list[MediaSpan] = field(default_factory=list)  # where each medium stands in the full prompt, one per run
-    full_ids: Tensor | None = None  # (L_full,) the prompt with all placeholders
-    full_positions: Tensor | None = None  # (3, L_full)
-    keep: Tensor | None = None  # (L_full,) bool
-    input_ids: Tensor | None = None  # (L,) full_ids[keep]
-    inputs_embeds: Tensor | None = None  # (L, D)
-    positions: Tensor | None = None  # (3, L)
+    full_ids: Tensor = field(init=False)  # (L_full,) the prompt with all placeholders
+    full_positions: Tensor = field(init=False)  # (3, L_full)
+    keep: Tensor = field(init=False)  # (L_full,) bool
+    input_ids: Tensor = field(init=False)  # (L,) full_ids[keep]
+    inputs_embeds: Tensor = field(init=False)  # (L, D)
+    deepstack: Tensor = field(init=False)  # (L, W - D), zeros for text: added to hidden states, k layers' features
+    positions: Tensor = field(init=False)  # (3, L)
     delta: int = 0  # decode step k sits at L + k + delta
     token_ids: list[int] = field(default_factory=list)  # generated
     text: str = ""
     seconds: dict[str, float] = field(default_factory=dict)  # per stage, in order
 
+    def __repr__(self) -> str:
+        """A line per stage: its name, shapes and seconds."""
+        lines = [f"  {stage:<14}{seconds:9.4f} s  {shapes}" for stage, shapes, seconds in self.rows()]
+        return "\n".join([f"Trace of {self.text!r}, first token after {self.ttft:.3f} s", *lines])
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        cells = [(html.escape(stage), html.escape(shapes), f"{seconds:.4f}") for stage, shapes, seconds in self.rows()]
+        rows = "".join(
+            f"<tr><td>{stage}</td><td>{shapes}</td><td>{seconds}</td></tr>" for stage, shapes, seconds in cells
+        )
+        caption = f"<caption>{html.escape(self.text)} (first token after {self.ttft:.3f} s)</caption>"
+        return f"<table>{caption}<tr><th>stage</th><th>shapes</th><th>seconds</th></tr>{rows}</table>"
+
     @contextmanager
-    def stage(self, name: str):
+    def stage(self, name: str) -> Iterator[None]:
         """Time a stage into `seconds`."""
         start = synchronized_time(self.device)
         yield
@@ -51,7 +72,7 @@ class Trace:
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first token: every stage but the decoding of the others."""
+        """Seconds to the first token: every stage but the decoding of the others. With beams, to all of them."""
         return sum(s for stage, s in self.seconds.items() if stage != "decode tokens")
 
     def rows(self) -> list[tuple[str, str, float]]:
@@ -74,6 +95,8 @@ class Trace:
                 return f"prompt ({len(self.input_ids)},), embeddings {tuple(self.inputs_embeds.shape)}"
             case "positions":
                 return f"{tuple(self.positions.shape)}, delta {self.delta}"
+            case "generate":
+                return f"{len(self.token_ids)} tokens"
             case "prefill":
                 return "the first token"
             case "decode tokens":
@@ -102,7 +125,8 @@ class TokenTimer(BaseStreamer):
     """When tokens came: transformers calls `put` with the prompt when generation begins, then with every new token."""
 
     def __init__(self, device: torch.device):
-        self.device, self.times = device, []
+        self.device = device
+        self.times: list[float] = []
 
     def put(self, value: Tensor) -> None:
         self.times.append(synchronized_time(self.device))
@@ -111,6 +135,7 @@ class TokenTimer(BaseStreamer):
         pass
 
     def prefill_and_decode(self) -> tuple[float, float]:
+        """Seconds to the first new token, and from there to the last."""
         return self.times[1] - self.times[0], self.times[-1] - self.times[1]
 
 

@@ -5,17 +5,24 @@ cache, sampling, streaming. What refvl adds is what a vision-language model need
 instead of ids, and with (3, B, L) M-RoPE positions that it did not compute - in a wrapper that holds no vision tower.
 """
 
-from collections.abc import Sequence
+import copy
+import inspect
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, GenerationMixin, PreTrainedModel
+from torch.distributed.tensor import DTensor
+from transformers import AutoModel, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import logging
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils import ModelOutput, logging
 
-from refvl.checks import check_shape
+from refvl.checkpoints import FLOAT_DTYPES, weight_headers
+from refvl.checks import check_names, check_shape
 from refvl.positions import MediaSpan, get_mrope_input_positions
 
 # checkpoint name -> wrapper name, as regular expressions: after transformers 4.52, and as vLLM saves them
@@ -49,9 +56,59 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens
 
+    @property
+    def row_width(self) -> int:
+        """W, values in the encoder's rows that this model takes: D, its own width.
+
+        A class whose layers take k deeper features of the tower (deepstack) says D * (1 + k) here, and takes them in
+        `forward` as `deepstack_embeds`.
+        """
+        return self.config.hidden_size
+
+    def split_rows(self, rows_MW: Tensor) -> tuple[Tensor, Tensor]:
+        """(M, W) rows of the encoder -> (M, D), which stand in the prompt, and (M, W - D) deeper features.
+
+        Raises ValueError, naming both widths, for rows of another width.
+        """
+        if rows_MW.shape[-1] != self.row_width:
+            raise ValueError(
+                f"encoder: its rows have {rows_MW.shape[-1]} values, the language model takes {self.row_width}"
+            )
+        return rows_MW[..., : self.config.hidden_size], rows_MW[..., self.config.hidden_size :]
+
     def positions(self, num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
         """(3, L) int64 positions of a prompt with media at `spans`: M-RoPE."""
         return get_mrope_input_positions(num_tokens, spans)[0]
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.LongTensor,
+        next_sequence_length: int | None = None,
+        past_key_values=None,
+        attention_mask: torch.LongTensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        deepstack_embeds: Tensor | None = None,
+        **kwargs,
+    ) -> dict[str, Any]:
+        """transformers', which would hand the prompt's deeper features to the decode steps as well."""
+        inputs = GenerationMixin.prepare_inputs_for_generation(
+            self,  # type: ignore[arg-type]  # transformers asks for a protocol that its own base class misses
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        if is_first_iteration and deepstack_embeds is not None:
+            inputs["deepstack_embeds"] = deepstack_embeds
+        return inputs
+
+    def model_positions(self, position_ids: Tensor | None) -> Tensor | None:
+        """What transformers' model inside takes of (3, B, L) positions: all three axes."""
+        return position_ids
 
     def forward(
         self,
@@ -67,7 +124,7 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         outputs = self.model(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
-            position_ids=position_ids,
+            position_ids=self.model_positions(position_ids),
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             **kwargs,
@@ -84,30 +141,32 @@ class SequentialTextModel(CausalTextModel):
         """(3, L) int64: 0, 1, 2, ... on every axis."""
         return torch.arange(num_tokens).expand(3, -1)
 
-    def forward(self, *args, position_ids: Tensor | None = None, **kwargs) -> CausalLMOutputWithPast:
-        """As above; of (3, B, L) positions one axis is handed on."""
-        if position_ids is not None and position_ids.ndim == 3:
-            position_ids = position_ids[0]
-        return super().forward(*args, position_ids=position_ids, **kwargs)
+    def model_positions(self, position_ids: Tensor | None) -> Tensor | None:
+        """(B, L): one of the axes."""
+        return position_ids if position_ids is None or position_ids.ndim < 3 else position_ids[0]
 
 
 def load_language_model(
     folder: Path,
-    text_config,
+    text_config: PretrainedConfig,
     *,
     dtype: torch.dtype,
-    device,
+    device: torch.device | str,
     model_class: type[CausalTextModel] = CausalTextModel,
     progress: bool = True,
     **kwargs,
 ) -> CausalTextModel:
-    """The text part of the checkpoint in `folder`, strictly: missing and misshapen weights raise ValueError.
+    """The text part of the checkpoint in `folder`, strictly.
 
     kwargs (`device_map`, `tp_plan`, `attn_implementation`, ...) go to transformers' `from_pretrained`; those that place
-    the weights win over `device`.
+    the weights win over `device`. Raises ValueError that lists missing, unexpected and misshapen weights, those that
+    are no plain floats (unless a `quantization_config` says how to read them), and those that hold nan or inf. Sizes
+    and dtypes are compared with the headers of the files before memory is taken.
     """
+    if not kwargs.get("quantization_config") and not _says_how_to_read(text_config):
+        _check_headers(folder, text_config, model_class)
     with _progress_bars(progress):
-        model, info = model_class.from_pretrained(
+        loaded: Any = model_class.from_pretrained(
             folder,
             config=text_config,
             dtype=dtype,
@@ -117,17 +176,68 @@ def load_language_model(
             ignore_mismatched_sizes=True,  # so that they can be listed together with the missing ones
             **kwargs,
         )
-    problems = {kind: info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched")}
+    model, info = loaded
+    _report(folder, {kind: info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched")})
+    _report(folder, {"nan or inf": [name for name, weight in model.named_parameters() if not _is_finite(weight)]})
+    return model.eval() if PLACED_BY & kwargs.keys() else model.eval().to(device)
+
+
+def _says_how_to_read(text_config: PretrainedConfig) -> bool:
+    """Whether a quantised checkpoint names a method of transformers, which silently ignores those unknown to it."""
+    method = getattr(text_config, "quantization_config", None)
+    return isinstance(method, dict) and "quant_method" in method and AutoHfQuantizer.supports_quant_method(method)
+
+
+def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: type[CausalTextModel]) -> None:
+    """Refuse, from the headers of the files, what could not become the text model; takes no memory."""
+    ignored = "|".join(model_class._keys_to_ignore_on_load_unexpected)
+    stored = {_rename(name): header for name, header in weight_headers(folder).items() if not re.search(ignored, name)}
+    _report(
+        folder, {"no plain floats": [f"{n} is {h.dtype}" for n, h in stored.items() if h.dtype not in FLOAT_DTYPES]}
+    )
+    layers = {found[1] for name in stored if (found := re.match(r"model\.layers\.(\d+)\.", name))}
+    if text_config.num_hidden_layers > len(layers):
+        raise ValueError(
+            f"{folder}: the config's text model has {text_config.num_hidden_layers} layers (num_hidden_layers), the "
+            f"weights are of {len(layers)}"
+        )
+    with torch.device("meta"):
+        wanted = dict(model_class._from_config(copy.deepcopy(text_config)).named_parameters())
+    pairs = ((name, tuple(wanted[name].shape), header.shape) for name, header in stored.items() if name in wanted)
+    misfits = [f"{name} is {shape}, the config says {want}" for name, want, shape in pairs if shape != want]
+    _report(folder, {"mismatched": misfits})
+    values, there = sum(weight.numel() for weight in wanted.values()), sum(header.numel for header in stored.values())
+    if values > 2 * there:  # a few that are missing are listed by name once the others are loaded
+        raise ValueError(f"{folder}: the config's text model has {values:,} values, the weights are {there:,}")
+
+
+def _rename(name: str) -> str:
+    """A checkpoint's name as the wrapper's."""
+    for pattern, replacement in KEY_MAPPING.items():
+        name, count = re.subn(pattern, replacement, name)
+        if count:
+            break
+    return name
+
+
+def _report(folder: Path, problems: dict[str, Sequence]) -> None:
     lines = [
         f"  {kind} ({len(found)}): {', '.join(map(str, sorted(found)))}" for kind, found in problems.items() if found
     ]
     if lines:
         raise ValueError(f"{folder}: the weights do not match the text model\n" + "\n".join(lines))
-    return model.eval() if PLACED_BY & kwargs.keys() else model.eval().to(device)
+
+
+def _is_finite(weight: Tensor) -> bool:
+    """By the smallest and the largest value: one pass and no copy; nan becomes both."""
+    if weight.is_meta or weight.dtype.itemsize < 2 or not weight.is_floating_point() or not weight.numel():
+        return True  # on disk, or quantised
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    return all(bool(value.isfinite()) for value in local.aminmax())
 
 
 @contextmanager
-def _progress_bars(wanted: bool):
+def _progress_bars(wanted: bool) -> Iterator[None]:
     """transformers' own switch is global: put it back afterwards."""
     were_on = logging.is_progress_bar_enabled()
     if not wanted:
@@ -140,10 +250,10 @@ def _progress_bars(wanted: bool):
 
 
 def random_language_model(
-    text_config,
+    text_config: PretrainedConfig,
     *,
     dtype: torch.dtype,
-    device,
+    device: torch.device | str,
     model_class: type[CausalTextModel] = CausalTextModel,
     seed: int = 0,
     **kwargs,
@@ -156,6 +266,39 @@ def random_language_model(
     return model.eval() if on_meta else model.eval().to(device)
 
 
+LOSE_MEDIA = (  # with these transformers goes back to the prompt's ids, in which the media are placeholders
+    "prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit",
+)  # fmt: skip
+GENERATE_OPTIONS = frozenset(
+    {
+        *inspect.signature(GenerationMixin.generate).parameters,
+        *vars(GenerationConfig()),
+        "tokenizer",
+        "assistant_tokenizer",
+    }
+    - {"self", "inputs", "kwargs", "custom_generate"}  # the last would run code of a checkpoint
+)
+
+
+def option(language_model: CausalTextModel, options: dict, name: str) -> Any:
+    """What `generate` will take for an option: given by name, in a `generation_config`, or the checkpoint's own."""
+    config = options.get("generation_config") or language_model.generation_config
+    return options.get(name, getattr(config, name, None))
+
+
+def check_generate_options(language_model: CausalTextModel, options: dict, own: Sequence[str] = ()) -> None:
+    """Raise ValueError, naming the option, that transformers' `generate` has not, or that loses the media.
+
+    own: what the caller takes besides, for near misses (`image` for `images`).
+    """
+    check_names(options, [*own, *sorted(GENERATE_OPTIONS)], "generate", ValueError)
+    for name in LOSE_MEDIA:
+        if option(language_model, options, name) is not None:
+            raise ValueError(f"{name}: not with media: transformers would read their placeholders as text")
+    if options.get("use_cache") is False:
+        raise ValueError("use_cache: must be True: without a cache placeholders would be read as text")
+
+
 @torch.inference_mode()
 def generate(
     language_model: CausalTextModel,
@@ -165,27 +308,42 @@ def generate(
     attention_mask: Tensor,
     *,
     max_new_tokens: int,
-    **kwargs,
-) -> Tensor:
-    """New token ids (B, at most max_new_tokens), greedy unless kwargs say otherwise (`do_sample`, `temperature`, ...).
+    deepstack_embeds: Tensor | None = None,
+    **options,
+) -> Tensor | ModelOutput:
+    """New token ids (B * num_return_sequences, at most max_new_tokens), greedy unless options say otherwise.
 
     input_ids: (B, L), what the embeddings stand for: a repetition penalty counts them. inputs_embeds: (B, L, D).
     positions: (3, B, L) int64; decode steps continue at the last position + 1 on every axis, so the prompt must end
-    in text. attention_mask: (B, L), 0 for left padding.
+    in text. attention_mask: (B, L), 0 for left padding. deepstack_embeds: (B, L, W - D), see `split_rows`; zeros where
+    nothing is added. options: those of transformers' `generate` (`do_sample`, `num_beams`, ...); with
+    `return_dict_in_generate` its output, whose `sequences` are the new ids.
     """
     batch_and_length = tuple(check_shape(input_ids, ("B", "L"), "input_ids").shape)
     check_shape(inputs_embeds, (*batch_and_length, language_model.config.hidden_size), "inputs_embeds")
     check_shape(positions, (3, *batch_and_length), "positions")
     check_shape(attention_mask, batch_and_length, "attention_mask")
-    kwargs = {"do_sample": False} | kwargs
-    if not kwargs["do_sample"]:  # the checkpoint's sampling defaults mean nothing to greedy decoding
-        kwargs = {"temperature": None, "top_p": None, "top_k": None} | kwargs
-    ids = language_model.generate(
+    if deepstack_embeds is not None and deepstack_embeds.shape[-1]:
+        options["deepstack_embeds"] = check_shape(deepstack_embeds, (*batch_and_length, "W - D"), "deepstack_embeds")
+    if options.get("generation_config") is None:
+        options = {"do_sample": False} | options
+        if not options["do_sample"]:  # the checkpoint's sampling defaults mean nothing to greedy decoding
+            options = {"temperature": None, "top_p": None, "top_k": None} | options
+    output: Tensor | ModelOutput = GenerationMixin.generate(
+        language_model,  # type: ignore[arg-type]  # transformers asks for a protocol that its own base class misses
         input_ids=input_ids,
         inputs_embeds=inputs_embeds,
         position_ids=positions,
         attention_mask=attention_mask,
         max_new_tokens=max_new_tokens,
-        **kwargs,
+        **({"use_cache": True} | options),
     )
-    return ids[:, input_ids.shape[1] :]
+    if isinstance(output, Tensor):
+        return output[:, input_ids.shape[1] :]
+    output["sequences"] = output["sequences"][:, input_ids.shape[1] :]
+    return output
+
+
+def new_ids(output: Tensor | ModelOutput) -> Tensor:
+    """The ids of what `generate` returns, with or without `return_dict_in_generate`."""
+    return output if isinstance(output, Tensor) else output["sequences"]

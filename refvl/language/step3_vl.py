@@ -74,9 +74,9 @@ class Step3TextConfig(PretrainedConfig):
         """Numbers of the layers that hold experts; without `moe_layers_enum` all but the first, as upstream."""
         if self.moe_layers_enum is None:
             return frozenset(range(1, self.num_hidden_layers))
-        numbers = self.moe_layers_enum
-        numbers = [n for n in numbers.split(",") if n.strip()] if isinstance(numbers, str) else numbers
-        return frozenset(int(n) for n in numbers)
+        given = self.moe_layers_enum
+        numbers = [n for n in given.split(",") if n.strip()] if isinstance(given, str) else given
+        return frozenset(map(int, numbers))
 
 
 class Step3VisionEncoderConfig(PretrainedConfig):
@@ -118,7 +118,8 @@ class Step3VLConfig(PretrainedConfig):
             if isinstance(values, dict):
                 values = config_class(**{key: value for key, value in values.items() if key != "model_type"})
             setattr(self, name, values)
-        self.hidden_size = self.text_config.hidden_size  # upstream reads the projector's width here
+            if config_class is Step3TextConfig:
+                self.hidden_size = values.hidden_size  # upstream reads the projector's width here
         super().__post_init__(**{key: value for key, value in kwargs.items() if key != "hidden_size"})
 
 
@@ -233,6 +234,7 @@ class Step3TextDecoderLayer(nn.Module):
 class Step3TextModel(PreTrainedModel):
     """Embeddings or ids in, hidden states out; transformers loads, places and caches it as its own models."""
 
+    config: Step3TextConfig
     config_class = Step3TextConfig
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -301,7 +303,8 @@ class Step3TextModel(PreTrainedModel):
 def rotary_cos_sin(position_ids: Tensor, config: Step3TextConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(B, L) positions -> cos, sin, each (B, L, K); the angles are computed in float32, whatever the model's dtype."""
     dims = torch.arange(0, config.head_dim, 2, device=position_ids.device, dtype=torch.float32)
-    inv_freq = config.rope_parameters["rope_theta"] ** -(dims / config.head_dim)
+    rope = config.rope_parameters or {}  # transformers fills it
+    inv_freq = rope["rope_theta"] ** -(dims / config.head_dim)
     angles = (position_ids[..., None].float() * inv_freq).repeat(1, 1, 2)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -310,7 +313,7 @@ def check_config(config: Step3TextConfig) -> None:
     """Raise ValueError, naming the key, for a text model that is not built here."""
     if config.num_attention_groups != 1:
         raise ValueError(f"num_attention_groups: MFA has one key-value head, got {config.num_attention_groups}")
-    if (rope_type := config.rope_parameters.get("rope_type", "default")) != "default":
+    if (rope_type := (config.rope_parameters or {}).get("rope_type", "default")) != "default":
         raise ValueError(f"rope_parameters: only rope_type 'default' is built here, got {rope_type!r}")
     if (router := getattr(config, "moe_router_activation", "softmax")) != "softmax":
         raise ValueError(f"moe_router_activation: Step3's router is a softmax, got {router!r}")

@@ -76,13 +76,16 @@ class SlicedMedia(MergedMedia):
         sets, _, query_num = self.thw
         return [(1, 1, query_num)] * sets
 
-    def keep_mask(self, embeds_MD: Tensor, q: float) -> Tensor | None:
-        """None: nothing is pruned. Raises ValueError where a clip should be."""
+    def check_pruning(self, q: float) -> None:
+        """Raise ValueError where a video should be pruned."""
         if self.kind == "video" and q > 0:
             raise ValueError(
                 f"pruning_rate: must be 0 for MiniCPM-V's clips, got {q}: EVS compares the same place in two frames, "
                 f"and query tokens have no places"
             )
+
+    def keep_mask(self, embeds_MD: Tensor, q: float) -> Tensor | None:
+        """None: nothing is pruned."""
         return None
 
 

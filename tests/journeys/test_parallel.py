@@ -273,3 +273,31 @@ def test_wrong_models_and_grids_are_named():
     assert "grid_thw_list[0]" in run(tower("GLM"), 4, [(1, 3, 2)])
     with pytest.raises(ValueError, match=r"image_input: expected a tensor \(B, ...\)"):
         run_dp_sharded_vision_model(torch.zeros(3), Pooling())
+
+
+def test_sizes_are_told_over_the_encoders_device(monkeypatch):
+    """NCCL needs a GPU per rank; torch's current one is GPU 0 on all of them by default. Oracle: a stand-in."""
+    from refvl import parallel
+
+    told_over = []
+
+    def broadcast(objects, *, device, **kwargs):
+        told_over.append(device)
+        objects[0] = (torch.Size([4]), torch.float32)
+
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *args, **kwargs: None)
+    for backend, want in (("nccl", torch.device("cuda:1")), ("gloo", None)):
+        monkeypatch.setattr(dist, "get_backend", lambda group, backend=backend: backend)
+        parallel._gather_padded(torch.ones(2, 4), [2, 0], torch.device("cuda:1"), None)
+        assert told_over.pop() == want
+
+
+@pytest.mark.parametrize("change", ["uint8", "int64", "bool", "complex64", "float8_e4m3fn", "sparse", "meta"])
+def test_rows_that_an_encoder_cannot_read_are_named(change):
+    rows = torch.ones(16, 1176)
+    rows = rows.to_sparse() if change == "sparse" else rows.to("meta" if change == "meta" else getattr(torch, change))
+    with pytest.raises(TypeError, match="pixel_values: expected "):
+        run_dp_sharded_mrope_vision_model(tower("Qwen2.5-VL"), rows, [(1, 4, 4)])
+    with pytest.raises(TypeError, match="image_input: expected "):
+        run_dp_sharded_vision_model(rows, Pooling())

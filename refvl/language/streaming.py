@@ -1,0 +1,62 @@
+"""Text as it is generated: transformers' `generate` in a thread of its own, which ends when nobody listens."""
+
+from collections.abc import Callable, Iterator, Sequence
+from threading import Event, Thread
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
+
+
+class FanOut(BaseStreamer):
+    """Several streamers in the place of one."""
+
+    def __init__(self, streamers: Sequence[BaseStreamer]):
+        self.streamers = streamers
+
+    def put(self, value: Tensor) -> None:
+        for streamer in self.streamers:
+            streamer.put(value)
+
+    def end(self) -> None:
+        for streamer in self.streamers:
+            streamer.end()
+
+
+class StopOnEvent(StoppingCriteria):
+    """Ends generation after the current token once its event is set."""
+
+    def __init__(self) -> None:
+        self.event = Event()
+
+    def __call__(self, input_ids: Tensor, scores, **kwargs) -> Tensor:
+        return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
+
+
+def stream_text(
+    run: Callable[[BaseStreamer, StoppingCriteria], object], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
+    """The pieces of text that `run` generates while it gives its tokens to a streamer.
+
+    Closing or dropping the generator ends `run` within one token, and its thread. What `run` raises is raised here.
+    """
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    stop, failures = StopOnEvent(), []
+
+    def work() -> None:
+        try:
+            run(streamer, stop)
+        except BaseException as error:  # a thread's exception is otherwise lost
+            failures.append(error)
+            streamer.on_finalized_text("", stream_end=True)
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield from (piece for piece in streamer if piece)
+    finally:
+        stop.event.set()
+        thread.join()
+    if failures:
+        raise failures[0]

@@ -1,0 +1,92 @@
+"""What a notebook shows of the package, a model and a run. Oracles: IPython's own completer, jedi, pydoc."""
+
+import subprocess
+import sys
+
+import pytest
+
+import refvl
+from refvl.paths import DATA
+
+SCENE = DATA / "pictures" / "scene.png"
+
+
+@pytest.fixture(scope="module")
+def vlm():
+    return refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device="cpu", progress=False)
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_tab_offers_what_there_is():
+    """In a fresh kernel, with and without jedi, before anything was imported but refvl itself."""
+    pytest.importorskip("IPython")
+    code = """if True:
+        from IPython.core.completer import provisionalcompleter
+        from IPython.core.interactiveshell import InteractiveShell
+        shell = InteractiveShell.instance()
+        shell.run_cell("import refvl")
+        for jedi in (True, False):
+            shell.Completer.use_jedi = jedi
+            with provisionalcompleter():
+                print(sorted(offer.text.split(".")[-1] for offer in shell.Completer.completions("refvl.", 6)))
+        import sys
+        print("transformers" in sys.modules)
+    """
+    *offers, imported = python(code).strip().split("\n")
+    for offered in offers:
+        assert {"load", "VLM", "Trace", "positions", "encoders", "graphs", "viz"} <= set(eval(offered)), offered
+    assert imported == "False"
+
+
+def test_an_editor_knows_what_load_gives():
+    jedi = pytest.importorskip("jedi")
+    code = "import refvl\nmodel = refvl.load('folder')\nmodel."
+    names = {completion.name for completion in jedi.Script(code).complete(3, 6)}
+    assert {"chat", "trace", "generate", "encoder", "processor", "language_model"} <= names
+
+
+def test_a_room_does_not_import_transformers():
+    assert python("import sys, refvl.positions; print('transformers' in sys.modules)").strip() == "False"
+    assert python("import sys, refvl; print('torch' in sys.modules, 'typing' in sys.modules)").strip() == "False False"
+
+
+def test_what_is_listed_is_there():
+    assert all(hasattr(refvl, name) for name in dir(refvl))
+    with pytest.raises(AttributeError, match="has no attribute 'chat'"):
+        _ = refvl.chat
+
+
+def test_help_is_readable():
+    text = python("import pydoc, refvl; print(pydoc.plain(pydoc.render_doc(refvl)))")
+    assert "refvl.load" in text and "load(path_or_id" in text and "class VLM" in text
+
+
+def test_a_model_says_what_it_is(vlm):
+    text = repr(vlm)
+    for words in (
+        "VLM of the family Qwen2.5-VL on cpu, torch.float32", "encoder         Qwen2_5_VisionTransformer, ",
+        "language_model  CausalTextModel, 3 layers of ", "graphs          none: the encoder runs eagerly",
+    ):  # fmt: skip
+        assert words in text
+    graphed = refvl.load(DATA / "checkpoints" / "tiny-step3", device="cpu", progress=False, graphs=True)
+    assert "graphs          DualPathGraphManager" in repr(graphed)
+    assert "on meta, torch.bfloat16" in repr(refvl.load(vlm.config, weights="random", device="meta"))
+
+
+def test_a_trace_says_what_happened(vlm):
+    trace = vlm.trace("What color is the circle?", images=[SCENE], max_new_tokens=4)
+    text, table = repr(trace), trace._repr_html_()
+    for stage, shapes, seconds in trace.rows():
+        assert f"{stage:<14}{seconds:9.4f} s  {shapes}" in text
+        assert f"<tr><td>{stage}</td><td>{shapes}</td><td>{seconds:.4f}</td></tr>" in table
+    assert text.startswith(f"Trace of {trace.text!r}") and table.count("<tr>") == len(trace.seconds) + 1
+
+
+def test_a_table_is_text():
+    trace = refvl.Trace(text="<b>red</b> & <script>", seconds={"<i>": 0.5})
+    assert "&lt;b&gt;red&lt;/b&gt; &amp; &lt;script&gt;" in trace._repr_html_() and "<i>" not in trace._repr_html_()
+    with pytest.raises(AttributeError, match="positions"):
+        _ = trace.positions

@@ -1,0 +1,326 @@
+"""Hostile options and tensors at VLM.chat and VLM.generate: one sentence that names the argument; oracle: transformers.
+
+Streams: whatever the reader does, the thread behind a stream ends within a token.
+"""
+
+import gc
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_factory import make_checkpoint, transformers_model
+from checkpoint_factory_minicpmv import make_minicpmv_checkpoint
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+import refvl
+from refvl.paths import DATA
+
+PHOTO = DATA / "pictures" / "coffee.jpg"
+QUESTION = {"prompt": "What is it?", "images": [PHOTO]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def vlm(folder):
+    vlm = refvl.load(folder, device="cpu", progress=False)
+    vlm.language_model.generation_config.eos_token_id = None  # answers as long as asked
+    return vlm
+
+
+@pytest.fixture(scope="module")
+def oracle(folder):
+    model = transformers_model(folder)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(scope="module")
+def tensors(vlm):
+    """A question about an image as `VLM.generate` takes it."""
+    trace = vlm.trace(**QUESTION, max_new_tokens=1)
+    [patches] = trace.patches
+    grid = torch.tensor([patches.layout])
+    return {"input_ids": trace.full_ids[None], "pixel_values": patches.pixel_values, "image_grid_thw": grid}
+
+
+def theirs(vlm, oracle, tensors, **options):
+    types = (tensors["input_ids"] == vlm.token_ids["image"]).int()
+    return oracle.generate(mm_token_type_ids=types, **tensors, **({"do_sample": False} | options))
+
+
+# --- options of generate ----------------------------------------------------------------------------------------------
+
+WORKING = {
+    "beams": {"num_beams": 3},
+    "several beams": {"num_beams": 4, "num_return_sequences": 3},
+    "a config": {"generation_config": GenerationConfig(num_beams=2, pad_token_id=0)},
+    "a penalty": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+    "a static cache": {"cache_implementation": "static"},
+}
+
+
+@pytest.mark.parametrize("options", WORKING.values(), ids=WORKING.keys())
+def test_options_give_the_ids_of_transformers(vlm, oracle, tensors, options):
+    ours = vlm.generate(**tensors, max_new_tokens=8, **options)
+    assert torch.equal(ours, theirs(vlm, oracle, tensors, max_new_tokens=8, **options))
+
+
+def test_the_same_seed_draws_the_ids_of_transformers(vlm, oracle, tensors):
+    options = {"do_sample": True, "temperature": 3.0, "top_k": 0, "num_return_sequences": 2, "max_new_tokens": 8}
+    torch.manual_seed(5)
+    ours = vlm.generate(**tensors, **options)
+    torch.manual_seed(5)
+    assert torch.equal(ours, theirs(vlm, oracle, tensors, **options)) and not torch.equal(ours[0], ours[1])
+
+
+def test_a_dict_holds_what_transformers_holds(vlm, oracle, tensors):
+    options = {"return_dict_in_generate": True, "output_scores": True, "num_beams": 2, "max_new_tokens": 6}
+    ours, expected = vlm.generate(**tensors, **options), theirs(vlm, oracle, tensors, **options)
+    assert torch.equal(ours.sequences, expected.sequences)
+    # beam scores are sums of six log-probabilities from logits with the rounding of two orders of summation
+    torch.testing.assert_close(ours.sequences_scores, expected.sequences_scores, rtol=1e-4, atol=1e-4)
+    assert len(ours.scores) == len(expected.scores)
+
+
+def test_beams_answer_in_text(vlm, oracle, tensors):
+    trace = vlm.trace(**QUESTION, max_new_tokens=8, num_beams=3)
+    ids = theirs(vlm, oracle, tensors, max_new_tokens=8, num_beams=3)
+    assert trace.token_ids == ids[0, tensors["input_ids"].shape[1] :].tolist()
+    assert vlm.chat(**QUESTION, max_new_tokens=8, num_beams=3) == trace.text
+    assert "generate" in trace.seconds and "prefill" not in trace.seconds and trace.ttft == sum(trace.seconds.values())
+    vlm.language_model.generation_config.num_beams = 3  # as a checkpoint may ask
+    try:
+        assert vlm.chat(**QUESTION, max_new_tokens=8) == trace.text
+    finally:
+        vlm.language_model.generation_config.num_beams = None
+
+
+def test_stop_strings_end_an_answer(vlm):
+    whole = vlm.chat(**QUESTION, max_new_tokens=12)
+    stop = whole[len(whole) // 2 :][:2]
+    answer = vlm.chat(**QUESTION, max_new_tokens=12, stop_strings=[stop])
+    assert stop in answer and len(answer) < len(whole) and whole.startswith(answer)
+    assert "".join(vlm.chat(**QUESTION, max_new_tokens=12, stop_strings=[stop], stream=True)) == answer
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.values, self.ended = [], 0
+
+    def put(self, value):
+        self.values.append(value)
+
+    def end(self):
+        self.ended += 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_streamer_of_the_caller_is_told_every_token(vlm, stream):
+    want, recorder = vlm.trace(**QUESTION, max_new_tokens=6), Recorder()
+    answer = vlm.chat(**QUESTION, max_new_tokens=6, streamer=recorder, stream=stream)
+    assert (answer if isinstance(answer, str) else "".join(answer)) == want.text
+    assert torch.cat(recorder.values[1:]).tolist() == want.token_ids and recorder.ended == 1
+
+
+REFUSED = {
+    "an unknown option": ({"not_an_option": 1}, "not_an_option: generate takes no such argument"),
+    "image": ({"image": PHOTO}, "image: generate takes no such argument; did you mean 'images'"),
+    "max_tokens": ({"max_new_token": 3}, "did you mean 'max_new_tokens'"),
+    "several answers": ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences: trace gives one answer"),
+    "by config": ({"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)}, "gives one answer"),
+    "a dict": ({"return_dict_in_generate": True}, "return_dict_in_generate: trace answers in text"),
+    "scores": ({"output_scores": True}, "output_scores: trace answers in text"),
+    "no cache": ({"use_cache": False}, "use_cache: must be True"),
+    "prefill in chunks": ({"prefill_chunk_size": 4}, "prefill_chunk_size: not with media"),
+    "lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens: not with media"),
+    "code of a checkpoint": ({"custom_generate": "owner/name"}, "custom_generate: generate takes no such argument"),
+    "beams and a streamer": ({"num_beams": 2, "streamer": Recorder()}, "streamer: must be None with num_beams"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_makes_no_answer_is_refused_before_anything_is_read(vlm, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        vlm.chat("What?", images=["nowhere.png"], **options)
+
+
+def test_beams_do_not_stream(vlm):
+    with pytest.raises(ValueError, match="stream: must be False with num_beams"):
+        vlm.chat("What?", num_beams=2, stream=True)
+
+
+@pytest.mark.parametrize(
+    ("requests", "error", "message"),
+    [
+        (
+            [{"prompt": "Q"}, {"prompt": "Q", "image": [PHOTO]}],
+            ValueError,
+            "requests[1]: unknown key 'image'; allowed: ",
+        ),
+        (["What?"], TypeError, "requests[0]: expected a dict with prompt, images, videos, got str"),
+        ([{"images": [PHOTO]}], ValueError, "requests[0]: has no prompt"),
+        ("What?", TypeError, "requests: expected a sequence of dicts, got str"),
+        (3, TypeError, "requests: expected a sequence of dicts, got int"),
+    ],
+)
+def test_malformed_requests(vlm, requests, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        vlm.chat_batch(requests)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_abandoned_streams_leave_no_thread(vlm):
+    """Twenty readers that close, drop, or fail after a piece: each answer would take 1900 tokens more."""
+    before = set(threading.enumerate())
+    for i in range(20):
+        pieces = vlm.chat("Say much.", stream=True, max_new_tokens=1900)
+        if i % 4 == 3:  # dropped before it began
+            del pieces
+            continue
+        next(pieces)
+        if i % 4 == 0:
+            pieces.close()
+        elif i % 4 == 1:
+            del pieces
+        else:
+            with pytest.raises(KeyError):
+                for _ in pieces:
+                    raise KeyError
+            del pieces
+    gc.collect()
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_closed_stream_stops_within_a_token(vlm):
+    """The recorder counts what was generated after the reader left."""
+    recorder = Recorder()
+    pieces = vlm.chat("Say much.", stream=True, max_new_tokens=1900, streamer=recorder)
+    next(pieces)
+    pieces.close()
+    count = len(recorder.values)
+    time.sleep(0.2)
+    assert len(recorder.values) == count < 1000
+
+
+def test_a_stopping_criterion_of_the_caller_counts_in_a_stream(vlm):
+    stop_at_once = [lambda ids, scores, **kwargs: torch.ones(len(ids), dtype=torch.bool)]
+    pieces = list(vlm.chat("Hi", stream=True, max_new_tokens=50, stopping_criteria=stop_at_once))
+    assert "".join(pieces) == vlm.chat("Hi", max_new_tokens=1)
+
+
+def test_a_failure_while_streaming_reaches_the_reader(vlm, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(vlm.language_model, "forward", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(vlm.chat("Hi", stream=True))
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+IDS = torch.tensor([[5, 6, 7]])
+BAD_PROMPTS = {
+    "above the vocabulary": ({"input_ids": torch.tensor([[5, 6], [5, 512]])}, "input_ids[1]: token 512 is not in the"),
+    "far above": ({"input_ids": torch.tensor([[2**40, 6]])}, "input_ids[0]: token 1099511627776 is not in"),
+    "negative": ({"input_ids": torch.tensor([[5, -1, 6]])}, "token -1 is not in the vocabulary, 0 to 511"),
+    "no token": ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "input_ids: expected prompts of at least one"),
+    "no prompt": ({"input_ids": torch.zeros(0, 5, dtype=torch.int64)}, "input_ids: expected prompts of at least one"),
+    "bytes": ({"input_ids": IDS.to(torch.uint8)}, "input_ids: expected int32 or int64, got dtype torch.uint8"),
+    "complex": ({"input_ids": IDS.to(torch.complex64)}, "input_ids: expected integers, got dtype torch.complex64"),
+    "meta ids": ({"input_ids": IDS.to("meta")}, "input_ids: expected a dense tensor with values, got one on the meta"),
+    "sparse ids": ({"input_ids": IDS.to_sparse()}, "input_ids: expected a dense tensor with values, got layout"),
+    "a list": ({"input_ids": [[1, 2]]}, "input_ids: expected a torch.Tensor, got list"),
+    "mask of zeros": ({"attention_mask": torch.zeros(1, 3)}, "attention_mask[0]: padding must stand on the left"),
+    "mask with nan": ({"attention_mask": torch.tensor([[1, float("nan"), 1]])}, "attention_mask[0]: expected 0"),
+    "mask with -1": ({"attention_mask": torch.tensor([[-1, 1, 1]])}, "expected 0 (padding) or 1, got -1"),
+    "mask with 2": ({"attention_mask": torch.tensor([[1, 1, 2]])}, "expected 0 (padding) or 1, got 2"),
+    "a hole": ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask[0]: padding must stand on the left"),
+    "padding on the right": ({"attention_mask": torch.tensor([[1, 1, 0]])}, "attention_mask[0]: padding must stand"),
+    "meta mask": ({"attention_mask": torch.ones(1, 3, device="meta")}, "attention_mask: expected a dense tensor"),
+    "sparse mask": ({"attention_mask": torch.ones(1, 3).to_sparse()}, "attention_mask: expected a dense tensor"),
+    "seconds of no video": ({"second_per_grid_ts": [1.0]}, "second_per_grid_ts: expected one number for each of 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_PROMPTS.values(), ids=BAD_PROMPTS.keys())
+def test_bad_prompts_are_named(vlm, change, message):
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        vlm.generate(**({"input_ids": IDS} | change), max_new_tokens=1)
+
+
+ROWS = {
+    "bytes": (
+        lambda rows: rows.to(torch.uint8),
+        "pixel_values: expected floating-point numbers, got dtype torch.uint8",
+    ),
+    "integers": (lambda rows: rows.long(), "pixel_values: expected floating-point numbers"),
+    "bool": (lambda rows: rows.bool(), "pixel_values: expected floating-point numbers"),
+    "complex": (lambda rows: rows.to(torch.complex64), "pixel_values: expected floating-point numbers"),
+    "float8": (lambda rows: rows.to(torch.float8_e4m3fn), "pixel_values: expected floating-point numbers"),
+    "sparse": (lambda rows: rows.to_sparse(), "pixel_values: expected a dense tensor"),
+    "meta": (lambda rows: rows.to("meta"), "pixel_values: expected values for an encoder on cpu"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), ROWS.values(), ids=ROWS.keys())
+def test_bad_rows_are_named(vlm, tensors, change, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        vlm.generate(**(tensors | {"pixel_values": change(tensors["pixel_values"])}), max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.index_fill(0, torch.tensor([1]), float("nan")), "image_embeds[0]: holds nan or inf"),
+        (lambda x: x.to(torch.float8_e4m3fn), "image_embeds[0]: expected floating-point numbers"),
+        (lambda x: x.to("meta"), "image_embeds[0]: expected values for an encoder on cpu"),
+        (lambda x: 3, "image_embeds: expected one tensor for each of 1 items, got int"),
+    ],
+)
+def test_bad_embeddings_are_named(vlm, tensors, change, message):
+    embeds = change(vlm.encode(images=[PHOTO])[0])
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        vlm.generate(tensors["input_ids"], image_embeds=embeds, image_grid_thw=tensors["image_grid_thw"])
+
+
+@pytest.mark.parametrize("seconds", [1e300, 1e18, float("inf"), float("nan"), 0, -1])
+def test_absurd_seconds_are_named(vlm, tensors, seconds):
+    """As the only video: one grid step of four patches, so that nothing else can be wrong."""
+    ids = torch.tensor([[5, vlm.token_ids["video"], 6]])
+    rows = tensors["pixel_values"][:4]
+    with pytest.raises(ValueError, match=re.escape("second_per_grid_ts[0]: expected a positive number of seconds")):
+        vlm.generate(ids, pixel_values_videos=rows, video_grid_thw=[(1, 2, 2)], second_per_grid_ts=[seconds])
+    assert vlm.generate(ids, pixel_values_videos=rows, video_grid_thw=[(1, 2, 2)], max_new_tokens=1).shape == (1, 4)
+
+
+def test_left_padding_may_hold_any_id(vlm):
+    """Labels mark padding with -100; it is never looked up."""
+    ids, mask = torch.tensor([[-100, 5, 6, 7]]), torch.tensor([[0, 1, 1, 1]])
+    want = vlm.generate(IDS, max_new_tokens=4)
+    assert vlm.generate(ids, attention_mask=mask, max_new_tokens=4)[:, 1:].tolist() == want.tolist()
+
+
+# --- MiniCPM-V's videos -----------------------------------------------------------------------------------------------
+
+
+def test_pruning_without_places_is_refused_before_anything_is_encoded(tmp_path, monkeypatch):
+    make_minicpmv_checkpoint(tmp_path, "2.6")
+    vlm = refvl.load(tmp_path, device="cpu", progress=False)
+    frames = np.zeros((2, 70, 70, 3), dtype=np.uint8)
+    monkeypatch.setattr(type(vlm.encoder), "forward", None)
+    with pytest.raises(ValueError, match="pruning_rate: must be 0 for MiniCPM-V's"):
+        vlm.chat("What?", videos=[frames], pruning_rate=0.5)
+    [patches] = vlm.processor.patchify(vlm.processor.decode(vlm.processor.messages("", videos=[frames])))
+    with pytest.raises(ValueError, match="pruning_rate: must be 0 for MiniCPM-V's"):
+        vlm.generate(IDS, pixel_values_videos=patches.pixel_values, video_grid_thw=[patches.layout], pruning_rate=0.5)

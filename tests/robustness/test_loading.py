@@ -1,0 +1,240 @@
+"""Hostile folders and arguments at `refvl.load`: one sentence that names the file or the argument, and no memory taken.
+
+Oracle for what is right: transformers' choice of files; the same folder undamaged.
+"""
+
+import json
+import re
+import resource
+import time
+
+import pytest
+import torch
+from checkpoint_factory import make_checkpoint, make_step3_checkpoint
+from safetensors.torch import load_file, save_file
+
+import refvl
+from refvl import checkpoints
+from refvl.paths import DATA
+
+PHOTO = DATA / "pictures" / "coffee.jpg"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_checkpoint(tmp_path / "model")
+
+
+def load(folder, **kwargs):
+    return refvl.load(folder, **({"device": "cpu", "progress": False} | kwargs))
+
+
+def refuses(folder, message, error: type[Exception] | tuple = (ValueError, FileNotFoundError), **kwargs):
+    with pytest.raises(error, match=re.escape(message)):
+        load(folder, **kwargs)
+
+
+def change_json(folder, name, change):
+    values = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(change(values)))
+
+
+def change_weights(folder, change):
+    """Save the weights again with `change` made to them."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+
+
+# --- which files ------------------------------------------------------------------------------------------------------
+
+
+def write_index(folder, weights, weight_map=None):
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "shard.safetensors")
+    weight_map = dict.fromkeys(weights, "shard.safetensors") if weight_map is None else weight_map
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_one_file_wins_over_an_index_in_both_halves(folder):
+    """Beside the trained file an index of zeros: transformers reads the file, and so must the tower."""
+    want = load(folder).trace("What is it?", images=[PHOTO], max_new_tokens=6)
+    weights = load_file(folder / "model.safetensors")
+    write_index(folder, {name: torch.zeros_like(tensor) for name, tensor in weights.items()})
+    trace = load(folder).trace("What is it?", images=[PHOTO], max_new_tokens=6)
+    assert torch.equal(trace.embeds[0], want.embeds[0]) and trace.token_ids == want.token_ids
+    (folder / "model.safetensors").unlink()
+    assert not load(folder).encode(images=[PHOTO])[0].any()
+
+
+def test_loose_files_are_read_by_neither_half(folder):
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    refuses(folder, "no *.safetensors file to read, neither model.safetensors nor one named by", FileNotFoundError)
+
+
+@pytest.mark.parametrize(
+    "place", ["../outside.safetensors", "/tmp/x.safetensors", "a/../../x.safetensors", "C:\\x.safetensors"]
+)
+def test_an_index_names_files_inside_the_folder(folder, place):
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights, folder.parent / "outside.safetensors")
+    (folder / "model.safetensors").unlink()
+    write_index(folder, weights, dict.fromkeys(weights, place))
+    refuses(folder, "must name a file inside the folder")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "model.safetensors.index.json: expected a JSON object, got []"),
+        ("null", "model.safetensors.index.json: expected a JSON object, got null"),
+        ('{"weight', "model.safetensors.index.json: not valid JSON"),
+        ("{}", "model.safetensors.index.json: expected an object under 'weight_map', got None"),
+        ('{"weight_map": []}', "expected an object under 'weight_map', got []"),
+        ('{"weight_map": {}}', "expected an object under 'metadata', got None"),
+        ('{"weight_map": {}, "metadata": {}}', "no *.safetensors file to read"),
+        ('{"metadata": {}, "weight_map": {"a": 3}}', "'a' must name a *.safetensors file, got 3"),
+        ('{"metadata": {}, "weight_map": {"a": "x.bin"}}', "'a' must name a *.safetensors file, got 'x.bin'"),
+    ],
+)  # fmt: skip
+def test_a_malformed_index_is_named(folder, content, message):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(content)
+    refuses(folder, message)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"[]", b"null", b"", b'{"a": ', b"\xff\xfe", b"[" * 100_000, b"3"])
+def test_malformed_json_is_named(folder, name, content):
+    (folder / name).write_bytes(content)
+    refuses(folder, name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "x"}, {"text_config": []}, {"text_config": {"hidden_size": "wide"}}, {"text_config": 3},
+        {"text_config": {"rope_parameters": 7}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_of_another_kind_in_a_config_are_named(folder, change):
+    change_json(folder, "config.json", lambda values: values | change)
+    refuses(folder, "config.json")
+
+
+def test_a_tokenizer_without_a_model(folder):
+    (folder / "tokenizer.json").write_text("{}")
+    refuses(folder, "tokenizer or processor files cannot be read")
+
+
+# --- what the weights are ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.uint8, torch.float8_e4m3fn, torch.int64])
+def test_text_weights_that_are_no_floats_are_named(folder, dtype):
+    change_weights(folder, lambda w: w.update({"model.embed_tokens.weight": w["model.embed_tokens.weight"].to(dtype)}))
+    refuses(folder, "no plain floats (1): model.embed_tokens.weight is ")
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "message"),
+    [
+        ("nonsense", ValueError, "no plain floats (1): lm_head.weight is I8"),
+        ("vptq", ImportError, "vptq"),  # transformers' own message: it knows how, but not here
+    ],
+)
+def test_a_quantisation_config_is_left_to_transformers_where_it_knows_it(folder, method, error, message):
+    change_weights(folder, lambda w: w.update({"lm_head.weight": w["lm_head.weight"].to(torch.int8)}))
+    change_json(folder, "config.json", lambda values: values | {"quantization_config": {"quant_method": method}})
+    with pytest.raises(error, match=f"(?i){re.escape(message)}"):
+        load(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_text_weights_that_are_no_numbers_are_named(folder, value):
+    change_weights(folder, lambda w: w["model.layers.1.mlp.up_proj.weight"][3, 5:6].fill_(value))
+    refuses(folder, "nan or inf (1): model.layers.1.mlp.up_proj.weight")
+
+
+def test_large_finite_weights_load(folder):
+    """Their sum overflows, and they are numbers all the same."""
+    change_weights(folder, lambda w: w.update({"model.norm.weight": torch.full_like(w["model.norm.weight"], 3e38)}))
+    assert load(folder).language_model.model.norm.weight.isfinite().all()
+
+
+SIZES = {
+    "a billion layers": lambda v: v["text_config"].update(num_hidden_layers=10**9),
+    "a billion blocks": lambda v: v["vision_config"].update(depth=10**9),
+    "more layers": lambda v: v["text_config"].update(num_hidden_layers=40, layer_types=None, max_window_layers=40),
+    "wide layers": lambda v: v["text_config"].update(intermediate_size=10**8),
+    "a large vocabulary": lambda v: v["text_config"].update(vocab_size=10**9),
+    "no text_config": lambda v: v.pop("text_config"),
+}
+
+
+@pytest.mark.parametrize("change", SIZES.values(), ids=SIZES.keys())
+def test_sizes_are_checked_before_memory_is_taken(folder, change):
+    """The sizes asked for would take gigabytes to terabytes, or for ever: neither may happen."""
+    change_json(folder, "config.json", lambda values: (change(values), values)[1])
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    with pytest.raises(ValueError, match=re.escape(str(folder))):
+        load(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20, "kilobytes: less than a gigabyte"
+    assert time.process_time() - start < 60
+
+
+def test_a_billion_layers_of_step3(tmp_path):
+    make_step3_checkpoint(tmp_path / "model")
+    change_json(tmp_path / "model", "config.json", lambda v: v | {"text_config": v["text_config"] | {"num_hidden_layers": 10**9}})  # fmt: skip  # noqa: E501
+    refuses(tmp_path / "model", "num_hidden_layers is 1000000000, at most 1000 layers are built")
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"graph": True}, "graph: load takes no such argument; did you mean 'graphs'?"),
+        ({"dtypes": "float16"}, "dtypes: load takes no such argument; did you mean 'dtype'?"),
+        ({"attn_implementations": "sdpa"}, "did you mean 'attn_implementation'?"),
+        ({"nonsense": 1}, "nonsense: load takes no such argument"),
+        ({"trust_remote_code": True}, "trust_remote_code: no code from a checkpoint is run"),
+        ({"graphs": "yes"}, "graphs: expected True, False or a dict of options, got 'yes'"),
+        ({"graphs": {"budget": [16]}}, "budget: graphs takes no such argument; did you mean 'budgets'?"),
+        ({"weights": "random", "device_map": "auto"}, "device_map: places the weights of a checkpoint"),
+    ],
+)
+def test_arguments_that_nobody_reads(folder, arguments, message):
+    refuses(folder, message, TypeError, **arguments)
+
+
+@pytest.mark.parametrize("path", [3, None, b"x", ["a"]])
+def test_what_is_no_path(path):
+    refuses(path, "path_or_id: expected a folder, a hub id, a dict or a transformers config, got ", TypeError)
+
+
+def test_dtype_by_its_other_name(folder):
+    for arguments in ({"torch_dtype": "bfloat16"}, {"dtype": "torch.bfloat16", "torch_dtype": torch.bfloat16}):
+        vlm = load(folder, **arguments)
+        assert {vlm.encoder.dtype, vlm.language_model.dtype} == {torch.bfloat16}
+    refuses(folder, "torch_dtype: is another name of dtype, but they are 'float16' and 'float32'", dtype="float32", torch_dtype="float16")  # fmt: skip  # noqa: E501
+    refuses(folder, "dtype: expected 'auto' or one of ['float32', 'bfloat16', 'float16'], got 'float'", dtype="float")
+
+
+def test_the_hub_is_asked_for_what_was_named(folder, monkeypatch):
+    """Oracle: a stand-in for `snapshot_download` that records what it is given."""
+    asked = {}
+
+    def snapshot_download(repo_id, **kwargs):
+        asked.update(kwargs, repo_id=repo_id)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    hub = {"revision": "abc123", "cache_dir": "cache", "token": "secret", "local_files_only": True}
+    load("owner/name", **hub)
+    assert asked == hub | {
+        "repo_id": "owner/name",
+        "allow_patterns": checkpoints.CONFIG_FILES + checkpoints.WEIGHT_FILES,
+    }
+    refuses(folder, "is a local folder; only hub ids have revisions", revision="abc123")
