@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from refvl.attention import available_backends, choose_backend, varlen_attention
 from refvl.checks import Grid, as_grids, check_shape
 from refvl.encoders.weights import config_values, load_strict
-from refvl.pixels.crops import CropLayout, as_crop_layouts, square_patch_rows
+from refvl.pixels.crops import CropLayout, as_crop_layouts, count_square_tokens, square_patch_rows
 from refvl.positions import tables
 
 CLASS_TOKENS = 4
@@ -124,8 +124,7 @@ class Step3VisionConfig:
 
     def tokens_of(self, size: int) -> int:
         """Output tokens of a square of `size` pixels per side."""
-        after_first = (self.patches_per_side(size) - 2) // self.understand_projector_stride + 1
-        return ((after_first - 1) // 2 + 1) ** 2
+        return count_square_tokens(size, self.patch_size, self.understand_projector_stride)
 
     @property
     def image_tokens(self) -> int:
@@ -224,9 +223,9 @@ class Step3VisionEncoder(nn.Module):
 
     def item_size(self, layout: CropLayout) -> tuple[int, int, int]:
         """(patch rows, output tokens, squares) of one picture."""
-        [layout], paths = self.check_layouts([layout]), self.paths
-        sizes = [paths[name].item_size(grid) for name, grid in self.path_layouts(layout).items() if grid]
-        return tuple(map(sum, zip(*sizes, strict=True)))
+        c, crops = self.config, CropLayout(*layout).crops
+        rows_of_crop, rows_of_overview = (c.patches_per_side(size) ** 2 for size in (c.crop_size, c.image_size))
+        return crops * rows_of_crop + rows_of_overview, crops * c.crop_tokens + c.image_tokens, crops + 1
 
     def plan(self, layouts) -> VisionMetadata:
         """Which rows make which stack, and the way back, computed on the CPU and moved to the encoder's device.

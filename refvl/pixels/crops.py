@@ -25,6 +25,7 @@ from torch import Tensor
 
 from refvl.checks import check_positive_int, check_shape
 from refvl.pixels.media import load_image
+from refvl.pixels.patches import check_preprocessing, known_fields
 
 MIN_SIDE, THIN_RATIO = 32, 4  # a picture below this side and above this ratio is padded to a square
 SQUARE_RATIO = 1.5  # a small picture up to this ratio is seen well enough in the overview
@@ -42,10 +43,10 @@ class CropConfig:
     enable_crops: bool = True  # False: overviews only
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # OpenAI CLIP
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    understand_projector_stride: int = 2  # of the encoder's first convolution behind the tower
 
     def __post_init__(self):
-        for name in ("image_size", "crop_size", "patch_size", "max_side"):
-            check_positive_int(getattr(self, name), name)
+        check_preprocessing(self, ("image_size", "crop_size", "patch_size", "max_side", "understand_projector_stride"))
         for name in ("image_size", "crop_size"):
             if getattr(self, name) % self.patch_size:
                 raise ValueError(
@@ -59,9 +60,29 @@ class CropConfig:
         Released configs say `image_size` and `patch_size`; small ones may say `crop_size` and `max_side` as well.
         """
         values = config if isinstance(config, dict) else config.to_dict()
-        values = values.get("vision_config", values)
-        names = ("image_size", "crop_size", "patch_size", "max_side")
-        return cls(**{name: values[name] for name in names if values.get(name) is not None})
+        return cls(**known_fields(cls, values | values.get("vision_config", {})))
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of an overview."""
+        return count_square_tokens(self.image_size, self.patch_size, self.understand_projector_stride)
+
+    @property
+    def crop_tokens(self) -> int:
+        """Tokens of a crop."""
+        return count_square_tokens(self.crop_size, self.patch_size, self.understand_projector_stride)
+
+
+def count_square_tokens(size: int, patch_size: int, stride: int) -> int:
+    """Tokens that the encoder makes of a square of `size` pixels per side.
+
+    Its two convolutions, 2 x 2 with `stride` and 3 x 3 with stride 2 and padding 1, leave fewer than there are patches.
+
+    >>> count_square_tokens(728, 14, 2), count_square_tokens(504, 14, 2)
+    (169, 81)
+    """
+    after_first = (size // patch_size - 2) // stride + 1
+    return ((after_first - 1) // 2 + 1) ** 2
 
 
 RELEASED = CropConfig()
@@ -154,7 +175,8 @@ def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPl
         return CropPlan(padded, resized, 0, resized, CropLayout(0, 0))
     columns, rows = (_count_windows(side, window) for side in resized)
     # A side below the window keeps its length; the windows then reach beyond the canvas, which reads as black.
-    canvas = tuple(side if side < window else n * window for side, n in zip(resized, (columns, rows), strict=True))
+    width, height = resized
+    canvas = width if width < window else columns * window, height if height < window else rows * window
     return CropPlan(padded, resized, window, canvas, CropLayout(rows, columns))
 
 
@@ -171,8 +193,11 @@ def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int
 
 
 def cut_crops(image, config: CropConfig = RELEASED) -> tuple[Image.Image, list[Image.Image], CropPlan]:
-    """Anything `load_image` takes -> (the picture for the overview, its crops row by row, the plan)."""
-    image = load_image(image)
+    """Anything `load_image` takes -> (the image for the overview, its crops row by row, the plan)."""
+    return _cut(load_image(image), config)
+
+
+def _cut(image: Image.Image, config: CropConfig) -> tuple[Image.Image, list[Image.Image], CropPlan]:
     plan = plan_crops(*image.size, config)
     if plan.padded != image.size:
         square = Image.new("RGB", plan.padded)
@@ -213,7 +238,12 @@ def square_patch_rows(pixels: Tensor, patch_size: int) -> Tensor:
 
 def patchify_crops(image, config: CropConfig = RELEASED) -> tuple[Tensor, CropLayout]:
     """Anything `load_image` takes -> (patch rows (N, C*P*P) float32 of all crops, then the overview; the layout)."""
-    image, crops, plan = cut_crops(image, config)
+    return rows_of_crops(load_image(image), config)
+
+
+def rows_of_crops(image: Image.Image, config: CropConfig = RELEASED) -> tuple[Tensor, CropLayout]:
+    """The same for an image that `load_image` has made."""
+    image, crops, plan = _cut(image, config)
     squares = [prepare_pixels(crop, config.crop_size, config) for crop in crops]
     squares.append(prepare_pixels(image, config.image_size, config))
     return torch.cat([square_patch_rows(square[None], config.patch_size) for square in squares]), plan.layout

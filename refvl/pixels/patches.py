@@ -16,9 +16,10 @@ round differently, so the same picture as an image and as a clip gives slightly 
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,6 +32,35 @@ from refvl.pixels.media import as_frames, load_image
 
 MAX_ASPECT_RATIO = 200
 VIDEO_DEFAULTS = {"min_pixels": 128 * 28 * 28, "max_pixels": 768 * 28 * 28, "cap_pixels_per_frame": True}
+
+
+class Normalization(Protocol):
+    """What every family's preprocessing says about values: mean and standard deviation per RGB channel."""
+
+    @property
+    def image_mean(self) -> tuple[float, ...]: ...
+
+    @property
+    def image_std(self) -> tuple[float, ...]: ...
+
+    @property
+    def rescale_factor(self) -> float: ...
+
+
+def check_preprocessing(config, sizes: Iterable[str]) -> None:
+    """Raise TypeError or ValueError unless these `sizes` are positive and there is one mean and std per channel."""
+    for name in sizes:
+        check_positive_int(getattr(config, name), name)
+    for name in ("image_mean", "image_std"):
+        values = getattr(config, name)
+        if not isinstance(values, Sequence) or len(values) != 3:
+            raise ValueError(f"{name}: expected one value per RGB channel, got {values!r}")
+
+
+def known_fields(config_class, values: dict) -> dict:
+    """The entries of `values` that are fields of `config_class` and not None; lists, as JSON has them, as tuples."""
+    known = {f.name: values[f.name] for f in fields(config_class) if values.get(f.name) is not None}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +89,9 @@ class PatchConfig:
     max_frames: int = 768
 
     def __post_init__(self):
-        for name in ("patch_size", "temporal_patch_size", "merge_size", "min_pixels", "max_pixels"):
-            check_positive_int(getattr(self, name), name)
+        check_preprocessing(self, ("patch_size", "temporal_patch_size", "merge_size", "min_pixels", "max_pixels"))
         if self.min_pixels > self.max_pixels:
             raise ValueError(f"min_pixels: must not exceed max_pixels={self.max_pixels}, got {self.min_pixels}")
-        for name in ("image_mean", "image_std"):
-            if len(getattr(self, name)) != 3:
-                raise ValueError(f"{name}: expected one value per RGB channel, got {getattr(self, name)!r}")
 
     @classmethod
     def for_video(cls, **changes) -> "PatchConfig":
@@ -81,11 +107,12 @@ class PatchConfig:
         """
         _check_supported(values)
         size = values.get("size") or {}
-        known = {f.name: values[f.name] for f in fields(cls) if values.get(f.name) is not None}
+        if not isinstance(size, dict):
+            raise ValueError(f"size: expected an object such as {{'longest_edge': ...}}, got {size!r}")
+        known = known_fields(cls, values)
         for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             found = [v for v in (values.get(name), size.get(edge), size.get(name)) if v is not None]
             known |= {name: found[0]} if found else {}
-        known |= {name: tuple(known[name]) for name in ("image_mean", "image_std") if name in known}
         return cls.for_video(**known) if kind == "video" else cls(**known)
 
     @classmethod
@@ -104,15 +131,23 @@ class PatchConfig:
         if (nested := folder / "processor_config.json").is_file():
             section = read_json(nested).get(f"{kind}_processor")
             if section is not None:
-                return cls.from_dict(section, kind)
+                return cls._read(section, kind, nested)
         for path in (folder / name for name in names):
             if path.is_file():
-                return cls.from_dict(read_json(path), kind)
+                return cls._read(read_json(path), kind, path)
         raise FileNotFoundError(f"folder: {folder} has no {kind} settings (looked for processor_config.json, {names})")
+
+    @classmethod
+    def _read(cls, values, kind: str, path: Path) -> "PatchConfig":
+        """`from_dict` whose errors name the file."""
+        try:
+            return cls.from_dict(values, kind)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{path}: {error}") from error
 
     @property
     def factor(self) -> int:
-        """Sides of the resized picture are multiples of this: one merged token is factor x factor pixels."""
+        """Sides of the resized image are multiples of this: one merged token is factor x factor pixels."""
         return self.patch_size * self.merge_size
 
     @property
@@ -125,8 +160,8 @@ class PatchConfig:
         """A picture takes no more, unless it is so thin that its short side is one token already."""
         return self.max_pixels // (self.patch_size * self.merge_size) ** 2
 
-    def fit(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
-        """`smart_resize` with the budget that each of `num_frames` frames has."""
+    def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
+        """The (height, width) that an image, or each of `num_frames` frames, is resized to: `smart_resize`."""
         budget = self.frame_budget(num_frames)
         return smart_resize(height, width, factor=self.factor, min_pixels=self.min_pixels, max_pixels=budget)
 
@@ -158,7 +193,7 @@ class Glm4vPatchConfig(PatchConfig):
         """`temporal_patch_size` times fewer than the area holds, as a picture counts that often."""
         return self.max_pixels // (self.temporal_patch_size * (self.patch_size * self.merge_size) ** 2)
 
-    def fit(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
+    def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
         """`smart_resize_video`; frames count as they are padded, in whole steps of the grid."""
         step = self.temporal_patch_size
         return smart_resize_video(
@@ -276,23 +311,23 @@ def _fit_budget(
     return new_height, new_width
 
 
-def plan_size(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> tuple[int, int]:
-    """The (height, width) that `config` resizes a picture to, or each of `num_frames` frames."""
-    return config.fit(height, width, num_frames)
-
-
 def plan_grid(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> Grid:
     """The grid (t, h, w) in patches of a picture or clip of this size, without touching a pixel."""
     num_frames = check_positive_int(num_frames, "num_frames")
-    new_height, new_width = plan_size(height, width, config, num_frames)
+    new_height, new_width = config.fit(height, width, num_frames)
     t = math.ceil(num_frames / config.temporal_patch_size)
     return t, new_height // config.patch_size, new_width // config.patch_size
 
 
 def count_tokens(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> int:
     """How many tokens of the language model a picture or clip of this size takes, start and end marks not counted."""
-    t, h, w = plan_grid(height, width, config, num_frames)
-    return t * h * w // config.merge_size**2
+    return math.prod(merged_grid(plan_grid(height, width, config, num_frames), config.merge_size))
+
+
+def merged_grid(grid: Grid, merge_size: int) -> Grid:
+    """(t, h, w) in tokens of the language model, each of merge_size x merge_size patches of the `grid`."""
+    t, h, w = grid
+    return t, h // merge_size, w // merge_size
 
 
 def patchify_image(image, config: PatchConfig) -> tuple[Tensor, Grid]:
@@ -300,8 +335,12 @@ def patchify_image(image, config: PatchConfig) -> tuple[Tensor, Grid]:
 
     Raises ValueError for an aspect ratio above 200.
     """
-    resized = resize_image(load_image(image), config)
-    pixels = torch.from_numpy(np.array(resized)).permute(2, 0, 1)[None]  # (1, C, H, W) uint8
+    return rows_of_image(load_image(image), config)
+
+
+def rows_of_image(image: Image.Image, config: PatchConfig) -> tuple[Tensor, Grid]:
+    """The same for an image that `load_image` has made."""
+    pixels = torch.from_numpy(np.array(resize_image(image, config))).permute(2, 0, 1)[None]  # (1, C, H, W) uint8
     return patch_rows(normalize(pixels, config), config)
 
 
@@ -315,19 +354,19 @@ def patchify_video(frames, config: PatchConfig) -> tuple[Tensor, Grid]:
 
 def resize_image(image: Image.Image, config: PatchConfig) -> Image.Image:
     """Bicubic in Pillow, on 8 bits."""
-    height, width = plan_size(image.height, image.width, config)
+    height, width = config.fit(image.height, image.width)
     return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def resize_frames(frames: np.ndarray, config: PatchConfig) -> Tensor:
     """(T, H, W, 3) uint8 -> (T, 3, H', W') uint8, bicubic with antialias in torch; it must stay 8 bits to be exact."""
     num_frames, height, width, _ = frames.shape
-    size = plan_size(height, width, config, num_frames)
+    size = config.fit(height, width, num_frames)
     pixels = torch.from_numpy(np.ascontiguousarray(frames.transpose(0, 3, 1, 2)))
     return F.interpolate(pixels, size=size, mode="bicubic", antialias=True, align_corners=False)
 
 
-def normalize(pixels: Tensor, config: PatchConfig, *, fused: bool = False) -> Tensor:
+def normalize(pixels: Tensor, config: Normalization, *, fused: bool = False) -> Tensor:
     """(T, C, H, W) of 0..255 -> float32, (x * rescale_factor - mean) / std per channel.
 
     The two backends agree to about 1e-6 only, so both orders of rounding are here: the Pillow backend rescales in
@@ -337,6 +376,12 @@ def normalize(pixels: Tensor, config: PatchConfig, *, fused: bool = False) -> Te
     if fused:
         return (pixels.float() - mean * (1 / config.rescale_factor)) / (std * (1 / config.rescale_factor))
     return ((pixels.double() * config.rescale_factor).float() - mean) / std
+
+
+def denormalize(pixels: Tensor, config: Normalization) -> np.ndarray:
+    """(..., C) float32 -> uint8: undoes `normalize`."""
+    mean, std = torch.tensor(config.image_mean), torch.tensor(config.image_std)
+    return ((pixels * std + mean) / config.rescale_factor).round().clamp(0, 255).to(torch.uint8).numpy()
 
 
 def patch_rows(pixels: Tensor, config: PatchConfig) -> tuple[Tensor, Grid]:
@@ -367,6 +412,4 @@ def unpatchify(patches: Tensor, grid: Sequence[int], config: PatchConfig) -> np.
     [(t, h, w)] = as_grids([grid], spatial_merge_size=m, name="grid")
     check_shape(patches, (t * h * w, config.patch_values), "patches")
     blocks = patches.detach().float().cpu().reshape(t, h // m, w // m, m, m, 3, Tp, P, P)
-    pixels = blocks.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(t * Tp, h * P, w * P, 3)
-    mean, std = torch.tensor(config.image_mean), torch.tensor(config.image_std)
-    return ((pixels * std + mean) / config.rescale_factor).round().clamp(0, 255).to(torch.uint8).numpy()
+    return denormalize(blocks.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(t * Tp, h * P, w * P, 3), config)

@@ -2,13 +2,17 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any
 
 import torch
 from torch import nn
 
 from refvl.pipeline import VLM
+from refvl.pixels.crops import CropConfig, plan_crops
 from refvl.pixels.media import Video
-from refvl.pixels.patches import PatchConfig, count_tokens, plan_size
+from refvl.pixels.patches import PatchConfig, count_tokens
+from refvl.pixels.slices import SliceConfig, plan_slices
 
 BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the picture that upstream plans with
 MAX_FRAMES_PER_VIDEO = 600
@@ -33,9 +37,42 @@ def plan_media(vlm: VLM, medium) -> MediaPlan:
         kind, size = "video", f"{frames} frames of {width} x {height} px"
     else:
         kind, size = "image", f"{medium.width} x {medium.height} px"
-    becomes, layout = vlm.processor.plan(medium)
+    layout = vlm.processor.layout_of(medium)
     patches, tokens, _ = vlm.encoder.item_size(layout)
+    becomes = describe_layout(vlm.processor.image_config, medium, layout, tokens)
     return MediaPlan(kind, size, becomes, layout, patches, tokens)
+
+
+@singledispatch
+def describe_layout(config: Any, medium, layout: Any, tokens: int) -> str:
+    """What the preprocessing of `config` makes of a decoded medium, in words."""
+    raise TypeError(f"config: expected a PatchConfig, SliceConfig or CropConfig, got {type(config).__name__}")
+
+
+@describe_layout.register
+def _(config: PatchConfig, medium, layout: Any, tokens: int) -> str:
+    _, h, w = layout
+    return f"{w * config.patch_size} x {h * config.patch_size} px -> grid {layout}"
+
+
+@describe_layout.register
+def _(config: SliceConfig, medium, layout: Any, tokens: int) -> str:
+    if isinstance(medium, Video):
+        (h, w), patches = layout[0].slices[0], sum(h * w for group in layout for h, w in group.slices)
+        size = f"{w * config.patch_size} x {h * config.patch_size} px"
+        return f"{size} in {sum(g.sets for g in layout)} sets of frames, {patches / tokens:.3g} patches a token"
+    plan = plan_slices(medium.width, medium.height, config)
+    overview = "overview {} x {} px".format(*plan.overview)
+    if plan.grid is None or plan.cell is None:
+        return overview
+    return overview + " and {} x {} slices of {} x {} px".format(*plan.grid, *plan.cell)
+
+
+@describe_layout.register
+def _(config: CropConfig, medium, layout: Any, tokens: int) -> str:
+    width, height = plan_crops(medium.width, medium.height, config).canvas
+    crops = f"{layout.rows} x {layout.columns} crops of {config.crop_size} px, " if layout.crops else ""
+    return f"{width} x {height} px -> {crops}overview of {config.image_size} px"
 
 
 def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
@@ -44,7 +81,7 @@ def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
     One picture, not a clip: GLM's budgets count frames, and planning a picture as a clip of sixteen would find it
     eight times too small. Upstream: `get_image_size_with_most_features` (vLLM).
     """
-    return plan_size(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET, config)
+    return config.fit(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET)
 
 
 def frames_that_fit(
@@ -88,25 +125,19 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
     """An estimate of the tower's peak: residual, normed input, q, k, v and output, and what is inside the MLP."""
     mlp = next(module for name, module in encoder.named_modules() if name.endswith("mlp"))
     width = sum(layer.out_features for layer in mlp.modules() if isinstance(layer, nn.Linear))  # counts the output, too
-    _, hidden_size, _ = tower_shape(encoder.config)
-    return patches * (5 * hidden_size + width) * encoder.dtype.itemsize
-
-
-def tower_shape(config) -> tuple[int, int, int]:
-    """(blocks, width, heads) of an encoder's tower; MiniCPM-V's is a part of the encoder, with a config of its own."""
-    tower = getattr(config, "vision", config)
-    return tower.depth - getattr(config, "drop_vision_last_layer", False), tower.hidden_size, tower.num_heads
+    return patches * (5 * encoder.config.num_heads * encoder.config.head_dim + width) * encoder.dtype.itemsize
 
 
 def describe(vlm: VLM, media=()) -> dict[str, str]:
     """Rows for a table: family, sizes, tokens and memory of `media`; `vlm` may live on `meta`."""
-    (depth, width, heads), text = tower_shape(vlm.encoder.config), vlm.language_model.config
+    tower, text = vlm.encoder.config, vlm.language_model.config
     dtype = vlm.encoder.dtype
     encoder, language = parameter_count(vlm.encoder), parameter_count(vlm.language_model)
     plans = [plan_media(vlm, medium) for medium in media]
     rows = {
         "family": vlm.family.name,
-        "vision tower": f"{depth} blocks of width {width}, {heads} heads: {_count(encoder)}",
+        "vision tower": f"{tower.depth} blocks of width {tower.num_heads * tower.head_dim}, {tower.num_heads} heads: "
+        f"{_count(encoder)}",
         "language model": f"{text.num_hidden_layers} layers of width {text.hidden_size}, "
         f"{text.num_attention_heads} heads ({text.num_key_value_heads} kv): {_count(language)}",
         "context": f"{vlm.max_context:,} tokens",
@@ -134,8 +165,8 @@ def _limits(vlm: VLM) -> dict[str, str]:
     if isinstance(config, PatchConfig):
         height, width = image_size_with_most_features(config)
         rows["largest square picture"] = f"{width} x {height} px -> {count_tokens(height, width, config):,} tokens"
-    if sampling := getattr(vlm.processor, "clip_sampling", None):
-        rows["clip sampling"] = sampling
+    if vlm.processor.clip_sampling:
+        rows["clip sampling"] = vlm.processor.clip_sampling
     return rows
 
 

@@ -10,14 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from refvl.encoders import SliceGroup, minicpmv_version
-from refvl.encoders.minicpmv import ENCODERS, MiniCPMVConfig, encoder_class
+from refvl.encoders import SliceGroup
+from refvl.encoders.minicpmv import MiniCPMVConfig
+from refvl.families import FAMILIES, find_family
 
 FOLDER = Path(__file__).parents[1] / "golden"
 GOLDEN = json.loads((FOLDER / "minicpmv_modules.json").read_text())
 VERSIONS = json.loads((FOLDER / "minicpmv_slicing.json").read_text())
 NAMES = json.loads((FOLDER / "weight_mapping.json").read_text())["minicpmv"]
 ARRAYS = np.load(FOLDER / "minicpmv_modules.npz")
+ENCODERS = {family.version: family.encoder for family in FAMILIES if family.version}
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
 
 LATER = ["2.5", "2.6", "4.0", "4.5"]
@@ -179,14 +181,18 @@ def test_every_weight_is_trained(encoder):
 # --- versions and configs ---------------------------------------------------------------------------------------------
 
 
+def family_of(values: dict):
+    return find_family({"model_type": "minicpmv"} | values)
+
+
 @pytest.mark.parametrize("case", VERSIONS["dispatch"], ids=lambda c: str(c["config"]))
 def test_dispatch_golden(case):
     """Oracle: vLLM 0.33.0's `MiniCPMV.__new__`."""
     if "error" in case:
-        with pytest.raises(ValueError, match=r"version: .* known: 2.0, 2.5, 2.6, 4.0, 4.5$"):
-            encoder_class(case["config"])
+        with pytest.raises(ValueError, match=r"version: .* supported: 2.0, 2.5, 2.6, 4.0, 4.5$"):
+            family_of(case["config"])
         return
-    assert encoder_class(case["config"]).__name__ == case["cls"] + "Encoder"
+    assert family_of(case["config"]).encoder.__name__ == case["cls"] + "Encoder"
 
 
 @pytest.mark.parametrize("case", VERSIONS["versions"], ids=lambda c: str(c["config"]))
@@ -194,21 +200,19 @@ def test_versions_golden(case):
     """Oracle: vLLM 0.33.0's `get_version_by_config`; what it reads but does not support is an error here."""
     version = ".".join(map(str, case["out"]))
     if version in ENCODERS:
-        assert minicpmv_version(case["config"]) == version
+        assert family_of(case["config"]).version == version
     else:
-        with pytest.raises(ValueError, match="version: MiniCPM-V .* is not known"):
-            minicpmv_version(case["config"])
+        with pytest.raises(ValueError, match="version: minicpmv .* is not supported"):
+            family_of(case["config"])
 
 
 def test_a_transformers_config_will_do():
     from transformers import PretrainedConfig
 
-    assert minicpmv_version(PretrainedConfig(version=2.6)) == "2.6"
-    assert (
-        encoder_class(PretrainedConfig(**config("4.5"))).from_config(PretrainedConfig(**config("4.5"))).query_num == 4
-    )
+    whole = PretrainedConfig(**config("4.5"), model_type="minicpmv")
+    assert find_family(whole).version == "4.5" and find_family(whole).encoder.from_config(whole).query_num == 4
     with pytest.raises(TypeError, match="config: expected a dict or a transformers config, got str"):
-        minicpmv_version("2.6")
+        MiniCPMVConfig.from_hf("2.6")
 
 
 @pytest.mark.parametrize(("version", "width", "heads"), [("2.0", 2304, 18), ("2.6", 3584, 28), ("4.5", 4096, 32)])

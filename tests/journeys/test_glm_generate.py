@@ -24,7 +24,7 @@ from refvl import families
 from refvl.merge import FramewiseMedia, MergedMedia, find_media_spans
 from refvl.paths import DATA
 from refvl.pixels.media import load_image, load_video
-from refvl.pixels.patches import Glm4vPatchConfig, plan_size, smart_resize_video
+from refvl.pixels.patches import Glm4vPatchConfig, smart_resize_video
 from refvl.positions import MediaSpan
 from refvl.positions.timestamps import sample_video_frames
 from refvl.processors.glm4v import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor
@@ -310,7 +310,7 @@ def test_a_frame_given_twice_is_looked_at_once(dense):
 def test_an_odd_clip_is_planned_as_it_is_padded(frames):
     config = Glm4vPatchConfig.for_video(max_pixels=200_000)
     sizes = [(height, width) for height in range(60, 400, 37) for width in range(60, 400, 41)]
-    ours = [plan_size(*size, config, frames) for size in sizes]
+    ours = [config.fit(*size, frames) for size in sizes]
     budgets = {"min_pixels": 112 * 112, "max_pixels": 200_000}
     assert ours == [smart_resize_video(frames + 1, *size, **budgets) for size in sizes]
 

@@ -24,7 +24,7 @@ from refvl.pixels.crops import CropLayout, cut_crops, prepare_pixels
 from refvl.pixels.media import load_image
 from refvl.processors.step3_vl import MARKS, Step3VLProcessor
 from refvl.tools.cli import main
-from refvl.tools.costs import describe, plan_media
+from refvl.tools.costs import describe, describe_layout, plan_media
 
 PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea")]
 SMALL = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 70, 3), dtype=np.uint8))  # no crops
@@ -124,13 +124,15 @@ def test_prompt_lengths_equal_golden(case):
     """Oracle: vLLM's counts for the released sizes, crops, newlines and marks included."""
     processor = Step3VLProcessor(Step3VLConfig())
     assert (processor.image_tokens, processor.crop_tokens) == (169, 81)
-    line, layout = processor.plan(Image.new("RGB", (case["width"], case["height"])))
+    image = Image.new("RGB", (case["width"], case["height"]))
+    layout = processor.layout_of(image)
     medium = processor.merged("image", layout)
     assert layout.crops == case["num_patches"] and medium.num_tokens == 169 + 81 * layout.crops
     processor.__dict__["mark_ids"] = {mark: 10 + i for i, mark in enumerate(MARKS)}
     ids = processor.expand(1, medium)
     assert len(ids) == case["num_tokens"] and ids.count(1) == medium.num_tokens
     assert ids.count(12) == case["num_newlines"]
+    line = describe_layout(processor.image_config, image, layout, medium.num_tokens)
     assert f"{layout.rows} x {layout.columns} crops of 504 px" in line or not layout.crops
 
 
