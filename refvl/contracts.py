@@ -23,7 +23,7 @@ class Encoder(Protocol):
     """Patch rows of media -> rows of the language model's width. An `nn.Module`, one class per architecture.
 
     `plan` runs on the CPU and computes everything that depends on sizes; `__call__` reads no value back, which is what
-    makes an encoder capturable. Encoders without a graph path raise ValueError in `graph_attention`.
+    makes an encoder capturable; `refvl.graphs.manager` says what a captured one offers besides.
     """
 
     config: Any  # depth, num_heads and head_dim of the tower, patch_values of a row
@@ -40,10 +40,6 @@ class Encoder(Protocol):
     def dtype(self) -> torch.dtype:
         """Of the weights, and of the embeddings."""
 
-    @property
-    def graph_attention(self) -> str:
-        """The backend to capture: "varlen", "masked", or "sdpa" where all segments are equally long."""
-
     def check_layouts(self, layouts: Any, *, name: str = "layouts") -> Sequence[Hashable]:
         """The layouts of a batch, normalised, or a ValueError or TypeError that says what is wrong."""
 
@@ -52,12 +48,6 @@ class Encoder(Protocol):
 
     def plan(self, layouts: Any) -> Any:
         """Metadata of a batch: a frozen dataclass of tensors and integers, with a padding rule on each tensor."""
-
-    def plan_capacity(self, max_tokens: int, max_frames: int) -> Any:
-        """The same dataclass with every tensor as long, and every integer as large, as any batch within the limits."""
-
-    def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """(patch rows, C) zeros for `max_tokens` output tokens; items with more rows take a larger budget."""
 
     def __call__(self, pixel_values: Tensor, *, metadata: Any, attention: str | None = None) -> Tensor:
         """(N, C) patch rows -> (M, D), or (M, D * (1 + k)) where k deeper features travel beside the embeddings."""

@@ -9,20 +9,10 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
+from refvl import encoders
 from refvl.attention import choose_backend
 from refvl.checkpoints import iterate_weights, weight_names
 from refvl.contracts import Encoder, Processor
-from refvl.encoders import (
-    Glm4vVisionTransformer,
-    GlmOcrVisionTransformer,
-    MiniCPMV2_0Encoder,
-    MiniCPMV2_5Encoder,
-    MiniCPMV2_6Encoder,
-    MiniCPMV4_0Encoder,
-    MiniCPMV4_5Encoder,
-    Qwen2_5_VisionTransformer,
-    Step3VisionEncoder,
-)
 from refvl.graphs.dual import DualPathGraphManager
 from refvl.graphs.manager import EncoderGraphManager
 from refvl.language.glm4v import Glm4vMoeTextModel, GlmOcrTextModel
@@ -30,16 +20,7 @@ from refvl.language.minicpmv import MiniCPMTextModel, MiniCPMVConfig, MiniCPMVTe
 from refvl.language.model import CausalTextModel
 from refvl.language.step3_vl import Step3ForCausalLM
 from refvl.pixels.patches import read_json
-from refvl.processors.glm4v import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor, named_processor
-from refvl.processors.minicpmv import (
-    MiniCPMV2_0Processor,
-    MiniCPMV2_5Processor,
-    MiniCPMV2_6Processor,
-    MiniCPMV4_0Processor,
-    MiniCPMV4_5Processor,
-)
-from refvl.processors.qwen2_5_vl import Qwen2_5_VLProcessor
-from refvl.processors.step3_vl import Step3VLProcessor
+from refvl.processors import glm4v, minicpmv, qwen2_5_vl, step3_vl
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +43,22 @@ def _minicpmv(
     version: str,
     encoder: type[Encoder],
     processor: type[Processor],
-    text_config_class: Callable[..., PretrainedConfig],
-    *,
+    text_config: Callable[..., PretrainedConfig],
     text_model: type[CausalTextModel] = MiniCPMVTextModel,
-    model_types: tuple[str, ...] = ("minicpmv",),
+    *,
+    omni: bool = False,
 ) -> Family:
-    """A row of MiniCPM-V: all versions share their config class and the names of their weights."""
+    """A row of MiniCPM-V: all versions share their config class and the names of their weights.
+
+    omni: MiniCPM-o, which has audio besides, is the same for images and text.
+    """
     return Family(
         name=f"MiniCPM-V {version}",
-        model_types=model_types,
+        model_types=("minicpmv", "minicpmo") if omni else ("minicpmv",),
         version=version,
         encoder=encoder,
         processor=processor,
-        config=partial(MiniCPMVConfig, text_config_class),
+        config=partial(MiniCPMVConfig, text_config),
         text_model=text_model,
         vision_prefix=r"^(vpm|resampler)\.",
         left_out=r"^(apm|tts|audio_\w+)\.",
@@ -85,71 +69,70 @@ FAMILIES = (
     Family(
         name="Qwen2.5-VL",
         model_types=("qwen2_5_vl",),
-        encoder=Qwen2_5_VisionTransformer,
-        processor=Qwen2_5_VLProcessor,
+        encoder=encoders.Qwen2_5_VisionTransformer,
+        processor=qwen2_5_vl.Qwen2_5_VLProcessor,
     ),
     Family(
         name="GLM-4.1V, GLM-4.6V-Flash",
         model_types=("glm4v",),
-        encoder=Glm4vVisionTransformer,
-        processor=Glm4vProcessor,
+        encoder=encoders.Glm4vVisionTransformer,
+        processor=glm4v.Glm4vProcessor,
     ),
     Family(
         name="GLM-4.5V, GLM-4.6V",
         model_types=("glm4v_moe",),
-        encoder=Glm4vVisionTransformer,
-        processor=Glm4vProcessor,
+        encoder=encoders.Glm4vVisionTransformer,
+        processor=glm4v.Glm4vProcessor,
         text_model=Glm4vMoeTextModel,
     ),
     Family(
         name="GLM-4.6V (glm46v)",
         model_types=("glm46v",),
-        encoder=Glm4vVisionTransformer,
-        processor=Glm46VProcessor,
+        encoder=encoders.Glm4vVisionTransformer,
+        processor=glm4v.Glm46VProcessor,
     ),
     Family(
         name="GLM-GA",
         model_types=("glmga",),
-        encoder=Glm4vVisionTransformer,
-        processor=GlmgaProcessor,
+        encoder=encoders.Glm4vVisionTransformer,
+        processor=glm4v.GlmgaProcessor,
     ),
     Family(
         name="GLM-OCR",
         model_types=("glm_ocr",),
-        encoder=GlmOcrVisionTransformer,
-        processor=Glm46VProcessor,
+        encoder=encoders.GlmOcrVisionTransformer,
+        processor=glm4v.Glm46VProcessor,
         text_model=GlmOcrTextModel,
     ),
     Family(
         name="Step3-VL",
         model_types=("step3_vl",),
-        encoder=Step3VisionEncoder,
-        processor=Step3VLProcessor,
+        encoder=encoders.Step3VisionEncoder,
+        processor=step3_vl.Step3VLProcessor,
         vision_prefix=r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.",
         text_model=Step3ForCausalLM,
         graphs=DualPathGraphManager,
     ),
-    _minicpmv("2.0", MiniCPMV2_0Encoder, MiniCPMV2_0Processor, minicpm_config, text_model=MiniCPMTextModel),
-    _minicpmv("2.5", MiniCPMV2_5Encoder, MiniCPMV2_5Processor, LlamaConfig),
-    _minicpmv("2.6", MiniCPMV2_6Encoder, MiniCPMV2_6Processor, Qwen2Config, model_types=("minicpmv", "minicpmo")),
-    _minicpmv("4.0", MiniCPMV4_0Encoder, MiniCPMV4_0Processor, LlamaConfig),
-    _minicpmv("4.5", MiniCPMV4_5Encoder, MiniCPMV4_5Processor, Qwen3Config),
+    _minicpmv("2.0", encoders.MiniCPMV2_0Encoder, minicpmv.MiniCPMV2_0Processor, minicpm_config, MiniCPMTextModel),
+    _minicpmv("2.5", encoders.MiniCPMV2_5Encoder, minicpmv.MiniCPMV2_5Processor, LlamaConfig),
+    _minicpmv("2.6", encoders.MiniCPMV2_6Encoder, minicpmv.MiniCPMV2_6Processor, Qwen2Config, omni=True),
+    _minicpmv("4.0", encoders.MiniCPMV4_0Encoder, minicpmv.MiniCPMV4_0Processor, LlamaConfig),
+    _minicpmv("4.5", encoders.MiniCPMV4_5Encoder, minicpmv.MiniCPMV4_5Processor, Qwen3Config),
 )
 # GLM-4.5V and GLM-4.6V share a model_type: the class that a folder's files name tells them apart
-GLM_PROCESSORS = {"Glm4vProcessor": Glm4vProcessor, "Glm46VProcessor": Glm46VProcessor}
+GLM_PROCESSORS = {"Glm4vProcessor": glm4v.Glm4vProcessor, "Glm46VProcessor": glm4v.Glm46VProcessor}
 
 
 def find_family(config: PretrainedConfig | dict) -> Family:
     """The family of a config; raises ValueError listing the known ones."""
-    values = config if isinstance(config, dict) else config.to_dict()
-    model_type = values.get("model_type")
+    model_type = config.get("model_type") if isinstance(config, dict) else config.model_type
     families = [family for family in FAMILIES if model_type in family.model_types]
     if not families:
         known = ", ".join(dict.fromkeys(t for family in FAMILIES for t in family.model_types))
         raise ValueError(f"model_type: {model_type!r} is not supported; supported: {known}")
     if families[0].version is None:
         return families[0]
-    version = minicpmv_version(values)
+    version = minicpmv_version(config if isinstance(config, dict) else config.to_dict())
     for family in families:
         if family.version == version:
             return family
@@ -173,9 +156,9 @@ def find_processor(folder: Path | None, config: PretrainedConfig) -> type[Proces
     GLM-GA's files name GLM-4.6V's class, although the parts inside are its own.
     """
     processor = find_family(config).processor
-    if folder is None or processor is GlmgaProcessor:
+    if folder is None or processor is glm4v.GlmgaProcessor:
         return processor
-    return GLM_PROCESSORS.get(named_processor(folder) or "", processor)
+    return GLM_PROCESSORS.get(glm4v.named_processor(folder) or "", processor)
 
 
 def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfig:

@@ -16,10 +16,11 @@ round differently, so the same picture as an image and as a clip gives slightly 
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,21 +31,11 @@ from torch import Tensor
 from refvl.checks import Grid, as_grids, check_positive_int, check_shape
 from refvl.pixels.media import as_frames, load_image
 
+if TYPE_CHECKING:
+    from refvl.pixels.slices import SliceConfig
+
 MAX_ASPECT_RATIO = 200
 VIDEO_DEFAULTS = {"min_pixels": 128 * 28 * 28, "max_pixels": 768 * 28 * 28, "cap_pixels_per_frame": True}
-
-
-class Normalization(Protocol):
-    """What every family's preprocessing says about values: mean and standard deviation per RGB channel."""
-
-    @property
-    def image_mean(self) -> tuple[float, ...]: ...
-
-    @property
-    def image_std(self) -> tuple[float, ...]: ...
-
-    @property
-    def rescale_factor(self) -> float: ...
 
 
 def check_preprocessing(config, sizes: Iterable[str]) -> None:
@@ -131,19 +122,14 @@ class PatchConfig:
         if (nested := folder / "processor_config.json").is_file():
             section = read_json(nested).get(f"{kind}_processor")
             if section is not None:
-                return cls._read(section, kind, nested)
+                with naming(nested):
+                    return cls.from_dict(section, kind)
         for path in (folder / name for name in names):
             if path.is_file():
-                return cls._read(read_json(path), kind, path)
+                values = read_json(path)
+                with naming(path):
+                    return cls.from_dict(values, kind)
         raise FileNotFoundError(f"folder: {folder} has no {kind} settings (looked for processor_config.json, {names})")
-
-    @classmethod
-    def _read(cls, values, kind: str, path: Path) -> "PatchConfig":
-        """`from_dict` whose errors name the file."""
-        try:
-            return cls.from_dict(values, kind)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{path}: {error}") from error
 
     @property
     def factor(self) -> int:
@@ -238,6 +224,15 @@ def read_json(path: Path) -> dict:
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(values).__name__}")
     return values
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What goes wrong inside becomes a ValueError that names the file."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def smart_resize(
@@ -366,7 +361,7 @@ def resize_frames(frames: np.ndarray, config: PatchConfig) -> Tensor:
     return F.interpolate(pixels, size=size, mode="bicubic", antialias=True, align_corners=False)
 
 
-def normalize(pixels: Tensor, config: Normalization, *, fused: bool = False) -> Tensor:
+def normalize(pixels: Tensor, config: "PatchConfig | SliceConfig", *, fused: bool = False) -> Tensor:
     """(T, C, H, W) of 0..255 -> float32, (x * rescale_factor - mean) / std per channel.
 
     The two backends agree to about 1e-6 only, so both orders of rounding are here: the Pillow backend rescales in
@@ -378,7 +373,7 @@ def normalize(pixels: Tensor, config: Normalization, *, fused: bool = False) -> 
     return ((pixels.double() * config.rescale_factor).float() - mean) / std
 
 
-def denormalize(pixels: Tensor, config: Normalization) -> np.ndarray:
+def denormalize(pixels: Tensor, config: "PatchConfig | SliceConfig") -> np.ndarray:
     """(..., C) float32 -> uint8: undoes `normalize`."""
     mean, std = torch.tensor(config.image_mean), torch.tensor(config.image_std)
     return ((pixels * std + mean) / config.rescale_factor).round().clamp(0, 255).to(torch.uint8).numpy()

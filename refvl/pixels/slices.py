@@ -29,7 +29,7 @@ from torch import Tensor
 
 from refvl.checks import check_positive_int, check_shape
 from refvl.pixels.media import load_image
-from refvl.pixels.patches import check_preprocessing, denormalize, known_fields, normalize, read_json
+from refvl.pixels.patches import check_preprocessing, denormalize, known_fields, naming, normalize, read_json
 
 Size = tuple[int, int]
 
@@ -65,10 +65,8 @@ class SliceConfig:
         """preprocessor_config.json over `defaults`; version 2.0 has no such file, its config.json says the sizes."""
         file = Path(folder) / "preprocessor_config.json"
         values = read_json(file) if file.is_file() else {}
-        try:
+        with naming(file):
             return cls.from_dict(defaults | values)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{file}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, repr=False)

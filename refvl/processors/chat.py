@@ -204,14 +204,9 @@ class ChatProcessor:
 
     @cached_property
     def reserved_ids(self) -> set[int]:
-        """Tokens that only the template and the processor may write: special ones and the family's marks."""
+        """Tokens that only the template and the processor may write: placeholders, and all that are called special."""
         special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        return special | {*self.tokenizer.all_special_ids, *self.mark_token_ids}
-
-    @property
-    def mark_token_ids(self) -> Iterable[int]:
-        """Tokens around and instead of media, also where the tokenizer does not call them special."""
-        return self.token_ids.values()
+        return special | {*self.tokenizer.all_special_ids, *self.token_ids.values()}
 
     @cached_property
     def reserved_texts(self) -> list[str]:

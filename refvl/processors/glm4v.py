@@ -23,7 +23,7 @@ transformers (5.17 to 5.23) and vLLM 0.33 fill frames with the image's token for
 the model sees no difference, and prompts made there are read as well (`placeholders`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -111,13 +111,6 @@ class Glm4vProcessor(ChatProcessor):
     def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
         """A video is t images; second_per_grid is not read, because the prompt says the time."""
         return (FramewiseMedia if kind == "video" else MergedMedia)(kind, merged_grid(layout, self.merge_size))
-
-    @property
-    def mark_token_ids(self) -> Iterable[int]:
-        """Placeholders, and what stands around images and videos."""
-        config = self.config
-        ends = config.image_start_token_id, config.image_end_token_id
-        return *self.token_ids.values(), *ends, config.video_start_token_id, config.video_end_token_id
 
     def expand(self, token: int, medium: MergedMedia) -> list[int]:
         """An image's token repeated; for a video everything between begin and end of video."""

@@ -16,7 +16,7 @@ video without line breaks. Chat templates are the tokenizer's; version 2.0 has n
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import count, dropwhile
@@ -138,11 +138,6 @@ class MiniCPMVProcessor(ChatProcessor):
         """Tokens that end an answer, besides those of generation_config.json."""
         vocabulary = {} if self.tokenizer is None else self.tokenizer.get_vocab()
         return [vocabulary[token] for token in self.terminators if token in vocabulary]
-
-    @property
-    def mark_token_ids(self) -> Iterable[int]:
-        """The marks, and what ends a turn."""
-        return *self.mark_ids.values(), *self.stop_token_ids
 
     @cached_property
     def reserved_texts(self) -> list[str]:

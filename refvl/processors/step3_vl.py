@@ -9,7 +9,6 @@ replaced by all of this. Positions count every token, so only the marks say wher
 Upstream: `Step3VLProcessor` (vLLM).
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -63,11 +62,6 @@ class Step3VLProcessor(ChatProcessor):
         if lacking := [mark for mark in MARKS if mark not in vocabulary]:
             raise ValueError(f"tokenizer: Step3-VL's marks are missing: {lacking}")
         return {mark: vocabulary[mark] for mark in MARKS}
-
-    @property
-    def mark_token_ids(self) -> Iterable[int]:
-        """The placeholder and the five marks."""
-        return *self.token_ids.values(), *self.mark_ids.values()
 
     @property
     def largest_picture(self) -> int:

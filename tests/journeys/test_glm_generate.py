@@ -417,11 +417,6 @@ def test_a_damaged_processor_file_is_named(tmp_path):
         load(folder)
 
 
-def test_a_video_token_in_the_question_is_refused(dense):
-    with pytest.raises(ValueError, match=r"prompt: its placeholders are \['video'\], but the media given are \[\]"):
-        dense.chat("one <|video|>")
-
-
 def test_frames_of_a_clip_are_runs_in_the_order_of_the_media():
     media = [FramewiseMedia("video", (2, 1, 2)), MergedMedia("image", (1, 1, 1))]
     ids = torch.tensor([5, 8, 8, 6, 8, 8, 7])
