@@ -41,7 +41,7 @@ from refvl.encoders.resampler import (
 )
 from refvl.encoders.siglip_vit import SiglipViT, SiglipViTConfig, SiglipViTMetadata
 from refvl.encoders.weights import load_strict
-from refvl.pixels.slices import SliceGroup
+from refvl.pixels.slices import SliceGroup, count_sets
 
 HEAD_DIM = 128  # of the resampler, in every release
 AUDIO_PARTS = r"(apm|tts|audio_\w+)\."  # of omni checkpoints, which hold an ear and a mouth too
@@ -179,7 +179,7 @@ class SliceEncoder(nn.Module):
 
         The others need no limit of their own: tokens bound them.
         """
-        slices, sets = sum(len(group.slices) for group in layout), sum(group.sets for group in layout)
+        slices, sets = sum(len(group.slices) for group in layout), count_sets(layout)
         return sum(h * w for group in layout for h, w in group.slices), sets * self.query_num, slices - sets
 
     def forward(

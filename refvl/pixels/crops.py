@@ -1,7 +1,7 @@
-"""Step3-VL's pictures: one overview of the whole, and square crops that see the details.
+"""Step3-VL's images: one overview of the whole, and square crops that see the details.
 
     image (W, H)
-       | pad          a thin strip becomes a square (black, picture top left)
+       | pad          a thin strip becomes a square (black, image top left)
        | resize       sides above `max_side` scaled down           Pillow, bilinear
        +--> overview  image_size x image_size pixels, whatever the aspect ratio
        | canvas       resized so that whole windows fit            Pillow, bilinear
@@ -27,14 +27,14 @@ from refvl.checks import check_positive_int, check_shape
 from refvl.pixels.media import load_image
 from refvl.pixels.patches import check_preprocessing, known_fields
 
-MIN_SIDE, THIN_RATIO = 32, 4  # a picture below this side and above this ratio is padded to a square
-SQUARE_RATIO = 1.5  # a small picture up to this ratio is seen well enough in the overview
+MIN_SIDE, THIN_RATIO = 32, 4  # an image below this side and above this ratio is padded to a square
+SQUARE_RATIO = 1.5  # a small image up to this ratio is seen well enough in the overview
 SPARE_REMAINDER = 0.2  # of a window: a larger remainder gets a window of its own
 
 
 @dataclass(frozen=True, slots=True)
 class CropConfig:
-    """How a picture is cut. The defaults are the constants of the released model; sides are in pixels."""
+    """How an image is cut. The defaults are the constants of the released model; sides are in pixels."""
 
     image_size: int = 728  # of the overview
     crop_size: int = 504
@@ -89,7 +89,7 @@ RELEASED = CropConfig()
 
 
 class CropLayout(NamedTuple):
-    """How many rows and columns of crops a picture has; (0, 0) for none. The overview is always there."""
+    """How many rows and columns of crops an image has; (0, 0) for none. The overview is always there."""
 
     rows: int
     columns: int
@@ -112,12 +112,12 @@ class CropLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CropPlan:
-    """What becomes of a picture, before a pixel is touched; sizes are (width, height) in pixels."""
+    """What becomes of an image, before a pixel is touched; sizes are (width, height) in pixels."""
 
     padded: tuple[int, int]
     resized: tuple[int, int]  # what the overview is made of
     window: int  # side of the windows on the canvas; 0 without crops
-    canvas: tuple[int, int]  # the picture the windows are cut from
+    canvas: tuple[int, int]  # the image the windows are cut from
     layout: CropLayout
 
     @property
@@ -128,7 +128,7 @@ class CropPlan:
 
 
 def as_crop_layouts(layouts, name: str = "layouts") -> list[CropLayout]:
-    """Normalise (rows, columns) of crops, one pair per picture; (0, 0) says none. A sequence or a tensor (pictures, 2).
+    """Normalise (rows, columns) of crops, one pair per image; (0, 0) says none. A sequence or a tensor (images, 2).
 
     Raises TypeError for a wrong kind, ValueError for negative numbers or rows without columns.
     """
@@ -151,7 +151,7 @@ def as_crop_layouts(layouts, name: str = "layouts") -> list[CropLayout]:
 
 
 def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_tokens: int = 169) -> int:
-    """Tokens of a picture in the prompt, marks included: every crop and the overview stand between two.
+    """Tokens of an image in the prompt, marks included: every crop and the overview stand between two.
 
     >>> count_prompt_tokens(CropLayout(2, 2))
     504
@@ -160,7 +160,7 @@ def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_toke
 
 
 def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPlan:
-    """Where a picture of width x height pixels is cut.
+    """Where an image of width x height pixels is cut.
 
     Ratios are compared in floating point exactly as upstream compares them: 330 / 150 leaves a remainder just above
     0.2, so that one more window is cut than on paper, and prompts must agree with those the model was trained on.
@@ -183,7 +183,7 @@ def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPl
 def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int:
     """The side of the crops' windows in pixels; 0 when the overview is enough. Upstream: `determine_window_size`.
 
-    Below `image_size`: none, unless the picture is elongated; then its short side. Above: `crop_size`, or the short
+    Below `image_size`: none, unless the image is elongated; then its short side. Above: `crop_size`, or the short
     side of a long strip if that is less.
     """
     long, short = max(width, height), min(width, height)
@@ -209,7 +209,7 @@ def _cut(image: Image.Image, config: CropConfig) -> tuple[Image.Image, list[Imag
 
 
 def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED) -> Tensor:
-    """A picture -> (3, side, side) float32: to [0, 1], normalised, and only then resized, bilinear with antialias.
+    """An image -> (3, side, side) float32: to [0, 1], normalised, and only then resized, bilinear with antialias.
 
     The order matters: this resize works on floats, which are neither rounded nor clamped to 8 bits.
     """
@@ -244,9 +244,9 @@ def patchify_crops(image, config: CropConfig = RELEASED) -> tuple[Tensor, CropLa
 def rows_of_crops(image: Image.Image, config: CropConfig = RELEASED) -> tuple[Tensor, CropLayout]:
     """The same for an image that `load_image` has made."""
     image, crops, plan = _cut(image, config)
-    squares = [prepare_pixels(crop, config.crop_size, config) for crop in crops]
-    squares.append(prepare_pixels(image, config.image_size, config))
-    return torch.cat([square_patch_rows(square[None], config.patch_size) for square in squares]), plan.layout
+    stacks = [(crops, config.crop_size), ([image], config.image_size)]
+    squares = [torch.stack([prepare_pixels(x, side, config) for x in stack]) for stack, side in stacks if stack]
+    return torch.cat([square_patch_rows(stack, config.patch_size) for stack in squares]), plan.layout
 
 
 def _pad_thin(width: int, height: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Pixels to patch rows: the border between a picture and the encoder.
+"""Pixels to patch rows: the border between an image and the encoder.
 
     image (H, W)  or  frames (T, H, W, 3) uint8
        | resize       sides to multiples of P * m, area into [min_pixels, max_pixels]
@@ -11,7 +11,7 @@ P patch_size, Tp temporal_patch_size, m merge_size, N patches, C channels. A gri
 
 Images follow the Pillow backend of transformers (`Qwen2VLImageProcessorPil`) bit for bit, videos its torchvision
 backend (`Qwen2VLVideoProcessor`), which is the only one there is; torchvision itself is not needed. The two backends
-round differently, so the same picture as an image and as a clip gives slightly different values.
+round differently, so an image and a video of the same frame give slightly different values.
 """
 
 import json
@@ -56,12 +56,12 @@ def known_fields(config_class, values: dict) -> dict:
 
 @dataclass(frozen=True, slots=True)
 class PatchConfig:
-    """How pixels become patch rows. The defaults are those of an image in transformers; `for_video` has a clip's.
+    """How pixels become patch rows. The defaults are those of an image in transformers; `for_video` has a video's.
 
-    Pixel budgets are areas, per picture or frame. `cap_pixels_per_frame` bounds the sum over a clip as well: each
-    frame gets an even share of 90 % of `max_video_tokens` tokens' worth of pixels, so that a long clip cannot outgrow
+    Pixel budgets are areas, per image or frame. `cap_pixels_per_frame` bounds the sum over a video as well: each
+    frame gets an even share of 90 % of `max_video_tokens` tokens' worth of pixels, so that a long video cannot outgrow
     the context. Released checkpoints come with the image budget of 16,384 tokens for every frame; the cap is what the
-    reference implementation (qwen-vl-utils) does and is on for clips, while transformers (5.17 to 5.23) leaves it off
+    reference implementation (qwen-vl-utils) does and is on for videos, while transformers (5.17 to 5.23) leaves it off
     unless asked.
     """
 
@@ -75,7 +75,7 @@ class PatchConfig:
     rescale_factor: float = 1 / 255
     cap_pixels_per_frame: bool = False
     max_video_tokens: int = 128_000
-    fps: float = 2.0  # how densely a clip is sampled, see refvl.pixels.media
+    fps: float = 2.0  # how densely a video is sampled, see refvl.pixels.media
     min_frames: int = 4
     max_frames: int = 768
 
@@ -86,7 +86,7 @@ class PatchConfig:
 
     @classmethod
     def for_video(cls, **changes) -> "PatchConfig":
-        """The defaults of a clip: a smaller budget per frame and the cap on the whole."""
+        """The defaults of a video: a smaller budget per frame and the cap on the whole."""
         return cls(**(VIDEO_DEFAULTS | changes))
 
     @classmethod
@@ -143,7 +143,7 @@ class PatchConfig:
 
     @property
     def max_image_tokens(self) -> int:
-        """A picture takes no more, unless it is so thin that its short side is one token already."""
+        """An image takes no more, unless it is so thin that its short side is one token already."""
         return self.max_pixels // (self.patch_size * self.merge_size) ** 2
 
     def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
@@ -152,7 +152,7 @@ class PatchConfig:
         return smart_resize(height, width, factor=self.factor, min_pixels=self.min_pixels, max_pixels=budget)
 
     def frame_budget(self, num_frames: int) -> int:
-        """The largest area one frame may have in a clip of `num_frames` (before padding)."""
+        """The largest area one frame may have in a video of `num_frames` (before padding)."""
         if not self.cap_pixels_per_frame:
             return self.max_pixels
         clip_budget = int(self.max_video_tokens * self.factor**2 * 0.9)
@@ -162,7 +162,7 @@ class PatchConfig:
 
 @dataclass(frozen=True, slots=True)
 class Glm4vPatchConfig(PatchConfig):
-    """GLM's: budgets are areas over all frames, a picture counting as `temporal_patch_size` of them."""
+    """GLM's: budgets are areas over all frames, an image counting as `temporal_patch_size` of them."""
 
     min_pixels: int = 112 * 112
     max_pixels: int = 28 * 28 * 15000
@@ -171,12 +171,12 @@ class Glm4vPatchConfig(PatchConfig):
 
     @classmethod
     def for_video(cls, **changes) -> "Glm4vPatchConfig":
-        """The defaults of a clip: a larger budget, because it is for all frames."""
+        """The defaults of a video: a larger budget, because it is for all frames."""
         return cls(**({"max_pixels": 28 * 28 * 2 * 30000} | changes))
 
     @property
     def max_image_tokens(self) -> int:
-        """`temporal_patch_size` times fewer than the area holds, as a picture counts that often."""
+        """`temporal_patch_size` times fewer than the area holds, as an image counts that often."""
         return self.max_pixels // (self.temporal_patch_size * (self.patch_size * self.merge_size) ** 2)
 
     def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
@@ -190,7 +190,7 @@ class Glm4vPatchConfig(PatchConfig):
 
 @dataclass(frozen=True, slots=True)
 class GlmgaPatchConfig(Glm4vPatchConfig):
-    """GLM-GA's: sides may be asked to be multiples of several merged tokens."""
+    """GLM-GA's: sides can be required to be multiples of several merged tokens."""
 
     patch_expand_factor: int = 1
 
@@ -200,12 +200,12 @@ class GlmgaPatchConfig(Glm4vPatchConfig):
 
     @classmethod
     def for_video(cls, **changes) -> "GlmgaPatchConfig":
-        """The defaults of a clip: almost twice the budget of the other GLMs."""
+        """The defaults of a video: almost twice the budget of the other GLMs."""
         return cls(**({"max_pixels": 28 * 28 * 2 * 55790} | changes))
 
     @property
     def factor(self) -> int:
-        """Sides of the resized picture are multiples of this."""
+        """Sides of the resized image are multiples of this."""
         return self.patch_size * self.merge_size * self.patch_expand_factor
 
 
@@ -240,7 +240,7 @@ def smart_resize(
 ) -> tuple[int, int]:
     """The (height, width) to resize to: multiples of `factor`, area within the budget, ratio as near as that allows.
 
-    A picture too large is rounded down, one too small rounded up, so that the budget holds; a thin one may stay above
+    An image too large is rounded down, one too small rounded up, so that the budget holds; a thin one may stay above
     max_pixels, because no side goes below `factor`. Raises ValueError for an aspect ratio above 200.
 
     >>> smart_resize(427, 640)
@@ -261,9 +261,9 @@ def smart_resize_video(
     min_pixels: int = 112 * 112,
     max_pixels: int = 28 * 28 * 2 * 6144,
 ) -> tuple[int, int]:
-    """GLM's `smart_resize`: the budgets count the pixels of all frames, and tiny pictures are enlarged first.
+    """GLM's `smart_resize`: the budgets count the pixels of all frames, and tiny images are enlarged first.
 
-    num_frames: of the clip; a picture counts as `temporal_factor` frames. temporal_factor: frames per step of the grid,
+    num_frames: of the video; an image counts as `temporal_factor` frames. temporal_factor: frames per step of the grid,
     of which the budgets count whole ones. Raises ValueError for fewer frames than that, and for an aspect ratio above
     200. Upstream: `smart_resize` of GLM-4.1V (transformers).
 
@@ -307,7 +307,7 @@ def _fit_budget(
 
 
 def plan_grid(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> Grid:
-    """The grid (t, h, w) in patches of a picture or clip of this size, without touching a pixel."""
+    """The grid (t, h, w) in patches of an image or a video of this size, without touching a pixel."""
     num_frames = check_positive_int(num_frames, "num_frames")
     new_height, new_width = config.fit(height, width, num_frames)
     t = math.ceil(num_frames / config.temporal_patch_size)
@@ -315,7 +315,7 @@ def plan_grid(height: int, width: int, config: PatchConfig, num_frames: int = 1)
 
 
 def count_tokens(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> int:
-    """How many tokens of the language model a picture or clip of this size takes, start and end marks not counted."""
+    """How many tokens of the language model an image or a video of this size takes, start and end marks not counted."""
     return math.prod(merged_grid(plan_grid(height, width, config, num_frames), config.merge_size))
 
 
@@ -399,7 +399,7 @@ def patch_rows(pixels: Tensor, config: PatchConfig) -> tuple[Tensor, Grid]:
 
 
 def unpatchify(patches: Tensor, grid: Sequence[int], config: PatchConfig) -> np.ndarray:
-    """(N, C*Tp*P*P) rows of one item -> (t*Tp, H, W, 3) uint8: the resized picture back, for looking at.
+    """(N, C*Tp*P*P) rows of one item -> (t*Tp, H, W, 3) uint8: the resized image back, to look at.
 
     Undoes `patch_rows` and `normalize`, exactly for float32 rows; padding frames stay.
     """

@@ -1,6 +1,6 @@
-"""MiniCPM-V's pictures: an overview, and slices of a larger copy, each near the size the tower was trained on.
+"""MiniCPM-V's images: an overview, and slices of a larger copy, each near the size the tower was trained on.
 
-    picture (W, H)
+    image (W, H)
        | slice_grid       how many columns and rows; none when the overview holds all there is to see
        | plan_slices      sizes: overview and slices, multiples of P
        | slice_image      bicubic in Pillow: [overview, slice 1, slice 2, ...], slices row by row
@@ -8,8 +8,8 @@
     patch rows (N, 3*P*P), tgt_sizes [(h, w), ...]     N patches of all slices, h x w of them in each
 
 P patch_size. Sizes in pixels are (width, height), as Pillow and the checkpoints' own preprocessing have them; tgt_sizes
-count patches and are (height, width). A slice keeps the ratio of its cell, so it is hardly ever a square: the area is
-what is kept near scale_resolution ** 2.
+count patches and are (height, width). A slice keeps the ratio of its cell, so it is hardly ever a square: its area stays
+near scale_resolution ** 2.
 
 The checkpoints' code lays each slice out as a strip, (3, P, L * P) for L patches, which `patch_strip` shows; here
 patches travel as rows, because rows of different slices can be put one after another.
@@ -36,7 +36,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SliceConfig:
-    """How a picture is sliced. The defaults are those of all released versions."""
+    """How an image is sliced. The defaults are those of all released versions."""
 
     max_slice_nums: int = 9
     scale_resolution: int = 448  # the side of the square whose area a slice has
@@ -53,7 +53,7 @@ class SliceConfig:
     def from_dict(cls, values: dict) -> "SliceConfig":
         """From the contents of preprocessor_config.json or config.json; unknown keys are ignored.
 
-        Raises ValueError where slicing is switched off: then a picture of any size would reach the tower.
+        Raises ValueError where slicing is switched off: then an image of any size would reach the tower.
         """
         if not values.get("slice_mode", True):
             raise ValueError("slice_mode: this preprocessing always has slice_mode=True, got False")
@@ -80,18 +80,17 @@ class SliceGroup:
     slices: tuple[Size, ...]
     temporal_ids: tuple[int, ...] | None = None
 
-    @property
-    def sets(self) -> int:
-        """Sets of query tokens that the group becomes: slices with times share one, others have one each."""
-        has_times = self.temporal_ids is not None and max(self.temporal_ids) >= 0
-        return 1 if has_times else len(self.slices)
-
     def __repr__(self) -> str:
         """Short: tables and messages show many of them."""
         return f"SliceGroup({self.slices}" + ("" if self.temporal_ids is None else f", {self.temporal_ids}") + ")"
 
 
 SliceLayout = tuple[SliceGroup, ...]
+
+
+def count_sets(layout: SliceLayout) -> int:
+    """Sets of query tokens that a medium becomes: slices with times share their group's, others have one each."""
+    return sum(len(g.slices) if max(g.temporal_ids or [-1]) < 0 else 1 for g in layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ class SlicePlan:
 
 
 def slice_grid(width: int, height: int, config: SliceConfig) -> Size | None:
-    """(columns, rows) that a picture is cut into; None when the overview is enough.
+    """(columns, rows) that an image is cut into; None when the overview is enough.
 
     As many slices as the area holds squares of scale_resolution (at most max_slice_nums), one more or one less where
     that meets the ratio of the sides better. Upstream: `get_sliced_grid`.
@@ -137,7 +136,7 @@ def slice_grid(width: int, height: int, config: SliceConfig) -> Size | None:
 
 
 def plan_slices(width: int, height: int, config: SliceConfig) -> SlicePlan:
-    """What becomes of a picture of this size.
+    """What becomes of an image of this size.
 
     The overview is brought down to the area of one square, and up as well where there are no slices; slices always are.
     Upstream: `find_best_resize`, `get_refine_size`.
@@ -152,7 +151,7 @@ def plan_slices(width: int, height: int, config: SliceConfig) -> SlicePlan:
 
 
 def _fit_area(width: float, height: float, config: SliceConfig, *, upscale: bool) -> Size:
-    """Sides of the same ratio whose area is scale_resolution ** 2, rounded to patches; small pictures stay small."""
+    """Sides of the same ratio whose area is scale_resolution ** 2, rounded to patches; small images stay small."""
     if upscale or width * height > config.scale_resolution**2:
         ratio = width / height
         height = int(config.scale_resolution / math.sqrt(ratio))
@@ -215,7 +214,7 @@ def patch_strip(rows: Tensor, patch_size: int) -> Tensor:
 
 
 def image_of_rows(rows: Tensor, tgt_size: Sequence[int], config: SliceConfig) -> np.ndarray:
-    """(h*w, 3*P*P) rows of one slice -> (H, W, 3) uint8: the slice back, for looking at."""
+    """(h*w, 3*P*P) rows of one slice -> (H, W, 3) uint8: the slice back, to look at."""
     (h, w), P = tgt_size, config.patch_size
     check_shape(rows, (h * w, 3 * P * P), "rows")
     blocks = rows.detach().float().cpu().reshape(h, w, 3, P, P)

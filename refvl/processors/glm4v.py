@@ -72,7 +72,7 @@ class Glm4vProcessor(ChatProcessor):
     def _sampler(self, options: dict) -> Callable[[int, float], list[int]]:
         """(total_num_frames, fps) -> indices, increasing: a repeated last frame is read once and repeated later."""
         if unknown := sorted(options.keys() - self.options.keys()):
-            raise ValueError(f"prompt: {type(self).__name__} samples a clip by {sorted(self.options)}, got {unknown}")
+            raise ValueError(f"prompt: {type(self).__name__} samples a video by {sorted(self.options)}, got {unknown}")
         config = self.video_config
         settings = {"target_fps": config.fps, "max_duration": config.max_duration, "max_frames": config.max_frames}
         settings |= {self.options[name]: value for name, value in options.items()}

@@ -32,7 +32,7 @@ from refvl.checks import check_positive_int
 from refvl.merge import MergedMedia
 from refvl.pixels.media import Video, load_video
 from refvl.pixels.patches import read_json
-from refvl.pixels.slices import SliceConfig, SliceGroup, SliceLayout, SlicePlan, plan_slices, rows_of_slices
+from refvl.pixels.slices import SliceConfig, SliceGroup, SliceLayout, SlicePlan, count_sets, plan_slices, rows_of_slices
 from refvl.processors.chat import ChatProcessor, Patches, load_tokenizer
 
 PLACEHOLDERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}  # in the text before it is written out
@@ -41,7 +41,7 @@ MARKS = {
     "im_id_start": "<image_id>", "im_id_end": "</image_id>", "unk": "<unk>",
 }  # fmt: skip
 NO_VIDEO_ID = -1  # images and frames are filled with one token: no token has the video's id, see `placeholders`
-NO_VIDEO = "videos: MiniCPM-V {} sees pictures only, 2.6 and later clips"
+NO_VIDEO = "videos: MiniCPM-V {} reads images only, 2.6 and later videos too"
 TEXT_ID = -2  # of unknown tokens that stand for nothing
 TENTHS = 10  # temporal ids per second
 
@@ -77,7 +77,7 @@ class SlicedMedia(MergedMedia):
         """None: nothing is pruned. Raises ValueError for a video."""
         if self.kind == "video" and q > 0:
             raise ValueError(
-                f"pruning_rate: must be 0 for MiniCPM-V's clips, got {q}: EVS compares the same place in two frames, "
+                f"pruning_rate: must be 0 for MiniCPM-V's videos, got {q}: EVS compares the same place in two frames, "
                 f"and query tokens have no places"
             )
         return None
@@ -166,7 +166,7 @@ class MiniCPMVProcessor(ChatProcessor):
 
     def merged(self, kind: str, layout: SliceLayout, second_per_grid: float = 1.0) -> SlicedMedia:
         """query_num tokens per set; second_per_grid is not read."""
-        return SlicedMedia(kind, (sum(group.sets for group in layout), 1, self.query_num))
+        return SlicedMedia(kind, (count_sets(layout), 1, self.query_num))
 
     def tokenize(
         self, messages: Sequence[dict], media: Sequence[Any], *, allow_special_tokens: bool = False
@@ -192,11 +192,11 @@ class MiniCPMVProcessor(ChatProcessor):
 
     def write_image(self, medium: SlicedMedia, number: int) -> str:
         """Overview and slices of an image as text."""
-        m, picture = self.marks, self._query_tokens("im")
+        m, slice_ = self.marks, self._query_tokens("im")
         if medium.grid is None:
-            return picture
+            return slice_
         columns, rows = medium.grid
-        return picture + m["slice_start"] + "\n".join([picture * columns] * rows) + m["slice_end"]
+        return slice_ + m["slice_start"] + "\n".join([slice_ * columns] * rows) + m["slice_end"]
 
     def write_video(self, medium: SlicedMedia) -> str:
         """Frames, or packs of them, in lines."""
@@ -261,7 +261,7 @@ class MiniCPMV2_6Processor(MiniCPMVProcessor):
         """
         if options.keys() - {"fps", "max_frames"} and options.keys() != {"num_frames"}:
             raise ValueError(
-                f"prompt: MiniCPM-V samples a clip by fps, max_frames, or num_frames alone, got {sorted(options)}"
+                f"prompt: MiniCPM-V samples a video by fps, max_frames, or num_frames alone, got {sorted(options)}"
             )
         if not isinstance(source, (str, Path)):
             return load_video(source, **options)
@@ -369,7 +369,7 @@ def patches_per_token(layout: SliceLayout, query_num: int) -> float:
     96.0
     """
     patches = sum(h * w for group in layout for h, w in group.slices)
-    return patches / (sum(group.sets for group in layout) * query_num)
+    return patches / (count_sets(layout) * query_num)
 
 
 def _as_text(content: str | Sequence[dict]) -> str:

@@ -24,7 +24,7 @@ from refvl.processors.chat import ChatProcessor, Patches, load_tokenizer
 MARKS = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
 NO_CROPS = CropLayout(0, 0)
 NO_VIDEO_ID = -1  # no token stands for a video
-NO_VIDEO = "videos: Step3-VL reads pictures only; give the frames of a clip as images"
+NO_VIDEO = "videos: Step3-VL reads images only; give the frames of a video as images"
 
 
 @dataclass(frozen=True, slots=True)

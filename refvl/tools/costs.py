@@ -12,15 +12,15 @@ from refvl.pipeline import VLM
 from refvl.pixels.crops import CropConfig, plan_crops
 from refvl.pixels.media import Video
 from refvl.pixels.patches import PatchConfig, count_tokens
-from refvl.pixels.slices import SliceConfig, plan_slices
+from refvl.pixels.slices import SliceConfig, count_sets, plan_slices
 
-BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the picture that upstream plans with
+BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the image that upstream plans with
 MAX_FRAMES_PER_VIDEO = 600
 
 
 @dataclass(frozen=True, slots=True)
 class MediaPlan:
-    """What a picture or clip becomes. `patches` go through the encoder, `tokens` through the language model."""
+    """What an image or a video becomes. `patches` go through the encoder, `tokens` through the language model."""
 
     kind: str
     size: str  # as decoded
@@ -31,7 +31,7 @@ class MediaPlan:
 
 
 def plan_media(vlm: VLM, medium) -> MediaPlan:
-    """Plan a decoded picture (PIL) or a `Video`."""
+    """Plan a decoded image (PIL) or a `Video`."""
     if isinstance(medium, Video):
         frames, height, width = medium.frames.shape[:3]
         kind, size = "video", f"{frames} frames of {width} x {height} px"
@@ -60,7 +60,7 @@ def _(config: SliceConfig, medium, layout: Any, tokens: int) -> str:
     if isinstance(medium, Video):
         (h, w), patches = layout[0].slices[0], sum(h * w for group in layout for h, w in group.slices)
         size = f"{w * config.patch_size} x {h * config.patch_size} px"
-        return f"{size} in {sum(g.sets for g in layout)} sets of frames, {patches / tokens:.3g} patches a token"
+        return f"{size} in {count_sets(layout)} sets of frames, {patches / tokens:.3g} patches a token"
     plan = plan_slices(medium.width, medium.height, config)
     overview = "overview {} x {} px".format(*plan.overview)
     if plan.grid is None or plan.cell is None:
@@ -76,9 +76,9 @@ def _(config: CropConfig, medium, layout: Any, tokens: int) -> str:
 
 
 def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
-    """(height, width) in px that a square picture, larger than any budget, is resized to.
+    """(height, width) in px that a square image, larger than any budget, is resized to.
 
-    One picture, not a clip: GLM's budgets count frames, and planning a picture as a clip of sixteen would find it
+    One image, not a video: GLM's budgets count frames, and planning an image as a video of sixteen would find it
     eight times too small. Upstream: `get_image_size_with_most_features` (vLLM).
     """
     return config.fit(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET)
@@ -87,9 +87,9 @@ def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
 def frames_that_fit(
     max_tokens: int, size: tuple[int, int], config: PatchConfig, *, limit: int = MAX_FRAMES_PER_VIDEO
 ) -> int:
-    """How many frames of `size` (height, width) px a clip may have before its tokens exceed `max_tokens`.
+    """How many frames of `size` (height, width) px a video may have before its tokens exceed `max_tokens`.
 
-    GLM shrinks the frames of a longer clip, so that once the largest clip fits, any does: `limit` is returned.
+    GLM shrinks the frames of a longer video, so that once the largest video fits, any does: `limit` is returned.
     Upstream: `_get_max_video_frames` (vLLM).
     """
     frames = 0
@@ -101,9 +101,9 @@ def frames_that_fit(
 def num_frames_with_most_features(
     context: int, image_config: PatchConfig, video_config: PatchConfig, *, images: int = 0, videos: int = 1
 ) -> int:
-    """Frames per clip to plan with when a prompt of `context` tokens holds so many pictures and clips; at least one.
+    """Frames per video to plan with when a prompt of `context` tokens holds so many images and videos; at least one.
 
-    The pictures are as large as can be, and so are the frames. Upstream: `get_num_frames_with_most_features` (vLLM).
+    The images are as large as can be, and so are the frames. Upstream: `get_num_frames_with_most_features` (vLLM).
     """
     size, videos = image_size_with_most_features(image_config), max(videos, 1)
     left = context - images * count_tokens(*size, image_config)
@@ -160,7 +160,7 @@ def describe(vlm: VLM, media=()) -> dict[str, str]:
 
 
 def _limits(vlm: VLM) -> dict[str, str]:
-    """The largest picture, and how a clip is sampled, for the processors that have such a rule."""
+    """The largest image, and how a video is sampled, for the processors that have such a rule."""
     rows, config = {}, vlm.processor.image_config
     if isinstance(config, PatchConfig):
         height, width = image_size_with_most_features(config)
