@@ -49,7 +49,7 @@ def build(tower: str, device: str):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     family = find_family(config)
     encoder, processor = random_encoder(config, dtype=dtype, device=device, attention="auto"), family.processor(config)
-    return encoder, lambda size: processor.plan(Image.new("RGB", (size, size)))[1], family.graphs
+    return encoder, lambda size: processor.layout_of(Image.new("RGB", (size, size))), family.graphs
 
 
 def operations(encoder, layouts: list) -> int:
@@ -67,7 +67,7 @@ def count_rows(encoder, layouts: list) -> int:
 
 
 def values_per_row(encoder) -> int:
-    return getattr(encoder.config, "vision", encoder.config).patch_values  # MiniCPM-V's tower has a config of its own
+    return encoder.config.patch_values
 
 
 def fitted_budgets(encoder, layouts: list):

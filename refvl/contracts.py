@@ -1,13 +1,15 @@
 """What a family offers to the rest: an `Encoder` and a `Processor`. No class inherits from these; they agree by shape.
 
 A *layout* says how the rows of one medium lie, from its size alone: (t, h, w) in patches for Qwen and GLM, a tuple of
-`SliceGroup`s for MiniCPM-V, a `CropLayout` for Step3-VL. It is hashable. The processor makes it, the encoder plans it.
+`SliceGroup`s for MiniCPM-V, a `CropLayout` for Step3-VL. It is hashable. The processor makes it, the encoder plans it,
+and both give it the same number of tokens: `merged(kind, layout).num_tokens == item_size(layout)[1]`.
 
 Shape suffixes: N patch rows, C values of a row, M output tokens, D the language model's width, L prompt tokens.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
@@ -21,10 +23,14 @@ class Encoder(Protocol):
     """Patch rows of media -> rows of the language model's width. An `nn.Module`, one class per architecture.
 
     `plan` runs on the CPU and computes everything that depends on sizes; `__call__` reads no value back, which is what
-    makes an encoder capturable. Encoders without a graph path raise ValueError in `graph_attention`.
+    makes an encoder capturable; `refvl.graphs.manager` says what a captured one offers besides.
     """
 
-    config: Any
+    config: Any  # depth, num_heads and head_dim of the tower, patch_values of a row
+
+    @classmethod
+    def from_config(cls, config, *, attention: str = "auto") -> Any:
+        """Built from its own config, a transformers config, or the dict in config.json; without weights."""
 
     @property
     def device(self) -> torch.device:
@@ -34,11 +40,7 @@ class Encoder(Protocol):
     def dtype(self) -> torch.dtype:
         """Of the weights, and of the embeddings."""
 
-    @property
-    def graph_attention(self) -> str:
-        """The backend to capture: "varlen", "masked", or "sdpa" where all segments are equally long."""
-
-    def check_layouts(self, layouts: Any, *, name: str = "layouts") -> list[Hashable]:
+    def check_layouts(self, layouts: Any, *, name: str = "layouts") -> Sequence[Hashable]:
         """The layouts of a batch, normalised, or a ValueError or TypeError that says what is wrong."""
 
     def item_size(self, layout: Any) -> tuple[int, int, int]:
@@ -46,12 +48,6 @@ class Encoder(Protocol):
 
     def plan(self, layouts: Any) -> Any:
         """Metadata of a batch: a frozen dataclass of tensors and integers, with a padding rule on each tensor."""
-
-    def plan_capacity(self, max_tokens: int, max_frames: int) -> Any:
-        """The same dataclass with every tensor as long, and every integer as large, as any batch within the limits."""
-
-    def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """(patch rows, C) zeros for `max_tokens` output tokens; items with more rows take a larger budget."""
 
     def __call__(self, pixel_values: Tensor, *, metadata: Any, attention: str | None = None) -> Tensor:
         """(N, C) patch rows -> (M, D), or (M, D * (1 + k)) where k deeper features travel beside the embeddings."""
@@ -68,7 +64,21 @@ class Processor(Protocol):
     video_config: Any  # how a video is; None where the model takes none
     limits: MediaLimits  # of what is decoded; may be replaced
     tokenizer: Any  # None: plans and counts, but makes no prompt
-    tokens_at_once: ClassVar[int]  # the encoder's tokens come in multiples of this
+
+    def __init__(self, config: Any) -> None:
+        """From a config alone: for planning."""
+
+    @classmethod
+    def from_folder(cls, folder: Path, config: Any) -> "Processor":
+        """With the tokenizer, chat template and preprocessing limits of a checkpoint folder."""
+
+    @property
+    def tokens_at_once(self) -> int:
+        """The encoder's tokens come in multiples of this."""
+
+    @property
+    def clip_sampling(self) -> str:
+        """How a video file is sampled, in words, where `video_config` does not say it all; else empty."""
 
     @property
     def stop_token_ids(self) -> Sequence[int]:
@@ -78,20 +88,26 @@ class Processor(Protocol):
     def largest_picture(self) -> int:
         """Tokens of the largest image that the limits allow."""
 
-    def messages(self, prompt: str | Sequence[dict], images: Sequence = (), videos: Sequence = ()) -> list[dict]:
+    def messages(self, prompt: str | Sequence[dict], images: Iterable = (), videos: Iterable = ()) -> list[dict]:
         """Chat messages, checked."""
 
-    def decode(self, messages: list[dict]) -> list[Image.Image | Video]:
+    def decode(self, messages: Sequence[dict]) -> list[Image.Image | Video]:
         """The media of the messages, in order of appearance."""
 
     def patchify(self, media: Sequence[Image.Image | Video]) -> list:
         """Each medium as patch rows, with its layout and the extents that the language model sees."""
 
+    def layout_of(self, medium: Image.Image | Video) -> Any:
+        """The layout that `patchify` gives a decoded medium, from its size alone."""
+
     def merged(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MergedMedia:
         """How the language model sees a medium of this layout."""
 
-    def tokenize(self, messages: list[dict], media: Sequence[MergedMedia]) -> list[int]:
-        """(L,) prompt ids with every placeholder repeated."""
+    def tokenize(
+        self, messages: Sequence[dict], media: Sequence[MergedMedia], *, allow_special_tokens: bool = False
+    ) -> list[int]:
+        """(L,) prompt ids with every placeholder repeated; special tokens in the caller's strings are text unless
+        `allow_special_tokens`."""
 
     def placeholders(self, input_ids: Tensor) -> Tensor:
         """(L,) ids in which each kind's placeholders have that kind's id, and nothing else has."""

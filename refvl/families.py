@@ -1,31 +1,25 @@
 """One row per model family: which encoder, processor and text model a config.json asks for, and how they are built."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
+from refvl import encoders
 from refvl.attention import choose_backend
 from refvl.checkpoints import check_layer_counts, iterate_weights, read_json_object, weight_names
-from refvl.encoders import (
-    Glm4vVisionTransformer,
-    GlmOcrVisionTransformer,
-    Qwen2_5_VisionTransformer,
-    Step3VisionEncoder,
-    minicpmv,
-)
+from refvl.contracts import Encoder, Processor
 from refvl.graphs.dual import DualPathGraphManager
 from refvl.graphs.manager import EncoderGraphManager
 from refvl.language.glm4v import Glm4vMoeTextModel, GlmOcrTextModel
-from refvl.language.minicpmv import MiniCPMTextModel, MiniCPMVConfig, MiniCPMVTextModel
+from refvl.language.minicpmv import MiniCPMTextModel, MiniCPMVConfig, MiniCPMVTextModel, minicpm_config
 from refvl.language.model import CausalTextModel
 from refvl.language.step3_vl import Step3ForCausalLM
-from refvl.processors.glm4v import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor
-from refvl.processors.minicpmv import PROCESSORS as MINICPMV_PROCESSORS
-from refvl.processors.qwen2_5_vl import Qwen2_5_VLProcessor
-from refvl.processors.step3_vl import Step3VLProcessor
+from refvl.processors import glm4v, minicpmv, qwen2_5_vl, step3_vl
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,98 +28,143 @@ class Family:
 
     name: str
     model_types: tuple[str, ...]
-    encoder: type
-    processor: type
+    encoder: type[Encoder]
+    processor: type[Processor]
     vision_prefix: str = r"^(model\.)?visual\."  # regular expression: which checkpoint names are the vision tower's
-    text_model: type = CausalTextModel
-    graphs: type = EncoderGraphManager
-    config: type | None = None  # that reads config.json, where transformers has none
-    version: str | None = None  # told by `minicpmv_version`, where families share a model_type
+    text_model: type[CausalTextModel] = CausalTextModel
+    graphs: type[EncoderGraphManager] | type[DualPathGraphManager] = EncoderGraphManager
+    config: Callable[..., PretrainedConfig] | None = None  # that reads config.json, where transformers has none
+    version: str | None = None  # see `minicpmv_version`, where families share a model_type
     left_out: str | None = None  # regular expression: checkpoint names that are neither vision nor text
+
+
+def _minicpmv(
+    version: str,
+    encoder: type[Encoder],
+    processor: type[Processor],
+    text_config: Callable[..., PretrainedConfig],
+    text_model: type[CausalTextModel] = MiniCPMVTextModel,
+    *,
+    omni: bool = False,
+) -> Family:
+    """A row of MiniCPM-V: all versions share their config class and the names of their weights.
+
+    omni: MiniCPM-o, which has audio besides, is the same for images and text.
+    """
+    return Family(
+        name=f"MiniCPM-V {version}",
+        model_types=("minicpmv", "minicpmo") if omni else ("minicpmv",),
+        version=version,
+        encoder=encoder,
+        processor=processor,
+        config=partial(MiniCPMVConfig, text_config),
+        text_model=text_model,
+        vision_prefix=r"^(vpm|resampler)\.",
+        left_out=r"^(apm|tts|audio_\w+)\.",
+    )
 
 
 FAMILIES = (
     Family(
         name="Qwen2.5-VL",
         model_types=("qwen2_5_vl",),
-        encoder=Qwen2_5_VisionTransformer,
-        processor=Qwen2_5_VLProcessor,
+        encoder=encoders.Qwen2_5_VisionTransformer,
+        processor=qwen2_5_vl.Qwen2_5_VLProcessor,
     ),
     Family(
         name="GLM-4.1V, GLM-4.6V-Flash",
         model_types=("glm4v",),
-        encoder=Glm4vVisionTransformer,
-        processor=Glm4vProcessor,
+        encoder=encoders.Glm4vVisionTransformer,
+        processor=glm4v.Glm4vProcessor,
     ),
     Family(
         name="GLM-4.5V, GLM-4.6V",
         model_types=("glm4v_moe",),
-        encoder=Glm4vVisionTransformer,
-        processor=Glm4vProcessor,
+        encoder=encoders.Glm4vVisionTransformer,
+        processor=glm4v.Glm4vProcessor,
         text_model=Glm4vMoeTextModel,
     ),
     Family(
         name="GLM-4.6V (glm46v)",
         model_types=("glm46v",),
-        encoder=Glm4vVisionTransformer,
-        processor=Glm46VProcessor,
+        encoder=encoders.Glm4vVisionTransformer,
+        processor=glm4v.Glm46VProcessor,
     ),
     Family(
         name="GLM-GA",
         model_types=("glmga",),
-        encoder=Glm4vVisionTransformer,
-        processor=GlmgaProcessor,
+        encoder=encoders.Glm4vVisionTransformer,
+        processor=glm4v.GlmgaProcessor,
     ),
     Family(
         name="GLM-OCR",
         model_types=("glm_ocr",),
-        encoder=GlmOcrVisionTransformer,
-        processor=Glm46VProcessor,
+        encoder=encoders.GlmOcrVisionTransformer,
+        processor=glm4v.Glm46VProcessor,
         text_model=GlmOcrTextModel,
     ),
     Family(
         name="Step3-VL",
         model_types=("step3_vl",),
-        encoder=Step3VisionEncoder,
-        processor=Step3VLProcessor,
+        encoder=encoders.Step3VisionEncoder,
+        processor=step3_vl.Step3VLProcessor,
         vision_prefix=r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.",
         text_model=Step3ForCausalLM,
         graphs=DualPathGraphManager,
     ),
-    *(
-        Family(
-            name=f"MiniCPM-V {version}",
-            model_types=("minicpmv", "minicpmo") if version == "2.6" else ("minicpmv",),
-            encoder=encoder,
-            processor=MINICPMV_PROCESSORS[version],
-            vision_prefix=r"^(vpm|resampler)\.",
-            text_model=MiniCPMTextModel if version == "2.0" else MiniCPMVTextModel,
-            config=MiniCPMVConfig,
-            version=version,
-            left_out=r"^(apm|tts|audio_\w+)\.",
-        )
-        for version, encoder in minicpmv.ENCODERS.items()
-    ),
+    _minicpmv("2.0", encoders.MiniCPMV2_0Encoder, minicpmv.MiniCPMV2_0Processor, minicpm_config, MiniCPMTextModel),
+    _minicpmv("2.5", encoders.MiniCPMV2_5Encoder, minicpmv.MiniCPMV2_5Processor, LlamaConfig),
+    _minicpmv("2.6", encoders.MiniCPMV2_6Encoder, minicpmv.MiniCPMV2_6Processor, Qwen2Config, omni=True),
+    _minicpmv("4.0", encoders.MiniCPMV4_0Encoder, minicpmv.MiniCPMV4_0Processor, LlamaConfig),
+    _minicpmv("4.5", encoders.MiniCPMV4_5Encoder, minicpmv.MiniCPMV4_5Processor, Qwen3Config),
 )
+# GLM-4.5V and GLM-4.6V share a model_type: the class that a folder's files name tells them apart
+GLM_PROCESSORS = {"Glm4vProcessor": glm4v.Glm4vProcessor, "Glm46VProcessor": glm4v.Glm46VProcessor}
 
 
 def find_family(config: PretrainedConfig | dict) -> Family:
     """The family of a config; raises ValueError listing the known ones."""
     model_type = config.get("model_type") if isinstance(config, dict) else config.model_type
     families = [family for family in FAMILIES if model_type in family.model_types]
-    if families and families[0].version:
-        version = minicpmv.minicpmv_version(config)
-        families = [family for family in families if family.version == version]
-        if not families:
-            raise ValueError(f"version: refvl knows model_type {model_type!r} in other versions than {version}")
-    if families:
+    if not families:
+        known = ", ".join(dict.fromkeys(t for family in FAMILIES for t in family.model_types))
+        raise ValueError(f"model_type: {model_type!r} is not supported; supported: {known}")
+    if families[0].version is None:
         return families[0]
-    known = list(dict.fromkeys(t for family in FAMILIES for t in family.model_types))
-    raise ValueError(f"model_type: {model_type!r} is of no family that refvl knows; known: {known}")
+    version = minicpmv_version(config if isinstance(config, dict) else config.to_dict())
+    for family in families:
+        if family.version == version:
+            return family
+    known = ", ".join(str(family.version) for family in families)
+    raise ValueError(f"version: {model_type} {version!r} is not supported; supported: {known}")
+
+
+def minicpmv_version(values: dict) -> str:
+    """The version of a MiniCPM-V config.json: the one it names, or the one that its sizes imply.
+
+    The first two releases do not name theirs: a width of 2304 with 64 queries means 2.0, all others 2.5.
+    """
+    if (version := values.get("version")) is not None:
+        return str(version)
+    return "2.0" if (values.get("hidden_size"), values.get("query_num")) == (2304, 64) else "2.5"
+
+
+def find_processor(folder: Path | None, config: PretrainedConfig) -> type[Processor]:
+    """The family's processor, or that of GLM's which the files of `folder` name.
+
+    GLM-GA's files name GLM-4.6V's class, although the parts inside are its own.
+    """
+    processor = find_family(config).processor
+    if folder is None or processor is glm4v.GlmgaProcessor:
+        return processor
+    return GLM_PROCESSORS.get(glm4v.named_processor(folder) or "", processor)
 
 
 def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfig:
-    """A transformers config from a folder, a config.json of any name, a dict, or a config. Checks the family first."""
+    """A transformers config from a folder, a config.json of any name, a dict, or a config. Checks the family first.
+
+    Raises ValueError, naming the file, where it does not hold a JSON object.
+    """
     if isinstance(source, PretrainedConfig):
         find_family(source)
         return source
@@ -145,7 +184,7 @@ def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfi
 
 
 def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
-    """The text config, told whether embedding and head share their weights (older configs say it one level up)."""
+    """The text config; whether embedding and head share their weights may be said one level up, in older configs."""
     text_config = config.get_text_config()
     text_config.tie_word_embeddings = bool(config.tie_word_embeddings)
     return text_config
@@ -158,7 +197,7 @@ def load_encoder(folder: Path, config: PretrainedConfig, *, dtype, device, atten
     encoder.load_weights(iterate_weights(folder, family.vision_prefix, progress=progress))
     if family.left_out and (names := weight_names(folder, family.left_out)):
         parts = sorted({name.split(".")[0] for name in names})
-        warnings.warn(f"{folder}: {len(names)} weights of {', '.join(parts)} left out: no speech here", stacklevel=2)
+        warnings.warn(f"{folder}: {len(names)} weights of {', '.join(parts)} skipped: no audio here", stacklevel=2)
     return encoder
 
 
@@ -185,8 +224,8 @@ def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str):
     return encoder.to(dtype).to_empty(device=device).eval()
 
 
-def load_processor(folder: Path | None, config: PretrainedConfig):
+def load_processor(folder: Path | None, config: PretrainedConfig) -> Processor:
     """The processor of the checkpoint in `folder`; without a tokenizer there, one that plans but makes no prompts."""
-    processor = find_family(config).processor
-    has_tokenizer = folder is not None and any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
-    return processor.from_folder(folder, config) if has_tokenizer else processor(config)
+    if folder is None or not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        return find_processor(folder, config)(config)
+    return find_processor(folder, config).from_folder(folder, config)

@@ -1,7 +1,7 @@
 """Embeddings into the prompt: which tokens a medium fills, and what stands there.
 
 Placeholder tokens mark the places. Here they are matched with the media - strictly: a prompt whose placeholders do
-not fit the grids is an error, never a shifted picture - and replaced by the encoder's rows.
+not fit the layouts is an error, never a shifted image - and replaced by the encoder's rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,13 +40,13 @@ class MergedMedia:
         """Raise ValueError, before anything is encoded, where this medium cannot be pruned at rate q."""
 
     def keep_mask(self, embeds_MD: Tensor, q: float) -> Tensor | None:
-        """(M,) bool: which embeddings EVS keeps at rate q; None: all. Pictures are never pruned."""
+        """(M,) bool: which embeddings EVS keeps at rate q; None: all. Images are never pruned."""
         return compute_retention_mask(embeds_MD, self.thw, 1, q) if self.kind == "video" and q > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class FramewiseMedia(MergedMedia):
-    """A clip whose frames stand apart, with text between them: each is a run of its own. GLM's videos are these."""
+    """A video whose frames stand apart, with text between them: each is a run of its own. GLM's are these."""
 
     timestamps: tuple[int, ...] = ()  # seconds, one per frame; empty where the prompt has been made elsewhere
 
@@ -86,7 +86,7 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MergedMedia], token_ids:
     between frames or crops: here they are of other lengths, or in another order), or placeholders or media are left
     over.
     """
-    spans = {i: [] for i in range(len(media))}
+    spans: dict[int, list[MediaSpan]] = {i: [] for i in range(len(media))}
     for kind, token in token_ids.items():
         places = (input_ids == token).nonzero().flatten().tolist()
         items = [(i, item) for i, item in enumerate(media) if item.kind == kind]
@@ -96,15 +96,15 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MergedMedia], token_ids:
                 f"input_ids: {len(places)} {kind} placeholders, but {len(items)} {kind}(s) need {expected}"
             )
         used, runs = 0, [(i, item, thw) for i, item in items for thw in item.runs]
-        for i, item, thw in runs:
-            span = MediaSpan(places[used], *thw, item.t_factor)
-            if places[used + span.num_tokens - 1] - span.offset + 1 != span.num_tokens:
-                raise ValueError(f"input_ids: the {span.num_tokens} placeholders of {kind} {i} are not consecutive")
-            if spans[i] and places[used - 1] + 1 == span.offset:
+        for i, item, (t, h, w) in runs:
+            offset, length = places[used], t * h * w
+            if places[used + length - 1] - offset + 1 != length:
+                raise ValueError(f"input_ids: the {length} placeholders of {kind} {i} are not consecutive")
+            if spans[i] and places[used - 1] + 1 == offset:
                 lengths = [t * h * w for t, h, w in item.runs]
                 raise ValueError(f"input_ids: the placeholders of {kind} {i} do not stand in runs of {lengths}")
-            spans[i].append(span)
-            used += span.num_tokens
+            spans[i].append(MediaSpan(offset, t, h, w, item.t_factor))
+            used += length
     return [span for of_medium in spans.values() for span in of_medium]
 
 
@@ -113,7 +113,7 @@ def merge_embeddings(text_embeds_LD: Tensor, spans: Sequence[MediaSpan], media_e
     merged_LD = text_embeds_LD.clone()
     for span, embeds_MD in zip(spans, media_embeds, strict=True):
         check_shape(embeds_MD, (span.num_tokens, text_embeds_LD.shape[1]), "media_embeds")
-        merged_LD[span.offset : span.offset + span.num_tokens] = embeds_MD.to(merged_LD)
+        merged_LD[span.offset : span.offset + len(embeds_MD)] = embeds_MD.to(merged_LD)
     return merged_LD
 
 

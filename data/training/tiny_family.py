@@ -137,7 +137,7 @@ class TinyFamily:
     def patchify(self, pixels: Tensor) -> tuple[Tensor, list]:
         """(B, frames, H, W, 3) uint8 of one size -> the encoder's rows (N, C), and the layout of each medium."""
         grid = self.grid(pixels.shape)
-        return patch_rows(pixels), [grid] * len(pixels)
+        return batch_rows(pixels), [grid] * len(pixels)
 
     def grid(self, shape) -> tuple[int, int, int]:
         """(t, h, w) in patches of each medium in pixels of the shape (B, frames, H, W, 3)."""
@@ -190,7 +190,7 @@ class TinyFamily:
         return positions_3BL
 
 
-def patch_rows(pixels: Tensor, patch: int = 14, merge: int = 2, frames: int = 2) -> Tensor:
+def batch_rows(pixels: Tensor, patch: int = 14, merge: int = 2, frames: int = 2) -> Tensor:
     """(B, frames, H, W, 3) uint8 -> (N, C*Tp*P*P) float32 in merge-block order; a single frame is repeated."""
     mean, std = torch.tensor(CLIP_MEAN), torch.tensor(CLIP_STD)
     x = pixels * (1 / (255 * std)) - mean / std

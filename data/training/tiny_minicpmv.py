@@ -13,12 +13,13 @@ from types import SimpleNamespace
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from data.training.tiny_family import TinyFamily
 from data.training.tiny_qwen2_5_vl import PIECES
-from refvl.encoders.minicpmv import MiniCPMV4_5Encoder, SliceGroup
-from refvl.language.minicpmv import MiniCPMVConfig
-from refvl.pixels.slices import SliceConfig, patchify_slices, plan_slices
+from refvl.encoders.minicpmv import MiniCPMV4_5Encoder
+from refvl.families import read_config
+from refvl.pixels.slices import SliceConfig, SliceGroup, patchify_slices, plan_slices
 from refvl.positions import MediaSpan
 from refvl.processors.minicpmv import MARKS, TENTHS, MiniCPMV4_5Processor, SlicedMedia
 
@@ -151,8 +152,8 @@ class TinyMiniCPMV(TinyFamily):
             },
         }
 
-    def hf_config(self, config: dict) -> MiniCPMVConfig:
-        return MiniCPMVConfig(**config)
+    def hf_config(self, config: dict) -> PretrainedConfig:
+        return read_config(config)
 
     def media_token(self, config: dict, media: str) -> str:
         return "<unk>"  # found by its marks, see `place_media`

@@ -16,14 +16,13 @@ from refvl.encoders.minicpmv import (
     MiniCPMV4_0Encoder,
     MiniCPMV4_5Encoder,
     MiniCPMVEncoderConfig,
-    SliceGroup,
-    minicpmv_version,
 )
 from refvl.encoders.navit_siglip import NaVitSiglip, NaVitSiglipConfig
 from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.encoders.resampler import Resampler2, Resampler2_5, Resampler4_5
 from refvl.encoders.siglip_vit import SiglipViT, SiglipViTConfig
 from refvl.encoders.step3_vl import Step3VisionConfig, Step3VisionEncoder
+from refvl.pixels.slices import SliceGroup
 
 __all__ = [
     "Glm4vVisionConfig",
@@ -52,6 +51,5 @@ __all__ = [
     "get_num_selected_vision_tokens",
     "get_vision_encoder_info",
     "get_vit_attn_backend",
-    "minicpmv_version",
     "resolve_visual_encoder_outputs",
 ]

@@ -38,28 +38,13 @@ from refvl.encoders.resampler import (
     Resampler4_5,
     ResamplerMetadata,
     as_temporal_groups,
-    count_per_set,
 )
 from refvl.encoders.siglip_vit import SiglipViT, SiglipViTConfig, SiglipViTMetadata
 from refvl.encoders.weights import config_dict, load_strict
+from refvl.pixels.slices import SliceGroup, count_sets
 
 HEAD_DIM = 128  # of the resampler, in every release
 AUDIO_PARTS = r"(apm|tts|audio_\w+)\."  # omni checkpoints also hold audio input and output
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class SliceGroup:
-    """Slices that are encoded as one group: (h, w) in patches of each, and its time in the video.
-
-    temporal_ids: one per slice, -1 for an image; None: all -1. Frames with times share one set of queries.
-    """
-
-    slices: tuple[tuple[int, int], ...]
-    temporal_ids: tuple[int, ...] | None = None
-
-    def __repr__(self) -> str:
-        """Short: tables and messages show many of them."""
-        return f"SliceGroup({self.slices}" + ("" if self.temporal_ids is None else f", {self.temporal_ids}") + ")"
 
 
 Layout = tuple[SliceGroup, ...]
@@ -77,8 +62,10 @@ class MiniCPMVEncoderConfig:
 
     def __post_init__(self):
         check_positive_int(self.query_num, "query_num")
-        if self.num_heads * self.resampler_head_dim != self.hidden_size:
-            raise ValueError(f"hidden_size: must be a multiple of its {self.num_heads} heads, got {self.hidden_size}")
+        if self.resampler_heads * self.resampler_head_dim != self.hidden_size:
+            raise ValueError(
+                f"hidden_size: must be a multiple of its {self.resampler_heads} heads, got {self.hidden_size}"
+            )
 
     @classmethod
     def from_hf(cls, config, vision_config_class=NaVitSiglipConfig) -> "MiniCPMVEncoderConfig":
@@ -95,13 +82,22 @@ class MiniCPMVEncoderConfig:
         )
 
     @property
-    def num_heads(self) -> int:
-        """Of the resampler."""
+    def resampler_heads(self) -> int:
         return max(1, self.hidden_size // HEAD_DIM)
 
     @property
     def resampler_head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+        return self.hidden_size // self.resampler_heads
+
+    @property
+    def num_heads(self) -> int:
+        """Of the tower."""
+        return self.vision.num_heads
+
+    @property
+    def depth(self) -> int:
+        """Blocks of the tower that are run."""
+        return self.vision.depth - self.drop_vision_last_layer
 
     @property
     def head_dim(self) -> int:
@@ -111,6 +107,11 @@ class MiniCPMVEncoderConfig:
     @property
     def patch_size(self) -> int:
         return self.vision.patch_size
+
+    @property
+    def patch_values(self) -> int:
+        """Values in one patch row: 3 * P * P."""
+        return self.vision.patch_values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,7 +182,7 @@ class SliceEncoder(nn.Module):
 
         The others need no limit of their own: tokens bound them.
         """
-        slices, sets = sum(len(group.slices) for group in layout), sum(map(count_sets, layout))
+        slices, sets = sum(len(group.slices) for group in layout), count_sets(layout)
         return sum(h * w for group in layout for h, w in group.slices), sets * self.query_num, slices - sets
 
     def plan(self, layouts) -> MiniCPMVMetadata:
@@ -239,7 +240,9 @@ class MiniCPMV2_0Encoder(SliceEncoder):
         if grid_size**2 != c.query_num:
             raise ValueError(f"query_num: the queries of 2.0 form a square, got {c.query_num}")
         vpm = SiglipViT(c.vision, drop_last_layer=c.drop_vision_last_layer, attention=attention)
-        return cls(c, vpm, Resampler2(grid_size, c.hidden_size, c.num_heads, c.vision.hidden_size, attention=attention))
+        return cls(
+            c, vpm, Resampler2(grid_size, c.hidden_size, c.resampler_heads, c.vision.hidden_size, attention=attention)
+        )
 
     def plan(self, layouts) -> MiniCPMVMetadata:
         """Everything that depends on sizes, and the tower's position table, resized: plan again after loading."""
@@ -264,7 +267,7 @@ class NaVitEncoder(SliceEncoder):
         c = as_encoder_config(config, NaVitSiglipConfig)
         vpm = NaVitSiglip(c.vision, drop_last_layer=c.drop_vision_last_layer, attention=attention)
         resampler = cls.resampler_class(
-            c.query_num, c.hidden_size, c.num_heads, c.vision.hidden_size, attention=attention
+            c.query_num, c.hidden_size, c.resampler_heads, c.vision.hidden_size, attention=attention
         )
         return cls(c, vpm, resampler)
 
@@ -358,30 +361,6 @@ class MiniCPMV4_5Encoder(NaVitEncoder):
         return self.resampler.plan(sizes, [group.temporal_ids or [NO_TIME] * len(group.slices) for group in groups])
 
 
-ENCODERS: dict[str, type[SliceEncoder]] = {
-    "2.0": MiniCPMV2_0Encoder,
-    "2.5": MiniCPMV2_5Encoder,
-    "2.6": MiniCPMV2_6Encoder,
-    "4.0": MiniCPMV4_0Encoder,
-    "4.5": MiniCPMV4_5Encoder,
-}
-
-
-def minicpmv_version(config) -> str:
-    """The version of a `config.json` (dict or transformers config): the one it names, or the one its sizes imply.
-
-    The first two releases do not name theirs: a width of 2304 with 64 queries means 2.0, all others 2.5. Raises
-    ValueError listing the known versions.
-    """
-    values = config_dict(config)
-    version = values.get("version")
-    if version is None:
-        return "2.0" if (values.get("hidden_size"), values.get("query_num")) == (2304, 64) else "2.5"
-    if str(version) not in ENCODERS:
-        raise ValueError(f"version: MiniCPM-V {version!r} is not known; known: {', '.join(ENCODERS)}")
-    return str(version)
-
-
 def as_encoder_config(config, vision_config_class: type) -> MiniCPMVEncoderConfig:
     """A `MiniCPMVEncoderConfig` as it is; anything else is read, with the tower's part as `vision_config_class`."""
     if isinstance(config, MiniCPMVEncoderConfig):
@@ -403,9 +382,3 @@ def as_slice_group(group, name: str) -> SliceGroup:
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from None
     return SliceGroup(slices, tuple(map(int, ids)) if set(ids) != {NO_TIME} else None)
-
-
-def count_sets(group: SliceGroup) -> int:
-    """Sets of queries: one per slice, or one for all that have times."""
-    ids = group.temporal_ids or [NO_TIME] * len(group.slices)
-    return len(count_per_set(ids, [0] * len(ids)))

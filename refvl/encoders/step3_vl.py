@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from refvl.attention import available_backends, choose_backend, varlen_attention
 from refvl.checks import Grid, as_grids, check_pixel_rows, check_shape
 from refvl.encoders.weights import config_dict, config_values, load_strict
-from refvl.pixels.crops import CropLayout, as_crop_layouts, square_patch_rows
+from refvl.pixels.crops import CropLayout, as_crop_layouts, count_square_tokens, square_patch_rows
 from refvl.positions.tables import resize_position_table
 
 CLASS_TOKENS = 4
@@ -122,8 +122,7 @@ class Step3VisionConfig:
 
     def tokens_of(self, size: int) -> int:
         """Output tokens of a square of `size` pixels per side."""
-        after_first = (self.patches_per_side(size) - 2) // self.understand_projector_stride + 1
-        return ((after_first - 1) // 2 + 1) ** 2
+        return count_square_tokens(size, self.patch_size, self.understand_projector_stride)
 
     @property
     def image_tokens(self) -> int:

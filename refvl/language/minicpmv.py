@@ -1,7 +1,8 @@
-"""MiniCPM-V's config.json: one flat object for text, vision and prompts, told apart by `version`.
+"""MiniCPM-V's config.json: one flat object for text, vision and prompts, whose `version` says what is in it.
 
 The released files name a config class of their own in `auto_map`, code beside the weights that is never executed here:
 `MiniCPMVConfig` reads the same keys, and gives the text model's part as the transformers config of its architecture.
+`refvl.families` says which that is:
 
     version   text model             config of transformers
     2.0       MiniCPM                Granite, whose multipliers say what MiniCPM scales
@@ -12,20 +13,20 @@ The released files name a config class of their own in `auto_map`, code beside t
 """
 
 import math
+from collections.abc import Callable
 
 from torch import Tensor, nn
-from transformers import GraniteConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import GraniteConfig, PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from refvl.encoders.minicpmv import minicpmv_version
 from refvl.language.model import SequentialTextModel
 
-TEXT_CONFIGS = {"2.0": GraniteConfig, "2.5": LlamaConfig, "2.6": Qwen2Config, "4.0": LlamaConfig, "4.5": Qwen3Config}
 TEXT_KEYS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps",
     "attention_bias", "attention_dropout", "mlp_bias", "use_sliding_window", "sliding_window", "max_window_layers",
     "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "tie_word_embeddings",
+    "scale_emb", "scale_depth", "dim_model_base",  # MiniCPM's own
 )  # fmt: skip
 
 
@@ -34,42 +35,38 @@ class MiniCPMVConfig(PretrainedConfig):
 
     model_type = "minicpmv"
 
-    def __init__(self, **values):
-        """values: the keys of config.json. Raises ValueError, listing the known ones, for an unknown version."""
-        version = minicpmv_version(values)  # refused before anything is built from it
+    def __init__(self, text_config_class: Callable[..., PretrainedConfig] = PretrainedConfig, **values):
+        """text_config_class: of the version's text model. values: the keys of config.json."""
         values = {"tie_word_embeddings": False} | values
-        values.pop("minicpmv_version", None)
         if isinstance(text_config := values.pop("text_config", None), dict):  # both stand in what `to_dict` gives
             values["rope_parameters"] = text_config.get("rope_parameters")
-        text_config = read_text_config(values, version)
+        text_config = read_text_config(values, text_config_class)
         values = {key: value for key, value in values.items() if not key.startswith("rope_")}  # text_config has them
-        super().__init__(**values, minicpmv_version=version, text_config=text_config)
+        super().__init__(**(values | {"text_config": text_config}))
 
 
-def read_text_config(values: dict, version: str) -> PretrainedConfig:
+def read_text_config(values: dict, config_class: Callable[..., PretrainedConfig]) -> PretrainedConfig:
     """The text model's own config from the flat keys of a MiniCPM-V config.json."""
     text = {key: values[key] for key in TEXT_KEYS if values.get(key) is not None}
-    if version == "2.0":
-        text |= granite_multipliers(values)
     rope = {"rope_type": "default", "rope_theta": values.get("rope_theta", 1e4), **(values.get("rope_scaling") or {})}
-    return TEXT_CONFIGS[version](**text, rope_parameters=values.get("rope_parameters") or rope)
+    return config_class(**text, rope_parameters=values.get("rope_parameters") or rope)
 
 
-def granite_multipliers(values: dict) -> dict:
+def minicpm_config(scale_emb=1.0, scale_depth=1.0, dim_model_base=None, **values) -> GraniteConfig:
     """MiniCPM's maximal update parametrisation (muP) in Granite's words.
 
     Embeddings are scaled by scale_emb, what a layer adds to the residual by scale_depth / sqrt(layers), logits by
-    dim_model_base / hidden_size. Granite scales whatever embeddings it is given; in MiniCPM-V those of pictures are not
-    scaled, so that this one factor is left to the embedding itself (`refvl.language.model.MiniCPMTextModel`).
+    dim_model_base / hidden_size. Granite scales whatever embeddings it is given; in MiniCPM-V those of images are not
+    scaled, so this one factor is left to the embedding itself (`MiniCPMTextModel`).
     """
-    hidden, heads = values["hidden_size"], values["num_attention_heads"]
-    return {
-        "scale_emb": values.get("scale_emb", 1.0),
-        "embedding_multiplier": 1.0,
-        "attention_multiplier": (hidden // heads) ** -0.5,
-        "residual_multiplier": values.get("scale_depth", 1.0) / math.sqrt(values["num_hidden_layers"]),
-        "logits_scaling": hidden / values.get("dim_model_base", hidden),
-    }
+    hidden = values["hidden_size"]
+    return GraniteConfig(
+        **(values | {"scale_emb": scale_emb}),
+        embedding_multiplier=1.0,
+        attention_multiplier=(hidden // values["num_attention_heads"]) ** -0.5,
+        residual_multiplier=scale_depth / math.sqrt(values["num_hidden_layers"]),
+        logits_scaling=hidden / (dim_model_base or hidden),
+    )
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -85,13 +82,13 @@ class ScaledEmbedding(nn.Embedding):
 
 
 class MiniCPMVTextModel(SequentialTextModel):
-    """MiniCPM-V 2.5 to 4.5: `llm.` in a checkpoint that holds vision, and in omni releases speech, beside it."""
+    """MiniCPM-V 2.5 to 4.5: `llm.` in the checkpoint, beside vision and, in omni releases, speech."""
 
     _keys_to_ignore_on_load_unexpected = [r"^(vpm|resampler|apm|tts|audio_\w+)\."]  # noqa: RUF012
 
 
 class MiniCPMTextModel(MiniCPMVTextModel):
-    """MiniCPM-V 2.0: Granite, but for the embeddings, of which only those of text are scaled."""
+    """MiniCPM-V 2.0: Granite, but only text embeddings are scaled."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -101,7 +98,7 @@ class MiniCPMTextModel(MiniCPMVTextModel):
         self.post_init()
 
     def forward(self, *args, **kwargs) -> CausalLMOutputWithPast:
-        """As above; logits are divided by hidden_size / dim_model_base, which sampling feels and greedy does not."""
+        """As above; logits are divided by hidden_size / dim_model_base, which matters to sampling, not to greedy."""
         outputs = super().forward(*args, **kwargs)
         outputs.logits = outputs.logits / self.config.logits_scaling
         return outputs

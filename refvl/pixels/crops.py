@@ -1,7 +1,7 @@
-"""Step3-VL's pictures: one overview of the whole, and square crops that see the details.
+"""Step3-VL's images: one overview of the whole, and square crops that see the details.
 
     image (W, H)
-       | pad          a thin strip becomes a square (black, picture top left)
+       | pad          a thin strip becomes a square (black, image top left)
        | resize       sides above `max_side` scaled down           Pillow, bilinear
        +--> overview  image_size x image_size pixels, whatever the aspect ratio
        | canvas       resized so that whole windows fit            Pillow, bilinear
@@ -26,15 +26,16 @@ from torch import Tensor
 
 from refvl.checks import check_positive_int, check_shape
 from refvl.pixels.media import load_image
+from refvl.pixels.patches import check_preprocessing, known_fields
 
-MIN_SIDE, THIN_RATIO = 32, 4  # a picture below this side and above this ratio is padded to a square
-SQUARE_RATIO = 1.5  # a small picture up to this ratio is seen well enough in the overview
+MIN_SIDE, THIN_RATIO = 32, 4  # an image below this side and above this ratio is padded to a square
+SQUARE_RATIO = 1.5  # a small image up to this ratio is seen well enough in the overview
 SPARE_REMAINDER = 0.2  # of a window: a larger remainder gets a window of its own
 
 
 @dataclass(frozen=True, slots=True)
 class CropConfig:
-    """How a picture is cut. The defaults are the constants of the released model; sides are in pixels."""
+    """How an image is cut. The defaults are the constants of the released model; sides are in pixels."""
 
     image_size: int = 728  # of the overview
     crop_size: int = 504
@@ -44,10 +45,11 @@ class CropConfig:
     enable_crops: bool = True  # False: overviews only
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # OpenAI CLIP
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    understand_projector_stride: int = 2  # of the encoder's first convolution behind the tower
 
     def __post_init__(self):
-        for name in ("image_size", "crop_size", "patch_size", "max_side", "max_crops"):
-            check_positive_int(getattr(self, name), name)
+        names = ("image_size", "crop_size", "patch_size", "max_side", "max_crops", "understand_projector_stride")
+        check_preprocessing(self, names)
         for name in ("image_size", "crop_size"):
             if getattr(self, name) % self.patch_size:
                 raise ValueError(
@@ -61,16 +63,36 @@ class CropConfig:
         Released configs say `image_size` and `patch_size`; small ones may say `crop_size` and `max_side` as well.
         """
         values = config if isinstance(config, dict) else config.to_dict()
-        values = values.get("vision_config", values)
-        names = ("image_size", "crop_size", "patch_size", "max_side")
-        return cls(**{name: values[name] for name in names if values.get(name) is not None})
+        return cls(**known_fields(cls, values | values.get("vision_config", {})))
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of an overview."""
+        return count_square_tokens(self.image_size, self.patch_size, self.understand_projector_stride)
+
+    @property
+    def crop_tokens(self) -> int:
+        """Tokens of a crop."""
+        return count_square_tokens(self.crop_size, self.patch_size, self.understand_projector_stride)
+
+
+def count_square_tokens(size: int, patch_size: int, stride: int) -> int:
+    """Tokens that the encoder makes of a square of `size` pixels per side.
+
+    Its two convolutions, 2 x 2 with `stride` and 3 x 3 with stride 2 and padding 1, leave fewer than there are patches.
+
+    >>> count_square_tokens(728, 14, 2), count_square_tokens(504, 14, 2)
+    (169, 81)
+    """
+    after_first = (size // patch_size - 2) // stride + 1
+    return ((after_first - 1) // 2 + 1) ** 2
 
 
 RELEASED = CropConfig()
 
 
 class CropLayout(NamedTuple):
-    """How many rows and columns of crops a picture has; (0, 0) for none. The overview is always there."""
+    """How many rows and columns of crops an image has; (0, 0) for none. The overview is always there."""
 
     rows: int
     columns: int
@@ -93,12 +115,12 @@ class CropLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CropPlan:
-    """What becomes of a picture, before a pixel is touched; sizes are (width, height) in pixels."""
+    """What becomes of an image, before a pixel is touched; sizes are (width, height) in pixels."""
 
     padded: tuple[int, int]
     resized: tuple[int, int]  # what the overview is made of
     window: int  # side of the windows on the canvas; 0 without crops
-    canvas: tuple[int, int]  # the picture the windows are cut from
+    canvas: tuple[int, int]  # the image the windows are cut from
     layout: CropLayout
 
     @property
@@ -109,7 +131,7 @@ class CropPlan:
 
 
 def as_crop_layouts(layouts, name: str = "layouts") -> list[CropLayout]:
-    """Normalise (rows, columns) of crops, one pair per picture; (0, 0) says none. A sequence or a tensor (pictures, 2).
+    """Normalise (rows, columns) of crops, one pair per image; (0, 0) says none. A sequence or a tensor (images, 2).
 
     Raises TypeError for a wrong kind, ValueError for negative numbers or rows without columns.
     """
@@ -132,7 +154,7 @@ def as_crop_layouts(layouts, name: str = "layouts") -> list[CropLayout]:
 
 
 def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_tokens: int = 169) -> int:
-    """Tokens of a picture in the prompt, marks included: every crop and the overview stand between two.
+    """Tokens of an image in the prompt, marks included: every crop and the overview stand between two.
 
     >>> count_prompt_tokens(CropLayout(2, 2))
     504
@@ -141,7 +163,7 @@ def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_toke
 
 
 def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPlan:
-    """Where a picture of width x height pixels is cut.
+    """Where an image of width x height pixels is cut.
 
     Ratios are compared in floating point exactly as upstream compares them: 330 / 150 leaves a remainder just above
     0.2, so that one more window is cut than on paper, and prompts must agree with those the model was trained on.
@@ -156,14 +178,15 @@ def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPl
         return CropPlan(padded, resized, 0, resized, CropLayout(0, 0))
     columns, rows = (_count_windows(side, window) for side in resized)
     # A side below the window keeps its length; the windows then reach beyond the canvas, which reads as black.
-    canvas = tuple(side if side < window else n * window for side, n in zip(resized, (columns, rows), strict=True))
+    width, height = resized
+    canvas = width if width < window else columns * window, height if height < window else rows * window
     return CropPlan(padded, resized, window, canvas, CropLayout(rows, columns))
 
 
 def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int:
     """The side of the crops' windows in pixels; 0 when the overview is enough. Upstream: `determine_window_size`.
 
-    Below `image_size`: none, unless the picture is elongated; then its short side. Above: `crop_size`, or the short
+    Below `image_size`: none, unless the image is elongated; then its short side. Above: `crop_size`, or the short
     side of a long strip if that is less.
     """
     long, short = max(width, height), min(width, height)
@@ -173,11 +196,14 @@ def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int
 
 
 def cut_crops(image, config: CropConfig = RELEASED) -> tuple[Image.Image, list[Image.Image], CropPlan]:
-    """Anything `load_image` takes -> (the picture for the overview, its crops row by row, the plan).
+    """Anything `load_image` takes -> (the image for the overview, its crops row by row, the plan).
 
-    Raises ValueError for a picture so elongated that it would be cut into more than `config.max_crops`.
+    Raises ValueError for an image so elongated that it would be cut into more than `config.max_crops`.
     """
-    image = load_image(image)
+    return _cut(load_image(image), config)
+
+
+def _cut(image: Image.Image, config: CropConfig) -> tuple[Image.Image, list[Image.Image], CropPlan]:
     plan = plan_crops(*image.size, config)
     if plan.layout.crops > config.max_crops:
         raise ValueError(
@@ -230,7 +256,7 @@ def _shrink_rows(rows: np.ndarray, side: int, size: int) -> np.ndarray:
 
 
 def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED) -> Tensor:
-    """A picture -> (3, side, side) float32: to [0, 1], normalised, and only then resized, bilinear with antialias.
+    """An image -> (3, side, side) float32: to [0, 1], normalised, and only then resized, bilinear with antialias.
 
     The order matters: this resize works on floats, which are neither rounded nor clamped to 8 bits.
     """
@@ -259,10 +285,15 @@ def square_patch_rows(pixels: Tensor, patch_size: int) -> Tensor:
 
 def patchify_crops(image, config: CropConfig = RELEASED) -> tuple[Tensor, CropLayout]:
     """Anything `load_image` takes -> (patch rows (N, C*P*P) float32 of all crops, then the overview; the layout)."""
-    image, crops, plan = cut_crops(image, config)
-    squares = [prepare_pixels(crop, config.crop_size, config) for crop in crops]
-    squares.append(prepare_pixels(image, config.image_size, config))
-    return torch.cat([square_patch_rows(square[None], config.patch_size) for square in squares]), plan.layout
+    return rows_of_crops(load_image(image), config)
+
+
+def rows_of_crops(image: Image.Image, config: CropConfig = RELEASED) -> tuple[Tensor, CropLayout]:
+    """The same for an image that `load_image` has made."""
+    image, crops, plan = _cut(image, config)
+    stacks = [(crops, config.crop_size), ([image], config.image_size)]
+    squares = [torch.stack([prepare_pixels(x, side, config) for x in stack]) for stack, side in stacks if stack]
+    return torch.cat([square_patch_rows(stack, config.patch_size) for stack in squares]), plan.layout
 
 
 def _pad_thin(width: int, height: int) -> tuple[int, int]:

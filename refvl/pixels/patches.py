@@ -1,4 +1,4 @@
-"""Pixels to patch rows: the border between a picture and the encoder.
+"""Pixels to patch rows: the border between an image and the encoder.
 
     image (H, W)  or  frames (T, H, W, 3) uint8
        | resize       sides to multiples of P * m, area into [min_pixels, max_pixels]
@@ -11,14 +11,16 @@ P patch_size, Tp temporal_patch_size, m merge_size, N patches, C channels. A gri
 
 Images follow the Pillow backend of transformers (`Qwen2VLImageProcessorPil`) bit for bit, videos its torchvision
 backend (`Qwen2VLVideoProcessor`), which is the only one there is; torchvision itself is not needed. The two backends
-round differently, so the same picture as an image and as a clip gives slightly different values.
+round differently, so an image and a video of the same frame give slightly different values.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,18 +31,37 @@ from torch import Tensor
 from refvl.checks import Grid, as_grids, check_positive_int, check_shape
 from refvl.pixels.media import as_frames, load_image
 
+if TYPE_CHECKING:
+    from refvl.pixels.slices import SliceConfig
+
 MAX_ASPECT_RATIO = 200
 VIDEO_DEFAULTS = {"min_pixels": 128 * 28 * 28, "max_pixels": 768 * 28 * 28, "cap_pixels_per_frame": True}
 
 
+def check_preprocessing(config, sizes: Iterable[str]) -> None:
+    """Raise TypeError or ValueError unless these `sizes` are positive and there is one mean and std per channel."""
+    for name in sizes:
+        check_positive_int(getattr(config, name), name)
+    for name in ("image_mean", "image_std"):
+        values = getattr(config, name)
+        if not isinstance(values, Sequence) or len(values) != 3:
+            raise ValueError(f"{name}: expected one value per RGB channel, got {values!r}")
+
+
+def known_fields(config_class, values: dict) -> dict:
+    """The entries of `values` that are fields of `config_class` and not None; lists, as JSON has them, as tuples."""
+    known = {f.name: values[f.name] for f in fields(config_class) if values.get(f.name) is not None}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class PatchConfig:
-    """How pixels become patch rows. The defaults are those of an image in transformers; `for_video` has a clip's.
+    """How pixels become patch rows. The defaults are those of an image in transformers; `for_video` has a video's.
 
-    Pixel budgets are areas, per picture or frame. `cap_pixels_per_frame` bounds the sum over a clip as well: each
-    frame gets an even share of 90 % of `max_video_tokens` tokens' worth of pixels, so that a long clip cannot outgrow
+    Pixel budgets are areas, per image or frame. `cap_pixels_per_frame` bounds the sum over a video as well: each
+    frame gets an even share of 90 % of `max_video_tokens` tokens' worth of pixels, so that a long video cannot outgrow
     the context. Released checkpoints come with the image budget of 16,384 tokens for every frame; the cap is what the
-    reference implementation (qwen-vl-utils) does and is on for clips, while transformers (5.17 to 5.23) leaves it off
+    reference implementation (qwen-vl-utils) does and is on for videos, while transformers (5.17 to 5.23) leaves it off
     unless asked.
     """
 
@@ -54,22 +75,18 @@ class PatchConfig:
     rescale_factor: float = 1 / 255
     cap_pixels_per_frame: bool = False
     max_video_tokens: int = 128_000
-    fps: float = 2.0  # how densely a clip is sampled, see refvl.pixels.media
+    fps: float = 2.0  # how densely a video is sampled, see refvl.pixels.media
     min_frames: int = 4
     max_frames: int = 768
 
     def __post_init__(self):
-        for name in ("patch_size", "temporal_patch_size", "merge_size", "min_pixels", "max_pixels"):
-            check_positive_int(getattr(self, name), name)
+        check_preprocessing(self, ("patch_size", "temporal_patch_size", "merge_size", "min_pixels", "max_pixels"))
         if self.min_pixels > self.max_pixels:
             raise ValueError(f"min_pixels: must not exceed max_pixels={self.max_pixels}, got {self.min_pixels}")
-        for name in ("image_mean", "image_std"):
-            if len(getattr(self, name)) != 3:
-                raise ValueError(f"{name}: expected one value per RGB channel, got {getattr(self, name)!r}")
 
     @classmethod
     def for_video(cls, **changes) -> "PatchConfig":
-        """The defaults of a clip: a smaller budget per frame and the cap on the whole."""
+        """The defaults of a video: a smaller budget per frame and the cap on the whole."""
         return cls(**(VIDEO_DEFAULTS | changes))
 
     @classmethod
@@ -81,11 +98,12 @@ class PatchConfig:
         """
         _check_supported(values)
         size = values.get("size") or {}
-        known = {f.name: values[f.name] for f in fields(cls) if values.get(f.name) is not None}
+        if not isinstance(size, dict):
+            raise ValueError(f"size: expected an object such as {{'longest_edge': ...}}, got {size!r}")
+        known = known_fields(cls, values)
         for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             found = [v for v in (values.get(name), size.get(edge), size.get(name)) if v is not None]
             known |= {name: found[0]} if found else {}
-        known |= {name: tuple(known[name]) for name in ("image_mean", "image_std") if name in known}
         return cls.for_video(**known) if kind == "video" else cls(**known)
 
     @classmethod
@@ -104,15 +122,18 @@ class PatchConfig:
         if (nested := folder / "processor_config.json").is_file():
             section = read_json(nested).get(f"{kind}_processor")
             if section is not None:
-                return cls.from_dict(section, kind)
+                with naming(nested):
+                    return cls.from_dict(section, kind)
         for path in (folder / name for name in names):
             if path.is_file():
-                return cls.from_dict(read_json(path), kind)
+                values = read_json(path)
+                with naming(path):
+                    return cls.from_dict(values, kind)
         raise FileNotFoundError(f"folder: {folder} has no {kind} settings (looked for processor_config.json, {names})")
 
     @property
     def factor(self) -> int:
-        """Sides of the resized picture are multiples of this: one merged token is factor x factor pixels."""
+        """Sides of the resized image are multiples of this: one merged token is factor x factor pixels."""
         return self.patch_size * self.merge_size
 
     @property
@@ -122,16 +143,16 @@ class PatchConfig:
 
     @property
     def max_image_tokens(self) -> int:
-        """A picture takes no more, unless it is so thin that its short side is one token already."""
+        """An image takes no more, unless it is so thin that its short side is one token already."""
         return self.max_pixels // (self.patch_size * self.merge_size) ** 2
 
-    def fit(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
-        """`smart_resize` with the budget that each of `num_frames` frames has."""
+    def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
+        """The (height, width) that an image, or each of `num_frames` frames, is resized to: `smart_resize`."""
         budget = self.frame_budget(num_frames)
         return smart_resize(height, width, factor=self.factor, min_pixels=self.min_pixels, max_pixels=budget)
 
     def frame_budget(self, num_frames: int) -> int:
-        """The largest area one frame may have in a clip of `num_frames` (before padding)."""
+        """The largest area one frame may have in a video of `num_frames` (before padding)."""
         if not self.cap_pixels_per_frame:
             return self.max_pixels
         clip_budget = int(self.max_video_tokens * self.factor**2 * 0.9)
@@ -141,7 +162,7 @@ class PatchConfig:
 
 @dataclass(frozen=True, slots=True)
 class Glm4vPatchConfig(PatchConfig):
-    """GLM's: budgets are areas over all frames, a picture counting as `temporal_patch_size` of them."""
+    """GLM's: budgets are areas over all frames, an image counting as `temporal_patch_size` of them."""
 
     min_pixels: int = 112 * 112
     max_pixels: int = 28 * 28 * 15000
@@ -150,15 +171,15 @@ class Glm4vPatchConfig(PatchConfig):
 
     @classmethod
     def for_video(cls, **changes) -> "Glm4vPatchConfig":
-        """The defaults of a clip: a larger budget, because it is for all frames."""
+        """The defaults of a video: a larger budget, because it is for all frames."""
         return cls(**({"max_pixels": 28 * 28 * 2 * 30000} | changes))
 
     @property
     def max_image_tokens(self) -> int:
-        """`temporal_patch_size` times fewer than the area holds, as a picture counts that often."""
+        """`temporal_patch_size` times fewer than the area holds, as an image counts that often."""
         return self.max_pixels // (self.temporal_patch_size * (self.patch_size * self.merge_size) ** 2)
 
-    def fit(self, height: int, width: int, num_frames: int) -> tuple[int, int]:
+    def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
         """`smart_resize_video`; frames count as they are padded, in whole steps of the grid."""
         step = self.temporal_patch_size
         return smart_resize_video(
@@ -169,7 +190,7 @@ class Glm4vPatchConfig(PatchConfig):
 
 @dataclass(frozen=True, slots=True)
 class GlmgaPatchConfig(Glm4vPatchConfig):
-    """GLM-GA's: sides may be asked to be multiples of several merged tokens."""
+    """GLM-GA's: sides can be required to be multiples of several merged tokens."""
 
     patch_expand_factor: int = 1
 
@@ -179,12 +200,12 @@ class GlmgaPatchConfig(Glm4vPatchConfig):
 
     @classmethod
     def for_video(cls, **changes) -> "GlmgaPatchConfig":
-        """The defaults of a clip: almost twice the budget of the other GLMs."""
+        """The defaults of a video: almost twice the budget of the other GLMs."""
         return cls(**({"max_pixels": 28 * 28 * 2 * 55790} | changes))
 
     @property
     def factor(self) -> int:
-        """Sides of the resized picture are multiples of this."""
+        """Sides of the resized image are multiples of this."""
         return self.patch_size * self.merge_size * self.patch_expand_factor
 
 
@@ -205,12 +226,21 @@ def read_json(path: Path) -> dict:
     return values
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What goes wrong inside becomes a ValueError that names the file."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 def smart_resize(
     height: int, width: int, *, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 28 * 28 * 1280
 ) -> tuple[int, int]:
     """The (height, width) to resize to: multiples of `factor`, area within the budget, ratio as near as that allows.
 
-    A picture too large is rounded down, one too small rounded up, so that the budget holds; a thin one may stay above
+    An image too large is rounded down, one too small rounded up, so that the budget holds; a thin one may stay above
     max_pixels, because no side goes below `factor`. Raises ValueError for an aspect ratio above 200.
 
     >>> smart_resize(427, 640)
@@ -231,9 +261,9 @@ def smart_resize_video(
     min_pixels: int = 112 * 112,
     max_pixels: int = 28 * 28 * 2 * 6144,
 ) -> tuple[int, int]:
-    """GLM's `smart_resize`: the budgets count the pixels of all frames, and tiny pictures are enlarged first.
+    """GLM's `smart_resize`: the budgets count the pixels of all frames, and tiny images are enlarged first.
 
-    num_frames: of the clip; a picture counts as `temporal_factor` frames. temporal_factor: frames per step of the grid,
+    num_frames: of the video; an image counts as `temporal_factor` frames. temporal_factor: frames per step of the grid,
     of which the budgets count whole ones. Raises ValueError for fewer frames than that, and for an aspect ratio above
     200. Upstream: `smart_resize` of GLM-4.1V (transformers).
 
@@ -278,23 +308,23 @@ def _fit_budget(
     return new_height, new_width
 
 
-def plan_size(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> tuple[int, int]:
-    """The (height, width) that `config` resizes a picture to, or each of `num_frames` frames."""
-    return config.fit(height, width, num_frames)
-
-
 def plan_grid(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> Grid:
-    """The grid (t, h, w) in patches of a picture or clip of this size, without touching a pixel."""
+    """The grid (t, h, w) in patches of an image or a video of this size, without touching a pixel."""
     num_frames = check_positive_int(num_frames, "num_frames")
-    new_height, new_width = plan_size(height, width, config, num_frames)
+    new_height, new_width = config.fit(height, width, num_frames)
     t = math.ceil(num_frames / config.temporal_patch_size)
     return t, new_height // config.patch_size, new_width // config.patch_size
 
 
 def count_tokens(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> int:
-    """How many tokens of the language model a picture or clip of this size takes, start and end marks not counted."""
-    t, h, w = plan_grid(height, width, config, num_frames)
-    return t * h * w // config.merge_size**2
+    """How many tokens of the language model an image or a video of this size takes, start and end marks not counted."""
+    return math.prod(merged_grid(plan_grid(height, width, config, num_frames), config.merge_size))
+
+
+def merged_grid(grid: Grid, merge_size: int) -> Grid:
+    """(t, h, w) in tokens of the language model, each of merge_size x merge_size patches of the `grid`."""
+    t, h, w = grid
+    return t, h // merge_size, w // merge_size
 
 
 def patchify_image(image, config: PatchConfig) -> tuple[Tensor, Grid]:
@@ -302,8 +332,12 @@ def patchify_image(image, config: PatchConfig) -> tuple[Tensor, Grid]:
 
     Raises ValueError for an aspect ratio above 200.
     """
-    resized = resize_image(load_image(image), config)
-    pixels = torch.from_numpy(np.array(resized)).permute(2, 0, 1)[None]  # (1, C, H, W) uint8
+    return rows_of_image(load_image(image), config)
+
+
+def rows_of_image(image: Image.Image, config: PatchConfig) -> tuple[Tensor, Grid]:
+    """The same for an image that `load_image` has made."""
+    pixels = torch.from_numpy(np.array(resize_image(image, config))).permute(2, 0, 1)[None]  # (1, C, H, W) uint8
     return patch_rows(normalize(pixels, config), config)
 
 
@@ -317,19 +351,19 @@ def patchify_video(frames, config: PatchConfig) -> tuple[Tensor, Grid]:
 
 def resize_image(image: Image.Image, config: PatchConfig) -> Image.Image:
     """Bicubic in Pillow, on 8 bits."""
-    height, width = plan_size(image.height, image.width, config)
+    height, width = config.fit(image.height, image.width)
     return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def resize_frames(frames: np.ndarray, config: PatchConfig) -> Tensor:
     """(T, H, W, 3) uint8 -> (T, 3, H', W') uint8, bicubic with antialias in torch; it must stay 8 bits to be exact."""
     num_frames, height, width, _ = frames.shape
-    size = plan_size(height, width, config, num_frames)
+    size = config.fit(height, width, num_frames)
     pixels = torch.from_numpy(np.ascontiguousarray(frames.transpose(0, 3, 1, 2)))
     return F.interpolate(pixels, size=size, mode="bicubic", antialias=True, align_corners=False)
 
 
-def normalize(pixels: Tensor, config: PatchConfig, *, fused: bool = False) -> Tensor:
+def normalize(pixels: Tensor, config: "PatchConfig | SliceConfig", *, fused: bool = False) -> Tensor:
     """(T, C, H, W) of 0..255 -> float32, (x * rescale_factor - mean) / std per channel.
 
     The two backends agree to about 1e-6 only, so both orders of rounding are here: the Pillow backend rescales in
@@ -339,6 +373,12 @@ def normalize(pixels: Tensor, config: PatchConfig, *, fused: bool = False) -> Te
     if fused:
         return (pixels.float() - mean * (1 / config.rescale_factor)) / (std * (1 / config.rescale_factor))
     return ((pixels.double() * config.rescale_factor).float() - mean) / std
+
+
+def denormalize(pixels: Tensor, config: "PatchConfig | SliceConfig") -> np.ndarray:
+    """(..., C) float32 -> uint8: undoes `normalize`."""
+    mean, std = torch.tensor(config.image_mean), torch.tensor(config.image_std)
+    return ((pixels * std + mean) / config.rescale_factor).round().clamp(0, 255).to(torch.uint8).numpy()
 
 
 def patch_rows(pixels: Tensor, config: PatchConfig) -> tuple[Tensor, Grid]:
@@ -361,7 +401,7 @@ def patch_rows(pixels: Tensor, config: PatchConfig) -> tuple[Tensor, Grid]:
 
 
 def unpatchify(patches: Tensor, grid: Sequence[int], config: PatchConfig) -> np.ndarray:
-    """(N, C*Tp*P*P) rows of one item -> (t*Tp, H, W, 3) uint8: the resized picture back, for looking at.
+    """(N, C*Tp*P*P) rows of one item -> (t*Tp, H, W, 3) uint8: the resized image back, to look at.
 
     Undoes `patch_rows` and `normalize`, exactly for float32 rows; padding frames stay.
     """
@@ -369,6 +409,4 @@ def unpatchify(patches: Tensor, grid: Sequence[int], config: PatchConfig) -> np.
     [(t, h, w)] = as_grids([grid], spatial_merge_size=m, name="grid")
     check_shape(patches, (t * h * w, config.patch_values), "patches")
     blocks = patches.detach().float().cpu().reshape(t, h // m, w // m, m, m, 3, Tp, P, P)
-    pixels = blocks.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(t * Tp, h * P, w * P, 3)
-    mean, std = torch.tensor(config.image_mean), torch.tensor(config.image_std)
-    return ((pixels * std + mean) / config.rescale_factor).round().clamp(0, 255).to(torch.uint8).numpy()
+    return denormalize(blocks.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(t * Tp, h * P, w * P, 3), config)

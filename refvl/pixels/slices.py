@@ -1,6 +1,6 @@
-"""MiniCPM-V's pictures: an overview, and slices of a larger copy, each near the size the tower was trained on.
+"""MiniCPM-V's images: an overview, and slices of a larger copy, each near the size the tower was trained on.
 
-    picture (W, H)
+    image (W, H)
        | slice_grid       how many columns and rows; none when the overview holds all there is to see
        | plan_slices      sizes: overview and slices, multiples of P
        | slice_image      bicubic in Pillow: [overview, slice 1, slice 2, ...], slices row by row
@@ -8,8 +8,8 @@
     patch rows (N, 3*P*P), tgt_sizes [(h, w), ...]     N patches of all slices, h x w of them in each
 
 P patch_size. Sizes in pixels are (width, height), as Pillow and the checkpoints' own preprocessing have them; tgt_sizes
-count patches and are (height, width). A slice keeps the ratio of its cell, so it is hardly ever a square: the area is
-what is kept near scale_resolution ** 2.
+count patches and are (height, width). A slice keeps the ratio of its cell, so it is hardly ever a square: its area
+stays near scale_resolution ** 2.
 
 The checkpoints' code lays each slice out as a strip, (3, P, L * P) for L patches, which `patch_strip` shows; here
 patches travel as rows, because rows of different slices can be put one after another.
@@ -19,7 +19,7 @@ which rounds sides to four patches where versions 2.0 to 4.5 round to one.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,14 +29,14 @@ from torch import Tensor
 
 from refvl.checks import check_positive_int, check_shape
 from refvl.pixels.media import load_image
-from refvl.pixels.patches import normalize, read_json
+from refvl.pixels.patches import check_preprocessing, denormalize, known_fields, naming, normalize, read_json
 
 Size = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class SliceConfig:
-    """How a picture is sliced. The defaults are those of all released versions."""
+    """How an image is sliced. The defaults are those of all released versions."""
 
     max_slice_nums: int = 9
     scale_resolution: int = 448  # the side of the square whose area a slice has
@@ -48,37 +48,55 @@ class SliceConfig:
     rescale_factor: float = 1 / 255
 
     def __post_init__(self):
-        for name in ("max_slice_nums", "scale_resolution", "patch_size", "max_aspect_ratio"):
-            check_positive_int(getattr(self, name), name)
-        for name in ("image_mean", "image_std"):
-            if len(getattr(self, name)) != 3:
-                raise ValueError(f"{name}: expected one value per RGB channel, got {getattr(self, name)!r}")
+        check_preprocessing(self, ("max_slice_nums", "scale_resolution", "patch_size", "max_aspect_ratio"))
 
     @classmethod
     def from_dict(cls, values: dict) -> "SliceConfig":
         """From the contents of preprocessor_config.json or config.json; unknown keys are ignored.
 
-        Raises ValueError where slicing is switched off: then a picture of any size would reach the tower.
+        Raises ValueError where slicing is switched off: then an image of any size would reach the tower.
         """
         if not values.get("slice_mode", True):
             raise ValueError("slice_mode: this preprocessing always has slice_mode=True, got False")
-        values = dict(values)
-        for theirs, ours in (("norm_mean", "image_mean"), ("norm_std", "image_std")):
-            if theirs in values:
-                values[ours] = tuple(values[theirs])
-        known = {f.name: values[f.name] for f in fields(cls) if values.get(f.name) is not None}
-        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in known.items()})
+        theirs = {"image_mean": values.get("norm_mean"), "image_std": values.get("norm_std")}
+        return cls(**known_fields(cls, values | {name: value for name, value in theirs.items() if value is not None}))
 
     @classmethod
     def from_folder(cls, folder: Path, defaults: dict) -> "SliceConfig":
         """preprocessor_config.json over `defaults`; version 2.0 has no such file, its config.json says the sizes."""
         file = Path(folder) / "preprocessor_config.json"
-        return cls.from_dict(defaults | (read_json(file) if file.is_file() else {}))
+        values = read_json(file) if file.is_file() else {}
+        with naming(file):
+            return cls.from_dict(defaults | values)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SliceGroup:
+    """Slices that are encoded as one group: (h, w) in patches of each, and its time in the video.
+
+    temporal_ids: one per slice, -1 for an image; None: all -1. A medium's layout is a tuple of groups in the order of
+    its rows.
+    """
+
+    slices: tuple[Size, ...]
+    temporal_ids: tuple[int, ...] | None = None
+
+    def __repr__(self) -> str:
+        """Short: tables and messages show many of them."""
+        return f"SliceGroup({self.slices}" + ("" if self.temporal_ids is None else f", {self.temporal_ids}") + ")"
+
+
+SliceLayout = tuple[SliceGroup, ...]
+
+
+def count_sets(layout: SliceLayout) -> int:
+    """Sets of query tokens that a medium becomes: slices with times share their group's, others have one each."""
+    return sum(len(g.slices) if max(g.temporal_ids or [-1]) < 0 else 1 for g in layout)
 
 
 @dataclass(frozen=True, slots=True)
 class SlicePlan:
-    """Sizes of a picture's overview and slices, without a pixel touched."""
+    """Sizes of an image's overview and slices, before a pixel is touched."""
 
     overview: Size  # pixels, (width, height)
     grid: Size | None  # (columns, rows); None: the overview only
@@ -88,13 +106,19 @@ class SlicePlan:
     @property
     def tgt_sizes(self) -> list[Size]:
         """(height, width) in patches: of the overview, then of every slice."""
-        columns, rows = self.grid or (0, 0)
-        sizes = [self.overview] + [self.cell] * (columns * rows)
+        sizes = [self.overview]
+        if self.grid and self.cell:
+            sizes += [self.cell] * math.prod(self.grid)
         return [(height // self.patch_size, width // self.patch_size) for width, height in sizes]
+
+    @property
+    def layout(self) -> SliceLayout:
+        """Every slice as a group of its own."""
+        return tuple(SliceGroup((size,)) for size in self.tgt_sizes)
 
 
 def slice_grid(width: int, height: int, config: SliceConfig) -> Size | None:
-    """(columns, rows) that a picture is cut into; None when the overview is enough.
+    """(columns, rows) that an image is cut into; None when the overview is enough.
 
     As many slices as the area holds squares of scale_resolution (at most max_slice_nums), one more or one less where
     that meets the ratio of the sides better. Upstream: `get_sliced_grid`.
@@ -113,12 +137,18 @@ def slice_grid(width: int, height: int, config: SliceConfig) -> Size | None:
 
 
 def plan_slices(width: int, height: int, config: SliceConfig) -> SlicePlan:
-    """What becomes of a picture of this size.
+    """What becomes of an image of this size.
 
     The overview is brought down to the area of one square, and up as well where there are no slices; slices always are.
-    Upstream: `find_best_resize`, `get_refine_size`.
+    Raises ValueError for an aspect ratio above `config.max_aspect_ratio`. Upstream: `find_best_resize`,
+    `get_refine_size`.
     """
     grid = slice_grid(width, height, config)
+    if max(width, height) > config.max_aspect_ratio * min(width, height):
+        raise ValueError(
+            f"width, height: the aspect ratio may be at most {config.max_aspect_ratio:,} (max_aspect_ratio of "
+            f"SliceConfig), got {width} x {height} pixels"
+        )
     if grid is None:
         return SlicePlan(_fit_area(width, height, config, upscale=True), None, None, config.patch_size)
     columns, rows = grid
@@ -128,7 +158,7 @@ def plan_slices(width: int, height: int, config: SliceConfig) -> SlicePlan:
 
 
 def _fit_area(width: float, height: float, config: SliceConfig, *, upscale: bool) -> Size:
-    """Sides of the same ratio whose area is scale_resolution ** 2, rounded to patches; small pictures stay small."""
+    """Sides of the same ratio whose area is scale_resolution ** 2, rounded to patches; small images stay small."""
     if upscale or width * height > config.scale_resolution**2:
         ratio = width / height
         height = int(config.scale_resolution / math.sqrt(ratio))
@@ -141,19 +171,15 @@ def _round_to(length: float, divisor: int) -> int:
 
 
 def slice_image(image, config: SliceConfig) -> list[Image.Image]:
-    """Anything `load_image` takes -> [overview, slices row by row].
+    """Anything `load_image` takes -> [overview, slices row by row]; errors as in `plan_slices`."""
+    loaded = load_image(image)
+    return cut_slices(loaded, plan_slices(*loaded.size, config))
 
-    Raises ValueError for an aspect ratio above `config.max_aspect_ratio`.
-    """
-    image = load_image(image)
-    plan = plan_slices(*image.size, config)
-    if max(image.size) > config.max_aspect_ratio * min(image.size):
-        raise ValueError(
-            f"the aspect ratio may be at most {config.max_aspect_ratio:,} (max_aspect_ratio of SliceConfig), got "
-            f"{image.width} x {image.height} pixels (width x height)"
-        )
+
+def cut_slices(image: Image.Image, plan: SlicePlan) -> list[Image.Image]:
+    """The same for an image that `load_image` has made and whose slices are planned."""
     slices = [image.resize(plan.overview, Image.Resampling.BICUBIC)]
-    if plan.grid is None:
+    if plan.grid is None or plan.cell is None:
         return slices
     (columns, rows), (width, height) = plan.grid, plan.cell
     enlarged = image.resize((columns * width, rows * height), Image.Resampling.BICUBIC)
@@ -163,15 +189,18 @@ def slice_image(image, config: SliceConfig) -> list[Image.Image]:
 
 def patchify_slices(image, config: SliceConfig) -> tuple[Tensor, list[Size]]:
     """Anything `load_image` takes -> (patch rows (N, 3*P*P) float32 of all slices in order, their tgt_sizes)."""
-    slices = slice_image(image, config)
-    pixels = [normalize(torch.from_numpy(np.array(s)).permute(2, 0, 1), config) for s in slices]
-    return (
-        torch.cat([patch_rows(p, config.patch_size) for p in pixels]),
-        [(p.shape[1] // config.patch_size, p.shape[2] // config.patch_size) for p in pixels],
-    )
+    loaded = load_image(image)
+    plan = plan_slices(*loaded.size, config)
+    return rows_of_slices(loaded, plan, config), plan.tgt_sizes
 
 
-def patch_rows(pixels: Tensor, patch_size: int) -> Tensor:
+def rows_of_slices(image: Image.Image, plan: SlicePlan, config: SliceConfig) -> Tensor:
+    """The patch rows alone, of an image that `load_image` has made and whose slices are planned."""
+    slices = [torch.from_numpy(np.array(part)).permute(2, 0, 1) for part in cut_slices(image, plan)]
+    return torch.cat([slice_rows(normalize(pixels, config), config.patch_size) for pixels in slices])
+
+
+def slice_rows(pixels: Tensor, patch_size: int) -> Tensor:
     """(3, H, W) -> (H/P * W/P, 3*P*P): a row per patch, row by row; within it channel, patch row, patch column.
 
     Raises ValueError when H or W is no multiple of P.
@@ -191,19 +220,9 @@ def patch_strip(rows: Tensor, patch_size: int) -> Tensor:
     return rows.reshape(-1, 3, P, P).permute(1, 2, 0, 3).reshape(3, P, -1)
 
 
-def strip_rows(strip: Tensor, patch_size: int) -> Tensor:
-    """(3, P, L*P) -> (L, 3*P*P): undoes `patch_strip`."""
-    P = patch_size
-    _, _, width = check_shape(strip, (3, P, "L*P"), "strip").shape
-    if width % P:
-        raise ValueError(f"strip: its length must be a multiple of patch_size={P}, got {width}")
-    return strip.reshape(3, P, -1, P).permute(2, 0, 1, 3).reshape(-1, 3 * P * P)
-
-
 def image_of_rows(rows: Tensor, tgt_size: Sequence[int], config: SliceConfig) -> np.ndarray:
-    """(h*w, 3*P*P) rows of one slice -> (H, W, 3) uint8: the slice back, for looking at."""
+    """(h*w, 3*P*P) rows of one slice -> (H, W, 3) uint8: the slice back, to look at."""
     (h, w), P = tgt_size, config.patch_size
     check_shape(rows, (h * w, 3 * P * P), "rows")
-    pixels = rows.detach().float().cpu().reshape(h, w, 3, P, P).permute(0, 3, 1, 4, 2).reshape(h * P, w * P, 3)
-    mean, std = torch.tensor(config.image_mean), torch.tensor(config.image_std)
-    return ((pixels * std + mean) / config.rescale_factor).round().clamp(0, 255).to(torch.uint8).numpy()
+    blocks = rows.detach().float().cpu().reshape(h, w, 3, P, P)
+    return denormalize(blocks.permute(0, 3, 1, 4, 2).reshape(h * P, w * P, 3), config)

@@ -1,40 +1,57 @@
-"""From a question and media to token ids: the chat template, tokenizer and limits of the checkpoint's folder.
+"""What all processors share: the chat template, tokenizer and limits of the checkpoint's folder.
 
-prompt, images, videos -> chat messages -> decoded media -> patch rows + grids -> text -> ids with placeholders
+    prompt, images, videos -> messages -> decoded media -> patch rows + layouts -> text -> ids with placeholders
+
+Only the chat template writes special tokens. What a caller writes is text: `<|im_end|>` in a question ends no turn, and
+`<|image_pad|>` asks for no image. `render` puts a flag, a character that occurs nowhere else, before every place in the
+caller's strings where a special token could begin; `encode` takes the flags out and spells the special tokens that
+begin there as ordinary text. A prompt without special tokens in it is tokenized as it is.
 """
 
-import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
+from typing import Any, ClassVar
 
-import numpy as np
+from jinja2 import TemplateError
 from PIL import Image
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
 from refvl.merge import MergedMedia, expand_placeholders
-from refvl.pixels.media import LIMITS, Video, load_image
-from refvl.pixels.patches import PatchConfig, patchify_image, plan_size
+from refvl.pixels.media import LIMITS, MediaLimits, Video, load_image
+from refvl.pixels.patches import PatchConfig, merged_grid, plan_grid, read_json, rows_of_image
+from refvl.processors.messages import as_messages, map_texts, media_of
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+)  # fmt: skip
+READ_TOKENIZER = partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
+PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters without a meaning
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Patches:
-    """One medium, patchified: what the encoder eats, and where it came from."""
+    """One medium, patchified: what the encoder reads, and where it came from."""
 
     source: Image.Image | Video
     pixel_values: Tensor  # (N, C*Tp*P*P) float32
-    layout: Hashable  # how the rows lie, for the encoder's plan: (t, h, w) in patches for Qwen and GLM
+    layout: Any  # how the rows lie, for the encoder's plan: (t, h, w) in patches for Qwen and GLM
     merged: MergedMedia
 
 
 class ChatProcessor:
-    """Everything between a user's words and the models' tensors; a family adds what its clips are."""
+    """Everything between a user's words and the models' tensors; see `refvl.contracts.Processor`.
 
-    patch_config = PatchConfig
-    tokens_at_once = 1  # the encoder's tokens come in multiples of this
-    limits = LIMITS  # of what is decoded: `processor.limits = MediaLimits(...)` changes them
-    stop_token_ids = ()  # that end an answer, besides those of generation_config.json
+    A family says what its videos are, and what a layout is where it is no grid of patches.
+    """
+
+    patch_config: ClassVar[type[PatchConfig]] = PatchConfig
+    limits: MediaLimits = LIMITS  # of what is decoded: `processor.limits = MediaLimits(...)` changes them
+    image_config: Any  # how an image is prepared
+    video_config: Any  # how a video is; None where the model takes none
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
         """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
@@ -42,34 +59,57 @@ class ChatProcessor:
         self.image_config = image_config or self.patch_config()
         self.video_config = video_config or self.patch_config.for_video()
         self.token_ids = {"image": config.image_token_id, "video": config.video_token_id}
+        sizes = {"image": self.image_config.merge_size, "video": self.video_config.merge_size}
+        if set(sizes.values()) != {self.merge_size}:
+            raise ValueError(f"merge_size: config.json has spatial_merge_size={self.merge_size}, preprocessing {sizes}")
 
     @classmethod
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "ChatProcessor":
-        """Tokenizer, chat template and preprocessing limits from a checkpoint folder."""
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        tokenizer.chat_template = tokenizer.chat_template or read_chat_template(folder)
-        image_config, video_config = (cls.patch_config.from_folder(folder, kind) for kind in ("image", "video"))
-        return cls(config, tokenizer, image_config, video_config)
+        """Tokenizer, chat template and preprocessing limits from a checkpoint folder.
 
-    def messages(self, prompt: str | Sequence[dict], images: Sequence = (), videos: Sequence = ()) -> list[dict]:
+        Raises ValueError, naming the file or folder, for what is missing or cannot be read.
+        """
+        configs = [cls.patch_config.from_folder(folder, kind) for kind in ("image", "video")]
+        return cls(config, load_tokenizer(folder), *configs)
+
+    @property
+    def merge_size(self) -> int:
+        """The side, in patches, of the square that becomes one token."""
+        return self.config.vision_config.spatial_merge_size
+
+    @property
+    def tokens_at_once(self) -> int:
+        """The encoder's tokens come in multiples of this."""
+        return 1
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """Tokens that end an answer, besides those of generation_config.json."""
+        return ()
+
+    @property
+    def largest_picture(self) -> int:
+        """Tokens of the largest image that the limits allow."""
+        return self.image_config.max_image_tokens
+
+    @property
+    def clip_sampling(self) -> str:
+        """How a video file is sampled, in words; empty where there is no more to say than `video_config` does."""
+        return ""
+
+    def messages(self, prompt: str | Sequence[dict], images: Iterable = (), videos: Iterable = ()) -> list[dict]:
         """One user message with images, videos and the text, in that order; or a list of messages, checked."""
-        if isinstance(prompt, str):
-            media = [{"type": "image", "image": i} for i in _as_list(images, "images")]
-            media += [{"type": "video", "video": v} for v in _as_list(videos, "videos")]
-            return [{"role": "user", "content": [*media, {"type": "text", "text": prompt}]}]
-        if len(images) or len(videos):
-            raise ValueError("prompt: a list of messages carries its own media; give no images or videos beside it")
-        return _check_messages(prompt)
+        return as_messages(prompt, images, videos)
 
-    def decode(self, messages: list[dict]) -> list[Image.Image | Video]:
-        """The media of the messages in order of appearance, decoded (videos are sampled while decoding)."""
+    def decode(self, messages: Sequence[dict]) -> list[Image.Image | Video]:
+        """The media of checked messages in order of appearance, decoded (videos are sampled while decoding)."""
         return [
             load_image(source, limits=self.limits) if kind == "image" else self.load_video(source, options)
-            for kind, source, options in _media_of(messages)
+            for kind, source, options in media_of(messages)
         ]
 
     def load_video(self, source, options: dict) -> Video:
-        """A clip, sampled by the checkpoint's rule; `options` of the message go first."""
+        """A video, sampled by the checkpoint's rule; `options` of the message go first."""
         raise NotImplementedError
 
     def patchify(self, media: Sequence[Image.Image | Video]) -> list[Patches]:
@@ -84,31 +124,24 @@ class ChatProcessor:
             raise ValueError(f"{source or f'medium {number}'}: {error}") from error
 
     def _patchify_image(self, image: Image.Image) -> Patches:
-        pixel_values, grid = patchify_image(image, self.image_config)
+        pixel_values, grid = rows_of_image(image, self.image_config)
         return Patches(image, pixel_values, grid, self.merged("image", grid))
 
     def _patchify_video(self, video: Video) -> Patches:
         raise NotImplementedError
 
-    @property
-    def largest_picture(self) -> int:
-        """Tokens of the largest picture that the limits allow."""
-        return self.image_config.max_image_tokens
+    def layout_of(self, medium: Image.Image | Video) -> Any:
+        """The layout that `patchify` gives a decoded medium, from its size alone."""
+        if isinstance(medium, Video):
+            frames, height, width, _ = medium.frames.shape
+            return plan_grid(height, width, self.video_config, frames)
+        return plan_grid(medium.height, medium.width, self.image_config)
 
-    def plan(self, medium: Image.Image | Video) -> tuple[str, Hashable]:
-        """What becomes of a decoded medium, from its size alone: a line for tables, and its layout."""
-        is_video = isinstance(medium, Video)
-        config = self.video_config if is_video else self.image_config
-        frames, height, width = medium.frames.shape[:3] if is_video else (1, medium.height, medium.width)
-        height, width = plan_size(height, width, config, num_frames=frames)
-        grid = (-(-frames // config.temporal_patch_size), height // config.patch_size, width // config.patch_size)
-        return f"{width} x {height} px -> grid {grid}", grid
-
-    def merged(self, kind: str, layout: Hashable, second_per_grid: float = 1.0) -> MergedMedia:
+    def merged(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MergedMedia:
         """How the language model sees a medium of this layout; second_per_grid: of a video's time axis."""
-        raise NotImplementedError
+        return MergedMedia(kind, merged_grid(layout, self.merge_size))
 
-    def expand(self, token: int, medium: MergedMedia) -> list[int]:
+    def expand(self, token: int, medium: Any) -> list[int]:
         """What stands in the prompt for a medium whose placeholder is `token`."""
         return [token] * medium.num_tokens
 
@@ -116,56 +149,99 @@ class ChatProcessor:
         """(L,) ids in which each kind's placeholders have that kind's id, and nothing else has."""
         return input_ids
 
-    def tokenize(self, messages: list[dict], media: Sequence[MergedMedia]) -> list[int]:
-        """Prompt ids with every placeholder repeated; raises ValueError when placeholders and media do not match."""
+    def tokenize(
+        self, messages: Sequence[dict], media: Sequence[MergedMedia], *, allow_special_tokens: bool = False
+    ) -> list[int]:
+        """(L,) prompt ids of checked messages, every placeholder repeated.
+
+        allow_special_tokens: special tokens in the caller's strings count as such, placeholders included. Raises
+        ValueError when placeholders and media do not match, or when the chat template refuses the messages.
+        """
+        text, flag = self.render(messages, allow_special_tokens)
+        begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # by the template itself
+        ids = self.encode(text, flag, add_special_tokens=not begun)
+        return expand_placeholders(ids, media, self.token_ids, self.expand)
+
+    def render(self, messages: Sequence[dict], allow_special_tokens: bool = False) -> tuple[str, str]:
+        """The prompt as text, and its flag: a character before each place where no special token may begin.
+
+        The flag is empty where the caller's strings hold no special token, or may hold them.
+        """
         if self.tokenizer is None:
             raise ValueError("prompt: this model was built from a config alone; a tokenizer needs a checkpoint folder")
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # by the template itself
-        ids = self.tokenizer(text, add_special_tokens=not begun)["input_ids"]
-        return expand_placeholders(ids, media, self.token_ids, self.expand)
+        texts: list[str] = []
+        map_texts(messages, texts.append)
+        written = "".join(texts)  # joined, because a token may begin in one part and end in the next
+        if allow_special_tokens or not any(token in written for token in self.reserved_texts):
+            return self.apply_template(messages), ""
+        flag = next(character for character in PRIVATE_USE if character not in written)
+        firsts = {token[0] for token in self.reserved_texts}
+        flagged = map_texts(messages, lambda text: "".join(flag * (c in firsts) + c for c in text))
+        return self.apply_template(flagged), flag
+
+    def apply_template(self, messages: Sequence[dict], **options) -> str:
+        """The chat template's text. Raises ValueError with the template's reason where it refuses the messages."""
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"prompt: the chat template of this checkpoint cannot write it ({error})") from error
+
+    def encode(self, text: str, flag: str = "", *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text; special tokens that begin behind the flag are spelled as ordinary text."""
+        if not flag:
+            return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        pieces = text.split(flag)
+        flagged = set(accumulate(map(len, pieces[:-1])))  # places in the text without flags
+        encoded = self.tokenizer(
+            text := "".join(pieces), add_special_tokens=add_special_tokens, return_offsets_mapping=True
+        )
+        ids: list[int] = []
+        for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            is_text = token in self.reserved_ids and not flagged.isdisjoint(range(start, end))
+            ids += self.spell(text[start:end]) if is_text else [token]
+        return ids
+
+    def spell(self, token: str) -> list[int]:
+        """Ids of a special token's characters, as if there were no special tokens.
+
+        The same as `split_special_tokens=True`, which is a state of the tokenizer and would be seen by other threads.
+        """
+        backend = self.tokenizer.backend_tokenizer
+        words = backend.pre_tokenizer.pre_tokenize_str(token) if backend.pre_tokenizer else [(token, None)]
+        return [piece.id for word, _ in words for piece in backend.model.tokenize(word)]
+
+    @cached_property
+    def reserved_ids(self) -> set[int]:
+        """Tokens that only the template and the processor may write: placeholders, and all that are called special."""
+        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        return special | {*self.tokenizer.all_special_ids, *self.token_ids.values()}
+
+    @cached_property
+    def reserved_texts(self) -> list[str]:
+        """What must not be taken from a caller's string for more than text."""
+        added = self.tokenizer.added_tokens_decoder
+        return [added[i].content for i in self.reserved_ids if i in added]
 
     def text(self, token_ids) -> str:
         """Token ids back to text, special tokens left out."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-def read_chat_template(folder: Path) -> str | None:
-    """Older checkpoints keep the template in chat_template.json."""
-    file = folder / "chat_template.json"
-    return json.loads(file.read_text())["chat_template"] if file.is_file() else None
+def load_tokenizer(folder: Path, read: Callable[[Path], Any] = READ_TOKENIZER, template: str | None = None) -> Any:
+    """The tokenizer of a checkpoint folder, by `read`, and its chat template; `template`: for a folder without one.
 
-
-def _as_list(media, name: str) -> list:
-    """A single picture, path or clip array is a list of one."""
-    if isinstance(media, (str, Path, Image.Image, Video)):
-        return [media]
-    if isinstance(media, np.ndarray):
-        raise TypeError(f"{name}: expected a list of media, got one array; put it into a list")
-    return list(media)
-
-
-def _check_messages(messages: Sequence[dict]) -> list[dict]:
-    if not isinstance(messages, Sequence) or not messages:
-        raise ValueError(f"prompt: expected a string or a non-empty list of messages, got {messages!r}")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ValueError(f"prompt[{i}]: a message is a dict with 'role' and 'content', got {message!r}")
-    return list(messages)
-
-
-def _media_of(messages: list[dict]):
-    """(kind, source, load options) of every medium in the messages, in order of appearance."""
-    for i, message in enumerate(messages):
-        if isinstance(message["content"], str):
-            continue
-        for part in message["content"]:
-            kind = part.get("type")
-            if kind not in ("text", "image", "video"):
-                raise ValueError(f"prompt[{i}]: content type must be text, image or video, got {kind!r}")
-            if kind != "text":
-                keys = [key for key in (kind, "path", "url") if key in part]
-                if not keys:
-                    raise ValueError(f"prompt[{i}]: the {kind} has no source; give it under the key {kind!r}")
-                options = {key: part[key] for key in ("fps", "num_frames", "min_frames", "max_frames") if key in part}
-                yield kind, part[keys[0]], options
+    Code beside the weights is never run. Raises ValueError naming the file or folder.
+    """
+    try:
+        tokenizer = read(folder)
+    except Exception as error:  # transformers and tokenizers raise all kinds of errors
+        for file in (folder / name for name in TOKENIZER_FILES):
+            if file.is_file():
+                read_json(file)  # says so itself where this is the damaged one
+        raise ValueError(f"{folder}: its tokenizer or chat template cannot be read ({error})") from error
+    file = folder / "chat_template.json"  # where older checkpoints keep it
+    older = read_json(file).get("chat_template") if file.is_file() and not tokenizer.chat_template else None
+    tokenizer.chat_template = tokenizer.chat_template or older or template
+    if not str(tokenizer.chat_template or "").strip():
+        raise ValueError(f"{folder}: has no chat template (chat_template.jinja, or in tokenizer_config.json)")
+    return tokenizer

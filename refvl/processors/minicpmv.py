@@ -1,62 +1,59 @@
 """MiniCPM-V's prompts: a set of query tokens for the overview, for each slice, and for each frame or pack of frames.
 
-    picture, 2.6 to 4.5   <image_id>0</image_id><image>...</image><slice>...</slice><slice>...</slice>
-                          <slice>...</slice><slice>...</slice>                  one line per row of slices
-    picture, 2.0, 2.5     <image>...</image><slice><image>...</image><image>...</image>
-                          <image>...</image><image>...</image></slice>
-    frame, 2.6 to 4.5     <image>...</image>                                    one line per frame, without a number
+    image, 2.6 to 4.5   <image_id>0</image_id><image>...</image><slice>...</slice><slice>...</slice>
+                        <slice>...</slice><slice>...</slice>                  one line per row of slices
+    image, 2.0, 2.5     <image>...</image><slice><image>...</image><image>...</image>
+                        <image>...</image><image>...</image></slice>
+    frame, 2.6 to 4.5   <image>...</image>                                    one line per frame, without a number
 
-Each ... is `query_num` times the unknown token, whose places the embeddings take. A frame is an overview without
-slices. Version 4.5 packs frames: up to `max_packing` of them share one set, and temporal ids, tenths of a second, tell
-the resampler when each was taken.
+Each ... is `query_num` times the unknown token; embeddings replace it. A frame is an overview without slices. Version
+4.5 packs frames: up to `max_packing` of them share one set, and temporal ids, tenths of a second, tell the resampler
+when each was taken.
 
 Parts of a message stand on lines of their own, as the checkpoints' own `chat` writes them; vLLM writes the frames of a
-clip without line breaks. Chat templates are the tokenizer's; version 2.0 has none and says <用户> and <AI>.
+video without line breaks. Chat templates are the tokenizer's; version 2.0 has none and says <用户> and <AI>.
 """
 
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import count, dropwhile
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from refvl.checks import check_positive_int
-from refvl.encoders.minicpmv import SliceGroup
-from refvl.language.minicpmv import MiniCPMVConfig
 from refvl.merge import MergedMedia
 from refvl.pixels.media import Video, load_video
 from refvl.pixels.patches import read_json
-from refvl.pixels.slices import SliceConfig, patchify_slices, plan_slices
-from refvl.processors.chat import ChatProcessor, Patches, read_chat_template
+from refvl.pixels.slices import SliceConfig, SliceGroup, SliceLayout, SlicePlan, count_sets, plan_slices, rows_of_slices
+from refvl.processors.chat import ChatProcessor, Patches, load_tokenizer
 
 PLACEHOLDERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}  # in the text before it is written out
 MARKS = {
     "im_start": "<image>", "im_end": "</image>", "slice_start": "<slice>", "slice_end": "</slice>",
     "im_id_start": "<image_id>", "im_id_end": "</image_id>", "unk": "<unk>",
 }  # fmt: skip
-TEMPLATE_2_0 = (
-    "{% for message in messages %}"
-    "{{ {'user': '<用户>', 'assistant': '<AI>'}.get(message.role, '') + message.content }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<AI>' }}{% endif %}"
-)
-NO_VIDEO_ID = -1  # pictures and frames are filled with one token: the video's id is nobody's, see `placeholders`
+NO_VIDEO_ID = -1  # images and frames are filled with one token: no token has the video's id, see `placeholders`
+NO_VIDEO = "videos: MiniCPM-V {} reads images only, 2.6 and later videos too"
+TEXT_ID = -2  # of unknown tokens that stand for nothing
 TENTHS = 10  # temporal ids per second
 
 
 @dataclass(frozen=True, slots=True)
 class FrameConfig:
-    """How a clip is sampled. Limits as in the examples of the checkpoints' cards."""
+    """How a video is sampled. Limits as in the examples of the checkpoints' cards."""
 
     fps: float = 1.0
     max_frames: int = 64  # sets of query tokens: packed frames count as one
     max_packing: int = 1  # frames that may share a set
-    packing: int | None = None  # frames in a set; None: as few as keep the clip within max_frames sets
+    packing: int | None = None  # frames in a set; None: as few as keep the video within max_frames sets
 
     def changed_by(self, folder: Path) -> "FrameConfig":
         """With what video_preprocessor_config.json says; released folders have none, and their cards say the limits."""
@@ -69,7 +66,7 @@ class FrameConfig:
 class SlicedMedia(MergedMedia):
     """One medium in sets of query tokens, each a run of its own: thw is (sets, 1, query_num)."""
 
-    grid: tuple[int, int] | None = None  # (columns, rows) of a picture's slices
+    grid: tuple[int, int] | None = None  # (columns, rows) of an image's slices
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -80,7 +77,7 @@ class SlicedMedia(MergedMedia):
         """Raise ValueError where a video should be pruned."""
         if self.kind == "video" and q > 0:
             raise ValueError(
-                f"pruning_rate: must be 0 for MiniCPM-V's clips, got {q}: EVS compares the same place in two frames, "
+                f"pruning_rate: must be 0 for MiniCPM-V's videos, got {q}: EVS compares the same place in two frames, "
                 f"and query tokens have no places"
             )
 
@@ -90,40 +87,54 @@ class SlicedMedia(MergedMedia):
 
 
 class MiniCPMVProcessor(ChatProcessor):
-    """Versions 2.0 and 2.5: pictures only."""
+    """What all versions share: sliced images. Layouts are tuples of `SliceGroup`s. A version is a class below."""
 
-    frames = None  # FrameConfig of versions that see clips
-    # ends of an answer; which of them there are, the vocabulary says
-    terminators = ("</s>", "<|eot_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>")
+    version: ClassVar[str]
+    template: ClassVar[str | None] = None  # where the folder has no chat template
+    numbers_images: ClassVar[bool] = False  # unless the folder says otherwise (use_image_id)
+    writes_bos: ClassVar[bool] = True
+    frames: ClassVar[FrameConfig | None] = None  # of versions that take videos
+    # ends of an answer; which of them there are depends on the vocabulary
+    terminators: ClassVar[tuple[str, ...]] = ("</s>", "<|eot_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>")
 
-    def __init__(self, config: MiniCPMVConfig, tokenizer=None, image_config=None, marks=None):
+    def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None, marks=None):
         """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
-        self.config, self.tokenizer = config, tokenizer
-        self.image_config = image_config or SliceConfig.from_dict(_slice_defaults(config))
-        self.video_config = self.frames
-        self.query_num = self.tokens_at_once = config.query_num
+        self.config, self.tokenizer, self.query_num = config, tokenizer, config.query_num
+        self.image_config: SliceConfig = image_config or SliceConfig.from_dict(self._slice_defaults(config))
+        self.video_config: FrameConfig | None = video_config or self.frames
         self.marks = MARKS | (marks or {})
         self.mark_ids = {} if tokenizer is None else {name: self._id(name) for name in MARKS}
-        self.token_ids = {"image": self.mark_ids.get("unk"), "video": NO_VIDEO_ID}
+        self.token_ids = {"image": self.mark_ids.get("unk", NO_VIDEO_ID), "video": NO_VIDEO_ID}
 
     @classmethod
-    def from_folder(cls, folder: Path, config: MiniCPMVConfig) -> "MiniCPMVProcessor":
+    def from_folder(cls, folder: Path, config: PretrainedConfig) -> "MiniCPMVProcessor":
         """tokenizer.json, template and limits from a checkpoint folder; the tokenizer class it names is not run."""
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        tokenizer.chat_template = tokenizer.chat_template or read_chat_template(folder) or TEMPLATE_2_0
+        tokenizer = load_tokenizer(folder, PreTrainedTokenizerFast.from_pretrained, cls.template)
         file = folder / "preprocessor_config.json"
         values = read_json(file) if file.is_file() else {}
         marks = {name: values[name] for name in MARKS if name in values}
-        processor = cls(config, tokenizer, SliceConfig.from_folder(folder, _slice_defaults(config)), marks)
-        processor.video_config = cls.frames and cls.frames.changed_by(folder)
-        return processor
+        image_config = SliceConfig.from_folder(folder, cls._slice_defaults(config))
+        return cls(config, tokenizer, image_config, cls.frames and cls.frames.changed_by(folder), marks)
 
-    def _id(self, name: str) -> int | None:
-        """The id of a mark; None for a number's marks where the vocabulary has none, as before version 2.6."""
+    @classmethod
+    def _slice_defaults(cls, config: PretrainedConfig) -> dict:
+        """What config.json says of slicing: at the top, or in `slice_config`."""
+        names = ("max_slice_nums", "scale_resolution", "patch_size", "use_image_id", "slice_mode")
+        top = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
+        nested = getattr(config, "slice_config", None) or {}
+        return {"use_image_id": cls.numbers_images} | top | {name: nested[name] for name in names if name in nested}
+
+    def _id(self, name: str) -> int:
+        """The id of a mark; TEXT_ID for a number's marks where the vocabulary has none, as before version 2.6."""
         token = self.tokenizer.get_vocab().get(self.marks[name])
         if token is None and not (name.startswith("im_id") and not self.image_config.use_image_id):
             raise ValueError(f"tokenizer: has no token {self.marks[name]!r}, which MiniCPM-V's prompts need")
-        return token
+        return TEXT_ID if token is None else token
+
+    @property
+    def tokens_at_once(self) -> int:
+        """A set of query tokens."""
+        return self.query_num
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -131,65 +142,69 @@ class MiniCPMVProcessor(ChatProcessor):
         vocabulary = {} if self.tokenizer is None else self.tokenizer.get_vocab()
         return [vocabulary[token] for token in self.terminators if token in vocabulary]
 
+    @cached_property
+    def reserved_texts(self) -> list[str]:
+        """Besides the tokens, what stands for a medium until it is written out."""
+        return [*super().reserved_texts, *PLACEHOLDERS.values()]
+
     @property
     def largest_picture(self) -> int:
-        """Tokens of the largest picture: the overview and all slices."""
+        """Tokens of the largest image: the overview and all slices."""
         return (self.image_config.max_slice_nums + 1) * self.query_num
 
     def load_video(self, source, options: dict) -> Video:
-        """Raises ValueError: this version has not seen clips."""
-        raise ValueError(f"videos: MiniCPM-V {self.config.minicpmv_version} sees pictures only, 2.6 and later clips")
+        """Raises ValueError: this version takes no videos."""
+        raise ValueError(NO_VIDEO.format(self.version))
 
     def _patchify_image(self, image: Image.Image) -> Patches:
-        pixel_values, _ = patchify_slices(image, self.image_config)
         plan = plan_slices(*image.size, self.image_config)
-        layout = tuple(SliceGroup((size,)) for size in plan.tgt_sizes)
-        return Patches(image, pixel_values, layout, replace(self.merged("image", layout), grid=plan.grid))
+        merged = replace(self.merged("image", plan.layout), grid=plan.grid)
+        return Patches(image, rows_of_slices(image, plan, self.image_config), plan.layout, merged)
 
-    def plan(self, medium: Image.Image | Video) -> tuple[str, tuple[SliceGroup, ...]]:
-        """What becomes of a decoded medium, from its size alone: a line for tables, and its layout."""
-        plan = plan_slices(*medium.size, self.image_config)
-        line = "overview {} x {} px".format(*plan.overview)
-        if plan.grid:
-            line += " and {} x {} slices".format(*plan.grid) + " of {} x {} px".format(*plan.cell)
-        return line, tuple(SliceGroup((size,)) for size in plan.tgt_sizes)
+    def layout_of(self, medium: Image.Image | Video) -> SliceLayout:
+        """Overview and slices of an image. Raises ValueError for a video where the version takes none."""
+        if isinstance(medium, Video):
+            raise ValueError(NO_VIDEO.format(self.version))
+        return plan_slices(medium.width, medium.height, self.image_config).layout
 
-    def merged(self, kind: str, layout: Sequence[SliceGroup], second_per_grid: float = 1.0) -> SlicedMedia:
+    def merged(self, kind: str, layout: SliceLayout, second_per_grid: float = 1.0) -> SlicedMedia:
         """query_num tokens per set; second_per_grid is not read."""
         return SlicedMedia(kind, (count_sets(layout), 1, self.query_num))
 
-    def tokenize(self, messages: list[dict], media: Sequence[SlicedMedia]) -> list[int]:
-        """Prompt ids, placeholders written out; raises ValueError when placeholders and media do not match."""
-        if self.tokenizer is None:
-            raise ValueError("prompt: this model was built from a config alone; a tokenizer needs a checkpoint folder")
-        messages = [message | {"content": _as_text(message["content"])} for message in messages]
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
-        )
-        return self._with_one_bos(self.tokenizer(self._write_media(text, media))["input_ids"])
+    def tokenize(
+        self, messages: Sequence[dict], media: Sequence[Any], *, allow_special_tokens: bool = False
+    ) -> list[int]:
+        """(L,) prompt ids of checked messages, every medium written out; see `ChatProcessor.tokenize`."""
+        text, flag = self.render(messages, allow_special_tokens)
+        return self._with_one_bos(self.encode(self._write_media(text, media), flag, add_special_tokens=True))
+
+    def apply_template(self, messages: Sequence[dict], **options) -> str:
+        """The template's text for messages whose parts are joined: these templates know strings only."""
+        joined = [message | {"content": _as_text(message["content"])} for message in messages]
+        return super().apply_template(joined, enable_thinking=False, **options)
 
     def _write_media(self, text: str, media: Sequence[SlicedMedia]) -> str:
-        """The text with every medium's placeholder replaced; pictures are numbered as they come."""
+        """The text with every medium's placeholder replaced; images are numbered as they come."""
         pieces = re.split(f"({'|'.join(map(re.escape, PLACEHOLDERS.values()))})", text)
         kinds = [kind for piece in pieces for kind, placeholder in PLACEHOLDERS.items() if piece == placeholder]
         if kinds != [medium.kind for medium in media]:
             raise ValueError(f"prompt: its placeholders are {kinds}, but the media given are {[m.kind for m in media]}")
         numbers = count()
-        written = [self.write_image(m, next(numbers)) if m.kind == "image" else self.write_video(m) for m in media]
-        pieces[1::2] = written
+        pieces[1::2] = [self.write_image(m, next(numbers)) if m.kind == "image" else self.write_video(m) for m in media]
         return "".join(pieces)
 
     def write_image(self, medium: SlicedMedia, number: int) -> str:
-        """Overview and slices of a picture as text."""
-        m, picture = self.marks, self._query_tokens("im")
+        """Overview and slices of an image as text."""
+        m, slice_ = self.marks, self._query_tokens("im")
         if medium.grid is None:
-            return picture
+            return slice_
         columns, rows = medium.grid
-        return picture + m["slice_start"] + "\n".join([picture * columns] * rows) + m["slice_end"]
+        return slice_ + m["slice_start"] + "\n".join([slice_ * columns] * rows) + m["slice_end"]
 
     def write_video(self, medium: SlicedMedia) -> str:
-        """Never reached: `load_video` refuses clips."""
-        raise NotImplementedError
+        """Frames, or packs of them, in lines."""
+        sets, _, _ = medium.thw
+        return "\n".join([self._query_tokens("im")] * sets)
 
     def _query_tokens(self, mark: str) -> str:
         return self.marks[f"{mark}_start"] + self.marks["unk"] * self.query_num + self.marks[f"{mark}_end"]
@@ -197,27 +212,50 @@ class MiniCPMVProcessor(ChatProcessor):
     def _with_one_bos(self, ids: list[int]) -> list[int]:
         """Template and tokenizer both may write the first token, or neither: Llama 3's both do. Qwen's have none."""
         bos = self.tokenizer.bos_token_id
-        if bos is None or self.config.minicpmv_version in ("2.6", "4.5"):
-            return ids
-        return [bos, *dropwhile(lambda token: token == bos, ids)]
+        return ids if bos is None or not self.writes_bos else [bos, *dropwhile(lambda token: token == bos, ids)]
 
     def placeholders(self, input_ids: Tensor) -> Tensor:
-        """Unknown tokens between the marks of a picture, slice or frame are placeholders, elsewhere they are text."""
-        opened = sum((input_ids == self.mark_ids[f"{mark}_start"]).cumsum(0) for mark in ("im", "slice"))
-        closed = sum((input_ids == self.mark_ids[f"{mark}_end"]).cumsum(0) for mark in ("im", "slice"))
-        inside = (opened > closed) & (input_ids == self.mark_ids["unk"])
-        as_text = torch.where(input_ids == self.mark_ids["unk"], -2, input_ids)
-        return torch.where(inside, self._kind_ids(input_ids), as_text)
+        """Unknown tokens right behind the start of an image, slice or frame are placeholders, elsewhere they are text.
+
+        What else the text says does not matter: it may hold marks of its own.
+        """
+        is_unknown = input_ids == self.mark_ids["unk"]
+        before = torch.where(is_unknown, -1, torch.arange(len(input_ids))).cummax(0).values  # the last other token
+        before = before.clamp(min=0)
+        starts = torch.tensor([self.mark_ids["im_start"], self.mark_ids["slice_start"]])
+        of_kind = torch.where(torch.isin(input_ids[before], starts), self._kind_ids(input_ids)[before], TEXT_ID)
+        return torch.where(is_unknown, of_kind, input_ids)
 
     def _kind_ids(self, input_ids: Tensor) -> Tensor:
-        """(L,) the id of the kind that a placeholder at each place would be of."""
+        """(L,) the id of the kind that would begin at each place."""
         return torch.full_like(input_ids, self.token_ids["image"])
 
 
-class MiniCPMVVideoProcessor(MiniCPMVProcessor):
-    """Versions 2.6 and 4.0: pictures are numbered, clips are rows of frames."""
+class MiniCPMV2_0Processor(MiniCPMVProcessor):
+    """Images only; no chat template."""
 
+    version = "2.0"
+    template = (
+        "{% for message in messages %}"
+        "{{ {'user': '<用户>', 'assistant': '<AI>'}.get(message.role, '') + message.content }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<AI>' }}{% endif %}"
+    )
+
+
+class MiniCPMV2_5Processor(MiniCPMVProcessor):
+    """Images only, with Llama 3's template."""
+
+    version = "2.5"
+
+
+class MiniCPMV2_6Processor(MiniCPMVProcessor):
+    """Images are numbered, videos are rows of frames."""
+
+    version = "2.6"
+    numbers_images = True
+    writes_bos = False
     frames = FrameConfig()
+    video_config: FrameConfig
 
     def load_video(self, source, options: dict) -> Video:
         """Files: a frame each second, at most max_frames, evenly; frames in memory count as sampled already.
@@ -226,7 +264,7 @@ class MiniCPMVVideoProcessor(MiniCPMVProcessor):
         """
         if options.keys() - {"fps", "max_frames"} and options.keys() != {"num_frames"}:
             raise ValueError(
-                f"prompt: MiniCPM-V samples a clip by fps, max_frames, or num_frames alone, got {sorted(options)}"
+                f"prompt: MiniCPM-V samples a video by fps, max_frames, or num_frames alone, got {sorted(options)}"
             )
         if not isinstance(source, (str, Path)):
             return load_video(source, **options, limits=self.limits)
@@ -245,55 +283,56 @@ class MiniCPMVVideoProcessor(MiniCPMVProcessor):
         return [indices[i] for i in middle_indices(len(indices), config.max_frames)]
 
     def _patchify_video(self, video: Video) -> Patches:
-        config = replace(self.image_config, max_slice_nums=1)
-        rows = [patchify_slices(Image.fromarray(frame), config)[0] for frame in video.frames]
-        _, layout = self.plan(video)
+        plan = self._plan_frame(video)
+        rows = [rows_of_slices(Image.fromarray(frame), plan, self.image_config) for frame in video.frames]
+        layout = self.group(video, plan.tgt_sizes[0])
         return Patches(video, torch.cat(rows), layout, self.merged("video", layout))
 
-    def plan(self, medium: Image.Image | Video) -> tuple[str, tuple[SliceGroup, ...]]:
-        """What becomes of a decoded medium; for a clip, how many patches share a token is said as well."""
+    def layout_of(self, medium: Image.Image | Video) -> SliceLayout:
+        """Overview and slices of an image, groups of a video's frames."""
         if not isinstance(medium, Video):
-            return super().plan(medium)
-        _, height, width = medium.frames.shape[:3]
-        frame = plan_slices(width, height, replace(self.image_config, max_slice_nums=1))
-        layout = self.group(medium, frame.tgt_sizes[0])
-        line = "{} x {} px".format(*frame.overview) + f" in {count_sets(layout)} sets of frames, "
-        return line + f"{patches_per_token(layout, self.query_num):.3g} patches a token", layout
+            return super().layout_of(medium)
+        return self.group(medium, self._plan_frame(medium).tgt_sizes[0])
 
-    def group(self, video: Video, tgt_size: tuple[int, int]) -> tuple[SliceGroup, ...]:
+    def _plan_frame(self, video: Video) -> SlicePlan:
+        _, height, width, _ = video.frames.shape
+        return plan_slices(width, height, replace(self.image_config, max_slice_nums=1))
+
+    def group(self, video: Video, tgt_size: tuple[int, int]) -> SliceLayout:
         """A set of query tokens for each frame."""
         return (SliceGroup((tgt_size,)),) * len(video.frames)
 
     def write_image(self, medium: SlicedMedia, number: int) -> str:
-        """The picture's number, overview, slices in lines."""
+        """The image's number, overview, slices in lines."""
         m, text = self.marks, self._query_tokens("im")
         if self.image_config.use_image_id:
             text = f"{m['im_id_start']}{number}{m['im_id_end']}{text}"
         columns, rows = medium.grid or (0, 0)
         return text + "\n".join([self._query_tokens("slice") * columns] * rows)
 
-    def write_video(self, medium: SlicedMedia) -> str:
-        """Frames, or packs of them, in lines."""
-        sets, _, _ = medium.thw
-        return "\n".join([self._query_tokens("im")] * sets)
-
     def _kind_ids(self, input_ids: Tensor) -> Tensor:
-        """Slices are a picture's, and so are overviews behind a number; the others are frames.
+        """Slices are an image's, and so are overviews behind a number; the others are frames.
 
-        Where the folder wants no numbers, everything is a picture.
+        Where the folder wants no numbers, everything is an image.
         """
-        ids = self.mark_ids
         if not self.image_config.use_image_id:
             return super()._kind_ids(input_ids)
-        slices, overviews = input_ids == ids["slice_start"], input_ids == ids["im_start"]
-        is_picture = slices | (overviews & (input_ids.roll(1) == ids["im_id_end"]))
-        last_start = torch.where(slices | overviews, torch.arange(len(input_ids)), 0).cummax(0).values
-        return torch.where(is_picture[last_start], self.token_ids["image"], self.token_ids["video"])
+        numbered = input_ids.roll(1) == self.mark_ids["im_id_end"]
+        is_image = numbered | (input_ids == self.mark_ids["slice_start"])
+        return torch.where(is_image, self.token_ids["image"], self.token_ids["video"])
 
 
-class MiniCPMV4_5Processor(MiniCPMVVideoProcessor):
-    """Version 4.5: frames are packed, and each has its tenth of a second."""
+class MiniCPMV4_0Processor(MiniCPMV2_6Processor):
+    """As 2.6, with a first token."""
 
+    version = "4.0"
+    writes_bos = True
+
+
+class MiniCPMV4_5Processor(MiniCPMV2_6Processor):
+    """Frames are packed, and each has its tenth of a second."""
+
+    version = "4.5"
     frames = FrameConfig(fps=3.0, max_frames=180, max_packing=3)
 
     @staticmethod
@@ -302,7 +341,7 @@ class MiniCPMV4_5Processor(MiniCPMVVideoProcessor):
         wanted = round(min(config.fps, round(source_fps)) * total / source_fps)
         return middle_indices(total, max(1, min(wanted, config.max_frames * (config.packing or config.max_packing))))
 
-    def group(self, video: Video, tgt_size: tuple[int, int]) -> tuple[SliceGroup, ...]:
+    def group(self, video: Video, tgt_size: tuple[int, int]) -> SliceLayout:
         """Consecutive frames share a set; the last one may hold fewer."""
         config, ids = self.video_config, temporal_ids(video)
         packing = config.packing or min(-(-len(ids) // config.max_frames), config.max_packing)
@@ -310,17 +349,8 @@ class MiniCPMV4_5Processor(MiniCPMVVideoProcessor):
         return tuple(SliceGroup((tgt_size,) * len(pack), tuple(pack)) for pack in packs)
 
 
-PROCESSORS = {
-    "2.0": MiniCPMVProcessor,
-    "2.5": MiniCPMVProcessor,
-    "2.6": MiniCPMVVideoProcessor,
-    "4.0": MiniCPMVVideoProcessor,
-    "4.5": MiniCPMV4_5Processor,
-}
-
-
 def temporal_ids(video: Video) -> list[int]:
-    """When each frame was taken, in whole tenths of a second; the last one is before the clip's end."""
+    """When each frame was taken, in whole tenths of a second; the last one is before the video's end."""
     last = max(0, math.ceil(video.duration * TENTHS) - 1)
     return [min(round(second * TENTHS), last) for second in video.timestamps]
 
@@ -337,31 +367,14 @@ def middle_indices(total: int, wanted: int) -> list[int]:
     return [int(i * gap + gap / 2) for i in range(wanted)]
 
 
-def count_sets(layout: Sequence[SliceGroup]) -> int:
-    """Sets of query tokens that a layout gives: a group without times is not merged."""
-    return sum(1 if _is_packed(group) else len(group.slices) for group in layout)
-
-
-def _is_packed(group: SliceGroup) -> bool:
-    return group.temporal_ids is not None and max(group.temporal_ids) >= 0
-
-
-def patches_per_token(layout: Sequence[SliceGroup], query_num: int) -> float:
+def patches_per_token(layout: SliceLayout, query_num: int) -> float:
     """How many patches become one token: 16 for a square slice, 96 for six square frames packed into one set.
 
     >>> patches_per_token((SliceGroup(((32, 32),) * 6, (0, 3, 6, 9, 12, 15)),), 64)
     96.0
     """
-    return sum(h * w for group in layout for h, w in group.slices) / (count_sets(layout) * query_num)
-
-
-def _slice_defaults(config: MiniCPMVConfig) -> dict:
-    """What config.json says of slicing: at the top, or in `slice_config`."""
-    nested = dict(getattr(config, "slice_config", None) or {})
-    names = ("max_slice_nums", "scale_resolution", "patch_size", "use_image_id", "slice_mode")
-    top = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
-    numbered = config.minicpmv_version not in ("2.0", "2.5")
-    return {"use_image_id": numbered} | top | {name: nested[name] for name in names if name in nested}
+    patches = sum(h * w for group in layout for h, w in group.slices)
+    return patches / (count_sets(layout) * query_num)
 
 
 def _as_text(content: str | Sequence[dict]) -> str:

@@ -1,17 +1,17 @@
-"""Qwen2.5-VL's prompts: a picture or a clip is one block of equal tokens between two marks of the chat template.
+"""Qwen2.5-VL's prompts: an image or a video is one block of equal tokens between two marks of the chat template.
 
-A clip's seconds are not written out; they scale the time axis of its positions.
+The seconds of a video are not written out; they scale the time axis of its positions.
 """
 
 from refvl.checks import Grid
 from refvl.merge import MergedMedia
 from refvl.pixels.media import Video, load_video
-from refvl.pixels.patches import patchify_video
+from refvl.pixels.patches import merged_grid, patchify_video
 from refvl.processors.chat import ChatProcessor, Patches
 
 
 class Qwen2_5_VLProcessor(ChatProcessor):
-    """Qwen2.5-VL: a clip is one block of tokens, and its seconds scale the time axis."""
+    """Layouts are grids (t, h, w) in patches."""
 
     def load_video(self, source, options: dict) -> Video:
         """The checkpoint's rate and limits, unless the message says otherwise."""
@@ -27,7 +27,5 @@ class Qwen2_5_VLProcessor(ChatProcessor):
 
     def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
         """Only a video's time axis is scaled."""
-        vision, (t, h, w) = self.config.vision_config, layout
-        m = vision.spatial_merge_size
-        t_factor = float(second_per_grid) * vision.tokens_per_second if kind == "video" else 1.0
-        return MergedMedia(kind, (t, h // m, w // m), t_factor)
+        t_factor = float(second_per_grid) * self.config.vision_config.tokens_per_second if kind == "video" else 1.0
+        return MergedMedia(kind, merged_grid(layout, self.merge_size), t_factor)

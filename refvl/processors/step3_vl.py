@@ -1,37 +1,35 @@
-"""Step3-VL's prompts: a picture is its crops, row by row, and then the overview.
+"""Step3-VL's prompts: an image is its crops, row by row, and then the overview.
 
     <patch_start> 81 x <im_patch> <patch_end>  <patch_start> 81 x <im_patch> <patch_end> <patch_newline>
     <patch_start> 81 x <im_patch> <patch_end>  <patch_start> 81 x <im_patch> <patch_end>
     <im_start> 169 x <im_patch> <im_end>
 
-These are 2 x 2 crops, without line breaks between them. The chat template writes one <im_patch> for a picture, which is
-replaced by all of this. Positions count every token, so the marks are all that says where a crop lies. There are no
-clips. Upstream: `Step3VLProcessor` (vLLM).
+These are 2 x 2 crops, without line breaks between them. The chat template writes one <im_patch> for an image, which is
+replaced by all of this. Positions count every token, so only the marks say where a crop lies. There are no videos.
+Upstream: `Step3VLProcessor` (vLLM).
 """
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from PIL import Image
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import PretrainedConfig
 
-from refvl.encoders.step3_vl import Step3VisionConfig
 from refvl.merge import MergedMedia
-from refvl.pixels.crops import CropConfig, CropLayout, patchify_crops, plan_crops
+from refvl.pixels.crops import CropConfig, CropLayout, plan_crops, rows_of_crops
 from refvl.pixels.media import Video
-from refvl.processors.chat import ChatProcessor, Patches, read_chat_template
+from refvl.processors.chat import ChatProcessor, Patches, load_tokenizer
 
 MARKS = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
 NO_CROPS = CropLayout(0, 0)
-NO_VIDEO_ID = -1  # no token stands for a clip
-NO_VIDEO = "videos: Step3-VL reads pictures only; give the frames of a clip as images"
+NO_VIDEO_ID = -1  # no token stands for a video
+NO_VIDEO = "videos: Step3-VL reads images only; give the frames of a video as images"
 
 
 @dataclass(frozen=True, slots=True)
 class CroppedMedia(MergedMedia):
-    """A picture in squares, each a run of its own: crops first, the overview last. thw counts them: (1, 1, tokens)."""
+    """An image in squares, each a run of its own: crops first, the overview last. thw counts them: (1, 1, tokens)."""
 
     layout: CropLayout = NO_CROPS
     crop_side: int = 0  # merged tokens
@@ -43,21 +41,19 @@ class CroppedMedia(MergedMedia):
 
 
 class Step3VLProcessor(ChatProcessor):
-    """Sizes come from the config: the released folder has no preprocessor file."""
+    """Sizes come from the config: the released folder has no preprocessor file. Layouts are `CropLayout`s."""
 
     def __init__(self, config: PretrainedConfig, tokenizer=None):
         """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
-        self.config, self.tokenizer, self.image_config = config, tokenizer, CropConfig.from_hf(config)
-        sizes = Step3VisionConfig.from_hf(config)
-        self.image_tokens, self.crop_tokens = sizes.image_tokens, sizes.crop_tokens
+        self.config, self.tokenizer = config, tokenizer
+        self.image_config, self.video_config = CropConfig.from_hf(config), None
+        self.image_tokens, self.crop_tokens = self.image_config.image_tokens, self.image_config.crop_tokens
         self.token_ids = {"image": config.image_token_id, "video": NO_VIDEO_ID}
 
     @classmethod
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "Step3VLProcessor":
-        """Tokenizer and chat template from a checkpoint folder."""
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        tokenizer.chat_template = tokenizer.chat_template or read_chat_template(folder)
-        return cls(config, tokenizer)
+        """Tokenizer and chat template from a checkpoint folder; ValueError, naming it, where they are missing."""
+        return cls(config, load_tokenizer(folder))
 
     @cached_property
     def mark_ids(self) -> dict[str, int]:
@@ -69,32 +65,29 @@ class Step3VLProcessor(ChatProcessor):
 
     @property
     def largest_picture(self) -> int:
-        """Tokens of a square picture as large as is looked at."""
+        """Tokens of a square image of the largest side."""
         plan = plan_crops(self.image_config.max_side, self.image_config.max_side, self.image_config)
         return self.merged("image", plan.layout).num_tokens
 
-    def plan(self, medium: Image.Image | Video) -> tuple[str, Hashable]:
-        """What becomes of a picture, from its size alone: a line for tables, and its layout."""
+    def layout_of(self, medium: Image.Image | Video) -> CropLayout:
+        """Rows and columns of crops. Raises ValueError for a video."""
         if isinstance(medium, Video):
             raise ValueError(NO_VIDEO)
-        plan, config = plan_crops(*medium.size, self.image_config), self.image_config
-        (rows, columns), (width, height) = plan.layout, plan.canvas
-        crops = f"{rows} x {columns} crops of {config.crop_size} px, " if rows else ""
-        return f"{width} x {height} px -> {crops}overview of {config.image_size} px", plan.layout
+        return plan_crops(*medium.size, self.image_config).layout
 
     def load_video(self, source, options: dict) -> Video:
         """Raises ValueError."""
         raise ValueError(NO_VIDEO)
 
     def _patchify_image(self, image: Image.Image) -> Patches:
-        pixel_values, layout = patchify_crops(image, self.image_config)
+        pixel_values, layout = rows_of_crops(image, self.image_config)
         return Patches(image, pixel_values, layout, self.merged("image", layout))
 
     def _patchify_video(self, video: Video) -> Patches:
         raise ValueError(NO_VIDEO)
 
     def merged(self, kind: str, layout: CropLayout, second_per_grid: float = 1.0) -> CroppedMedia:
-        """The squares of a picture, in tokens. Raises ValueError for a video."""
+        """The squares of an image, in tokens. Raises ValueError for a video."""
         if kind != "image":
             raise ValueError(NO_VIDEO)
         tokens = layout.crops * self.crop_tokens + self.image_tokens
@@ -103,7 +96,7 @@ class Step3VLProcessor(ChatProcessor):
 
     def expand(self, token: int, medium: CroppedMedia) -> list[int]:
         """Crops and overview between their marks; `token` fills them."""
-        ids, expanded = self.mark_ids, []
+        ids, expanded = self.mark_ids, list[int]()
         for ends_row in medium.layout.newline_mask:
             expanded += [ids["<patch_start>"], *[token] * self.crop_tokens, ids["<patch_end>"]]
             expanded += [ids["<patch_newline>"]] * ends_row

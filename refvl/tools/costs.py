@@ -2,21 +2,25 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any
 
 import torch
 from torch import nn
 
 from refvl.pipeline import VLM
+from refvl.pixels.crops import CropConfig, plan_crops
 from refvl.pixels.media import Video
-from refvl.pixels.patches import PatchConfig, count_tokens, plan_size
+from refvl.pixels.patches import PatchConfig, count_tokens
+from refvl.pixels.slices import SliceConfig, count_sets, plan_slices
 
-BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the picture that upstream plans with
+BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the image that upstream plans with
 MAX_FRAMES_PER_VIDEO = 600
 
 
 @dataclass(frozen=True, slots=True)
 class MediaPlan:
-    """What a picture or clip becomes. `patches` go through the encoder, `tokens` through the language model."""
+    """What an image or a video becomes. `patches` go through the encoder, `tokens` through the language model."""
 
     kind: str
     size: str  # as decoded
@@ -27,32 +31,65 @@ class MediaPlan:
 
 
 def plan_media(vlm: VLM, medium) -> MediaPlan:
-    """Plan a decoded picture (PIL) or a `Video`."""
+    """Plan a decoded image (PIL) or a `Video`."""
     if isinstance(medium, Video):
         frames, height, width = medium.frames.shape[:3]
         kind, size = "video", f"{frames} frames of {width} x {height} px"
     else:
         kind, size = "image", f"{medium.width} x {medium.height} px"
-    becomes, layout = vlm.processor.plan(medium)
+    layout = vlm.processor.layout_of(medium)
     patches, tokens, _ = vlm.encoder.item_size(layout)
+    becomes = describe_layout(vlm.processor.image_config, medium, layout, tokens)
     return MediaPlan(kind, size, becomes, layout, patches, tokens)
 
 
-def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
-    """(height, width) in px that a square picture, larger than any budget, is resized to.
+@singledispatch
+def describe_layout(config: Any, medium, layout: Any, tokens: int) -> str:
+    """What the preprocessing of `config` makes of a decoded medium, in words."""
+    raise TypeError(f"config: expected a PatchConfig, SliceConfig or CropConfig, got {type(config).__name__}")
 
-    One picture, not a clip: GLM's budgets count frames, and planning a picture as a clip of sixteen would find it
+
+@describe_layout.register
+def _(config: PatchConfig, medium, layout: Any, tokens: int) -> str:
+    _, h, w = layout
+    return f"{w * config.patch_size} x {h * config.patch_size} px -> grid {layout}"
+
+
+@describe_layout.register
+def _(config: SliceConfig, medium, layout: Any, tokens: int) -> str:
+    if isinstance(medium, Video):
+        (h, w), patches = layout[0].slices[0], sum(h * w for group in layout for h, w in group.slices)
+        size = f"{w * config.patch_size} x {h * config.patch_size} px"
+        return f"{size} in {count_sets(layout)} sets of frames, {patches / tokens:.3g} patches a token"
+    plan = plan_slices(medium.width, medium.height, config)
+    overview = "overview {} x {} px".format(*plan.overview)
+    if plan.grid is None or plan.cell is None:
+        return overview
+    return overview + " and {} x {} slices of {} x {} px".format(*plan.grid, *plan.cell)
+
+
+@describe_layout.register
+def _(config: CropConfig, medium, layout: Any, tokens: int) -> str:
+    width, height = plan_crops(medium.width, medium.height, config).canvas
+    crops = f"{layout.rows} x {layout.columns} crops of {config.crop_size} px, " if layout.crops else ""
+    return f"{width} x {height} px -> {crops}overview of {config.image_size} px"
+
+
+def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
+    """(height, width) in px that a square image, larger than any budget, is resized to.
+
+    One image, not a video: GLM's budgets count frames, and planning an image as a video of sixteen would find it
     eight times too small. Upstream: `get_image_size_with_most_features` (vLLM).
     """
-    return plan_size(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET, config)
+    return config.fit(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET)
 
 
 def frames_that_fit(
     max_tokens: int, size: tuple[int, int], config: PatchConfig, *, limit: int = MAX_FRAMES_PER_VIDEO
 ) -> int:
-    """How many frames of `size` (height, width) px a clip may have before its tokens exceed `max_tokens`.
+    """How many frames of `size` (height, width) px a video may have before its tokens exceed `max_tokens`.
 
-    GLM shrinks the frames of a longer clip, so that once the largest clip fits, any does: `limit` is returned.
+    GLM shrinks the frames of a longer video, so that once the largest video fits, any does: `limit` is returned.
     Upstream: `_get_max_video_frames` (vLLM).
     """
     frames = 0
@@ -64,9 +101,9 @@ def frames_that_fit(
 def num_frames_with_most_features(
     context: int, image_config: PatchConfig, video_config: PatchConfig, *, images: int = 0, videos: int = 1
 ) -> int:
-    """Frames per clip to plan with when a prompt of `context` tokens holds so many pictures and clips; at least one.
+    """Frames per video to plan with when a prompt of `context` tokens holds so many images and videos; at least one.
 
-    The pictures are as large as can be, and so are the frames. Upstream: `get_num_frames_with_most_features` (vLLM).
+    The images are as large as can be, and so are the frames. Upstream: `get_num_frames_with_most_features` (vLLM).
     """
     size, videos = image_size_with_most_features(image_config), max(videos, 1)
     left = context - images * count_tokens(*size, image_config)
@@ -88,25 +125,19 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
     """An estimate of the tower's peak: residual, normed input, q, k, v and output, and what is inside the MLP."""
     mlp = next(module for name, module in encoder.named_modules() if name.endswith("mlp"))
     width = sum(layer.out_features for layer in mlp.modules() if isinstance(layer, nn.Linear))  # counts the output, too
-    _, hidden_size, _ = tower_shape(encoder.config)
-    return patches * (5 * hidden_size + width) * encoder.dtype.itemsize
-
-
-def tower_shape(config) -> tuple[int, int, int]:
-    """(blocks, width, heads) of an encoder's tower; MiniCPM-V's is a part of the encoder, with a config of its own."""
-    tower = getattr(config, "vision", config)
-    return tower.depth - getattr(config, "drop_vision_last_layer", False), tower.hidden_size, tower.num_heads
+    return patches * (5 * encoder.config.num_heads * encoder.config.head_dim + width) * encoder.dtype.itemsize
 
 
 def describe(vlm: VLM, media=()) -> dict[str, str]:
     """Rows for a table: family, sizes, tokens and memory of `media`; `vlm` may live on `meta`."""
-    (depth, width, heads), text = tower_shape(vlm.encoder.config), vlm.language_model.config
+    tower, text = vlm.encoder.config, vlm.language_model.config
     dtype = vlm.encoder.dtype
     encoder, language = parameter_count(vlm.encoder), parameter_count(vlm.language_model)
     plans = [plan_media(vlm, medium) for medium in media]
     rows = {
         "family": vlm.family.name,
-        "vision tower": f"{depth} blocks of width {width}, {heads} heads: {_count(encoder)}",
+        "vision tower": f"{tower.depth} blocks of width {tower.num_heads * tower.head_dim}, {tower.num_heads} heads: "
+        f"{_count(encoder)}",
         "language model": f"{text.num_hidden_layers} layers of width {text.hidden_size}, "
         f"{text.num_attention_heads} heads ({text.num_key_value_heads} kv): {_count(language)}",
         "context": f"{vlm.max_context:,} tokens",
@@ -129,13 +160,13 @@ def describe(vlm: VLM, media=()) -> dict[str, str]:
 
 
 def _limits(vlm: VLM) -> dict[str, str]:
-    """The largest picture, and how a clip is sampled, for the processors that have such a rule."""
+    """The largest image, and how a video is sampled, for the processors that have such a rule."""
     rows, config = {}, vlm.processor.image_config
     if isinstance(config, PatchConfig):
         height, width = image_size_with_most_features(config)
         rows["largest square picture"] = f"{width} x {height} px -> {count_tokens(height, width, config):,} tokens"
-    if sampling := getattr(vlm.processor, "clip_sampling", None):
-        rows["clip sampling"] = sampling
+    if vlm.processor.clip_sampling:
+        rows["clip sampling"] = vlm.processor.clip_sampling
     return rows
 
 

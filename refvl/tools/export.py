@@ -127,7 +127,7 @@ def _measured(vlm: VLM, picture: Picture) -> Picture:
     """With its patch rows; 0 for a file that will turn out to be unreadable."""
     try:
         with Image.open(picture.path) as image:
-            _, layout = vlm.processor.plan(image)
+            layout = vlm.processor.layout_of(image)
         return Picture(picture.name, picture.path, picture.bytes, vlm.encoder.item_size(layout)[0])
     except Exception:  # Pillow's readers raise all kinds of errors; the reason is given when the picture is decoded
         return picture
@@ -174,7 +174,7 @@ def _encode_batch(vlm: VLM, pictures: Sequence[Picture], unreadable: dict[str, s
     for picture in pictures:
         try:
             image = load_image(picture.path)
-            _, layout = vlm.processor.plan(image)
+            layout = vlm.processor.layout_of(image)
         except (ValueError, OSError) as error:
             unreadable[picture.name] = " ".join(str(error).split())
             continue

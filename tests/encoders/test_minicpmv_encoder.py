@@ -12,14 +12,16 @@ import torch
 from closeness import assert_agree, assert_differ
 from towers import randomize
 
-from refvl.encoders import SliceGroup, minicpmv_version
-from refvl.encoders.minicpmv import ENCODERS, MiniCPMVEncoderConfig
+from refvl.encoders import SliceGroup
+from refvl.encoders.minicpmv import MiniCPMVEncoderConfig
+from refvl.families import FAMILIES, find_family
 
 FOLDER = Path(__file__).parents[1] / "golden"
 GOLDEN = json.loads((FOLDER / "minicpmv_modules.json").read_text())
 VERSIONS = json.loads((FOLDER / "minicpmv_slicing.json").read_text())
 NAMES = json.loads((FOLDER / "weight_mapping.json").read_text())["minicpmv"]
 ARRAYS = np.load(FOLDER / "minicpmv_modules.npz")
+ENCODERS = {family.version: family.encoder for family in FAMILIES if family.version}
 
 LATER = ["2.5", "2.6", "4.0", "4.5"]
 NAVIT = {
@@ -118,14 +120,18 @@ def test_frames_of_a_group_share_queries_in_4_5():
 # --- versions and configs ---------------------------------------------------------------------------------------------
 
 
+def family_of(values: dict):
+    return find_family({"model_type": "minicpmv"} | values)
+
+
 @pytest.mark.parametrize("case", VERSIONS["dispatch"], ids=lambda c: str(c["config"]))
 def test_dispatch_golden(case):
     """Oracle: vLLM 0.33.0's `MiniCPMV.__new__`."""
     if "error" in case:
-        with pytest.raises(ValueError, match=r"version: .* known: 2.0, 2.5, 2.6, 4.0, 4.5$"):
-            ENCODERS[minicpmv_version(case["config"])]
+        with pytest.raises(ValueError, match=r"version: .* supported: 2.0, 2.5, 2.6, 4.0, 4.5$"):
+            family_of(case["config"])
         return
-    assert ENCODERS[minicpmv_version(case["config"])].__name__ == case["cls"] + "Encoder"
+    assert family_of(case["config"]).encoder.__name__ == case["cls"] + "Encoder"
 
 
 @pytest.mark.parametrize("case", VERSIONS["versions"], ids=lambda c: str(c["config"]))
@@ -133,19 +139,19 @@ def test_versions_golden(case):
     """Oracle: vLLM 0.33.0's `get_version_by_config`; what it reads but does not support is an error here."""
     version = ".".join(map(str, case["out"]))
     if version in ENCODERS:
-        assert minicpmv_version(case["config"]) == version
+        assert family_of(case["config"]).version == version
     else:
-        with pytest.raises(ValueError, match="version: MiniCPM-V .* is not known"):
-            minicpmv_version(case["config"])
+        with pytest.raises(ValueError, match="version: minicpmv .* is not supported"):
+            family_of(case["config"])
 
 
 def test_a_transformers_config_will_do():
     from transformers import PretrainedConfig
 
-    assert minicpmv_version(PretrainedConfig(version=2.6)) == "2.6"
-    assert ENCODERS["4.5"].from_config(PretrainedConfig(**config("4.5"))).query_num == 4
+    whole = PretrainedConfig(**config("4.5"), model_type="minicpmv")
+    assert find_family(whole).version == "4.5" and find_family(whole).encoder.from_config(whole).query_num == 4
     with pytest.raises(TypeError, match="config: expected a dict or a transformers config, got str"):
-        minicpmv_version("2.6")
+        MiniCPMVEncoderConfig.from_hf("2.6")
 
 
 @pytest.mark.parametrize(("version", "width", "heads"), [("2.0", 2304, 18), ("2.6", 3584, 28), ("4.5", 4096, 32)])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from refvl.encoders import SliceGroup
-from refvl.encoders.minicpmv import ENCODERS
+from refvl.families import FAMILIES
 from refvl.graphs import Batch, EncoderGraphManager
 from refvl.graphs.buffers import metadata_tensors
 
@@ -20,6 +20,7 @@ VISION = {
     "image_size": 98, "patch_size": 14,
 }  # fmt: skip
 # 4 x 4 patches per slice and 8 spare: 24 patch rows for every 4 tokens
+ENCODERS = {family.version: family.encoder for family in FAMILIES if family.version}
 CONFIG = {"hidden_size": 48, "query_num": 4, "vision_config": VISION, "scale_resolution": 56}
 BUDGETS, MAX_ITEMS, MAX_FRAMES = [8, 16, 32], 3, 4
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import refvl
 from data.training import demo_scenes, evaluate_tiny, photos, scenes, train_tiny
-from data.training.tiny_family import find_family, patch_rows
+from data.training.tiny_family import batch_rows, find_family
 from data.training.tiny_model import PromptBuilder, TinyModel
 from refvl.paths import DATA
 from refvl.pixels import patches
@@ -200,7 +200,7 @@ def test_training_sees_the_rows_and_the_prompt_that_the_pipeline_makes(model, so
     rows, grid = (patches.patchify_image if is_picture else patches.patchify_video)(pixels, config)
     pixels = torch.from_numpy(pixels[None] if is_picture else pixels)[None]
     assert FAMILY.grid(pixels.shape) == grid
-    assert_agree(patch_rows(pixels), rows, 4)
+    assert_agree(batch_rows(pixels), rows, 4)
 
     [question] = scenes.draw_questions(scene, ["color"], np.random.default_rng(0))
     builder = PromptBuilder(FAMILY, FAMILY.train_tokenizer(), FAMILY.config(FAMILY.train_tokenizer()))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import refvl
 from data.training import demo_scenes, evaluate_tiny, photos, scenes, train_tiny
-from data.training.tiny_family import patch_rows
+from data.training.tiny_family import batch_rows
 from data.training.tiny_model import PromptBuilder, TinyModel, row_mask
 from data.training.tiny_qwen2_5_vl import FAMILY
 from refvl.paths import DATA
@@ -181,7 +181,7 @@ def test_training_sees_the_rows_that_patchify_makes(clip):
     config = patches.PatchConfig.from_folder(FOLDER, "video" if clip else "image")
     rows, grid = (patches.patchify_video if clip else patches.patchify_image)(pixels, config)
     assert grid == ((3, 6, 6) if clip else (1, 6, 6))
-    ours = patch_rows(torch.from_numpy(pixels if clip else pixels[None])[None])
+    ours = batch_rows(torch.from_numpy(pixels if clip else pixels[None])[None])
     assert_agree(ours, rows, 4)
 
 
@@ -232,7 +232,7 @@ def _ask_alone(reference, builder, question, batch, media: str) -> torch.Tensor:
     ids = torch.tensor([[*prefix[:start], *[token] * span.num_tokens, *prefix[start + 1 :], *tail]])
     positions, _ = get_mrope_input_positions(ids.shape[1], [span])
     pixels = "pixel_values_videos" if media == "video" else "pixel_values"
-    inputs = {pixels: patch_rows(batch.pixels), f"{media}_grid_thw": torch.tensor([batch.grid])}
+    inputs = {pixels: batch_rows(batch.pixels), f"{media}_grid_thw": torch.tensor([batch.grid])}
     types = (ids == token).int() * (2 if media == "video" else 1)
     with torch.no_grad():
         return reference(input_ids=ids, position_ids=positions[:, None], mm_token_type_ids=types, **inputs).logits[0]

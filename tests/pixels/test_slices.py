@@ -18,13 +18,12 @@ from refvl.paths import DATA
 from refvl.pixels.slices import (
     SliceConfig,
     image_of_rows,
-    patch_rows,
     patch_strip,
     patchify_slices,
     plan_slices,
     slice_grid,
     slice_image,
-    strip_rows,
+    slice_rows,
 )
 
 GOLDEN = json.loads((DATA.parent / "tests" / "golden" / "minicpmv_slicing.json").read_text())
@@ -138,10 +137,10 @@ def test_slices_run_row_by_row_and_tile_the_enlarged_picture():
 def test_rows_are_unfolded_patches_and_strips_hold_them_side_by_side():
     """Oracle: torch's unfold, whose columns are patches."""
     pixels = torch.randn(3, 28, 42)
-    rows = patch_rows(pixels, 14)
+    rows = slice_rows(pixels, 14)
     assert torch.equal(rows, F.unfold(pixels[None], 14, stride=14)[0].T)
     strip = patch_strip(rows, 14)
-    assert torch.equal(strip[:, :, 14:28], pixels[:, :14, 14:28]) and torch.equal(strip_rows(strip, 14), rows)
+    assert torch.equal(strip[:, :, 14:28], pixels[:, :14, 14:28])
 
 
 def test_a_slice_can_be_looked_at_again():
@@ -180,8 +179,7 @@ def test_a_folder_without_the_file_says_it_in_its_config(tmp_path):
         (lambda: SliceConfig(image_mean=(0.5,)), "image_mean: expected one value per RGB channel"),
         (lambda: SliceConfig.from_dict({"slice_mode": False}), "slice_mode: this preprocessing always has"),
         (lambda: slice_grid(0, 10, CONFIG), "width: must be at least 1"),
-        (lambda: patch_rows(torch.zeros(3, 28, 30), 14), "pixels: sides must be multiples of patch_size=14"),
-        (lambda: strip_rows(torch.zeros(3, 14, 30), 14), "strip: its length must be a multiple of patch_size=14"),
+        (lambda: slice_rows(torch.zeros(3, 28, 30), 14), "pixels: sides must be multiples of patch_size=14"),
         (lambda: patch_strip(torch.zeros(4, 3), 14), "rows: dimension 1 must be 588"),
         (lambda: image_of_rows(torch.zeros(4, 588), (2, 3), CONFIG), "rows: dimension 0 must be 6"),
     ],

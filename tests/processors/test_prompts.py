@@ -22,13 +22,6 @@ def vlm(folder):
     return refvl.load(folder, device="cpu", progress=False)
 
 
-def test_media_come_before_the_text_images_first(vlm):
-    picture = Image.new("RGB", (90, 90))
-    (message,) = vlm.processor.messages("why?", [picture], [CLIP])
-    assert [part["type"] for part in message["content"]] == ["image", "video", "text"]
-    assert vlm.processor.messages("why?", picture)[0]["content"][0]["image"] is picture
-
-
 def test_ids_are_the_template_with_placeholders_repeated(vlm, folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     messages = vlm.processor.messages("What is it?", [Image.new("RGB", (90, 90))])
@@ -53,28 +46,3 @@ def test_second_per_grid_reaches_the_positions(vlm):
     assert span.t_factor == pytest.approx(2 / video.fps * vlm.config.vision_config.tokens_per_second)
     first_of_last_frame = span.offset + (span.t - 1) * span.h * span.w
     assert trace.positions[0, first_of_last_frame] == span.offset + int((span.t - 1) * span.t_factor)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "images", "message"),
-    [
-        ([], (), "prompt: expected a string or a non-empty list"),
-        ([{"role": "user"}], (), r"prompt\[0\]: a message is a dict with 'role' and 'content'"),
-        ([{"role": "user", "content": [{"type": "audio", "audio": "x"}]}], (), r"prompt\[0\]: content type must be"),
-        ([{"role": "user", "content": [{"type": "image"}]}], (), r"prompt\[0\]: the image has no source"),
-        ([{"role": "user", "content": "hi"}], ["x.png"], "give no images or videos beside it"),
-        ("one <|video_pad|>", (), r"prompt: its placeholders are \['video'\], but the media given are \[\]"),
-        (3, (), "prompt: expected a string"),
-    ],
-)
-def test_prompts_that_make_no_sense(vlm, prompt, images, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        vlm.chat(prompt, images=images)
-
-
-def test_an_array_is_not_a_list_of_media(vlm):
-    import numpy as np
-
-    with pytest.raises(TypeError, match="images: expected a list of media, got one array"):
-        vlm.chat("hi", images=np.zeros((90, 90, 3), np.uint8))
-    assert len(vlm.encode(images=[np.zeros((90, 90, 3), np.uint8)])) == 1

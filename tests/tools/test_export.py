@@ -56,7 +56,7 @@ def check_equal(vlm, folder, out, names=SIZES):
         assert_agree(got, want, vlm.encoder)
         assert entry["tokens"] == len(want) and entry["bytes"] == (folder / name).stat().st_size
         [layout] = vlm.encoder.check_layouts([entry["layout"]])
-        assert layout == vlm.processor.plan(load_image(folder / name))[1]
+        assert layout == vlm.processor.layout_of(load_image(folder / name))
         assert f"torch.{manifest['dtype']}" == str(got.dtype)
     return manifest
 

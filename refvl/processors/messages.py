@@ -1,0 +1,118 @@
+"""The chat format: what a caller may pass as a prompt, checked before a file is opened or a template applied.
+
+prompt "What is it?", images, videos -> one user message: images, videos, text
+prompt [{"role": "user", "content": "Hi"},
+        {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Why?"}]}]
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from refvl.pixels.media import Video
+
+SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # what a video part may say besides its source
+KEYS = {"text": {"text"}, "image": {"image", "path", "url"}, "video": {"video", "path", "url", *SAMPLING}}
+
+
+def as_messages(prompt: str | Sequence[dict], images: Iterable = (), videos: Iterable = ()) -> list[dict]:
+    """One user message with images, videos and the text, in that order; or a list of messages, checked.
+
+    Raises TypeError for a wrong kind and ValueError for a wrong value, with the message's and the part's index.
+    """
+    media = [*_media_parts("image", images), *_media_parts("video", videos)]
+    if isinstance(prompt, str):
+        text = {"type": "text", "text": _check_text(prompt, "prompt")}
+        return [{"role": "user", "content": [*media, text]}]
+    if not isinstance(prompt, (list, tuple)):
+        raise TypeError(f"prompt: expected a string or a non-empty list of messages, got {type(prompt).__name__}")
+    if not prompt:
+        raise ValueError("prompt: expected a string or a non-empty list of messages, got an empty one")
+    if media:
+        raise ValueError("prompt: a list of messages carries its own media; give no images or videos beside it")
+    for i, message in enumerate(prompt):
+        _check_message(message, f"prompt[{i}]")
+    return list(prompt)
+
+
+def media_of(messages: Sequence[dict]) -> Iterator[tuple[str, Any, dict]]:
+    """(kind, source, sampling options) of every medium in checked messages, in order of appearance."""
+    for message in messages:
+        for part in message["content"] if not isinstance(message["content"], str) else ():
+            if (kind := part["type"]) != "text":
+                [source] = [part[key] for key in (kind, "path", "url") if key in part]
+                yield kind, source, {key: part[key] for key in SAMPLING if key in part}
+
+
+def map_texts(messages: Sequence[dict], change: Callable[[str], Any]) -> list[dict]:
+    """Copies of checked messages with `change` of every string that the caller wrote, roles included, in its place."""
+
+    def changed(content):
+        if isinstance(content, str):
+            return change(content)
+        return [part | {"text": change(part["text"])} if part["type"] == "text" else part for part in content]
+
+    return [{"role": change(message["role"]), "content": changed(message["content"])} for message in messages]
+
+
+def _media_parts(kind: str, media: Iterable) -> list[dict]:
+    """A single path, image or video is a list of one; a bare array is refused, because its axes could be media too."""
+    name = f"{kind}s"
+    if isinstance(media, (str, Path, Image.Image, Video)):
+        media = [media]
+    if isinstance(media, (np.ndarray, Tensor)):
+        what = "array" if isinstance(media, np.ndarray) else "tensor"
+        raise TypeError(f"{name}: expected a list of media, got one {what}; put it into a list")
+    if not isinstance(media, Iterable) or isinstance(media, (Mapping, bytes)):
+        raise TypeError(f"{name}: expected a list of media, got {type(media).__name__}")
+    return [{"type": kind, kind: item} for item in media]
+
+
+def _check_message(message, name: str) -> None:
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        raise ValueError(f"{name}: a message is a dict with 'role' and 'content', got {message!r}")
+    if unknown := sorted(map(str, message.keys() - {"role", "content"})):
+        raise ValueError(f"{name}: a message has 'role' and 'content' and nothing else, got also {unknown}")
+    if not isinstance(message["role"], str):
+        raise TypeError(f"{name}.role: expected a string such as 'user', got {message['role']!r}")
+    _check_text(message["role"], f"{name}.role")
+    content = message["content"]
+    if isinstance(content, str):
+        _check_text(content, f"{name}.content")
+    elif isinstance(content, (list, tuple)):
+        for j, part in enumerate(content):
+            _check_part(part, f"{name}.content[{j}]")
+    else:
+        raise TypeError(f"{name}.content: expected a string or a list of parts, got {content!r}")
+
+
+def _check_part(part, name: str) -> None:
+    if not isinstance(part, dict):
+        raise TypeError(f"{name}: expected a dict such as {{'type': 'text', 'text': 'Hi'}}, got {part!r}")
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in KEYS:
+        raise ValueError(f"{name}: type must be 'text', 'image' or 'video', got {kind!r}")
+    sources = sorted(part.keys() & KEYS[kind] - set(SAMPLING))
+    if not sources:
+        missing = "no text" if kind == "text" else "no source"
+        raise ValueError(f"{name}: the {kind} part has {missing}; give it under the key {kind!r}")
+    if len(sources) > 1:
+        raise ValueError(f"{name}: the {kind} part has several sources, {sources}; give one")
+    if unknown := sorted(map(str, part.keys() - KEYS[kind] - {"type"})):
+        raise ValueError(f"{name}: {kind} parts have the keys {sorted(KEYS[kind])}, got also {unknown}")
+    if kind == "text":
+        _check_text(part["text"], f"{name}.text")
+
+
+def _check_text(text, name: str) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"{name}: expected a string, got {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: cannot be written in UTF-8, it holds {text[error.start]!r}") from error
+    return text
