@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from refvl import checkpoints, families
 from refvl.checks import check_names
 from refvl.contracts import Processor
+from refvl.graphs.dual import DualPathGraphManager
 from refvl.graphs.manager import MIN_BUDGET, EncoderGraphManager
 from refvl.language.model import load_language_model, random_language_model
 from refvl.pipeline import VLM
@@ -124,11 +125,12 @@ def _add_stop_tokens(vlm: VLM) -> None:
         config.eos_token_id = list(dict.fromkeys(i for i in (*own, *stop) if i is not None))
 
 
-def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphManager:
+def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphManager | DualPathGraphManager:
     """The smallest inferred budget is the checkpoint's largest picture where that is small, as in the tiny models."""
     vlm.check_runnable()
     min_budget = max(vlm.processor.tokens_at_once, min(MIN_BUDGET, vlm.processor.largest_picture))
-    manager = vlm.family.graphs(vlm.encoder, **({"min_budget": min_budget, "progress": progress} | options))
+    options = {"min_budget": min_budget, "progress": progress} | options
+    manager = vlm.family.graphs(vlm.encoder, **options)  # type: ignore[arg-type]  # a family's two classes fit together
     manager.capture()
     return manager
 

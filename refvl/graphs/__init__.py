@@ -1,8 +1,9 @@
 """Encoder graphs: budgets, capture, replay, packing. Knows encoders only through plan, forward and metadata fields."""
 
+from refvl.contracts import GraphEncoder
 from refvl.graphs.budgets import Batch, Limits, generate_budgets, infer_limits, padding_waste, plan_batches
 from refvl.graphs.dual import DualGraphPlan, DualPathGraphManager, PairedBatch, plan_paired_batches
-from refvl.graphs.manager import EncoderGraphManager, GraphEncoder, GraphPlan, GraphStats
+from refvl.graphs.manager import EncoderGraphManager, GraphPlan, GraphStats
 from refvl.graphs.recorder import CaptureError, TraceGraph
 
 __all__ = [

@@ -14,14 +14,15 @@ import bisect
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import local
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from refvl.checks import check_pixel_rows, check_positive_int
+from refvl.contracts import GraphEncoder
 from refvl.graphs.budgets import POLICIES, Batch, Limits, generate_budgets
-from refvl.graphs.manager import MAX_BUDGET, EncoderGraphManager, GraphEncoder, GraphPlan, GraphStats
+from refvl.graphs.manager import MAX_BUDGET, EncoderGraphManager, GraphPlan, GraphStats
 
 MAX_UNITS = 64  # squares in the largest inferred graph; models whose squares have many tokens stop at MAX_BUDGET
 
@@ -39,7 +40,7 @@ class DualPathEncoder(Protocol):
     def paths(self) -> Mapping[str, PathEncoder]:
         """The paths by name, in the order in which a picture's rows lie."""
 
-    def check_layouts(self, layouts) -> list:
+    def check_layouts(self, layouts) -> Sequence[Any]:
         """The layouts of a batch, normalised, or a ValueError or TypeError that says what is wrong."""
 
     def item_size(self, layout) -> tuple[int, int, int]:

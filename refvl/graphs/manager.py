@@ -13,13 +13,13 @@ call; the buffers belong to one call at a time, which holds a lock from the firs
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from threading import RLock, local
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from refvl.checks import check_pixel_rows
+from refvl.contracts import GraphEncoder
 from refvl.graphs.budgets import Batch, infer_limits, plan_batches
 from refvl.graphs.buffers import fill_metadata, fill_padded, metadata_tensors
 from refvl.graphs.cuda import CudaGraph, Pool, pool_bytes
@@ -29,38 +29,6 @@ from refvl.graphs.recorder import TraceGraph
 BACKENDS = ("cuda", "trace")
 MIN_BUDGET = 64  # tokens: a picture of 224 px
 MAX_BUDGET = {"varlen": 4096, "sdpa": 4096, "masked": 256}  # masked attention is quadratic in the budget
-
-
-class GraphEncoder(Protocol):
-    """What an encoder has to offer to be captured: an nn.Module, or one path of that which it names `encoder`."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def graph_attention(self) -> str:
-        """The backend to capture: "varlen", "masked", or "sdpa" where all segments are equally long."""
-
-    def check_layouts(self, layouts) -> list:
-        """The layouts of a batch, normalised, or a ValueError or TypeError that says what is wrong."""
-
-    def item_size(self, layout) -> tuple[int, int, int]:
-        """(patch rows, output tokens, frames) of one item."""
-
-    def plan(self, layouts) -> object:
-        """Metadata of a batch: a frozen dataclass of tensors and integers, with a padding rule on each tensor."""
-
-    def plan_capacity(self, max_tokens: int, max_frames: int) -> object:
-        """The same dataclass with every tensor as long, and every integer as large, as any batch within the limits."""
-
-    def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """(patch rows, values) zeros for `max_tokens` output tokens; items with more rows take a larger budget."""
-
-    def __call__(self, pixel_values: Tensor, *, metadata, attention: str | None = None) -> Tensor:
-        """Patch rows -> (tokens, D)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

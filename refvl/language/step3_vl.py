@@ -238,7 +238,6 @@ class Step3TextModel(PreTrainedModel):
 
     config: Step3TextConfig
     config_class = Step3TextConfig
-    config: Step3TextConfig
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True

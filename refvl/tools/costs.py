@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from refvl.contracts import Encoder
 from refvl.pipeline import VLM
 from refvl.pixels.crops import CropConfig, plan_crops
 from refvl.pixels.media import Video
@@ -110,7 +111,7 @@ def num_frames_with_most_features(
     return max(1, frames_that_fit(left, size, video_config, limit=videos * MAX_FRAMES_PER_VIDEO) // videos)
 
 
-def parameter_count(module: torch.nn.Module) -> int:
+def parameter_count(module: nn.Module | Encoder) -> int:
     """Parameters, a shared one counted once."""
     return sum(p.numel() for p in module.parameters())
 
