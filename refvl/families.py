@@ -1,5 +1,6 @@
 """One row per model family: which encoder, processor and text model a config.json asks for, and how they are built."""
 
+import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from refvl.language.glm4v import Glm4vMoeTextModel, GlmOcrTextModel
 from refvl.language.minicpmv import MiniCPMTextModel, MiniCPMVConfig, MiniCPMVTextModel, minicpm_config
 from refvl.language.model import CausalTextModel
 from refvl.language.step3_vl import Step3ForCausalLM
-from refvl.pixels.patches import read_json
 from refvl.processors import glm4v, minicpmv, qwen2_5_vl, step3_vl
 
 
@@ -162,16 +162,17 @@ def find_processor(folder: Path | None, config: PretrainedConfig) -> type[Proces
 
 
 def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfig:
-    """A transformers config from a folder, a config.json of any name, a dict, or a config. Checks the family first.
-
-    Raises ValueError, naming the file, where it does not hold a JSON object.
-    """
+    """A transformers config from a folder, a config.json of any name, a dict, or a config. Checks the family first."""
     if isinstance(source, PretrainedConfig):
         find_family(source)
         return source
     if not isinstance(source, dict):
         path = Path(source)
-        source = read_json(path / "config.json" if path.is_dir() else path)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            source = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: not valid JSON ({error})") from error
     family = find_family(source)
     values = {name: value for name, value in source.items() if name != "model_type"}
     return family.config(**values) if family.config else AutoConfig.for_model(source["model_type"], **values)

@@ -36,7 +36,7 @@ from refvl.language.model import SequentialTextModel
 
 
 class Step3TextConfig(PretrainedConfig):
-    """Sizes of the language model. `moe_layers_enum` lists the layers that hold experts: "4,5,6", or [4, 5, 6]."""
+    """Sizes of the language model. `moe_layers_enum` names the layers that hold experts: "4,5,6", or a list."""
 
     model_type = "step3_text"
     base_config_key = "text_config"
@@ -74,13 +74,13 @@ class Step3TextConfig(PretrainedConfig):
         """Numbers of the layers that hold experts; without `moe_layers_enum` all but the first, as upstream."""
         if self.moe_layers_enum is None:
             return frozenset(range(1, self.num_hidden_layers))
-        listed = self.moe_layers_enum
-        numbers = listed.split(",") if isinstance(listed, str) else listed
-        return frozenset(int(n) for n in numbers if str(n).strip())
+        numbers = self.moe_layers_enum
+        numbers = [n for n in numbers.split(",") if n.strip()] if isinstance(numbers, str) else numbers
+        return frozenset(int(n) for n in numbers)
 
 
 class Step3VisionEncoderConfig(PretrainedConfig):
-    """Sizes of the images, of the vision tower, and of the first of the two convolutions after it."""
+    """Sizes of the pictures, of the vision tower, and of the first of the two convolutions behind it."""
 
     model_type = "step3_vision_encoder"
     base_config_key = "vision_config"
@@ -113,16 +113,13 @@ class Step3VLConfig(PretrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs):
-        self.vision_config = _as_config(self.vision_config, Step3VisionEncoderConfig)
-        self.text_config = text_config = _as_config(self.text_config, Step3TextConfig)
-        self.hidden_size = text_config.hidden_size  # upstream reads the projector's width here
+        for name, config_class in (("vision_config", Step3VisionEncoderConfig), ("text_config", Step3TextConfig)):
+            values = getattr(self, name) or {}
+            if isinstance(values, dict):
+                values = config_class(**{key: value for key, value in values.items() if key != "model_type"})
+            setattr(self, name, values)
+        self.hidden_size = self.text_config.hidden_size  # upstream reads the projector's width here
         super().__post_init__(**{key: value for key, value in kwargs.items() if key != "hidden_size"})
-
-
-def _as_config(values: dict | PretrainedConfig | None, config_class: type[PretrainedConfig]) -> PretrainedConfig:
-    if isinstance(values, PretrainedConfig):
-        return values
-    return config_class(**{key: value for key, value in (values or {}).items() if key != "model_type"})
 
 
 class Step3TextAttention(nn.Module):
@@ -237,7 +234,6 @@ class Step3TextModel(PreTrainedModel):
     """Embeddings or ids in, hidden states out; transformers loads, places and caches it as its own models."""
 
     config_class = Step3TextConfig
-    config: Step3TextConfig
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
@@ -305,7 +301,7 @@ class Step3TextModel(PreTrainedModel):
 def rotary_cos_sin(position_ids: Tensor, config: Step3TextConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(B, L) positions -> cos, sin, each (B, L, K); the angles are computed in float32, whatever the model's dtype."""
     dims = torch.arange(0, config.head_dim, 2, device=position_ids.device, dtype=torch.float32)
-    inv_freq = (config.rope_parameters or {})["rope_theta"] ** -(dims / config.head_dim)
+    inv_freq = config.rope_parameters["rope_theta"] ** -(dims / config.head_dim)
     angles = (position_ids[..., None].float() * inv_freq).repeat(1, 1, 2)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -314,7 +310,7 @@ def check_config(config: Step3TextConfig) -> None:
     """Raise ValueError, naming the key, for a text model that is not built here."""
     if config.num_attention_groups != 1:
         raise ValueError(f"num_attention_groups: MFA has one key-value head, got {config.num_attention_groups}")
-    if (rope_type := (config.rope_parameters or {}).get("rope_type", "default")) != "default":
+    if (rope_type := config.rope_parameters.get("rope_type", "default")) != "default":
         raise ValueError(f"rope_parameters: only rope_type 'default' is built here, got {rope_type!r}")
     if (router := getattr(config, "moe_router_activation", "softmax")) != "softmax":
         raise ValueError(f"moe_router_activation: Step3's router is a softmax, got {router!r}")

@@ -8,7 +8,7 @@
     patch rows (N, 3*P*P), tgt_sizes [(h, w), ...]     N patches of all slices, h x w of them in each
 
 P patch_size. Sizes in pixels are (width, height), as Pillow and the checkpoints' own preprocessing have them; tgt_sizes
-count patches and are (height, width). A slice keeps the ratio of its cell, so it is hardly ever a square: its area stays
+count patches and are (height, width). A slice keeps the ratio of its cell, so it is hardly ever a square: its area is
 near scale_resolution ** 2.
 
 The checkpoints' code lays each slice out as a strip, (3, P, L * P) for L patches, which `patch_strip` shows; here

@@ -74,10 +74,10 @@ class SlicedMedia(MergedMedia):
         return [(1, 1, query_num)] * sets
 
     def keep_mask(self, embeds_MD: Tensor, q: float) -> Tensor | None:
-        """None: nothing is pruned. Raises ValueError for a video."""
+        """None: nothing is pruned. Raises ValueError where a clip should be."""
         if self.kind == "video" and q > 0:
             raise ValueError(
-                f"pruning_rate: must be 0 for MiniCPM-V's videos, got {q}: EVS compares the same place in two frames, "
+                f"pruning_rate: must be 0 for MiniCPM-V's clips, got {q}: EVS compares the same place in two frames, "
                 f"and query tokens have no places"
             )
         return None

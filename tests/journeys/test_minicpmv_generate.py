@@ -479,7 +479,7 @@ def test_the_frame_limits_can_be_changed(models):
 
 @pytest.mark.parametrize("version", WITH_CLIPS)
 def test_pruning_is_refused_by_name(models, version):
-    with pytest.raises(ValueError, match=r"pruning_rate: must be 0 for MiniCPM-V's videos, got 0\.5"):
+    with pytest.raises(ValueError, match=r"pruning_rate: must be 0 for MiniCPM-V's clips, got 0\.5"):
         models[version].chat("What?", videos=[MOVING], pruning_rate=0.5)
     assert models[version].chat("What?", images=[SMALL], pruning_rate=0.5, max_new_tokens=1) is not None
 
