@@ -15,12 +15,30 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 
 from refvl.checks import check_positive_int
 
 DEFAULT_FPS = 2.0
 _KINDS = "a path, a PIL image, a numpy array or a torch tensor"
+
+
+def image_suffixes() -> frozenset[str]:
+    """Suffixes (".png") of the files that Pillow opens as images by itself.
+
+    Left out are formats that it only writes (PDF), only recognises and hands to other software (HDF5, WMF), runs
+    another program for (EPS), or whose pixels it cannot decode (MPEG).
+    """
+    registered = Image.registered_extensions()
+    return frozenset(suffix for suffix, name in registered.items() if _is_decodable(name))
+
+
+def _is_decodable(name: str) -> bool:
+    if name == "MPO":  # several photos in one file, which the plugin for JPEG opens
+        return True
+    factory = Image.OPEN[name][0] if name in Image.OPEN else None
+    is_stub = isinstance(factory, type) and issubclass(factory, ImageFile.StubImageFile)
+    return factory is not None and not is_stub and name not in ("EPS", "MPEG")
 
 
 def load_image(source) -> Image.Image:

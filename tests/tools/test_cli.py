@@ -70,7 +70,7 @@ def test_info_on_a_released_config(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["chat", "nowhere/at/all", "Hi"], "path_or_id: no folder nowhere/at/all"),
+        (["chat", "nowhere/at/all", "Hi"], "checkpoint: no folder nowhere/at/all"),
         (["chat", "FOLDER", "Hi", "--image", "nothing.png"], "nothing.png"),
         (["chat", "FOLDER", "Hi", "--image", __file__], "test_cli.py"),
         (["chat", "FOLDER", "Hi", "--video", "nothing.mp4"], "nothing.mp4"),
