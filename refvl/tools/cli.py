@@ -247,6 +247,10 @@ def _load(checkpoint: str, device: str, dtype: str, attention: str, graphs: bool
 
 
 def _check_request(prompt: str, video: list[str] | None, pruning_rate: float) -> None:
+    """What can be said before a model is loaded."""
+    from refvl.checks import check_pruning_rate
+
+    check_pruning_rate(pruning_rate, "pruning_rate")
     try:
         prompt.encode()
     except UnicodeEncodeError:

@@ -539,6 +539,14 @@ def test_a_reader_who_has_gone_is_no_error(checkpoint, tmp_path):
     assert (tmp_path / "log").read_text() == ""
 
 
+def test_a_path_that_is_no_utf8_does_not_break_the_output(checkpoint, tmp_path):
+    """A real standard output, which refuses what it cannot encode."""
+    (tmp_path / LATIN).symlink_to(checkpoint)
+    process = start(["info", tmp_path / LATIN], tmp_path / "log")
+    process.join(300)
+    assert process.exitcode == 0 and "caf\\udce9" in (tmp_path / "log").read_text()
+
+
 @pytest.mark.slow
 def test_many_runs_at_once_and_killed_at_any_time(checkpoint, many, vlm, tmp_path):
     """Three processes at a time on one folder, killed after random moments; in the end the folder is whole."""
