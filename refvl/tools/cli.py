@@ -198,7 +198,7 @@ def encode(
     vlm = _load(checkpoint, device, dtype, attention, graphs)
     manifest = encode_folder(vlm, folder, out, shard_size=shard_size, progress=sys.stderr.isatty() and rank == 0)
     if rank == 0:  # a failure of another rank would make torchrun end this one before it has spoken
-        print(f"{len(manifest['images'])} images in {out}")
+        print(f"{len(manifest['images'])} images in {out}", flush=True)
         for name, reason in manifest["unreadable"].items():
             print("refvl:", *f"{name}: {reason}".split(), file=sys.stderr)
         raise SystemExit(1 if manifest["unreadable"] else 0)

@@ -21,7 +21,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import refvl
-from refvl.paths import DATA
 from refvl.tools import export, lock, shards
 from refvl.tools.export import describe_model, encode_folder, find_images, read_embeddings
 from refvl.tools.images import image_name
@@ -420,6 +419,22 @@ def test_without_kernel_locks_a_file_is_taken_at_its_word(tmp_path, monkeypatch)
     assert not (tmp_path / LOCK).exists()
 
 
+def test_a_lock_that_goes_while_it_is_taken_is_none(tmp_path, monkeypatch):
+    """Its owner removes it between our opening and locking it: what we hold then has no name, and excludes nobody."""
+    (tmp_path / LOCK).touch()
+    flock, turns = lock.fcntl.flock, []
+
+    def remove_and_lock(file, how):
+        if not turns:
+            (tmp_path / LOCK).unlink()
+        turns.append(file)
+        flock(file, how)
+
+    monkeypatch.setattr(lock.fcntl, "flock", remove_and_lock)
+    with folder_lock(tmp_path):
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid() and len(turns) == 2
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_the_lock_goes_with_every_error(tmp_path, error):
     with pytest.raises(error), folder_lock(tmp_path):
@@ -531,8 +546,9 @@ def test_a_file_size_limit_is_one_line(checkpoint, many, tmp_path):
 
 def test_a_reader_who_has_gone_is_no_error(checkpoint, tmp_path):
     """`refvl ... | head`: nothing on stderr, and the status of a program that a closed pipe ended."""
-    scene = DATA / "pictures" / "scene.png"
-    for arguments in (["info", checkpoint], ["chat", checkpoint, "Hi", "--image", scene, "--max-new-tokens", 3]):
+    scenes, out = draw(tmp_path / "scenes", ["0.png"]), tmp_path / "out"
+    chat = ["chat", checkpoint, "Hi", "--image", scenes / "0.png", "--max-new-tokens", 3]
+    for arguments in (["info", checkpoint], chat, ["encode", checkpoint, scenes, "--out", out]):
         process = start(arguments, tmp_path / "log", reader=False)
         process.join(300)
         assert process.exitcode == 128 + signal.SIGPIPE

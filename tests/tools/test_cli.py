@@ -1,5 +1,6 @@
 """The command line as a user types it; oracle: the library's own answers and exceptions."""
 
+import io
 import json
 import os
 import struct
@@ -20,7 +21,7 @@ from refvl.encoders.minicpmv import SliceGroup
 from refvl.paths import DATA
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import load_image
-from refvl.tools.cli import Benchmark, Stopped
+from refvl.tools.cli import Benchmark, Stopped, report_mistakes
 from refvl.trace import layout_text
 
 LATIN = os.fsdecode(b"caf\xe9")  # bytes that are no UTF-8, as Python hands them over
@@ -223,6 +224,23 @@ def test_stopped_by_hand_is_a_line(run, folder, monkeypatch, stop, status):
     monkeypatch.setattr("refvl.loading.load", fail)
     assert run("chat", folder, "Hi") == (status, "", "refvl: stopped\n")
     assert run("encode", folder, folder, "--out", folder)[2] == "refvl: stopped; the same command continues\n"
+
+
+def test_what_was_printed_is_flushed_where_a_broken_pipe_is_handled(tmp_path, monkeypatch):
+    """At exit it would be too late: Python writes "Exception ignored" and leaves with status 120."""
+
+    class Broken(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+        def fileno(self):
+            return file.fileno()
+
+    with open(tmp_path / "file", "w") as file, monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(sys, "stdout", Broken())
+        with report_mistakes():
+            print("hi")
+    assert stop.value.code == 141
 
 
 def test_the_traceback_variable_is_in_the_help(run):
