@@ -2,8 +2,8 @@
 
 A clip of ten frames whose tokens dominate the prompt, through a random model with the width of Qwen2.5-VL-3B and few
 layers (all of them on CUDA): times depend on shapes, not on contents. Rates alternate in one run; every figure is a
-median of patch rows to first token, so the encoder, which sees the whole clip at every rate, is in it. Results go to
-data/measurements/evs_ttft_<cpu|cuda>.json.
+median of patch rows to first token, so the encoder, which sees the whole clip at every rate, is in it. With
+--write the results go to data/measurements/evs_ttft_<cpu|cuda>.json.
 """
 
 import json
@@ -14,9 +14,10 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from tqdm.auto import tqdm
 
 import refvl
-from benchmarks.report import Device, Repeats, Write, environment, resolve_device, write_measurement
+from benchmarks.report import Device, Repeats, Write, announce, environment, resolve_device, write_measurement
 from refvl.paths import DATA
 from refvl.pixels.media import load_video
 from refvl.positions import compute_retained_tokens_count
@@ -48,8 +49,8 @@ def measure(vlm: refvl.VLM, repeats: int) -> list[dict]:
     frames = np.random.default_rng(0).integers(0, 256, (10, 252, 448, 3), dtype=np.uint8)
     (patches,) = vlm.processor.patchify([load_video(frames)])
     ids = prompt_ids(vlm, patches.merged.num_tokens).to(vlm.device)
-    seconds = {q: [] for q in RATES}
-    for i in range(repeats + 1):
+    seconds: dict[float, list[float]] = {q: [] for q in RATES}
+    for i in tqdm(range(repeats + 1), desc="rounds", leave=False):  # rates take turns: no row is ready before the last
         for q in RATES:
             start = synchronized_time(vlm.device)
             vlm.generate(
@@ -72,10 +73,11 @@ def measure(vlm: refvl.VLM, repeats: int) -> list[dict]:
     ]
 
 
-def run(device: Device = "auto", repeats: Repeats = 5, write: Write = True) -> None:
+def run(device: Device = "auto", repeats: Repeats = 5, write: Write = False) -> None:
     """Time to the first token against the pruning rate."""
     device = resolve_device(device)
     layers = CPU_LAYERS if device == "cpu" else None
+    announce(f"evs_ttft_{device}", f"a clip at pruning rates {RATES}, {repeats} rounds", repeats + 1)
     rows = measure(build(device, layers), repeats)
     table = Table("q", "prompt tokens", "first token after", "relative to q = 0")
     for row in rows:

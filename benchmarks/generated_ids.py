@@ -2,20 +2,18 @@
 
 Both load the same folder in float32 and decode greedily. Behind a clip whose time reaches further than its height and
 width, transformers 5.17 to 5.23 continue the text at another position than vLLM, earlier releases and refvl: such a
-clip is compared as it is and with refvl's positions given to transformers. Results go to
-data/measurements/generated_ids.json.
+clip is compared as it is and with refvl's positions given to transformers. With --write
+the results go to data/measurements/generated_ids.json.
 """
 
 from pathlib import Path
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 import refvl
-from benchmarks.report import Write, environment, write_measurement
+from benchmarks.report import PrintedTable, Write, environment, write_measurement
 from refvl.paths import DATA
 
 CHECKPOINT = DATA / "checkpoints" / "tiny-qwen2_5_vl"
@@ -76,7 +74,7 @@ def compare(vlm: refvl.VLM, oracle, content: list[dict], new_tokens: int) -> lis
     inputs = transformers_inputs(vlm, trace)
     options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
     own = transformers_positions(oracle, inputs)
-    given = {"their own": {}}
+    given: dict[str, dict] = {"their own": {}}
     if not torch.equal(own, trace.full_positions):
         given["refvl's"] = {"position_ids": trace.full_positions[:, None]}
     rows = []
@@ -93,19 +91,20 @@ def transformers_positions(oracle, inputs: dict) -> torch.Tensor:
     return oracle.model.get_rope_index(**{name: inputs[name] for name in names if name in inputs})[0][:, 0]
 
 
-def run(checkpoint: Path = CHECKPOINT, new_tokens: int = 24, write: Write = True) -> None:
+def run(checkpoint: Path = CHECKPOINT, new_tokens: int = 24, write: Write = False) -> None:
     """refvl's generated ids beside transformers', on one checkpoint, in float32 on the CPU."""
     vlm = refvl.load(checkpoint, device="cpu", dtype="float32", progress=False)
     oracle = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    table = Table("prompt", "transformers' positions", "prompt tokens", "first ids", "theirs", "equal")
+    print(f"{len(CASES)} prompts, each answered with {new_tokens} tokens by both: under a minute", flush=True)
+    columns = {"prompt": "<22", "transformers' positions": "<23", "prompt tokens": ">13"}
+    table = PrintedTable(str(checkpoint), columns | {"first ids": "<16", "theirs": "<16", "equal": "<6"})
     rows = []
     for name, content in CASES.items():
         for row in compare(vlm, oracle, content, new_tokens):
             rows.append({"prompt": name} | row)
             first = [" ".join(map(str, row[side][:4])) for side in ("refvl", "transformers")]
             equal = f"all {new_tokens}" if row["equal"] else "no"
-            table.add_row(name, row["positions"], str(row["prompt_tokens"]), *first, equal)
-    Console().print(table)
+            table.add(name, row["positions"], row["prompt_tokens"], *first, equal)
     if write:
         write_measurement("generated_ids", environment("cpu") | {"rows": rows})
 

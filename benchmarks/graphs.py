@@ -8,22 +8,32 @@ Four ways to encode the same pictures take turns, with new random pixels every t
 - fitted    replay, one budget for each size of picture: no padding, for those who know what arrives
 
 Outputs are compared before anything is timed. On CUDA the true shapes in bfloat16; on a CPU, where replaying shows
-semantics and no speed, tiny towers and small pictures. Results go to data/measurements/graphs_<tower>_<cpu|cuda>.json.
+semantics and no speed, tiny towers and small pictures. With --write the results go to
+data/measurements/graphs_<tower>_<cpu|cuda>.json.
 """
 
 import random
 import statistics
 import time
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 import typer
 from PIL import Image
-from rich.console import Console
-from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.report import Device, Repeats, Write, environment, resolve_device, write_measurement
+from benchmarks.report import (
+    Device,
+    PrintedTable,
+    Repeats,
+    Write,
+    announce,
+    environment,
+    resolve_device,
+    write_measurement,
+)
 from benchmarks.tower import seconds_of
 from refvl.families import find_family, random_encoder, read_config
 from refvl.graphs import generate_budgets, padding_waste, plan_batches
@@ -99,9 +109,10 @@ def measure(encoder, managers: dict, layouts: list, repeats: int) -> dict:
     ways = {
         "eager": lambda x: encoder(x, layouts),
         "planned": lambda x: encoder(x, metadata=plan),
-        **{name: lambda x, manager=manager: manager.execute(x, layouts) for name, manager in managers.items()},
+        **{name: partial(manager.execute, layouts=layouts) for name, manager in managers.items()},
     }
-    row, samples = {}, {name: [] for name in ways}
+    row: dict[str, Any] = {}
+    samples: dict[str, list[float]] = {name: [] for name in ways}
     for i in range(WARM_UP + repeats):
         x = torch.randn(patches, values_per_row(encoder), device=device, dtype=encoder.dtype)
         for name, way in ways.items():
@@ -113,16 +124,16 @@ def measure(encoder, managers: dict, layouts: list, repeats: int) -> dict:
         row[f"{name}_budgets"] = [batch.budget for batch in manager.last_batches]
         row[f"{name}_waste"] = padding_waste(manager.last_batches)
         row[f"{name}_difference"] = ((got - want).norm() / want.norm()).item()
-    for name, seconds in samples.items():
-        row[f"{name}_ms"] = statistics.median(seconds) * 1e3
-        row[f"{name}_p99_ms"] = float(np.percentile(seconds, 99)) * 1e3
+    for name, times in samples.items():
+        row[f"{name}_ms"] = statistics.median(times) * 1e3
+        row[f"{name}_p99_ms"] = float(np.percentile(times, 99)) * 1e3
     return row
 
 
 def measure_packing(items: int = 64, repeats: int = 50) -> dict:
     """Both policies on the same random items: milliseconds on the CPU, and the summed budgets."""
     generator, budgets = random.Random(0), generate_budgets(64, 4096)
-    result = {"items": items}
+    result: dict[str, float] = {"items": items}
     tokens = [generator.randint(16, 1369) for _ in range(items)]
     for policy in ("greedy", "optimal"):
         seconds = []
@@ -131,24 +142,25 @@ def measure_packing(items: int = 64, repeats: int = 50) -> dict:
             batches = plan_batches(tokens, budgets, items, policy=policy)
             seconds.append(time.perf_counter() - start)
         result[f"{policy}_ms"] = statistics.median(seconds) * 1e3
-        result[f"{policy}_budget_tokens"] = sum(batch.budget for batch in batches)
+        result[f"{policy}_budget_tokens"] = sum(batch.budget or 0 for batch in batches)
     return result | {"time_ratio": result["optimal_ms"] / result["greedy_ms"]}
 
 
-def as_table(tower: str, device: str, rows: list[dict]) -> Table:
+def make_table(tower: str, device: str) -> PrintedTable:
     """Medians, and how many times as fast as eager; the floor is the arithmetic at the device's peak, where known."""
-    table = Table(title=f"one call of the {tower} tower on {device}, median ms")
-    for name in ("px", "images", "tokens", "eager", "planned", "doubling", "fitted", "floor"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        sizes = [f"{row[name]}" for name in ("px", "images", "tokens")]
-        eager, ways = row["eager_ms"], [row[f"{name}_ms"] for name in ("planned", "doubling", "fitted")]
-        floor = f"{row['floor_ms']:.2f}" if row["floor_ms"] else "-"
-        table.add_row(*sizes, f"{eager:.2f}", *(f"{ms:.2f} {eager / ms:.1f}x" for ms in ways), floor)
-    return table
+    columns = {"px": ">5", "images": ">6", "tokens": ">6", "eager": ">9"}
+    columns |= dict.fromkeys(("planned", "doubling", "fitted"), ">14") | {"floor": ">8"}
+    return PrintedTable(f"one call of the {tower} tower on {device}, median ms", columns)
 
 
-def run(device: Device = "auto", repeats: Repeats = 50, write: Write = True) -> None:
+def as_cells(row: dict) -> list[str]:
+    eager, ways = row["eager_ms"], [row[f"{name}_ms"] for name in ("planned", "doubling", "fitted")]
+    floor = f"{row['floor_ms']:.2f}" if row["floor_ms"] else "-"
+    sizes = [row[name] for name in ("px", "images", "tokens")]
+    return [*sizes, f"{eager:.2f}", *(f"{ms:.2f} {eager / ms:.1f}x" for ms in ways), floor]
+
+
+def run(device: Device = "auto", repeats: Repeats = 50, write: Write = False) -> None:
     """The eager vision towers against replayed graphs, by image size and batch."""
     device = resolve_device(device)
     for tower in TOWERS:
@@ -157,23 +169,27 @@ def run(device: Device = "auto", repeats: Repeats = 50, write: Write = True) -> 
 
 def run_tower(tower: str, device: str, repeats: int, write: bool) -> None:
     """One tower's table and file."""
+    sizes, batches = ", ".join(map(str, SIZES[device])), " and ".join(map(str, BATCHES))
+    what = f"the {tower} tower: images of {sizes} px, {batches} a call; timed calls: {repeats}"
+    announce(f"graphs_{tower}_{device}", what, WARM_UP + repeats)
     encoder, layout_of, manager_class = build(tower, device)
     layouts = {size: layout_of(size) for size in SIZES[device]}
     smallest = max(MIN_BUDGET[device], min(encoder.item_size(layout)[1] for layout in layouts.values()))
-    limits = {"doubling": {"min_budget": smallest}, "fitted": {"budgets": fitted_budgets(encoder, layouts.values())}}
+    fitted = fitted_budgets(encoder, list(layouts.values()))
+    limits: dict[str, dict] = {"doubling": {"min_budget": smallest}, "fitted": {"budgets": fitted}}
     managers, costs = {}, {}
     for name, chosen in limits.items():
         managers[name], costs[name] = capture(manager_class(encoder, **chosen))
     where = environment(device)
     peak = next((peak for name, peak in PEAK.items() if name in where["device"]), None)
-    rows = []
+    rows, table = [], make_table(tower, device)
     for size, layout in layouts.items():
         for images in BATCHES:
             work = operations(encoder, [layout] * images)
             row = {"px": size, "images": images, "tokens": images * encoder.item_size(layout)[1]}
             row |= {"teraoperations": work / 1e12, "floor_ms": work / peak * 1e3 if peak else None}
             rows.append(row | measure(encoder, managers, [layout] * images, repeats))
-    Console().print(as_table(tower, device, rows))
+            table.add(*as_cells(rows[-1]))
     for name, cost in costs.items():
         print(f"{name}: {len(cost['budgets'])} graphs in {cost['seconds']:.1f} s, {cost['memory_mib']:.0f} MiB")
     packing = measure_packing()

@@ -18,6 +18,37 @@ Repeats = Annotated[int, typer.Option(help="timed calls; every figure is their m
 Write = Annotated[bool, typer.Option(help="keep the result under data/measurements")]
 
 
+def announce(name: str, what: str, calls: int) -> None:
+    """Say what will run, and how long its timed calls take by the measurement NAME that is kept.
+
+    calls: of each row and way, warm-up included. What is kept are the median milliseconds of one.
+    """
+    print(what, flush=True)
+    path = DATA / "measurements" / f"{name}.json"
+    if not path.is_file():
+        return print(f"how long that takes is not known: there is no {path.name} yet", flush=True)
+    kept = json.loads(path.read_text())
+    times = ((key, value) for row in kept["rows"] for key, value in row.items() if key.endswith("_ms"))
+    seconds = calls * sum(value for key, value in times if not key.endswith(("p99_ms", "floor_ms"))) / 1e3
+    print(f"about {seconds:.0f} s on the machine of {path.name} ({kept['device']}), and some for building", flush=True)
+
+
+class PrintedTable:
+    """A table whose rows are printed as they come, so that a long run is seen to move.
+
+    columns: name -> format of its cells, as in an f-string: ">8" is eight characters wide, text at the right.
+    """
+
+    def __init__(self, title: str, columns: dict[str, str]):
+        self.formats = list(columns.values())
+        print(f"\n{title}")
+        self.add(*columns)
+
+    def add(self, *cells) -> None:
+        line = "  ".join(format(str(cell), spec) for cell, spec in zip(cells, self.formats, strict=True))
+        print(line.rstrip(), flush=True)
+
+
 def resolve_device(device: str) -> str:
     """The device to measure on; "auto" is CUDA where there is one. On a CPU one thread is used from here on.
 

@@ -1,7 +1,8 @@
 """refvl's Qwen2.5-VL and GLM-4.1V towers against transformers', same weights, same run: `python -m benchmarks.tower`.
 
 Calls alternate between the two, so that a busy machine slows both; what counts is the ratio. Outputs are compared
-before anything is timed. Results go to data/measurements/tower_<cpu|cuda>.json, with device, versions and date.
+before anything is timed. With --write the results go to data/measurements/tower_<cpu|cuda>.json, with device, versions
+and date.
 """
 
 import statistics
@@ -10,17 +11,24 @@ from dataclasses import asdict, replace
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig as HFGlm4vVisionConfig
 from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-from benchmarks.report import Device, Repeats, Write, environment, resolve_device, write_measurement
+from benchmarks.report import (
+    Device,
+    PrintedTable,
+    Repeats,
+    Write,
+    announce,
+    environment,
+    resolve_device,
+    write_measurement,
+)
 from refvl.encoders import Glm4vVisionConfig, Glm4vVisionTransformer, Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 
-CLASSES = {  # config -> transformers' config and tower, refvl's tower
+CLASSES: dict[type, tuple] = {  # config -> transformers' config and tower, refvl's tower
     Qwen2_5_VisionConfig: (
         Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VisionTransformer,
     ),
@@ -53,6 +61,8 @@ INPUTS = {  # grids of 14 px patches: pictures, a clip, a batch
         "clip of 16 steps, 252 px": [(16, 18, 18)],
     },
 }
+
+WARM_UP = 2  # calls
 
 
 def build_pair(config, device: str, dtype: torch.dtype):
@@ -89,14 +99,14 @@ def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dt
     x = pixels()
     reference, output = theirs(x, grid_tensor).pooler_output.float(), ours(x, grid).float()
     difference = ((reference - output).norm() / reference.norm()).item()
-    times = {"transformers": [], "refvl": []}
-    for i in range(repeats + 2):
+    times: dict[str, list[float]] = {"transformers": [], "refvl": []}
+    for i in range(WARM_UP + repeats):
         x = pixels()
         pair = (
             seconds_of(lambda x=x: theirs(x, grid_tensor), device),
             seconds_of(lambda x=x: ours(x, grid), device),
         )
-        if i >= 2:  # the first two warm up
+        if i >= WARM_UP:
             for samples, value in zip(times.values(), pair, strict=True):
                 samples.append(value)
     medians = {name: statistics.median(samples) for name, samples in times.items()}
@@ -106,22 +116,25 @@ def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dt
     }
 
 
-def run(device: Device = "auto", repeats: Repeats = 15, write: Write = True) -> None:
+def run(device: Device = "auto", repeats: Repeats = 15, write: Write = False) -> None:
     """refvl's vision tower against transformers', same weights, same run."""
     device = resolve_device(device)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    inputs = "; ".join(INPUTS[device])
+    announce(
+        f"tower_{device}", f"{'; '.join(TOWERS[device])}: each on {inputs}; timed calls: {repeats}", repeats + WARM_UP
+    )
     rows = []
-    table = Table("tower", "input", title=f"vision tower on {device}, {str(dtype).removeprefix('torch.')}")
-    for name in ("patches", "transformers ms", "refvl ms", "ratio"):
-        table.add_column(name, justify="right")
+    columns = {"tower": "<35", "input": "<25", "patches": ">7", "transformers ms": ">15", "refvl ms": ">9"}
+    title = f"vision tower on {device}, {str(dtype).removeprefix('torch.')}"
+    table = PrintedTable(title, columns | {"ratio": ">6"})
     for tower, config in TOWERS[device].items():
-        pair = build_pair(config, device, dtype)
+        theirs, ours = build_pair(config, device, dtype)
         for label, grid in INPUTS[device].items():
-            row = measure(*pair, grid, repeats, device, dtype)
+            row = measure(theirs, ours, grid, repeats, device, dtype)
             rows.append({"tower": tower, "input": label, "grid_thw": grid} | row)
             milliseconds = (f"{row[name]:.2f}" for name in ("transformers_ms", "refvl_ms", "ratio"))
-            table.add_row(tower, label, f"{row['patches']}", *milliseconds)
-    Console().print(table)
+            table.add(tower, label, row["patches"], *milliseconds)
     if write:
         write_measurement(f"tower_{device}", environment(device) | {"repeats": repeats, "rows": rows})
 

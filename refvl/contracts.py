@@ -103,6 +103,9 @@ class Encoder(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """As of every `nn.Module`."""
 
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """As of every `nn.Module`."""
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """As of every `nn.Module`."""
 

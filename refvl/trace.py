@@ -2,6 +2,7 @@
 
 import html
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from refvl.graphs.budgets import Batch, padding_waste
+from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import Video
 from refvl.positions import MediaSpan
 from refvl.processors.chat import Patches
@@ -84,7 +86,7 @@ class Trace:
             case "decode media":
                 return ", ".join(_media_size(m) for m in self.media) or "text only"
             case "patchify":
-                return ", ".join(f"{tuple(p.pixel_values.shape)} grid {p.layout}" for p in self.patches)
+                return ", ".join(f"{tuple(p.pixel_values.shape)} {layout_text(p.layout)}" for p in self.patches)
             case "plan":
                 return self._packing() if self.graph_batches else ", ".join(m.summary for m in self.metadata)
             case "encode":
@@ -144,6 +146,16 @@ def synchronized_time(device: torch.device | None) -> float:
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def layout_text(layout) -> str:
+    """How a medium's rows lie, in a few words: the grid, the crops, or how many slices of which sizes."""
+    if isinstance(layout, CropLayout):
+        return f"overview and {layout.rows} x {layout.columns} crops" if layout.crops else "overview"
+    if not hasattr(layout[0], "slices"):
+        return f"grid {layout}"
+    sizes = Counter(size for group in layout for size in group.slices)
+    return "slices: " + ", ".join(f"{count} of {h} x {w}" for (h, w), count in sizes.items())
 
 
 def _media_size(medium) -> str:

@@ -1,45 +1,133 @@
-"""`python -m refvl`: chat, trace, info, encode, bench. A user's mistake prints one line and exits with status 1."""
+"""`python -m refvl`: chat, trace, info, encode, bench. Whatever goes wrong is one line on stderr.
+
+Exit status: 1 for an error, 2 for a command line that cannot be read, 130 after Ctrl-C, 143 after SIGTERM, and 141 when
+the reader of a pipe has gone.
+"""
 
 import importlib
 import os
+import re
+import signal
 import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
+import rich.console
 import typer
-from rich.console import Console
 from rich.table import Table
 
+import refvl
+
 app = typer.Typer(
-    help="Run a vision-language model, or look at what happens on the way.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
 )
+TRACEBACK = "REFVL_TRACEBACK"  # environment variable
 
 Checkpoint = Annotated[str, typer.Argument(help="a checkpoint folder or a hub id (owner/name)")]
 Prompt = Annotated[str, typer.Argument(help="the question")]
-Images = Annotated[list[str] | None, typer.Option("--image", "-i", help="a picture; may be repeated")]
-Videos = Annotated[list[str] | None, typer.Option("--video", "-v", help="a clip; may be repeated")]
+Images = Annotated[list[str] | None, typer.Option("--image", "-i", help="an image file; may be repeated")]
+Videos = Annotated[list[str] | None, typer.Option("--video", "-v", help="a video file; may be repeated")]
 MaxNewTokens = Annotated[int, typer.Option(help="stop after this many tokens")]
 PruningRate = Annotated[float, typer.Option(help="share of video tokens that EVS drops, in [0, 1)")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
 Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower in graphs first")]
-Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, flash, sdpa")]
+Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, flash, sdpa, masked")]
 
 
 Benchmark = StrEnum("Benchmark", ["tower", "graphs", "evs_ttft", "generated_ids"])
 
 
-@app.command()
+class Stopped(KeyboardInterrupt):
+    """SIGTERM, to be cleaned up after like Ctrl-C."""
+
+
+class Console(rich.console.Console):
+    """rich's, but that it leaves a reader who has gone (`| head`) to `report_mistakes`."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+@contextmanager
+def report_mistakes(stopped: str = "stopped") -> Iterator[None]:
+    """An error becomes one line on stderr and exit status 1, and so do Ctrl-C and SIGTERM with theirs.
+
+    stopped: what is said after those two. With REFVL_TRACEBACK=1 in the environment the traceback is printed first.
+    """
+    try:
+        with _sigterm_raises():
+            yield
+            sys.stdout.flush()  # here rather than at exit, where a broken pipe could not be handled
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    except KeyboardInterrupt as stop:
+        print(f"refvl: {stopped}", file=sys.stderr)
+        raise SystemExit(128 + (signal.SIGTERM if isinstance(stop, Stopped) else signal.SIGINT)) from None
+    except Exception as error:
+        if os.environ.get(TRACEBACK) == "1":
+            traceback.print_exc()
+        print(f"refvl: {_one_line(error)}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _one_line(error: Exception) -> str:
+    """The message, in the command line's words; in front of it the kind of error where refvl did not word it itself."""
+    message = re.sub(r"^path_or_id:", "checkpoint:", " ".join(str(error).split()))
+    worded = message and isinstance(error, (ValueError, TypeError, OSError, ImportError))
+    return message if worded else f"{type(error).__name__}: {message}"
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM as an exception, so that files are closed and a lock is removed; only a main thread may ask for that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number, frame):
+        raise Stopped
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def command(stopped: str = "stopped") -> Callable:
+    """A function as a command of the command line whose mistakes are reported."""
+    return lambda function: app.command()(report_mistakes(stopped)(function))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"refvl {refvl.__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog=f"{TRACEBACK}=1 in the environment shows the traceback of an error.")
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="the version")
+    ] = False,
+):
+    """Run a vision-language model, or look at what happens on the way."""
+
+
+@command()
 def chat(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
-    """Answer a question about pictures and clips; the text streams as it is generated."""
+    """Answer a question about images and videos; the text streams as it is generated."""
+    _check_request(prompt, video, pruning_rate)
     model = _load(checkpoint, device, dtype, attention, graphs)
     pieces = model.chat(
         prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
@@ -50,13 +138,14 @@ def chat(
     print()
 
 
-@app.command()
+@command()
 def trace(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
     """The same run, with every stage's shapes and seconds."""
+    _check_request(prompt, video, pruning_rate)
     model = _load(checkpoint, device, dtype, attention, graphs)
     run = model.trace(
         prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate
@@ -67,7 +156,7 @@ def trace(
     console.print(f"answer: {run.text}", markup=False)
 
 
-@app.command()
+@command()
 def info(
     checkpoint: Annotated[str, typer.Argument(help="a checkpoint folder, a hub id, or a config's JSON file")],
     image: Images = None, video: Videos = None, dtype: Annotated[str, typer.Option(help="for memory")] = "bfloat16",
@@ -84,21 +173,22 @@ def info(
     Console().print(table)
 
 
-@app.command()
+@command(stopped="stopped; the same command continues")
 def encode(
     checkpoint: Checkpoint,
-    folder: Annotated[str, typer.Argument(help="a folder of pictures")],
-    out: Annotated[str, typer.Option(help="a folder for shards and manifest.json; what it holds is not made again")],
+    folder: Annotated[str, typer.Argument(help="a folder of images")],
+    out: Annotated[str, typer.Option(help="a folder for shards and manifest.json; what it holds is not encoded again")],
     data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share the work of torchrun")] = False,
-    shard_size: Annotated[int, typer.Option(help="pictures per safetensors file")] = 64,
+    shard_size: Annotated[int, typer.Option(help="images per safetensors file")] = 64,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
-    """Encode a folder of pictures to safetensors, to be handed to an engine that accepts embeddings.
+    """Encode a folder of images to safetensors, to be handed to an engine that accepts embeddings.
 
     torchrun --nproc-per-node 8 -m refvl encode CHECKPOINT FOLDER --out DIR --data-parallel
 
-    A picture that cannot be read is named on stderr and in the manifest; the others are encoded, and the exit status
-    is 1. A run that was killed is continued by the same command.
+    An image that cannot be read is named on stderr and in the manifest, with the reason; the others are encoded, and
+    the exit status is 1. A run that was stopped is continued by the same command, which also encodes the images that
+    have come or changed since. In the manifest a path that is not UTF-8 is percent-encoded behind "./".
     """
     from refvl.tools.export import encode_folder
 
@@ -108,29 +198,30 @@ def encode(
     vlm = _load(checkpoint, device, dtype, attention, graphs)
     manifest = encode_folder(vlm, folder, out, shard_size=shard_size, progress=sys.stderr.isatty() and rank == 0)
     if rank == 0:  # a failure of another rank would make torchrun end this one before it has spoken
-        print(f"{len(manifest['images'])} pictures in {out}")
-        for reason in manifest["unreadable"].values():
-            print(f"refvl: {reason}", file=sys.stderr)
+        print(f"{len(manifest['images'])} images in {out}", flush=True)
+        for name, reason in manifest["unreadable"].items():
+            print("refvl:", *f"{name}: {reason}".split(), file=sys.stderr)
         raise SystemExit(1 if manifest["unreadable"] else 0)
 
 
-@app.command()
+@command()
 def bench(
     name: Annotated[Benchmark, typer.Argument(help="what to measure")],
     device: Device = "auto",
     repeats: Annotated[int | None, typer.Option(help="timed calls; the default is the benchmark's own")] = None,
-    write: Annotated[bool, typer.Option(help="keep the result under data/measurements")] = True,
+    write: Annotated[bool, typer.Option(help="keep the result under data/measurements")] = False,
 ):
-    """Measure on this machine: needs a clone of the repository."""
-    options = {} if name == Benchmark.generated_ids else {"device": device}
+    """Measure on this machine; needs a clone of the repository."""
+    options: dict[str, Any] = {} if name == Benchmark.generated_ids else {"device": device}
     options |= {} if repeats is None or name == Benchmark.generated_ids else {"repeats": repeats}
     _benchmark(name.value).run(write=write, **options)
 
 
 def _benchmark(name: str):
     """The module benchmarks/NAME.py, which lies beside the package and is not installed with it."""
-    from refvl.paths import DATA
+    from refvl.paths import DATA, check_clone
 
+    check_clone("`refvl bench`")
     root = str(DATA.parent)
     if root not in sys.path:
         sys.path.insert(0, root)
@@ -149,24 +240,30 @@ def stage_table(run) -> Table:
 def _load(checkpoint: str, device: str, dtype: str, attention: str, graphs: bool):
     from refvl.loading import load
 
-    options = {"device": device, "dtype": dtype, "attention": attention, "graphs": graphs}
-    return load(checkpoint, **options, progress=sys.stderr.isatty())
+    if checkpoint.endswith(".json"):
+        raise ValueError(f"checkpoint: {checkpoint} is a config without weights, which only `refvl info` reads")
+    progress = sys.stderr.isatty()
+    return load(checkpoint, device=device, dtype=dtype, attention=attention, graphs=graphs, progress=progress)
 
 
-@contextmanager
-def report_mistakes():
-    """A user's mistake (and a missing file) becomes one line on stderr and exit status 1."""
+def _check_request(prompt: str, video: list[str] | None, pruning_rate: float) -> None:
+    """What can be said before a model is loaded."""
+    from refvl.checks import check_pruning_rate
+
+    check_pruning_rate(pruning_rate, "pruning_rate")
     try:
-        yield
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"refvl: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(1) from None
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"prompt: expected text in UTF-8, got {prompt!r}") from None
+    if pruning_rate and not video:
+        print("refvl: --pruning-rate prunes videos, and none was given: nothing is pruned", file=sys.stderr)
 
 
 def main() -> None:
     """Run the command line."""
-    with report_mistakes():
-        app()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a name may be no UTF-8
+    app()
 
 
 if __name__ == "__main__":

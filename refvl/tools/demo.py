@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from refvl.loading import load
-from refvl.paths import DATA
+from refvl.paths import DATA, check_clone
 from refvl.pipeline import VLM
 from refvl.pixels.patches import PatchConfig
-from refvl.tools.cli import Device, report_mistakes, stage_table
+from refvl.tools.cli import Console, Device, report_mistakes, stage_table
 from refvl.trace import Trace
 
 CHECKPOINT = DATA / "checkpoints" / "tiny-qwen2_5_vl"
@@ -25,22 +24,26 @@ PHOTO_QUESTION, FILM_QUESTION = "What is in the picture?", "What is in the clip?
 PRUNING_RATE = 0.5
 
 
+@report_mistakes()
 def main(
     out: Annotated[Path, typer.Option(help="folder for the figures")] = Path("outputs/demo"),
     checkpoint: Annotated[str, typer.Option(help="a checkpoint folder or a hub id")] = str(CHECKPOINT),
     device: Device = "auto",
 ) -> None:
-    """Two questions about a picture and two about a clip, with a table of stages and figures."""
+    """Two questions about an image and two about a video, with a table of stages and figures."""
+    check_clone("the demo")
     console = Console()
     model = load(checkpoint, device=device, progress=console.is_terminal)
     console.print(f"{model.family.name} from {checkpoint}, on {model.device}")
     picture = ask(console, model, PICTURE, PICTURE_QUESTIONS, images=[PICTURE])
     clip = ask(console, model, CLIP, CLIP_QUESTIONS, videos=[CLIP])
     pruned = model.trace(CLIP_QUESTIONS[0], videos=[CLIP], pruning_rate=PRUNING_RATE)
+    before, after = (len(trace.input_ids) for trace in (clip, pruned))
     console.print(
         f"\nthe same clip with {PRUNING_RATE:.0%} of its tokens pruned: {CLIP_QUESTIONS[0]} [bold]{pruned.text}[/bold] "
-        f"({len(clip.input_ids)} prompt tokens became {len(pruned.input_ids)})"
+        f"({before} prompt tokens became {after})"
     )
+    console.print("\nThe next photo and video were in the shipped model's training data: it knows them by heart.")
     photo = ask(console, model, PHOTO, (PHOTO_QUESTION,), images=[PHOTO])
     film = model.trace(FILM_QUESTION, videos=[FILM], pruning_rate=PRUNING_RATE)
     console.print(f"\n{FILM.relative_to(DATA.parent)}: {FILM_QUESTION} [bold]{film.text}[/bold]")
@@ -61,6 +64,9 @@ def ask(console: Console, model: VLM, medium: Path, questions: tuple[str, ...], 
 
 def write_figures(model: VLM, picture: Trace, clip: Trace, pruned: Trace, photo: Trace, film: Trace, out: Path):
     """One PNG per stage figure, and an overview of all; returns their paths."""
+    import matplotlib
+
+    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     from refvl import viz
@@ -69,11 +75,13 @@ def write_figures(model: VLM, picture: Trace, clip: Trace, pruned: Trace, photo:
     config = model.processor.image_config
     window_size = model.config.vision_config.window_size
     media, (patches,) = picture.media[0], clip.patches
+    positions, keep_mask = clip.positions, pruned.keep_masks[0]
+    assert positions is not None and keep_mask is not None, "a finished run has positions, and its clip was pruned"
     figures = {
         "patches": lambda: viz.plot_patches(media, config),
         "windows": lambda: viz.plot_windows(media, config, window_size=window_size),
-        "positions": lambda: viz.plot_positions(clip.positions, clip.spans),
-        "keep_mask": lambda: viz.plot_keep_mask(clip.media[0].frames, pruned.keep_masks[0], patches.merged.thw)[0],
+        "positions": lambda: viz.plot_positions(positions, clip.spans),
+        "keep_mask": lambda: viz.plot_keep_mask(clip.media[0].frames, keep_mask, patches.merged.thw)[0],
         "timings": lambda: viz.plot_stage_timings(clip),
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -88,8 +96,4 @@ def write_figures(model: VLM, picture: Trace, clip: Trace, pruned: Trace, photo:
 
 
 if __name__ == "__main__":
-    import matplotlib
-
-    matplotlib.use("Agg")
-    with report_mistakes():
-        typer.run(main)
+    typer.run(main)

@@ -1,153 +1,142 @@
-"""A folder of pictures to embeddings on disk, for a serving engine that accepts them: `python -m refvl encode`.
+"""A folder of images to embeddings on disk, for a serving engine that accepts them: `python -m refvl encode`.
 
-    folder -> which pictures are not encoded yet -> dealt out by size to the ranks that torchrun started, if any
-    rank   -> batches of pictures -> shards of its own, each written whole and then named
-    rank 0 -> manifest.json: picture -> shard, layout, tokens
+    folder -> which images are not encoded yet -> dealt out by size to the ranks that torchrun started, if any
+    rank   -> batches of images -> shards of its own, each written whole and then named
+    rank 0 -> manifest.json: image -> shard, layout, tokens, what the file was
 
-A shard is a safetensors file: one (tokens, D) tensor per picture, named by the picture's path in the folder; its header
-says the same as the manifest, so what is finished can be read off the shards alone. A run that was killed is continued
-by the same command, with any number of ranks, and loses at most one unfinished shard per rank.
+What is finished is read off the headers of the shards alone (`shards.py`), and checked against the files as they are
+now (`images.py`). A run that was killed is continued by the same command, with any number of ranks, and loses at most
+one unfinished shard per rank.
 """
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import islice
+from operator import itemgetter
 from pathlib import Path
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from PIL import Image
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from refvl.checks import check_positive_int
 from refvl.parallel import get_load_balance_assignment, torchrun_ranks
 from refvl.pipeline import VLM
 from refvl.pixels.media import load_image
+from refvl.tools.images import STAMP, ImageFile, digest_of, find_images, is_unchanged, read_stamp
+from refvl.tools.shards import (
+    MANIFEST,
+    SHARDS,
+    Encoded,
+    ShardWriter,
+    held_folder,
+    read_header,
+    speaking_of,
+    written_whole,
+)
+from refvl.tools.shards import read_embeddings as read_embeddings  # public here, beside `encode_folder`
 
-MANIFEST, SHARDS, PARTIAL = "manifest.json", "embeds-*.safetensors", ".partial"
-BATCH_PATCHES = 2**14  # pictures are decoded and encoded together up to here
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A file to encode; name: its path in the folder, size: patch rows as far as the file's header tells."""
-
-    name: str
-    path: Path
-    bytes: int
-    size: int = 0
+BATCH_PATCHES = 2**14  # images are decoded and encoded together up to here
+T = TypeVar("T")
 
 
 def encode_folder(
     vlm: VLM, folder: str | Path, out: str | Path, *, shard_size: int = 64, progress: bool = True
 ) -> dict:
-    """Encode every picture in `folder` and below that `out` does not hold yet; returns the manifest, on every rank.
+    """Encode every image in `folder` and below that `out` does not hold yet; returns the manifest, on every rank.
 
-    shard_size: pictures per shard. Called in processes that torchrun started (`torchrun_ranks`), they share the work.
-    A picture that cannot be read is left out and listed under "unreadable" with the reason. Raises ValueError when
-    `out` holds embeddings of another model or dtype, or the folder no picture.
+    shard_size: images per shard. Called in processes that torchrun started (`torchrun_ranks`), they share the work.
+    An image that cannot be read or encoded is left out and listed under "unreadable" with the reason. Raises
+    ValueError when `out` holds embeddings of another model or dtype or a shard that cannot be read, when the folder
+    holds no image, or when images came or changed during the run; BlockingIOError while another process writes to
+    `out`; OSError where `out` cannot be written.
     """
     check_positive_int(shard_size, "shard_size")
     folder, out, model = Path(folder), Path(out), describe_model(vlm)
-    with torchrun_ranks() as (rank, world_size):
-        own = _deal_out(vlm, folder, out, model, rank, world_size)
-        unreadable, shards = {}, _Shards(out, model, rank, shard_size)
-        bar = tqdm(total=len(own), desc=f"encode, rank {rank}", unit="picture", disable=not progress)
-        for batch in _batches(own):
+    with torchrun_ranks() as (rank, world_size), ExitStack() as until_the_end:
+
+        def deal() -> list[list[ImageFile]]:
+            found = find_images(folder)
+            until_the_end.enter_context(held_folder(out))
+            return _deal(vlm, found, out, model, world_size)
+
+        own = _from_rank_0(deal, rank, world_size)[rank]
+        unreadable: dict[str, str] = {}
+        shards, waiting = ShardWriter(out, model, rank, shard_size), deque(own)
+        bar = tqdm(total=len(own), desc=f"encode, rank {rank}", unit="image", disable=not progress)
+        while waiting:
+            batch = _next_batch(waiting, shards.room)
             shards.add(_encode_batch(vlm, batch, unreadable))
             bar.update(len(batch))
         shards.write()
+        bar.close()
         return _finish(folder, out, model, unreadable, rank, world_size)
 
 
-def read_embeddings(out: str | Path, name: str) -> Tensor:
-    """(tokens, D) of one picture, by its name in the manifest."""
-    manifest = json.loads((Path(out) / MANIFEST).read_text())
-    if name not in manifest["images"]:
-        raise KeyError(f"{name} is not in {Path(out) / MANIFEST}")
-    with safe_open(Path(out) / manifest["images"][name]["shard"], framework="pt") as shard:
-        return shard.get_tensor(name)
-
-
 def describe_model(vlm: VLM) -> dict:
-    """What must be equal for embeddings to be continued: sizes, dtype, preprocessing, and a digest of the weights."""
-    digest = hashlib.sha256(repr(vlm.processor.image_config).encode())
-    for name, parameter in sorted(vlm.encoder.named_parameters()):
-        head = parameter.detach().flatten()[:64].float().cpu().numpy()  # of each weight; reading all would take minutes
-        digest.update(f"{name} {tuple(parameter.shape)}".encode() + head.tobytes())
+    """What must be equal for embeddings to be continued: family, dtype, and a digest of configs and all weights.
+
+    The digest reads every byte of the encoder: about a second per GB where the processor has instructions for SHA-256.
+    """
+    digest = hashlib.sha256(f"{vlm.processor.image_config} {vlm.encoder.config}".encode())
+    tensors = [*vlm.encoder.named_parameters(), *vlm.encoder.named_buffers()]
+    for name, tensor in sorted(tensors, key=itemgetter(0)):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     dtype = str(vlm.encoder.dtype).removeprefix("torch.")
-    return {"family": vlm.family.name, "dtype": dtype, "weights": digest.hexdigest()[:16]}
+    return {"family": vlm.family.name, "dtype": dtype, "weights": digest.hexdigest()}
 
 
 # --- who encodes what -------------------------------------------------------------------------------------------------
 
 
-def find_pictures(folder: Path) -> list[Picture]:
-    """Files in `folder` and below whose suffix Pillow knows, sorted by name."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"folder: {folder} is no folder")
-    suffixes = Image.registered_extensions()
-    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix.lower() in suffixes)
-    if not paths:
-        raise ValueError(f"folder: {folder} holds no picture that Pillow can read")
-    return [Picture(p.relative_to(folder).as_posix(), p, p.stat().st_size) for p in paths]
-
-
-def _deal_out(vlm: VLM, folder: Path, out: Path, model: dict, rank: int, world_size: int) -> list[Picture]:
-    """This rank's pictures. Rank 0 looks and tells: the others may start later, when it has written shards already."""
+def _from_rank_0(work: Callable[[], T], rank: int, world_size: int) -> T:
+    """What rank 0 makes of `work`, on every rank; an error too, so that no rank waits for one that has stopped."""
     told: list = [None]
     if rank == 0:
         try:
-            told = [_deal(vlm, find_pictures(folder), out, model, world_size)]
-        except (ValueError, OSError) as error:
-            told = [error]  # told to all, so that no rank waits for one that has stopped
+            told = [work()]
+        except Exception as error:
+            told = [error]
     if world_size > 1:
         dist.broadcast_object_list(told)
     if isinstance(told[0], Exception):
         raise told[0]
-    return told[0][rank]
+    return told[0]
 
 
-def _deal(vlm: VLM, pictures: list[Picture], out: Path, model: dict, world_size: int) -> list[list[Picture]]:
-    out.mkdir(parents=True, exist_ok=True)
-    for partial in out.glob(f"*{PARTIAL}"):
-        partial.unlink()
-    finished = _finished(out, model, pictures)
-    todo = [_measured(vlm, picture) for picture in pictures if picture.name not in finished]
-    order, counts, _ = get_load_balance_assignment([picture.size for picture in todo], world_size)
-    order = iter(order)
-    return [[todo[next(order)] for _ in range(count)] for count in counts]
+def _deal(vlm: VLM, images: list[ImageFile], out: Path, model: dict, world_size: int) -> list[list[ImageFile]]:
+    finished = _finished(out, model, images)
+    todo = [_measured(vlm, image) for image in images if image.name not in finished]
+    order, counts, _ = get_load_balance_assignment([image.rows for image in todo], world_size)
+    dealt = iter(order)
+    return [[todo[i] for i in islice(dealt, own)] for own in counts]
 
 
-def _measured(vlm: VLM, picture: Picture) -> Picture:
+def _measured(vlm: VLM, image: ImageFile) -> ImageFile:
     """With its patch rows; 0 for a file that will turn out to be unreadable."""
+    if image.stamp is None:  # a pipe would be waited for
+        return image
     try:
-        with Image.open(picture.path) as image:
-            layout = vlm.processor.layout_of(image)
-        return Picture(picture.name, picture.path, picture.bytes, vlm.encoder.item_size(layout)[0])
-    except Exception:  # Pillow's readers raise all kinds of errors; the reason is given when the picture is decoded
-        return picture
+        with Image.open(image.path) as opened:
+            layout = vlm.processor.layout_of(opened)
+        return replace(image, rows=vlm.encoder.item_size(layout)[0])
+    except Exception:  # Pillow's readers raise all kinds of errors; the reason is given when the image is decoded
+        return image
 
 
-def _finished(out: Path, model: dict, pictures: Sequence[Picture]) -> dict[str, dict]:
-    """Manifest entries of the pictures that `out` holds, read off the shards' headers; files changed since are not."""
-    finished, bytes_now = {}, {picture.name: picture.bytes for picture in pictures}
+def _finished(out: Path, model: dict, images: Sequence[ImageFile]) -> dict[str, dict]:
+    """Manifest entries of the images that `out` holds, read off the shards' headers; files changed since are not."""
+    finished, now = {}, {image.name: image for image in images}
     for path in sorted(out.glob(SHARDS)):
-        try:
-            with safe_open(path, framework="pt") as shard:
-                header = shard.metadata() or {}
-        except SafetensorError as error:
-            raise ValueError(
-                f"out: {path} is damaged ({error}); remove it to have its pictures encoded again"
-            ) from error
-        if json.loads(header.get("model", "null")) != model:
-            raise ValueError(f"out: {path} holds embeddings of another model or dtype: {header.get('model')}")
-        for name, entry in json.loads(header["images"]).items():
-            if bytes_now.get(name) == entry["bytes"]:
+        for name, entry in read_header(path, model).items():
+            if name in now and is_unchanged(now[name], entry):
                 finished[name] = {"shard": path.name} | entry
     return finished
 
@@ -155,96 +144,91 @@ def _finished(out: Path, model: dict, pictures: Sequence[Picture]) -> dict[str, 
 # --- encoding and writing ---------------------------------------------------------------------------------------------
 
 
-def _batches(pictures: Sequence[Picture]) -> Iterator[list[Picture]]:
-    """Consecutive pictures of at most BATCH_PATCHES patch rows together, or one."""
-    batch, rows = [], 0
-    for picture in pictures:
-        if batch and rows + picture.size > BATCH_PATCHES:
-            yield batch
-            batch, rows = [], 0
-        batch.append(picture)
-        rows += picture.size
-    if batch:
-        yield batch
+def _next_batch(waiting: deque[ImageFile], room: int) -> list[ImageFile]:
+    """Take the next images off the queue: at most `room`, and of at most BATCH_PATCHES patch rows together, or one."""
+    batch = [waiting.popleft()]
+    rows = batch[0].rows
+    while waiting and len(batch) < room and (rows := rows + waiting[0].rows) <= BATCH_PATCHES:
+        batch.append(waiting.popleft())
+    return batch
 
 
-def _encode_batch(vlm: VLM, pictures: Sequence[Picture], unreadable: dict[str, str]) -> dict[str, tuple[Tensor, dict]]:
-    """{name: (embeddings, manifest entry)} of the pictures that can be read; the reasons of others go to unreadable."""
-    images, entries = [], {}
-    for picture in pictures:
+def _encode_batch(vlm: VLM, images: Sequence[ImageFile], unreadable: dict[str, str]) -> Encoded:
+    """What can be read and encoded; why others cannot goes to `unreadable`. A batch that fails is tried one by one."""
+    decoded = {}
+    for file in images:
         try:
-            image = load_image(picture.path)
-            layout = vlm.processor.layout_of(image)
-        except (ValueError, OSError) as error:
-            unreadable[picture.name] = " ".join(str(error).split())
-            continue
-        images.append(image)
-        entries[picture.name] = {"layout": layout, "bytes": picture.bytes}
-    embeds = vlm.encode(images=images, progress=False) if images else []
+            decoded[file.name] = _decode(vlm, file)
+        except Exception as error:  # whatever a decoder raises, a lack of memory too: the others go on
+            unreadable[file.name] = _reason(error)
+    try:
+        return _embed(vlm, decoded)
+    except Exception:
+        pass  # the error holds the batch's tensors; they are let go before the next attempt
+    encoded: Encoded = {}
+    for name, image in decoded.items():
+        try:
+            encoded |= _embed(vlm, {name: image})
+        except Exception as error:
+            unreadable[name] = _reason(error)
+    return encoded
+
+
+def _decode(vlm: VLM, image: ImageFile) -> tuple[Image.Image, dict]:
+    """The image, and what the manifest will say of its file."""
+    stamp = read_stamp(image.path)
+    if stamp is None:
+        raise ValueError("no regular file, or a link that leads nowhere")
+    digest, picture = digest_of(image.path), load_image(image.path, limits=vlm.processor.limits)
+    layout = vlm.processor.layout_of(picture)
+    if read_stamp(image.path) != stamp:
+        raise ValueError("changed while it was read; the same command encodes it")
+    return picture, {"layout": layout, **dict(zip(STAMP, stamp, strict=True)), "sha256": digest}
+
+
+def _embed(vlm: VLM, decoded: dict[str, tuple[Image.Image, dict]]) -> Encoded:
+    embeds = vlm.encode(images=[image for image, _ in decoded.values()], progress=False) if decoded else []
     return {
         name: (x.cpu(), {"tokens": len(x)} | entry)
-        for (name, entry), x in zip(entries.items(), embeds, strict=True)
+        for (name, (_, entry)), x in zip(decoded.items(), embeds, strict=True)
     }  # fmt: skip
 
 
-class _Shards:
-    """Collects a rank's embeddings and writes them, `size` pictures at a time, under names that are still free."""
-
-    def __init__(self, out: Path, model: dict, rank: int, size: int):
-        self.out, self.model, self.rank, self.size = out, model, rank, size
-        self.waiting: dict[str, tuple[Tensor, dict]] = {}
-
-    def add(self, encoded: dict[str, tuple[Tensor, dict]]) -> None:
-        self.waiting |= encoded
-        while len(self.waiting) >= self.size:
-            self.write()
-
-    def write(self) -> None:
-        """Up to `size` pictures as one file: under a partial name first, which a reader never takes for a shard."""
-        names = list(self.waiting)[: self.size]
-        if not names:
-            return
-        taken = {name: self.waiting.pop(name) for name in names}
-        images = json.dumps({name: entry for name, (_, entry) in taken.items()}, default=_plain)
-        header = {"format": "pt", "model": json.dumps(self.model), "images": images}
-        path = self._free_name()
-        partial = path.with_name(path.name + PARTIAL)
-        save_file({name: x.clone() for name, (x, _) in taken.items()}, partial, header)
-        _settle(partial, path)
-
-    def _free_name(self) -> Path:
-        number = 0
-        while (path := self.out / f"embeds-{self.rank:03}-{number:05}.safetensors").exists():
-            number += 1
-        return path
-
-
-def _plain(group):
-    """What JSON has no form for: a slice of MiniCPM-V becomes its (h, w), which the encoder reads as the same."""
-    [size] = group.slices
-    return size
-
-
-def _settle(partial: Path, path: Path) -> None:
-    """Give a file its name once it is on disk as a whole."""
-    with open(partial, "rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
+def _reason(error: Exception) -> str:
+    """One line, in UTF-8; the kind of error where it is none of those that refvl words itself."""
+    kind = "" if isinstance(error, (ValueError, OSError)) and str(error) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{error}".split()).encode(errors="backslashreplace").decode()
 
 
 def _finish(folder: Path, out: Path, model: dict, unreadable: dict, rank: int, world_size: int) -> dict:
     """When all ranks are done, rank 0 writes the manifest, and every rank returns it."""
-    all_unreadable = [unreadable]
+    reasons = [unreadable]
     if world_size > 1:
-        dist.all_gather_object(all_unreadable := [None] * world_size, unreadable)
-    told = [None]
-    if rank == 0:
-        images = _finished(out, model, find_pictures(folder))
-        unreadable = {name: reason for found in all_unreadable for name, reason in found.items()}
-        told = [model | {"images": dict(sorted(images.items())), "unreadable": dict(sorted(unreadable.items()))}]
-        partial = out / (MANIFEST + PARTIAL)
-        partial.write_text(json.dumps(told[0], indent=1))
-        _settle(partial, out / MANIFEST)
-    if world_size > 1:
-        dist.broadcast_object_list(told)
-    return told[0]
+        dist.all_gather_object(reasons := [{}] * world_size, unreadable)
+
+    def write_manifest() -> dict:
+        found = find_images(folder)
+        images, unread = _finished(out, model, found), {name: why for own in reasons for name, why in own.items()}
+        manifest = model | {"images": {}, "unreadable": {}}
+        for name in sorted(image.name for image in found):
+            if name in images:
+                manifest["images"][name] = images[name]
+            elif name in unread:
+                manifest["unreadable"][name] = unread[name]
+        _check_complete(manifest, found)
+        with speaking_of(out), written_whole(out / MANIFEST) as partial:
+            partial.write_text(json.dumps(manifest, indent=1))
+        return manifest
+
+    return _from_rank_0(write_manifest, rank, world_size)
+
+
+def _check_complete(manifest: dict, found: Sequence[ImageFile]) -> None:
+    """Raise ValueError unless every image that was found is accounted for."""
+    names = [image.name for image in found]
+    if lacking := [name for name in names if name not in manifest["images"] and name not in manifest["unreadable"]]:
+        shown = ", ".join(lacking[:5]) + (", ..." if len(lacking) > 5 else "")
+        raise ValueError(
+            f"folder: {len(lacking)} of {len(names)} images came or changed during the run, or their shards were taken "
+            f"away: {shown}; the same command encodes them"
+        )

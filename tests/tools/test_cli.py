@@ -1,19 +1,30 @@
 """The command line as a user types it; oracle: the library's own answers and exceptions."""
 
+import io
+import json
+import os
+import struct
 import subprocess
 import sys
 
+import jinja2
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import refvl
+from refvl.attention import BACKENDS
+from refvl.encoders.minicpmv import SliceGroup
 from refvl.paths import DATA
+from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import load_image
-from refvl.tools.cli import Benchmark
+from refvl.tools.cli import Benchmark, Stopped, report_mistakes
+from refvl.trace import layout_text
 
+LATIN = os.fsdecode(b"caf\xe9")  # bytes that are no UTF-8, as Python hands them over
 PHOTO, CLIP = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"
 
 
@@ -70,7 +81,7 @@ def test_info_on_a_released_config(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["chat", "nowhere/at/all", "Hi"], "path_or_id: no folder nowhere/at/all"),
+        (["chat", "nowhere/at/all", "Hi"], "checkpoint: no folder nowhere/at/all"),
         (["chat", "FOLDER", "Hi", "--image", "nothing.png"], "nothing.png"),
         (["chat", "FOLDER", "Hi", "--image", __file__], "test_cli.py"),
         (["chat", "FOLDER", "Hi", "--video", "nothing.mp4"], "nothing.mp4"),
@@ -78,19 +89,60 @@ def test_info_on_a_released_config(run):
         (["chat", "FOLDER", "Hi", "--max-new-tokens", "0"], "max_new_tokens: must be at least 1, got 0"),
         (["trace", "FOLDER", "Hi", "--dtype", "int3"], "dtype: expected"),
         (["info", "FOLDER", "--image", "nothing.png"], "nothing.png"),
+        (["chat", "FOLDER/config.json", "Hi"], "config.json is a config without weights, which only `refvl info`"),
+        (["chat", "FOLDER", LATIN], "prompt: expected text in UTF-8, got 'caf\\udce9'"),
+        (["trace", "FOLDER", LATIN], "prompt: expected text in UTF-8, got 'caf\\udce9'"),
     ],
 )
 def test_a_mistake_is_one_line_and_a_status(run, folder, arguments, message):
-    status, out, err = run(*[folder if a == "FOLDER" else a for a in arguments])
+    status, out, err = run(*[a.replace("FOLDER", str(folder)) for a in arguments])
     assert status == 1 and out == ""
     assert err.count("\n") == 1 and err.startswith("refvl: ") and message in err, err
 
 
 def test_bench_runs_a_benchmark_of_the_repository(run):
-    status, out, _ = run("bench", "generated_ids", "--no-write")
+    """And leaves what is kept under data/measurements as it is, unless it is told otherwise."""
+    before = {path: path.stat().st_mtime_ns for path in (DATA / "measurements").iterdir()}
+    status, out, _ = run("bench", "generated_ids")
     assert status == 0 and "all 24" in out
+    assert {path: path.stat().st_mtime_ns for path in (DATA / "measurements").iterdir()} == before
     for name in Benchmark:
         assert (DATA.parent / "benchmarks" / f"{name.value}.py").is_file()
+
+
+def test_bench_says_what_it_will_do_and_prints_rows_as_they_come(run, monkeypatch, capsys):
+    """Before the first measurement stand inputs and seconds, before each further one the rows so far."""
+    from benchmarks import tower
+
+    kept = json.loads((DATA / "measurements" / "tower_cpu.json").read_text())
+    seconds = (3 + tower.WARM_UP) * sum(row["transformers_ms"] + row["refvl_ms"] for row in kept["rows"]) / 1e3
+    said = []
+
+    def measure(*_):
+        said.append(capsys.readouterr().out)
+        row = dict.fromkeys(("patches", "transformers_ms", "refvl_ms", "ratio", "relative_difference"), 1)
+        return row | {"patches": 1000 + len(said)}
+
+    monkeypatch.setattr(tower, "measure", measure)
+    monkeypatch.setattr(tower, "build_pair", lambda *_: (None, None))
+    status, rest, _ = run("bench", "tower", "--device", "cpu", "--repeats", 3)
+    assert status == 0 and f"about {seconds:.0f} s on the machine of tower_cpu.json" in said[0] and "84 px" in said[0]
+    assert len(said) == sum(len(tower.INPUTS["cpu"]) for _ in tower.TOWERS["cpu"])
+    for i, text in enumerate([*said[1:], rest]):
+        assert f" {1001 + i} " in text and text.count("\n") == 1
+
+
+@pytest.mark.parametrize("module", ["cli", "demo"])
+def test_without_a_clone_bench_and_demo_say_so(module, monkeypatch, capsys, tmp_path):
+    from refvl import paths
+    from refvl.tools import cli, demo
+
+    monkeypatch.setattr(paths, "DATA", tmp_path / "site-packages" / "data")
+    monkeypatch.setattr(sys, "argv", ["refvl", "bench", "tower"] if module == "cli" else ["demo"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main() if module == "cli" else demo.main()
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out, err.count("\n")) == (1, "", 1) and "needs a clone of the repository" in err
 
 
 def damaged_media(folder) -> dict[str, str]:
@@ -138,6 +190,84 @@ def test_unknown_family_and_long_prompt_are_one_line(run, tmp_path):
     (folder / "config.json").write_text(config.replace('"qwen2_5_vl"', '"kosmos"', 1))
     status, _, err = run("chat", folder, "Hi")
     assert status == 1 and "model_type: 'kosmos' is not supported; supported: qwen2_5_vl" in err
+
+
+# --- whatever goes wrong ----------------------------------------------------------------------------------------------
+
+KINDS = [
+    SyntaxError("not a TIFF file"), struct.error("unpack requires a buffer"), KeyError("text_config"), MemoryError(),
+    jinja2.TemplateError("roles must\nalternate"), SafetensorError("header too large"), RuntimeError("CUDA error"),
+    RecursionError("too deep"), ZeroDivisionError("division by zero"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", KINDS, ids=lambda error: type(error).__name__)
+def test_any_error_is_one_line_that_says_its_kind(run, folder, monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("refvl.loading.load", fail)
+    status, out, err = run("chat", folder, "Hi")
+    line = " ".join(f"refvl: {type(error).__name__}: {error}".split())
+    assert (status, out, err.rstrip()) == (1, "", line) and err.count("\n") == 1
+    monkeypatch.setenv("REFVL_TRACEBACK", "1")
+    status, _, err = run("chat", folder, "Hi")
+    assert status == 1 and err.startswith("Traceback") and "in fail" in err and err.rstrip().endswith(line)
+
+
+@pytest.mark.parametrize(("stop", "status"), [(KeyboardInterrupt, 130), (Stopped, 143)])
+def test_stopped_by_hand_is_a_line(run, folder, monkeypatch, stop, status):
+    def fail(*args, **kwargs):
+        raise stop
+
+    monkeypatch.setattr("refvl.loading.load", fail)
+    assert run("chat", folder, "Hi") == (status, "", "refvl: stopped\n")
+    assert run("encode", folder, folder, "--out", folder)[2] == "refvl: stopped; the same command continues\n"
+
+
+def test_what_was_printed_is_flushed_where_a_broken_pipe_is_handled(tmp_path, monkeypatch):
+    """At exit it would be too late: Python writes "Exception ignored" and leaves with status 120."""
+
+    class Broken(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+        def fileno(self):
+            return file.fileno()
+
+    with open(tmp_path / "file", "w") as file, monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(sys, "stdout", Broken())
+        with report_mistakes():
+            print("hi")
+    assert stop.value.code == 141
+
+
+def test_the_traceback_variable_is_in_the_help(run):
+    assert "REFVL_TRACEBACK=1" in run("--help")[1]
+
+
+def test_version(run):
+    assert run("--version") == (0, f"refvl {refvl.__version__}\n", "")
+
+
+def test_attention_help_names_every_backend(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert ", ".join(("auto", *BACKENDS)) in run("chat", "--help")[1]
+
+
+def test_pruning_without_a_video_is_said(run, folder):
+    status, _, err = run("chat", folder, "Hi", "--image", PHOTO, "--pruning-rate", 0.5, "--max-new-tokens", 1)
+    assert status == 0 and err == "refvl: --pruning-rate prunes videos, and none was given: nothing is pruned\n"
+    assert run("chat", folder, "Hi", "--video", CLIP, "--pruning-rate", 0.5, "--max-new-tokens", 1)[2] == ""
+
+
+def test_layouts_are_told_in_a_few_words():
+    """Dozens of slices as counts of their sizes; oracle: the layouts' own numbers."""
+    slices = (SliceGroup(((14, 14),)), *[SliceGroup(((21, 15),))] * 6)
+    assert layout_text(slices) == "slices: 1 of 14 x 14, 6 of 21 x 15"
+    assert layout_text((SliceGroup(((14, 14), (14, 14)), (0, 1)),)) == "slices: 2 of 14 x 14"
+    assert layout_text((1, 6, 8)) == "grid (1, 6, 8)"
+    assert [layout_text(CropLayout(*size)) for size in ((0, 0), (2, 3))] == ["overview", "overview and 2 x 3 crops"]
 
 
 def test_as_a_module():

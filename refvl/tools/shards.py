@@ -1,0 +1,146 @@
+"""Embeddings on disk: shards, each written whole before it gets its name, in a folder that one process holds.
+
+A shard is a safetensors file: one (tokens, width) tensor per image, named by the image's path in the folder; its header
+says of which model, and of each image what the manifest says.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from refvl.tools.lock import folder_lock
+
+MANIFEST, SHARDS, UNFINISHED = "manifest.json", "embeds-*.safetensors", "unfinished"
+Encoded = dict[str, tuple[Tensor, dict]]  # name -> embeddings, manifest entry
+
+
+def read_embeddings(out: str | Path, name: str) -> Tensor:
+    """(tokens, width) of one image, by its name in the manifest."""
+    manifest = json.loads((Path(out) / MANIFEST).read_text())
+    if name not in manifest["images"]:
+        raise KeyError(f"{name} is not in {Path(out) / MANIFEST}")
+    with safe_open(Path(out) / manifest["images"][name]["shard"], framework="pt") as shard:
+        return shard.get_tensor(name)
+
+
+@contextmanager
+def held_folder(out: Path) -> Iterator[None]:
+    """`out`, made where it is missing, for this process alone, with an empty folder for files that are being written.
+
+    What a killed run has left there is removed. Under torchrun rank 0 holds `out` for all ranks.
+    """
+    with ExitStack() as lock:
+        with speaking_of(out):
+            if out.exists() and not out.is_dir():
+                raise NotADirectoryError(f"out: {out} is a file, not a folder")
+            out.mkdir(parents=True, exist_ok=True)
+            lock.enter_context(folder_lock(out))
+            shutil.rmtree(out / UNFINISHED, ignore_errors=True)
+            (out / UNFINISHED).mkdir()
+        try:
+            yield
+        finally:
+            shutil.rmtree(out / UNFINISHED, ignore_errors=True)
+
+
+@contextmanager
+def speaking_of(out: Path) -> Iterator[None]:
+    """A disk that is full, a folder that is not ours: an OSError that begins with "out:"."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if str(error).startswith("out: "):
+            raise
+        raise OSError(f"out: {out} cannot be written ({getattr(error, 'strerror', None) or error})") from error
+
+
+class ShardWriter:
+    """Collects a rank's embeddings and writes them, `size` images at a time, under names that are still free."""
+
+    def __init__(self, out: Path, model: dict, rank: int, size: int):
+        self.out, self.model, self.rank, self.size = out, model, rank, size
+        self.waiting: Encoded = {}
+
+    @property
+    def room(self) -> int:
+        """How many images the next shard can still take."""
+        return self.size - len(self.waiting)
+
+    def add(self, encoded: Encoded) -> None:
+        """At most `room` images; a shard that is full is written."""
+        self.waiting |= encoded
+        if not self.room:
+            self.write()
+
+    def write(self) -> None:
+        if not self.waiting:
+            return
+        images = json.dumps({name: entry for name, (_, entry) in self.waiting.items()}, default=_plain)
+        header = {"format": "pt", "model": json.dumps(self.model), "images": images}
+        tensors = {name: x.clone(memory_format=torch.contiguous_format) for name, (x, _) in self.waiting.items()}
+        with speaking_of(self.out), written_whole(self._free_name()) as partial:
+            save_file(tensors, partial, header)
+        self.waiting = {}
+
+    def _free_name(self) -> Path:
+        paths = (self.out / f"embeds-{self.rank:03}-{number:05}.safetensors" for number in count())
+        return next(path for path in paths if not path.exists())
+
+
+def _plain(group):
+    """What JSON has no form for: a slice of MiniCPM-V becomes its (h, w), which the encoder reads as the same."""
+    [size] = group.slices
+    return size
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A new file to write to, which gets its name, and keeps it through a power cut, when it is on disk as a whole.
+
+    Raises FileExistsError when somebody else is writing the same file.
+    """
+    partial = path.parent / UNFINISHED / path.name
+    open(partial, "xb").close()
+    mode = partial.stat().st_mode
+    try:
+        yield partial
+        partial.chmod(mode)  # safetensors puts a file of its own in place, which only its owner may read
+        _sync(partial)
+        partial.replace(path)
+        _sync(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_header(path: Path, model: dict) -> dict[str, dict]:
+    """{name: manifest entry} of a shard. Raises ValueError, naming it, unless it was written whole with this model."""
+    try:
+        with safe_open(path, framework="pt") as shard:
+            header = shard.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"out: {path} is damaged ({error}); remove it to have its images encoded again") from error
+    try:
+        images, written_by = dict(json.loads(header["images"])), json.loads(header["model"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"out: {path} was not written by `refvl encode`: move it elsewhere") from error
+    if written_by != model:
+        raise ValueError(f"out: {path} holds embeddings of another model or dtype: {header['model']}")
+    return images

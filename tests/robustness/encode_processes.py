@@ -1,0 +1,54 @@
+"""`refvl` in processes of its own, forked from one that has imported everything: a start costs no import."""
+
+import multiprocessing
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["refvl.tools.cli", "refvl.loading", "refvl.tools.export", "transformers.generation"])
+
+
+def start(arguments, log: Path, **options):
+    """A process that runs `refvl ARGUMENTS`, its output in `log`; options: see `_run`."""
+    process = CONTEXT.Process(target=_run, args=([str(a) for a in arguments], log), kwargs=options, daemon=True)
+    process.start()
+    return process
+
+
+def _run(arguments: list[str], log: Path, pause: float = 0.0, file_limit: int = -1, reader: bool = True) -> None:
+    """pause: seconds after every batch; file_limit: bytes; reader: whether anybody reads the standard output."""
+    import torch
+
+    from refvl.pipeline import VLM
+    from refvl.tools.cli import main
+
+    torch.set_num_threads(1)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 2)
+    if not reader:
+        end, output = os.pipe()
+        os.close(end)
+    os.dup2(output, 1)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+    encode = VLM.encode
+
+    def encode_and_pause(*args, **kwargs):
+        embeds = encode(*args, **kwargs)
+        time.sleep(pause)
+        return embeds
+
+    VLM.encode = encode_and_pause
+    sys.argv = ["refvl", *arguments]
+    main()
+
+
+def wait_for(condition, process, seconds: float = 300) -> None:
+    """Until `condition()` holds; fails when the process ends before."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert process.is_alive() and time.monotonic() < until, "the process ended, or took too long"
+        time.sleep(0.005)
