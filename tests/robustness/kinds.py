@@ -28,9 +28,9 @@ from refvl.tools.cli import main
 
 CHECKPOINTS = sorted(folder.name for folder in (DATA / "checkpoints").iterdir())
 ODD = (
-    None, True, False, -1, 0, 1, 3, 2**31, 2**63, 10**30, 0.5, -0.0, math.nan, math.inf, "", "3", "caf\udce9", "x" * 600,
-    b"\0", [], [[]], (), {}, {"a": 1}, [None], object, np.int64(2), np.float32(2.5), np.array([1, 2]), torch.tensor(4.7),
-    torch.tensor([True]), torch.zeros(0), torch.zeros(2, 3), torch.zeros(1, device="meta"),
+    None, True, False, -1, 0, 1, 3, 2**31, 2**63, 10**30, 0.5, -0.0, math.nan, math.inf, "", "3", "caf\udce9",
+    "x" * 600, b"\0", [], [[]], (), {}, {"a": 1}, [None], object, np.int64(2), np.float32(2.5), np.array([1, 2]),
+    torch.tensor(4.7), torch.tensor([True]), torch.zeros(0), torch.zeros(2, 3), torch.zeros(1, device="meta"),
 )  # fmt: skip
 DTYPES = (
     torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8,
@@ -505,7 +505,8 @@ def command_line(rng: np.random.Generator, folder: Path) -> Case:
     ]
     extra = (
         ["--image", str(DATA / "pictures" / "scene.png")], ["--image", "https://example.com/x.png"],
-        ["--image", "/dev/zero"], ["--image", str(folder / "pipe.png")], ["--video", str(DATA / "clips" / "scene.mp4")], ["--video", str(DATA / "pictures" / "scene.png")],
+        ["--image", "/dev/zero"], ["--image", str(folder / "pipe.png")],
+        ["--video", str(DATA / "clips" / "scene.mp4")], ["--video", str(DATA / "pictures" / "scene.png")],
         ["--max-new-tokens", "2"], ["--max-new-tokens", "x"], ["--pruning-rate", "0.5"], ["--pruning-rate", "7"],
         ["--dtype", "float33"], ["--dtype", "bfloat16"], ["--device", "cuda"], ["--attention", "none"], ["--nope"],
         ["--out", str(folder / "out")], ["--out", "/proc/xyz"], ["--out", __file__],
