@@ -1,0 +1,538 @@
+"""What is tried: each kind makes one hostile case from a random generator. About half of the cases should be right."""
+
+import io
+import json
+import math
+import os
+import shutil
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache, partial
+from pathlib import Path
+
+import av
+import numpy as np
+import torch
+from harness import Case
+from PIL import Image
+
+import refvl
+from refvl import parallel, positions
+from refvl.graphs import generate_budgets, plan_batches
+from refvl.paths import DATA
+from refvl.pixels.crops import plan_crops
+from refvl.pixels.media import load_image, load_video
+from refvl.pixels.patches import Glm4vPatchConfig, PatchConfig, plan_grid
+from refvl.pixels.slices import SliceConfig, plan_slices
+from refvl.tools.cli import main
+
+CHECKPOINTS = sorted(folder.name for folder in (DATA / "checkpoints").iterdir())
+ODD = (
+    None, True, False, -1, 0, 1, 3, 2**31, 2**63, 10**30, 0.5, -0.0, math.nan, math.inf, "", "3", "caf\udce9",
+    "x" * 600, b"\0", [], [[]], (), {}, {"a": 1}, [None], object, np.int64(2), np.float32(2.5), np.array([1, 2]),
+    torch.tensor(4.7), torch.tensor([True]), torch.zeros(0), torch.zeros(2, 3), torch.zeros(1, device="meta"),
+)  # fmt: skip
+DTYPES = (
+    torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8,
+    torch.bool, torch.complex64, torch.float8_e4m3fn,
+)  # fmt: skip
+
+
+def pick(rng: np.random.Generator, choices):
+    """One of a sequence, as it is (numpy would turn it into an array)."""
+    return choices[int(rng.integers(len(choices)))]
+
+
+@cache
+def model(name: str, graphs: bool = False) -> refvl.VLM:
+    return refvl.load(DATA / "checkpoints" / name, graphs=graphs, progress=False)
+
+
+def damage(rng: np.random.Generator, data: bytes) -> bytes:
+    """Truncated, with bits flipped, with bytes put in or left out, or as it was."""
+    data = bytearray(data)
+    match int(rng.integers(6)):
+        case 0:
+            return bytes(data[: int(rng.integers(len(data) + 1))])
+        case 1 | 2:
+            for _ in range(int(rng.integers(1, 12))):
+                data[int(rng.integers(min(len(data), pick(rng, (64, 512, len(data))))))] ^= 1 << int(rng.integers(8))
+        case 3:
+            at = int(rng.integers(len(data)))
+            data[at:at] = rng.bytes(int(rng.integers(1, 40)))
+        case 4:
+            at = int(rng.integers(len(data)))
+            del data[at : at + int(rng.integers(1, 200))]
+    return bytes(data)
+
+
+def numbers(rng: np.random.Generator, count: int, high: int = 12) -> list:
+    """Mostly small positive integers, now and then something odd."""
+    return [pick(rng, ODD) if rng.random() < 0.06 else int(rng.integers(1, high)) for _ in range(count)]
+
+
+def tensor(rng: np.random.Generator, shape) -> torch.Tensor:
+    """Of a random dtype, with values that are not finite now and then."""
+    dtype = pick(rng, DTYPES)
+    x = torch.from_numpy(rng.standard_normal(shape))
+    if rng.random() < 0.15 and x.numel():
+        x.flatten()[int(rng.integers(x.numel()))] = pick(rng, (math.nan, math.inf, -math.inf, 1e30))
+    x = x.to(dtype)
+    if rng.random() < 0.04:
+        x = x.to("meta")
+    return x.to_sparse() if rng.random() < 0.03 and dtype == torch.float32 and not x.is_meta else x
+
+
+# --- pictures and videos ----------------------------------------------------------------------------------------------
+
+
+def some_image(rng: np.random.Generator) -> Image.Image:
+    mode = pick(rng, ("RGB", "RGB", "L", "RGBA", "P", "1", "LA", "CMYK", "I", "F", "I;16", "YCbCr", "HSV", "LAB", "PA"))
+    size = pick(rng, ((1, 1), (1, 2), (7, 5), (40, 30), (84, 84), (1, 400), (300, 2), (200, 150)))
+    picture = Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+    try:
+        return picture.convert(mode)
+    except ValueError:  # a few modes have no direct conversion from RGB
+        return picture.convert("L").convert(mode)
+
+
+def image_file(rng: np.random.Generator, folder: Path) -> Case:
+    """A file in one of Pillow's formats, damaged."""
+    format, buffer = pick(rng, ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "PPM", "TGA", "ICO")), io.BytesIO()
+    image = some_image(rng)
+    exif = b"Exif\0\0" + rng.bytes(int(rng.integers(1, 40))) if rng.random() < 0.3 else None
+    options = {"exif": exif} if exif and format in ("PNG", "JPEG", "WEBP", "TIFF") else {}
+    try:
+        image.save(buffer, format, **options)
+    except Exception:  # not every mode fits every format
+        buffer = io.BytesIO()
+        image.convert("RGB").save(buffer, "PNG")
+    suffix = pick(rng, (format.lower(), "png", "jpg", "pdf", "", "xyz"))
+    path = folder / f"{pick(rng, ('a', 'ü', 'a b', 'x' * 200))}.{suffix}"
+    path.write_bytes(damage(rng, buffer.getvalue()))
+
+    def attempt():
+        image = load_image(path if rng.random() < 0.5 else str(path))
+        assert image.mode == "RGB" and image.width * image.height > 1
+
+    return f"{format} of mode {image.mode}, {image.size}, as {path.name[-12:]}", attempt
+
+
+def image_in_memory(rng: np.random.Generator, folder: Path) -> Case:
+    """An array, a tensor, a PIL image, or something that is none."""
+    shape = tuple(int(n) for n in rng.integers(0, 6, int(rng.integers(1, 5))))
+    shape = pick(rng, (shape, (5, 7), (5, 7, 3), (3, 5, 7), (5, 7, 4), (1, 5, 7)))
+    array = pick(rng, (rng.random, lambda s: rng.integers(0, 256, s, dtype=np.uint8), rng.standard_normal))(shape)
+    dtypes = (np.uint8, np.uint16, np.int32, np.float16, np.float32, np.float64, np.bool_, np.complex64, object)
+    with np.errstate(all="ignore"):
+        array = array.astype(pick(rng, dtypes)) if rng.random() < 0.4 else array
+    sources = (array, some_image(rng), tensor(rng, shape), pick(rng, ODD), folder, "https://example.com/a.png")
+    source = pick(rng, sources)
+
+    def attempt():
+        image = load_image(source)
+        assert image.mode == "RGB" and image.width * image.height > 1
+
+    return (
+        f"{type(source).__name__} {getattr(source, 'dtype', '')} {getattr(source, 'shape', repr(source)[:60])}",
+        attempt,
+    )
+
+
+def picture_size(rng: np.random.Generator, folder: Path) -> Case:
+    """Sizes from one pixel to far too many: every family plans them."""
+    width, height = (pick(rng, (*ODD, *[int(2 ** rng.uniform(0, 17)) for _ in range(60)])) for _ in range(2))
+    frames = pick(rng, (1, 1, 2, 5, 600, *ODD))
+
+    def attempt():
+        match int(rng.integers(4)):
+            case 0:
+                t, h, w = plan_grid(height, width, PatchConfig(), frames)
+                assert h % 2 == w % 2 == 0 and t * h * w > 0
+            case 1:
+                t, h, w = plan_grid(height, width, Glm4vPatchConfig(), frames)
+                assert h % 2 == w % 2 == 0 and t * h * w > 0
+            case 2:
+                assert all(min(size) >= 1 for size in plan_slices(width, height, SliceConfig()).tgt_sizes)
+            case 3:
+                rows, columns = plan_crops(width, height).layout
+                assert (rows == 0) == (columns == 0) and rows * columns < 200
+
+    return f"{width!r} x {height!r} px, {frames!r} frames", attempt
+
+
+@cache
+def clips() -> list[tuple[str, bytes]]:
+    """A few seconds in several containers."""
+    made = [("mp4", (DATA / "clips" / "scene.mp4").read_bytes())]
+    for suffix, codec in (("mkv", "libx264"), ("avi", "mpeg4"), ("webm", "libvpx"), ("gif", "gif"), ("mov", "libx264")):
+        buffer = io.BytesIO()
+        with av.open(buffer, "w", format={"mkv": "matroska"}.get(suffix, suffix)) as container:
+            stream = container.add_stream(codec, rate=8)
+            stream.width, stream.height = 64, 48
+            stream.pix_fmt = "rgb8" if suffix == "gif" else "yuv420p"
+            for i in range(12):
+                picture = np.full((48, 64, 3), i * 20, np.uint8)
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            container.mux(stream.encode())
+        made.append((suffix, buffer.getvalue()))
+    return made
+
+
+def sampling(rng: np.random.Generator) -> dict:
+    names = ("fps", "num_frames", "min_frames", "max_frames", "source_fps")
+    chosen = [name for name in names if rng.random() < 0.2]
+    return {name: pick(rng, (*ODD, 1, 2, 4, 6, 8.0, 30)) for name in chosen}
+
+
+def video_file(rng: np.random.Generator, folder: Path) -> Case:
+    """A clip in one of six containers, damaged, sampled in some way."""
+    (suffix, data), options = pick(rng, clips()), sampling(rng)
+    path = folder / f"clip.{suffix}"
+    path.write_bytes(damage(rng, data))
+
+    def attempt():
+        video = load_video(path, **options)
+        assert video.frames.ndim == 4 and len(video.frames) == len(video.indices) > 0
+        assert all(a <= b for a, b in zip(video.timestamps, video.timestamps[1:]))  # noqa: B905
+
+    return f"{suffix}, {options}", attempt
+
+
+def video_in_memory(rng: np.random.Generator, folder: Path) -> Case:
+    """Frames as arrays, tensors or lists, sampled in some way."""
+    shape = tuple(int(n) for n in rng.integers(0, 5, 4))
+    shape = pick(rng, (shape, (4, 6, 8, 3), (4, 3, 6, 8), (0, 6, 8, 3), (3, 6, 8)))
+    frames = rng.integers(0, 256, shape, dtype=np.uint8)
+    sources = (frames, list(frames), tensor(rng, shape), [some_image(rng) for _ in range(3)], pick(rng, ODD))
+    source, options = pick(rng, sources), sampling(rng)
+
+    def attempt():
+        video = load_video(source, **options)
+        assert video.frames.dtype == np.uint8 and video.frames.shape[-1] == 3 and len(video.frames) > 0
+
+    return f"{type(source).__name__} {getattr(source, 'shape', repr(source)[:60])}, {options}", attempt
+
+
+# --- sizes, positions, budgets ----------------------------------------------------------------------------------------
+
+
+def grids_of(rng: np.random.Generator):
+    """(t, h, w) rows: right, odd, or no rows at all."""
+    if rng.random() < 0.1:
+        return pick(rng, ODD)
+    rows = [[int(rng.integers(1, 4)), 2 * int(rng.integers(1, 6)), 2 * int(rng.integers(1, 6))] for _ in range(2)]
+    if rng.random() < 0.5:
+        rows[0][int(rng.integers(3))] = pick(rng, ODD)
+    if rng.random() < 0.1:
+        rows[0] = rows[0][:2]
+    try:
+        return torch.tensor(rows) if rng.random() < 0.3 else [tuple(row) for row in rows]
+    except Exception:
+        return rows
+
+
+def grids(rng: np.random.Generator, folder: Path) -> Case:
+    """Grids for the functions of positions and for the encoders' plans."""
+    rows = grids_of(rng)
+    m = 2 if rng.random() < 0.8 else pick(rng, ODD)
+    theta = 1e4 if rng.random() < 0.8 else pick(rng, ODD)
+    plan = [model(name).encoder.plan for name in ("tiny-qwen2_5_vl", "tiny-glm4v")]
+    table = tensor(rng, (16, 8))
+    calls = (
+        lambda: positions.get_window_index(rows, spatial_merge_size=m),
+        lambda: positions.vision_rotary_cos_sin(rows, head_dim=16, spatial_merge_size=m, theta=theta),
+        lambda: positions.interpolate_position_table(table, rows, spatial_merge_size=m),
+        lambda: plan[0](rows),
+        lambda: plan[1](rows),
+        lambda: model("tiny-minicpmv-4_5").encoder.plan(rows),
+        lambda: model("tiny-step3").encoder.plan(rows),
+    )
+    return f"{rows!r}, m {m!r}, theta {theta!r}", pick(rng, calls)
+
+
+def media_positions(rng: np.random.Generator, folder: Path) -> Case:
+    """Spans, grids, factors and rates for M-RoPE and EVS."""
+    thw, q = tuple(numbers(rng, 3, 5)), pick(rng, (0.0, 0.3, 0.5, 0.99, *ODD))
+    offset, t, h, w = numbers(rng, 4, 6)
+    factor = pick(rng, (1.0, 2.0, 0.5, *ODD, 1e300))
+    tokens = int(np.prod([n if type(n) is int and 0 < n < 10 else 1 for n in thw]))
+    embeds = tensor(rng, (tokens, 6))
+
+    def retention():
+        mask = positions.compute_retention_mask(embeds, thw, 1, q)
+        assert int(mask.sum()) == positions.compute_retained_tokens_count(thw[1] * thw[2], thw[0], q)
+        assert bool(mask[: thw[1] * thw[2]].all())
+
+    def mrope():
+        span = positions.MediaSpan(offset, t, h, w, factor)
+        rows, delta = positions.get_mrope_input_positions(pick(rng, (100, 200, *ODD)), [span])
+        assert rows.dtype == torch.int64 and rows.min() >= 0 and abs(delta) < 2**40
+
+    def media():
+        rows = positions.compute_mrope_for_media(thw, 1, pick(rng, (1.0, 2.0, *ODD)), factor)
+        assert rows.min() >= 0
+
+    attempt = pick(rng, (retention, mrope, media))
+    return f"{attempt.__name__} thw {thw!r}, q {q!r}, span {(offset, t, h, w, factor)!r}, {embeds.dtype}", attempt
+
+
+def budgets(rng: np.random.Generator, folder: Path) -> Case:
+    """Packing, balancing and frame sampling."""
+    tokens, of_graphs = numbers(rng, int(rng.integers(0, 9)), 70), numbers(rng, int(rng.integers(1, 4)), 90)
+    limit, policy = pick(rng, (1, 2, 8, *ODD)), pick(rng, ("greedy", "optimal", "optimal", *ODD))
+    fps, total = pick(rng, (1.0, 2.0, 24.0, *ODD)), pick(rng, (1, 5, 60, 4000, *ODD))
+
+    def packing():
+        batches = plan_batches(tokens, of_graphs, limit, policy=policy)
+        assert sorted(i for batch in batches for i in batch.indices) == list(range(len(tokens)))
+
+    def doubling():
+        made = generate_budgets(pick(rng, (8, 64, *ODD)), pick(rng, (64, 600, *ODD)))
+        assert made == sorted(set(made))
+
+    def balance():
+        order, counts, _ = parallel.get_load_balance_assignment(tokens, limit)
+        assert sorted(order) == list(range(len(tokens))) and sum(counts) == len(tokens)
+
+    def frames():
+        variant = pick(rng, ("glm4v", "glm46v", "glmga", *ODD))
+        sample = positions.sample_video_frames(variant, fps=fps, total_num_frames=total)
+        assert len(sample.indices) == 2 * len(sample.timestamps) and all(0 <= i < total for i in sample.indices)
+
+    attempt = pick(rng, (packing, doubling, balance, frames))
+    what = (
+        f"{attempt.__name__} tokens {tokens!r}, budgets {of_graphs!r}, limit {limit!r}, {policy!r}, {fps!r}, {total!r}"
+    )
+    return what, attempt
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def rows(rng: np.random.Generator, folder: Path) -> Case:
+    """Patch rows of some dtype and shape for an encoder, alone, in graphs, or shared by ranks."""
+    name, graphs = pick(rng, CHECKPOINTS), rng.random() < 0.3
+    vlm = model(name, graphs)
+    layout = vlm.processor.patchify([Image.new("RGB", pick(rng, ((84, 84), (112, 84), (84, 168))))])[0].layout
+    count, _, _ = vlm.encoder.item_size(layout)
+    width = row_width(name)
+    shapes = [(count, width)] * 4 + [(count + 1, width), (count, 7), (count,), (0, width)]
+    shape = pick(rng, shapes)
+    x = tensor(rng, shape)
+    layouts = [layout] if rng.random() < 0.8 else grids_of(rng)
+    run = pick(rng, (vlm.encoder, vlm.graphs.execute if graphs else partial(parallel_run, vlm.encoder)))
+
+    def attempt():
+        with torch.no_grad():
+            embeds = run(x, layouts)
+        embeds = embeds if isinstance(embeds, torch.Tensor) else torch.cat(list(embeds))
+        assert len(embeds) == vlm.encoder.item_size(layout)[1]
+
+    return f"{name}, graphs {graphs}, {x.dtype} {tuple(x.shape)} {x.layout} on {x.device}, {layouts!r}", attempt
+
+
+@cache
+def row_width(name: str) -> int:
+    """Values in a patch row of a shipped model."""
+    vlm = model(name)
+    return vlm.processor.patchify([Image.new("RGB", (84, 84))])[0].pixel_values.shape[1]
+
+
+def parallel_run(encoder, x, layouts):
+    return parallel.run_dp_sharded_mrope_vision_model(encoder, x, layouts)
+
+
+SPECIALS = (
+    "</image>", "<image>", "<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|video_pad|>", "<|begin_of_video|>",
+    "<|vision_end|>", "<unk>", "<im_patch>", "<patch_newline>", "<|user|>", "</slice>", "<image_id>",
+)  # fmt: skip
+
+
+def some_text(rng: np.random.Generator) -> str:
+    words = ("What", "color", "is", "the", "circle", "?", "\n", "ü", "漢", "\u200b", "{{ x }}", "{% if %}", *SPECIALS)
+    return " ".join(str(pick(rng, words)) for _ in range(int(rng.integers(0, 9))))
+
+
+def some_content(rng: np.random.Generator, depth: int = 0):
+    if rng.random() < 0.08:
+        return pick(rng, ODD)
+    if rng.random() < 0.4:
+        return some_text(rng)
+    picture = DATA / "pictures" / "scene.png"
+    parts = [
+        pick(rng, (
+            {"type": "text", "text": some_text(rng)}, {"type": "text", "text": some_text(rng)},
+            {"type": "image", "image": str(picture)}, {"type": "image", "path": picture},
+            {"type": "image", "image": pick(rng, ODD)}, {"type": "text", "text": pick(rng, ODD)}, {"type": "audio"},
+            {"type": "video", "video": str(DATA / "clips" / "scene.mp4")}, {"type": "image"}, pick(rng, ODD),
+        ))
+        for _ in range(int(rng.integers(1, 4)))
+    ]  # fmt: skip
+    return [parts] if rng.random() < 0.03 else parts
+
+
+def messages(rng: np.random.Generator, folder: Path) -> Case:
+    """A conversation with marks of the models in its texts, media in odd places, and parts that are none."""
+    name, graphs = pick(rng, CHECKPOINTS), rng.random() < 0.2
+    roles = ("user", "user", "user", "system", "assistant", pick(rng, ODD))
+    turns = [{"role": pick(rng, roles), "content": some_content(rng)} for _ in range(int(rng.integers(1, 4)))]
+    prompt = pick(rng, (turns, turns, turns, some_text(rng), pick(rng, ODD)))
+    media = {"images": pick(rng, ([DATA / "pictures" / "scene.png"], pick(rng, ODD)))} if rng.random() < 0.3 else {}
+    rate = pick(rng, (0.0, 0.0, 0.5, *ODD)) if rng.random() < 0.3 else 0.0
+
+    def attempt():
+        trace = model(name, graphs).trace(prompt, max_new_tokens=2, pruning_rate=rate, **media)
+        assert isinstance(trace.text, str) and len(trace.media) == len(trace.embeds) == len(trace.patches)
+        assert trace.positions.shape == (3, len(trace.input_ids))
+
+    return f"{name}: {prompt!r} {media!r} {rate!r}", attempt
+
+
+def generate_tensors(rng: np.random.Generator, folder: Path) -> Case:
+    """Ids, masks, grids, rows and embeddings for `VLM.generate`, one of them off."""
+    name = pick(rng, ("tiny-qwen2_5_vl", "tiny-glm4v", "tiny-step3"))
+    vlm = model(name)
+    picture = "page.png" if name == "tiny-step3" else "scene.png"
+    trace = vlm.trace("What?", images=[DATA / "pictures" / picture], max_new_tokens=1)
+    ids = trace.full_ids[None].clone()
+    arguments = {"input_ids": ids, "pixel_values": trace.patches[0].pixel_values, "image_grid_thw": trace.layouts}
+    if rng.random() < 0.3:
+        del arguments["pixel_values"]
+        arguments["image_embeds"] = trace.embeds[0].clone()
+    match int(rng.integers(8)):
+        case 0:
+            arguments["input_ids"][0, int(rng.integers(ids.shape[1]))] = pick(rng, (-1, 2**40, 10**6, 0))
+        case 1:
+            mask = torch.ones_like(ids, dtype=pick(rng, (torch.int64, torch.float32, torch.bool)))
+            mask[0, int(rng.integers(ids.shape[1]))] = pick(rng, (0, 2, -1))
+            arguments["attention_mask"] = mask
+        case 2:
+            arguments[pick(rng, sorted(arguments))] = pick(rng, ODD)
+        case 3:
+            arguments[pick(rng, ("second_per_grid_ts", "max_new_tokens", "pruning_rate", "num_beams"))] = pick(rng, ODD)
+        case 4:
+            key = pick(rng, [k for k in ("pixel_values", "image_embeds") if k in arguments])
+            arguments[key] = tensor(rng, tuple(arguments[key].shape))
+        case 5:
+            arguments["input_ids"] = pick(rng, (ids[:, :0], ids[:, :3], ids.to(torch.uint8), ids.float(), ids[0]))
+        case 6:
+            arguments |= {pick(rng, ("image", "graph", "temprature", "mask")): pick(rng, ODD)}
+
+    def attempt():
+        with torch.no_grad():
+            out = vlm.generate(**({"max_new_tokens": 2} | arguments))
+        assert out.shape[0] == 1 and out.shape[1] > arguments["input_ids"].shape[1]
+
+    return f"{name}: { {k: getattr(v, 'shape', v) for k, v in arguments.items()} }", attempt
+
+
+def mutate(rng: np.random.Generator, value, depth: int = 0):
+    """JSON with something replaced, removed or of another kind."""
+    if isinstance(value, dict) and value and rng.random() < 0.85:
+        key = pick(rng, sorted(value))
+        if rng.random() < 0.2:
+            return {k: v for k, v in value.items() if k != key}
+        return value | {key: mutate(rng, value[key], depth + 1)}
+    return pick(rng, (None, -1, 0, 3, 10**9, 0.5, "x", "../x", [], {}, [1], {"a": 1}, True))
+
+
+def checkpoint_folder(rng: np.random.Generator, folder: Path) -> Case:
+    """A shipped checkpoint with one of its files changed, missing or cut."""
+    source = DATA / "checkpoints" / pick(rng, CHECKPOINTS)
+    for file in source.iterdir():
+        (folder / file.name).symlink_to(file) if file.suffix == ".safetensors" else shutil.copy(file, folder)
+    name = pick(rng, sorted(file.name for file in source.iterdir() if not file.name.startswith("training")))
+    path = folder / name
+    match int(rng.integers(4)):
+        case 0:
+            path.unlink()
+            how = "missing"
+        case 1:
+            data = path.read_bytes()
+            path.unlink()
+            path.write_bytes(damage(rng, data))
+            how = "damaged"
+        case _:
+            how = "changed"
+            if path.suffix == ".json" and not name.startswith("tokenizer.json"):
+                path.write_text(json.dumps(mutate(rng, json.loads(path.read_text()))))
+            else:
+                names = ("../a.safetensors", "model.safetensors", "/a", 3, None)
+                index = {"weight_map": {"visual.x": pick(rng, names)}}
+                (folder / "model.safetensors.index.json").write_text(json.dumps(mutate(rng, index)))
+                how = "beside an index"
+
+    def attempt():
+        vlm = refvl.load(folder, progress=False)
+        answer = vlm.chat("What color is the circle?", images=[DATA / "pictures" / "scene.png"], max_new_tokens=1)
+        assert isinstance(answer, str)
+
+    return f"{source.name}/{name} {how}", attempt
+
+
+def arguments(rng: np.random.Generator, folder: Path) -> Case:
+    """Odd arguments to load, chat and chat_batch."""
+    vlm, picture = model("tiny-qwen2_5_vl"), DATA / "pictures" / "scene.png"
+    names = ("device", "dtype", "attention", "weights", "graphs", "graph", "torch_dtype", "revision", "foo")
+    options = {name: pick(rng, (*ODD, "cpu", "float32", "sdpa", True)) for name in names if rng.random() < 0.15}
+    source = pick(rng, (DATA / "checkpoints" / "tiny-qwen2_5_vl",) * 6 + ODD)
+    keywords = ("max_new_tokens", "pruning_rate", "stream", "num_beams", "image", "do_sample", "temperature", "videos")
+    said = {name: pick(rng, (*ODD, 2, 0.5)) for name in keywords if rng.random() < 0.15}
+    request = {"prompt": "What?", "images": [picture]} | ({pick(rng, ("image", "x")): 1} if rng.random() < 0.3 else {})
+    calls = {
+        "load": lambda: refvl.load(source, **({"progress": False} | options)),
+        "chat": lambda: vlm.chat("What?", **({"images": [picture], "max_new_tokens": 2} | said)),
+        "chat_batch": lambda: vlm.chat_batch(pick(rng, ([request], [request, request], "ab", *ODD)), max_new_tokens=2),
+        "encode": lambda: vlm.encode(images=pick(rng, ([picture], *ODD))),
+    }
+    name = pick(rng, sorted(calls))
+
+    def attempt():
+        result = calls[name]()
+        if not isinstance(result, (str, list, refvl.VLM)):
+            "".join(result)  # a stream
+
+    return f"{name}: {source!r} {options!r} {said!r}", attempt
+
+
+def command_line(rng: np.random.Generator, folder: Path) -> Case:
+    """Words on the command line: whatever happens is told in one line, and never in a traceback."""
+    words = [
+        pick(rng, ("chat", "trace", "info", "encode", "--help", "--version", "nothing")),
+        pick(rng, (str(DATA / "checkpoints" / "tiny-qwen2_5_vl"),) * 4 + ("nowhere", "", str(folder), "a/b/c")),
+        pick(rng, ("What?", "", "caf\udce9", str(DATA / "pictures"), str(folder), "x" * 300)),
+    ]
+    extra = (
+        ["--image", str(DATA / "pictures" / "scene.png")], ["--image", "https://example.com/x.png"],
+        ["--image", "/dev/zero"], ["--image", str(folder / "pipe.png")],
+        ["--video", str(DATA / "clips" / "scene.mp4")], ["--video", str(DATA / "pictures" / "scene.png")],
+        ["--max-new-tokens", "2"], ["--max-new-tokens", "x"], ["--pruning-rate", "0.5"], ["--pruning-rate", "7"],
+        ["--dtype", "float33"], ["--dtype", "bfloat16"], ["--device", "cuda"], ["--attention", "none"], ["--nope"],
+        ["--out", str(folder / "out")], ["--out", "/proc/xyz"], ["--out", __file__],
+    )  # fmt: skip
+    for _ in range(int(rng.integers(0, 4))):
+        words += pick(rng, extra)
+    os.mkfifo(folder / "pipe.png")
+
+    def attempt():
+        before, sys.argv = sys.argv, ["refvl", *words]
+        out, err = io.StringIO(), io.StringIO()
+        try:
+            with redirect_stdout(out), redirect_stderr(err):
+                main()
+        except SystemExit as stop:
+            code = stop.code or 0
+            assert code in (0, 1, 2), f"exit code {code}"
+            assert not code or err.getvalue().strip(), "failed silently"
+        finally:
+            sys.argv = before
+        assert "Traceback" not in err.getvalue(), err.getvalue()[-500:]
+
+    return " ".join(words), attempt
+
+
+KINDS = (
+    image_file, image_in_memory, picture_size, video_file, video_in_memory, grids, media_positions, budgets, rows,
+    messages, generate_tensors, checkpoint_folder, arguments, command_line,
+)  # fmt: skip

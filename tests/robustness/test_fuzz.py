@@ -1,0 +1,51 @@
+"""Hostile input ends in a right result or a clear error. `python -m pytest -m fuzz` tries twenty times as many."""
+
+import pytest
+from harness import is_clear, outcome_of, run_kind
+from kinds import KINDS
+
+QUICK, THOROUGH = 504, 10_080  # cases, shared equally by the kinds
+
+
+def check(kind, count: int) -> None:
+    report = run_kind(kind, range(count // len(KINDS)))
+    assert not report.defects, f"{len(report.defects)} of {count // len(KINDS)}:\n" + "\n".join(report.defects)
+    assert report.counts["right"] and report.counts["clear"], f"one-sided: {report.counts}"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_hostile_input(kind):
+    check(kind, QUICK)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_much_hostile_input(kind):
+    check(kind, THOROUGH)
+
+
+def test_the_harness_tells_defects_from_refusals():
+    """Errors that escape from a library, and those that name nothing, are defects; refvl's own refusals are clear."""
+    from refvl.checks import check_positive_int
+
+    def too_much():
+        return bytearray(2**34)
+
+    def for_ever():
+        while True:
+            pass
+
+    assert outcome_of(lambda: check_positive_int(0, "n")) == "clear"
+    assert outcome_of(lambda: int("x")).startswith("ValueError")
+    assert outcome_of(lambda: {}["x"]).startswith("KeyError")
+    assert outcome_of(too_much).startswith("MemoryError")
+    assert outcome_of(for_ever).startswith("took")
+    assert outcome_of(lambda: None) == "right"
+    assert not is_clear(_raised(ValueError("n: from outside")))
+
+
+def _raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as caught:
+        return caught
