@@ -16,8 +16,10 @@ from refvl.encoders import (
     Step3VisionConfig,
     Step3VisionEncoder,
 )
-from refvl.encoders.minicpmv import ENCODERS
+from refvl.families import FAMILIES
 from refvl.graphs import DualPathGraphManager, EncoderGraphManager
+
+ENCODERS = {family.version: family.encoder for family in FAMILIES if family.version}
 
 GRIDS = {
     "Qwen2.5-VL": (Qwen2_5_VisionTransformer, Qwen2_5_VisionConfig),

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from towers import CLASSES, random_rows, randomize, run_theirs, same_weights, transformers_tower
 
 from refvl.encoders import SliceGroup, Step3VisionConfig, Step3VisionEncoder
-from refvl.encoders.minicpmv import ENCODERS
+from refvl.families import FAMILIES
 from refvl.graphs import DualPathGraphManager, EncoderGraphManager
 from refvl.graphs.buffers import PAD_RULES, metadata_tensors
+
+ENCODERS = {family.version: family.encoder for family in FAMILIES if family.version}
 
 NAN = float("nan")
 
