@@ -247,8 +247,8 @@ class VLM:
         with trace.stage("prune"):
             trace.keep_masks = [m.keep_mask(e, q) for m, e in zip(merged, trace.embeds, strict=True)]
         with trace.stage("merge"):
-            switch: dict[str, Any] = {"allow_special_tokens": True} if allow_special_tokens else {}
-            trace.full_ids = torch.tensor(self.processor.tokenize(messages, merged, **switch))  # tokenises nowhere else
+            ids = self.processor.tokenize(messages, merged, allow_special_tokens=allow_special_tokens)
+            trace.full_ids = torch.tensor(ids)
             self._merge(trace, merged)
         with trace.stage("positions"):
             self._position(trace)

@@ -88,7 +88,7 @@ def describe_model(vlm: VLM) -> dict:
     tensors = [*vlm.encoder.named_parameters(), *vlm.encoder.named_buffers()]
     for name, tensor in sorted(tensors, key=itemgetter(0)):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     dtype = str(vlm.encoder.dtype).removeprefix("torch.")
     return {"family": vlm.family.name, "dtype": dtype, "weights": digest.hexdigest()}
 
