@@ -34,6 +34,17 @@ class Header(NamedTuple):
         return prod(self.shape)
 
 
+@contextmanager
+def blame(what: str) -> Iterator[None]:
+    """Whatever a library runs into inside becomes a ValueError that begins with `what`: a file, and what it is for."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:  # values of a wrong type or size run into all kinds of errors
+        raise ValueError(f"{what} ({' '.join(str(error).split()) or type(error).__name__})") from error
+
+
 def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> Path:
     """The local folder of a checkpoint; a hub id (`owner/name`) is downloaded into the hub's cache first.
 
@@ -43,7 +54,11 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> P
     local folder or a JSON file that is not an object.
     """
     folder = Path(path_or_id).expanduser()
-    if not folder.exists():
+    try:
+        exists = folder.exists()
+    except (OSError, ValueError) as error:  # too long, or with a zero byte
+        raise ValueError(f"path_or_id: {str(path_or_id)[:80]!r} is no path ({type(error).__name__})") from error
+    if not exists:
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path_or_id)):
             raise FileNotFoundError(f"path_or_id: no folder {folder} (a hub id has the form owner/name)")
         folder = _download(str(path_or_id), CONFIG_FILES + WEIGHT_FILES * weights, hub)

@@ -117,6 +117,13 @@ def check_positive(value, name: str) -> float:
     return number
 
 
+def check_flag(value, name: str) -> bool:
+    """Return `value` if it is True or False; raise TypeError naming `name`."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}")
+    return value
+
+
 def check_pruning_rate(q, name: str = "q") -> float:
     """Return `q` as a float if 0 <= q < 1; raise TypeError or ValueError naming `name`."""
     if not 0 <= check_number(q, name) < 1:

@@ -80,10 +80,11 @@ def load(
         encoder = families.load_encoder(
             folder, config, attention=attention, progress=progress, dtype=dtype, device=device
         )
-        language_model = load_language_model(
-            folder, text_config, model_class=family.text_model, progress=progress, dtype=dtype, device=device,
-            **model_kwargs,
-        )  # fmt: skip
+        with checkpoints.blame(f"{folder}: config.json and generation_config.json make no text model"):
+            language_model = load_language_model(
+                folder, text_config, model_class=family.text_model, progress=progress, dtype=dtype, device=device,
+                **model_kwargs,
+            )  # fmt: skip
     vlm = VLM(config, _load_processor(folder, config), encoder, language_model)
     _add_stop_tokens(vlm)
     if graphs:
@@ -108,13 +109,8 @@ def _check_arguments(path_or_id, graphs, model_kwargs: dict, *, with_weights: bo
 
 def _load_processor(folder: Path | None, config: PretrainedConfig) -> Processor:
     """The family's; what a damaged tokenizer makes the tokenizers library raise becomes a ValueError."""
-    try:
+    with checkpoints.blame(f"{folder}: tokenizer or processor files cannot be read"):
         return families.load_processor(folder, config)
-    except (ValueError, OSError, ImportError):
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{folder}: tokenizer or processor files cannot be read ({reason})") from error
 
 
 def _add_stop_tokens(vlm: VLM) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor
 from refvl.checks import check_pixel_rows, check_positive_int, check_shape
 
 Assignment = tuple[list[int], list[int], list[int]]
+MAX_RANKS = 2**16  # more is a mistake, and every rank costs a list
 ROPE_TYPES = ("rope_3d", "rope_2d")
 
 
@@ -42,7 +43,7 @@ def get_load_balance_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assi
     >>> get_load_balance_assignment([1000, 100, 200, 50], num_gpus=2)
     ([0, 2, 1, 3], [1, 3], [1000, 350])
     """
-    items: list[list[int]] = [[] for _ in range(check_positive_int(num_gpus, "num_gpus"))]
+    items: list[list[int]] = [[] for _ in range(_check_ranks(num_gpus))]
     loads = [0] * num_gpus
     for i in sorted(range(len(_check_sizes(sizes))), key=lambda i: -sizes[i]):
         rank = loads.index(min(loads))
@@ -53,7 +54,7 @@ def get_load_balance_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assi
 
 def get_count_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assignment:
     """What balancing is measured against: equally many consecutive items to every rank, whatever their size."""
-    share = -(-len(_check_sizes(sizes)) // check_positive_int(num_gpus, "num_gpus"))
+    share = -(-len(_check_sizes(sizes)) // _check_ranks(num_gpus))
     items = [range(len(sizes))[rank * share : (rank + 1) * share] for rank in range(num_gpus)]
     return list(range(len(sizes))), [len(own) for own in items], [sum(sizes[i] for i in own) for own in items]
 
@@ -64,6 +65,12 @@ def get_speed_up(grouped_sizes: Sequence[int]) -> float:
     The share of an all-gather that is padding follows from it: 1 - speed-up / ranks.
     """
     return sum(grouped_sizes) / max(grouped_sizes) if max(grouped_sizes, default=0) else 1.0
+
+
+def _check_ranks(num_gpus: int) -> int:
+    if check_positive_int(num_gpus, "num_gpus") > MAX_RANKS:
+        raise ValueError(f"num_gpus: must be at most {MAX_RANKS}, got {num_gpus}")
+    return int(num_gpus)
 
 
 def _check_sizes(sizes: Sequence[int]) -> Sequence[int]:

@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 from refvl import families
 from refvl.checks import (
     as_seconds,
+    check_flag,
     check_pixel_rows,
     check_positive_int,
     check_prompts,
@@ -103,7 +104,7 @@ class VLM:
         generate_kwargs: options of transformers' `generate` that lead to one answer in text (`num_beams`,
         `stop_strings`, `streamer`, ...). Errors: see `trace`.
         """
-        if not stream:
+        if not check_flag(stream, "stream"):
             return self.trace(
                 prompt, images=images, videos=videos, max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
                 allow_special_tokens=allow_special_tokens, **generate_kwargs,

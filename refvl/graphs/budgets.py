@@ -110,7 +110,7 @@ def plan_batches(
     >>> plan_batches([30, 30, 200], [64, 128, 256], max_items=8, policy="greedy")
     [Batch(indices=(0, 1), budget=64), Batch(indices=(2,), budget=256)]
     """
-    if policy not in POLICIES:
+    if not isinstance(policy, str) or policy not in POLICIES:
         raise ValueError(f"policy: expected one of {POLICIES}, got {policy!r}")
     tokens = _check_counts(output_tokens, "output_tokens")
     frames = [0] * len(tokens) if frames is None else _check_counts(frames, "frames")

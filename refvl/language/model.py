@@ -179,7 +179,16 @@ def load_language_model(
     model, info = loaded
     _report(folder, {kind: info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched")})
     _report(folder, {"nan or inf": [name for name, weight in model.named_parameters() if not _is_finite(weight)]})
+    _check_token_ids(folder, model.generation_config)
     return model.eval() if PLACED_BY & kwargs.keys() else model.eval().to(device)
+
+
+def _check_token_ids(folder: Path, config: GenerationConfig) -> None:
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(config, name)
+        ids = value if isinstance(value, list) and name == "eos_token_id" else [value]
+        if not all((isinstance(i, int) and not isinstance(i, bool)) or i is None for i in ids):
+            raise ValueError(f"{folder / 'generation_config.json'}: {name} must be a token id, got {value!r}")
 
 
 def _says_how_to_read(text_config: PretrainedConfig) -> bool:

@@ -480,6 +480,8 @@ def _list_frames(path: Path, name: str, limits: MediaLimits) -> _Listing:
         if not container.streams.video:
             raise ValueError(f"video: {name} has no video stream")
         stream = container.streams.video[0]
+        if stream.codec_context is None:
+            raise ValueError(f"video: {name} is damaged: what its frames were encoded with is not known")
         limits.check_pixels(stream.codec_context.width, stream.codec_context.height, f"video: {name}")
         starts, lengths, file_end = array("q"), array("q"), 0.0  # file_end: of all streams, in seconds
         is_timed = not container.format.flags & _NO_TIMESTAMPS  # a bare stream has no times, or made-up ones

@@ -5,6 +5,7 @@ the reader of a pipe has gone.
 """
 
 import importlib
+import io
 import os
 import re
 import signal
@@ -262,7 +263,8 @@ def _check_request(prompt: str, video: list[str] | None, pruning_rate: float) ->
 def main() -> None:
     """Run the command line."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a name may be no UTF-8
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name may be no UTF-8
     app()
 
 

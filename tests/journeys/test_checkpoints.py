@@ -146,7 +146,7 @@ def test_nothing_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no config.json"):
         load(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json: not a JSON file"):
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
         load(tmp_path)
 
 

@@ -1,7 +1,7 @@
 """A small fuzz harness: hostile input made from a seed, one case at a time, each within seconds and memory.
 
 A case ends in one of three ways. *right*: it returned, and what it returned holds its kind's invariant. *clear*: refvl
-refused it, that is, the exception was raised by a `raise` statement of refvl itself, as ValueError, TypeError or
+refused it, that is, it returned "clear" (a command line's exit status and its one line), or the exception was raised by a `raise` statement of refvl itself, as ValueError, TypeError or
 FileNotFoundError, in a sentence that names an argument. *anything else* is a defect: an error that escaped from a
 library, a wrong result, too much time or memory. A seed makes the same case again.
 """
@@ -64,14 +64,13 @@ def outcome_of(attempt: Callable[[], object]) -> str:
     try:
         with limits(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            attempt()
+            return "clear" if attempt() == "clear" else "right"
     except TooLong as error:
         return f"took {error}"
     except AssertionError as error:
         return f"wrong: {error}"
     except Exception as error:
         return "clear" if is_clear(error) else f"{type(error).__name__}: {str(error)[:300]} ({raised_at(error)})"
-    return "right"
 
 
 def is_clear(error: Exception) -> bool:

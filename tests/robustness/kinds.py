@@ -496,6 +496,11 @@ def arguments(rng: np.random.Generator, folder: Path) -> Case:
     return f"{name}: {source!r} {options!r} {said!r}", attempt
 
 
+def said(stream: io.TextIOWrapper) -> str:
+    stream.flush()
+    return stream.buffer.getvalue().decode("utf-8", "replace")  # type: ignore[attr-defined]  # a BytesIO
+
+
 def command_line(rng: np.random.Generator, folder: Path) -> Case:
     """Words on the command line: whatever happens is told in one line, and never in a traceback."""
     words = [
@@ -517,17 +522,19 @@ def command_line(rng: np.random.Generator, folder: Path) -> Case:
 
     def attempt():
         before, sys.argv = sys.argv, ["refvl", *words]
-        out, err = io.StringIO(), io.StringIO()
+        code = 0
+        out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
         try:
             with redirect_stdout(out), redirect_stderr(err):
                 main()
         except SystemExit as stop:
             code = stop.code or 0
             assert code in (0, 1, 2), f"exit code {code}"
-            assert not code or err.getvalue().strip(), "failed silently"
+            assert not code or said(err).strip(), "failed silently"
         finally:
             sys.argv = before
-        assert "Traceback" not in err.getvalue(), err.getvalue()[-500:]
+        assert "Traceback" not in said(err), said(err)[-500:]
+        return "clear" if code else "right"
 
     return " ".join(words), attempt
 

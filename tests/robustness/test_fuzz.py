@@ -1,10 +1,15 @@
 """Hostile input ends in a right result or a clear error. `python -m pytest -m fuzz` tries twenty times as many."""
 
+import json
+
 import pytest
 from harness import is_clear, outcome_of, run_kind
 from kinds import KINDS
+from measure import FILE, THOROUGH, table
 
-QUICK, THOROUGH = 504, 10_080  # cases, shared equally by the kinds
+from refvl.paths import DATA
+
+QUICK = 504  # cases, shared equally by the kinds
 
 
 def check(kind, count: int) -> None:
@@ -22,6 +27,14 @@ def test_hostile_input(kind):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_much_hostile_input(kind):
     check(kind, THOROUGH)
+
+
+def test_the_readme_shows_what_was_measured():
+    """The table is made from the committed file, and in that file nothing else happened."""
+    measured = json.loads(FILE.read_text())
+    assert table(measured) in (DATA.parent / "README.md").read_text()
+    assert list(measured["cases"]) == [kind.__name__ for kind in KINDS]
+    assert not any(counts["else"] for counts in measured["cases"].values())
 
 
 def test_the_harness_tells_defects_from_refusals():

@@ -90,10 +90,10 @@ ERRORS = [SyntaxError("not a TIFF"), struct.error("short"), MemoryError(), KeyEr
 def test_whatever_a_decoder_raises_the_others_go_on(vlm, folder, tmp_path, monkeypatch, error):
     load_image = export.load_image
 
-    def load(path):
+    def load(path, **options):
         if path.name == "1.bmp":
             raise error
-        return load_image(path)
+        return load_image(path, **options)
 
     monkeypatch.setattr(export, "load_image", load)
     run(vlm, folder, tmp_path / "out", shard_size=2)
@@ -215,8 +215,8 @@ def test_a_file_that_changes_while_it_is_read_is_listed(vlm, folder, tmp_path, m
     """Its digest and its pixels could be of two files."""
     load_image = export.load_image
 
-    def load_and_meddle(path):
-        image = load_image(path)
+    def load_and_meddle(path, **options):
+        image = load_image(path, **options)
         if path.name == "4.bmp":
             draw(folder, ["4.bmp"], seed=9)
         return image

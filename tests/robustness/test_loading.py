@@ -124,7 +124,7 @@ def test_values_of_another_kind_in_a_config_are_named(folder, change):
 
 def test_a_tokenizer_without_a_model(folder):
     (folder / "tokenizer.json").write_text("{}")
-    refuses(folder, "tokenizer or processor files cannot be read")
+    refuses(folder, "tokenizer or chat template cannot be read")
 
 
 # --- what the weights are ---------------------------------------------------------------------------------------------
