@@ -193,11 +193,11 @@ def test_sincos_2d_equals_a_loop(embed_dim, height, width):
     """Oracle: each value from its formula in float64: column first, sines first, frequencies 10000^(-i / (D / 4))."""
     table, quarter = sincos_2d(embed_dim, (height, width)), embed_dim // 4
     assert table.shape == (height, width, embed_dim)
-    for row, column, i in product((0, height - 1), (0, width - 1), range(quarter)):
-        frequency = 10000.0 ** (-i / quarter)
-        want = [sin(column * frequency), cos(column * frequency), sin(row * frequency), cos(row * frequency)]
-        want = torch.tensor(want, dtype=torch.float64)
-        assert_agree(table[row, column, i::quarter], want, 4, scale=max(height, width))  # the size of an angle
+    frequencies = [10000.0 ** (-i / quarter) for i in range(quarter)]
+    corners = list(product((0, height - 1), (0, width - 1)))
+    want = [[f(place * w) for place in (x, y) for f in (sin, cos) for w in frequencies] for y, x in corners]
+    got = torch.stack([table[corner] for corner in corners])
+    assert_agree(got, torch.tensor(want, dtype=torch.float64), 4, scale=max(height, width))  # the size of an angle
 
 
 @given(st.integers(1, 60), st.integers(1, 60))

@@ -1,9 +1,10 @@
 """A small fuzz harness: hostile input made from a seed, one case at a time, each within seconds and memory.
 
 A case ends in one of three ways. *right*: it returned, and what it returned holds its kind's invariant. *clear*: refvl
-refused it, that is, it returned "clear" (a command line's exit status and its one line), or the exception was raised by a `raise` statement of refvl itself, as ValueError, TypeError or
-FileNotFoundError, in a sentence that names an argument. *anything else* is a defect: an error that escaped from a
-library, a wrong result, too much time or memory. A seed makes the same case again.
+refused it, that is, the exception was raised by a `raise` statement of refvl itself, as ValueError, TypeError or
+FileNotFoundError, in a sentence that names an argument (or the attempt says so: a command line exits with a status and
+a line). *anything else* is a defect: an error that escaped from a library, a wrong result, too much time or memory. A
+seed makes the same case again.
 """
 
 import linecache
