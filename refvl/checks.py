@@ -11,6 +11,7 @@ from torch import Tensor
 
 Grid = tuple[int, int, int]
 MAX_SECONDS = 10**6  # eleven days between two grid steps
+MAX_PATCHES = 2**26  # of one medium, and tokens of one prompt: far more than any model takes, and no memory bomb
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 means nothing without its scale
 
 
@@ -46,8 +47,7 @@ def _as_grid(item, i: int, spatial_merge_size: int, name: str) -> Grid:
     if not all(map(is_integer, item)):
         raise TypeError(f"{name}[{i}]: expected three integers, got {item!r}")
     t, h, w = (int(n) for n in item)
-    if min(t, h, w) < 1:
-        raise ValueError(f"{name}[{i}]: every extent must be at least 1, got {(t, h, w)}")
+    _check_extents((t, h, w), f"{name}[{i}]")
     if h % spatial_merge_size or w % spatial_merge_size:
         raise ValueError(
             f"{name}[{i}]: h and w must be multiples of spatial_merge_size={spatial_merge_size}, got {(t, h, w)}"
@@ -69,9 +69,15 @@ def as_size(size, name: str) -> tuple[int, int]:
     if not all(map(is_integer, size)):
         raise TypeError(f"{name}: expected two integers, got {size!r}")
     h, w = (int(n) for n in size)
-    if min(h, w) < 1:
-        raise ValueError(f"{name}: every extent must be at least 1, got {(h, w)}")
+    _check_extents((h, w), name)
     return h, w
+
+
+def _check_extents(extents: tuple[int, ...], name: str) -> None:
+    if min(extents) < 1:
+        raise ValueError(f"{name}: every extent must be at least 1, got {extents}")
+    if math.prod(extents) > MAX_PATCHES:
+        raise ValueError(f"{name}: at most {MAX_PATCHES:,} patches are planned at once, got {extents}")
 
 
 def is_integer(value) -> bool:
@@ -160,9 +166,20 @@ def check_floats(tensor: Tensor, name: str) -> Tensor:
     """
     if tensor.dtype not in FLOATS:
         raise TypeError(f"{name}: expected floating-point numbers, got dtype {tensor.dtype}")
+    return _check_dense(tensor, name)
+
+
+def _check_dense(tensor: Tensor, name: str) -> Tensor:
     if tensor.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
     return tensor
+
+
+def check_values(tensor: Tensor, name: str) -> Tensor:
+    """Return `tensor` if it is dense and has values; raise TypeError naming `name` (sparse, or on the meta device)."""
+    if tensor.is_meta:
+        raise TypeError(f"{name}: expected a dense tensor with values, got one on the meta device")
+    return _check_dense(tensor, name)
 
 
 def check_pixel_rows(pixel_values, shape: Sequence, device: torch.device, name: str = "pixel_values") -> Tensor:
@@ -193,14 +210,7 @@ def check_token_ids(input_ids, name: str = "input_ids") -> Tensor:
     check_integers(check_shape(input_ids, ("B", "L"), name), name)
     if input_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected int32 or int64, got dtype {input_ids.dtype}")
-    return _check_values(input_ids, name)
-
-
-def _check_values(tensor: Tensor, name: str) -> Tensor:
-    if tensor.layout != torch.strided or tensor.is_meta:
-        kind = "one on the meta device" if tensor.is_meta else f"layout {tensor.layout}"
-        raise TypeError(f"{name}: expected a dense tensor with values, got {kind}")
-    return tensor
+    return check_values(input_ids, name)
 
 
 def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
@@ -214,7 +224,7 @@ def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
         raise ValueError(f"input_ids: expected prompts of at least one token, got shape {tuple(ids.shape)}")
     if attention_mask is None:
         attention_mask = torch.ones_like(ids)
-    mask = _check_values(check_shape(attention_mask, tuple(ids.shape), "attention_mask"), "attention_mask").cpu()
+    mask = check_values(check_shape(attention_mask, tuple(ids.shape), "attention_mask"), "attention_mask").cpu()
     for i, (row, keep) in enumerate(zip(ids, mask, strict=True)):
         if (wrong := keep[(keep != 0) & (keep != 1)]).numel():
             raise ValueError(f"attention_mask[{i}]: expected 0 (padding) or 1, got {wrong[0].item()}")

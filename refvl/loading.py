@@ -77,9 +77,10 @@ def load(
     elif folder is None:
         raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
     else:
-        encoder = families.load_encoder(
-            folder, config, attention=attention, progress=progress, dtype=dtype, device=device
-        )
+        with checkpoints.blame(f"{folder}: config.json makes no encoder"):
+            encoder = families.load_encoder(
+                folder, config, attention=attention, progress=progress, dtype=dtype, device=device
+            )
         with checkpoints.blame(f"{folder}: config.json and generation_config.json make no text model"):
             language_model = load_language_model(
                 folder, text_config, model_class=family.text_model, progress=progress, dtype=dtype, device=device,
@@ -132,11 +133,13 @@ def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphMana
 
 
 def _resolve_device(device: str | int | torch.device) -> torch.device:
+    if not isinstance(device, (str, int, torch.device)) or isinstance(device, bool):
+        raise TypeError(f"device: expected a name, a number or a torch.device, got {type(device).__name__}")
     if device == "auto" and torch.cuda.is_available():  # torchrun's processes take the GPUs of their machine in turn
         device = f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
     try:
         device = torch.device("cpu" if device == "auto" else device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"device: {device!r} is no torch device") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {str(device)!r} was asked for, but this machine has no CUDA device")

@@ -29,6 +29,7 @@ from refvl.checks import (
     check_prompts,
     check_pruning_rate,
     check_shape,
+    check_values,
 )
 from refvl.contracts import Encoder, Processor
 from refvl.graphs import DualPathGraphManager, EncoderGraphManager
@@ -262,11 +263,13 @@ class VLM:
         trace.keep = keep_in_prompt(len(trace.full_ids), trace.spans, keep_masks)
         trace.input_ids = trace.full_ids[trace.keep]
         self._check_prompt(trace.input_ids)
-        rows = [piece for m, embeds in zip(merged, trace.embeds, strict=True) for piece in m.cut(embeds)]
-        pieces = [self.language_model.split_rows(piece) for piece in rows if piece is not None]
-        embeds_LD = merge_embeddings(self._embed_text(trace.full_ids), trace.spans, [main for main, _ in pieces])
-        nothing = embeds_LD.new_zeros(len(embeds_LD), self.language_model.row_width - embeds_LD.shape[1])
-        deepstack = merge_embeddings(nothing, trace.spans, [deeper for _, deeper in pieces])
+        split = [self.language_model.split_rows(embeds) for embeds in trace.embeds]
+        main = [piece for m, (rows, _) in zip(merged, split, strict=True) for piece in m.cut_rows(rows)]
+        embeds_LD = merge_embeddings(self._embed_text(trace.full_ids), trace.spans, main)
+        deepstack = embeds_LD.new_zeros(len(embeds_LD), self.language_model.row_width - embeds_LD.shape[1])
+        if deepstack.shape[1]:
+            deeper = [piece for m, (_, rows) in zip(merged, split, strict=True) for piece in m.cut_rows(rows)]
+            deepstack = merge_embeddings(deepstack, trace.spans, deeper)
         keep = trace.keep.to(embeds_LD.device)
         trace.inputs_embeds, trace.deepstack = embeds_LD[keep], deepstack[keep]
 
@@ -367,7 +370,7 @@ class VLM:
         """Embeddings that were made before, one checked (M, W) tensor per item."""
         width = ("channels", self.language_model.row_width)
         if isinstance(embeds, Tensor):
-            check_shape(embeds, ((f"tokens of {layouts_name}", sum(tokens)), width), name)
+            check_values(check_shape(embeds, ((f"tokens of {layouts_name}", sum(tokens)), width), name), name)
             embeds = embeds.split(tokens)
         if not isinstance(embeds, Sequence) or len(embeds) != len(tokens):
             got = len(embeds) if isinstance(embeds, Sequence) else type(embeds).__name__

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +18,12 @@ from refvl.pixels.media import Video
 from refvl.positions import MediaSpan
 from refvl.processors.chat import Patches
 
+LATER: Any = None  # what a field is until its stage of the run has filled it
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class Trace:
-    """One run with every stage kept; what no stage has set yet raises AttributeError.
+    """One run with every stage kept; what no stage has set yet is None.
 
     L_full counts the prompt before pruning, L what the language model saw. D is the language model's width, and W that
     of the encoder's rows: D, or D * (1 + k) where the text model takes k deeper features of the tower (deepstack).
@@ -34,13 +37,13 @@ class Trace:
     embeds: list[Tensor] = field(default_factory=list)  # (M, W) per medium, before pruning
     keep_masks: list[Tensor | None] = field(default_factory=list)  # (M,) bool per medium; None: not pruned
     spans: list[MediaSpan] = field(default_factory=list)  # where each medium stands in the full prompt, one per run
-    full_ids: Tensor = field(init=False)  # (L_full,) the prompt with all placeholders
-    full_positions: Tensor = field(init=False)  # (3, L_full)
-    keep: Tensor = field(init=False)  # (L_full,) bool
-    input_ids: Tensor = field(init=False)  # (L,) full_ids[keep]
-    inputs_embeds: Tensor = field(init=False)  # (L, D)
-    deepstack: Tensor = field(init=False)  # (L, W - D), zeros for text: added to hidden states, k layers' features
-    positions: Tensor = field(init=False)  # (3, L)
+    full_ids: Tensor = LATER  # (L_full,) the prompt with all placeholders
+    full_positions: Tensor = LATER  # (3, L_full)
+    keep: Tensor = LATER  # (L_full,) bool
+    input_ids: Tensor = LATER  # (L,) full_ids[keep]
+    inputs_embeds: Tensor = LATER  # (L, D)
+    deepstack: Tensor = LATER  # (L, W - D), zeros for text: added to hidden states, k layers' features
+    positions: Tensor = LATER  # (3, L)
     delta: int = 0  # decode step k sits at L + k + delta
     token_ids: list[int] = field(default_factory=list)  # generated
     text: str = ""

@@ -22,7 +22,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import ModelOutput, logging
 
 from refvl.checkpoints import FLOAT_DTYPES, weight_headers
-from refvl.checks import check_names, check_shape
+from refvl.checks import check_names, check_positive, check_positive_int, check_shape
 from refvl.positions import MediaSpan, get_mrope_input_positions
 
 # checkpoint name -> wrapper name, as regular expressions: after transformers 4.52, and as vLLM saves them
@@ -295,12 +295,21 @@ def option(language_model: CausalTextModel, options: dict, name: str) -> Any:
     return options.get(name, getattr(config, name, None))
 
 
+MAX_BEAMS = 1024  # every beam is a copy of the prompt
+
+
 def check_generate_options(language_model: CausalTextModel, options: dict, own: Sequence[str] = ()) -> None:
     """Raise ValueError, naming the option, that transformers' `generate` has not, or that loses the media.
 
     own: what the caller takes besides, for near misses (`image` for `images`).
     """
     check_names(options, [*own, *sorted(GENERATE_OPTIONS)], "generate", ValueError)
+    for name in ("num_beams", "num_return_sequences"):
+        if options.get(name) is not None and check_positive_int(options[name], name) > MAX_BEAMS:
+            raise ValueError(f"{name}: must be at most {MAX_BEAMS}, got {options[name]}")
+    for name in ("temperature", "top_p", "repetition_penalty"):
+        if options.get(name) is not None:
+            check_positive(options[name], name)
     for name in LOSE_MEDIA:
         if option(language_model, options, name) is not None:
             raise ValueError(f"{name}: not with media: transformers would read their placeholders as text")

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageFile
 
-from refvl.checks import check_positive_int
+from refvl.checks import check_positive_int, check_values
 
 DEFAULT_FPS = 2.0
 _KINDS = "a path, a PIL image, a numpy array or a torch tensor"
@@ -209,7 +209,7 @@ def _channels_last(source) -> np.ndarray:
     """A tensor or array as (H, W) or (H, W, 3 | 4); a tensor's channels may come first, as torch has them."""
     array = source
     if isinstance(source, torch.Tensor):
-        source = source.detach().cpu()
+        source = check_values(source, "image").detach().cpu()
         array = (source.float() if source.is_floating_point() else source).numpy()
         if array.ndim == 3 and array.shape[0] in (1, 3, 4):
             array = array.transpose(1, 2, 0)

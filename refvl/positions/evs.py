@@ -15,7 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.checks import as_grids, check_floats, check_number, check_positive_int, check_pruning_rate, check_shape
+from refvl.checks import (
+    as_grids,
+    check_floats,
+    check_number,
+    check_positive_int,
+    check_pruning_rate,
+    check_shape,
+    check_values,
+)
 from refvl.positions.mrope import MAX_POSITION, check_t_factor, grid_positions, mrope_delta
 
 ALWAYS_KEPT = 255.0  # dissimilarity given to first-frame tokens; a cosine distance never exceeds 2
@@ -57,7 +65,7 @@ def compute_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_s
     """
     t, h, w = _one_grid(video_size_thw, spatial_merge_size)
     num_tokens = t * h * w // spatial_merge_size**2
-    check_shape(video_embeds, (num_tokens, "D"), "video_embeds")
+    check_values(check_shape(video_embeds, (num_tokens, "D"), "video_embeds"), "video_embeds")
     keep = compute_retained_tokens_count(num_tokens // t, t, q)
     ranking = compute_dissimilarity(video_embeds, t).flatten().argsort(descending=True, stable=True)
     mask = torch.zeros(num_tokens, dtype=torch.bool, device=video_embeds.device)

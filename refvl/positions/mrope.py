@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refvl.checks import check_int, check_number, check_positive_int
+from refvl.checks import MAX_PATCHES, check_int, check_number, check_positive_int
 
 MAX_POSITION = 2**31
 
@@ -34,8 +34,11 @@ class MediaSpan:
 
     def __post_init__(self):
         for name, least in (("offset", 0), ("t", 1), ("h", 1), ("w", 1)):
-            object.__setattr__(self, name, check_int(getattr(self, name), f"MediaSpan.{name}", least))
-        check_t_factor(self.t_factor, self.t, "MediaSpan.t_factor")
+            value = getattr(self, name)
+            if type(value) is not int or value < least:  # an image may be many spans: most need no call
+                object.__setattr__(self, name, check_int(value, f"MediaSpan.{name}", least))
+        if self.t_factor != 1.0 or self.t >= MAX_POSITION:
+            check_t_factor(self.t_factor, self.t, "MediaSpan.t_factor")
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +76,9 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
             [0, 1, 1, 2, 2, 3],
             [0, 1, 2, 1, 2, 3]]), -2)
     """
-    num_tokens = check_positive_int(num_tokens, "num_tokens")
+    if check_positive_int(num_tokens, "num_tokens") > MAX_PATCHES:
+        raise ValueError(f"num_tokens: a prompt has at most {MAX_PATCHES:,}, got {num_tokens}")
+    num_tokens = int(num_tokens)
     if wrong := [span for span in spans if not isinstance(span, MediaSpan)]:
         raise TypeError(f"spans: expected MediaSpan, got {wrong[0]!r}")
     pieces, index, position = [], 0, 0

@@ -57,7 +57,7 @@ def sample_video_frames(
     >>> sample_video_frames("glm4v", fps=30, total_num_frames=75, duration=2.5)
     FrameSample(indices=[0, 15, 30, 45, 60, 60], timestamps=[0, 1, 2])
     """
-    if variant not in VARIANTS:
+    if not isinstance(variant, str) or variant not in VARIANTS:
         raise ValueError(f"variant: expected one of {VARIANTS}, got {variant!r}")
     fps, total = check_positive(fps, "fps"), check_positive_int(total_num_frames, "total_num_frames")
     duration = round((total - 1) / fps) + 1 if duration is None else check_positive(duration, "duration")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -239,6 +240,8 @@ def load_tokenizer(folder: Path, read: Callable[[Path], Any] = READ_TOKENIZER, t
             if file.is_file():
                 read_json(file)  # says so itself where this is the damaged one
         raise ValueError(f"{folder}: its tokenizer or chat template cannot be read ({error})") from error
+    if isinstance(tokenizer.model_max_length, bool) or not isinstance(tokenizer.model_max_length, Real):
+        raise ValueError(f"{folder}: model_max_length must be a number, got {tokenizer.model_max_length!r}")
     file = folder / "chat_template.json"  # where older checkpoints keep it
     older = read_json(file).get("chat_template") if file.is_file() and not tokenizer.chat_template else None
     tokenizer.chat_template = tokenizer.chat_template or older or template

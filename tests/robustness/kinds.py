@@ -156,7 +156,7 @@ def picture_size(rng: np.random.Generator, folder: Path) -> Case:
                 assert all(min(size) >= 1 for size in plan_slices(width, height, SliceConfig()).tgt_sizes)
             case 3:
                 rows, columns = plan_crops(width, height).layout
-                assert (rows == 0) == (columns == 0) and rows * columns < 200
+                assert (rows == 0) == (columns == 0)  # planning takes no memory; cutting refuses too many
 
     return f"{width!r} x {height!r} px, {frames!r} frames", attempt
 
