@@ -278,8 +278,9 @@ def test_clear_gives_everything_back_and_the_next_use_captures_again(encoder):
     assert manager.stats().hits == 1
 
 
-def test_few_plans_are_kept(encoder, manager, monkeypatch):
+def test_few_plans_are_kept(encoder, monkeypatch):
     """Plans hold device memory per patch: the most recent ones stay, and what was dropped is planned again."""
+    manager = new_manager(encoder)
     monkeypatch.setattr("refvl.graphs.plans.CACHED_PATCHES", 300)
     monkeypatch.setattr(manager, "_plans", PlanCache(encoder))
     shapes = [(1, 2 * h, 2 * w) for h in range(1, 7) for w in range(1, 7)]
