@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -18,8 +19,8 @@ def start(arguments, log: Path, **options):
     return process
 
 
-def _run(arguments: list[str], log: Path, pause: float = 0.0, file_limit: int = -1, reader: bool = True) -> None:
-    """pause: seconds after every batch; file_limit: bytes; reader: whether anybody reads the standard output."""
+def _run(arguments: list[str], log: Path, gate: Path | None = None, file_limit: int = -1, reader: bool = True) -> None:
+    """gate: a file that the third batch waits for; file_limit: bytes; reader: whether anybody reads the output."""
     import torch
 
     from refvl.pipeline import VLM
@@ -34,14 +35,14 @@ def _run(arguments: list[str], log: Path, pause: float = 0.0, file_limit: int = 
     os.dup2(output, 1)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
-    encode = VLM.encode
+    encode, batches = VLM.encode, count(1)
 
-    def encode_and_pause(*args, **kwargs):
-        embeds = encode(*args, **kwargs)
-        time.sleep(pause)
-        return embeds
+    def wait_and_encode(*args, **kwargs):
+        while next(batches) > 2 and gate is not None and not gate.exists():
+            time.sleep(0.01)
+        return encode(*args, **kwargs)
 
-    VLM.encode = encode_and_pause
+    VLM.encode = wait_and_encode  # type: ignore[method-assign]  # only in this process
     sys.argv = ["refvl", *arguments]
     main()
 

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import signal
+import stat
 import struct
 import threading
 from pathlib import Path
@@ -306,14 +307,23 @@ def test_rows_are_written_as_wide_as_they_come(vlm, folder, tmp_path, monkeypatc
 def test_others_may_read_shards_and_manifest_and_their_names_are_on_disk(vlm, folder, tmp_path, monkeypatch):
     """The mode is what the umask leaves of 0666; the folder is synced after each name is given."""
     events, fsync, replace = [], os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.path.isdir(f"/proc/self/fd/{fd}")) or fsync(fd))
-    monkeypatch.setattr(Path, "replace", lambda *paths: events.append("named") or replace(*paths))
+
+    def note_sync(file):
+        events.append("folder" if stat.S_ISDIR(os.fstat(file).st_mode) else "contents")
+        fsync(file)
+
+    def note_name(*paths):
+        events.append("name")
+        return replace(*paths)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "replace", note_name)
     umask = os.umask(0o027)
     try:
         run(vlm, folder, tmp_path / "out", shard_size=3)
     finally:
         os.umask(umask)
-    assert events == [False, "named", True] * 3, "two shards and a manifest: contents, name, entry"
+    assert events == ["contents", "name", "folder"] * 3, "two shards and a manifest"
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}
 
 
@@ -422,7 +432,8 @@ def test_without_kernel_locks_a_file_is_taken_at_its_word(tmp_path, monkeypatch)
 def test_a_lock_that_goes_while_it_is_taken_is_none(tmp_path, monkeypatch):
     """Its owner removes it between our opening and locking it: what we hold then has no name, and excludes nobody."""
     (tmp_path / LOCK).touch()
-    flock, turns = lock.fcntl.flock, []
+    flock = lock.fcntl.flock
+    turns: list[int] = []
 
     def remove_and_lock(file, how):
         if not turns:
@@ -505,14 +516,14 @@ def finish(checkpoint, many, out, log, process=None) -> None:
     ],
 )
 def test_a_stopped_run_loses_one_shard_at_most_and_is_continued(checkpoint, many, vlm, tmp_path, number, status, line):
-    """Stopped in its third batch: two shards stand, and stay as they are."""
+    """Stopped in its third batch: two shards stand, and stay as they are; the other four are made."""
     out, log = tmp_path / "out", tmp_path / "log"
-    process = start(command(checkpoint, many, out), log, pause=0.3)
+    process = start(command(checkpoint, many, out), log, gate=tmp_path / "never")
     wait_for(lambda: shards_in(out) == 2, process)
     os.kill(process.pid, number)
     process.join(300)
     assert (process.exitcode, log.read_text()) == (status, line)
-    assert shards_in(out) in (2, 3) and not (out / "manifest.json").exists()
+    assert shards_in(out) == 2 and not (out / "manifest.json").exists()
     assert (out / LOCK).exists() == (number == signal.SIGKILL), "only a kill leaves the lock"
     before = {path: path.stat().st_mtime_ns for path in out.glob("embeds-*")}
     finish(checkpoint, many, out, log)
@@ -523,12 +534,13 @@ def test_a_stopped_run_loses_one_shard_at_most_and_is_continued(checkpoint, many
 def test_of_two_processes_one_writes(checkpoint, many, vlm, tmp_path):
     """The second, started while the first runs, is refused in one line; the first is not disturbed."""
     out, logs = tmp_path / "out", [tmp_path / "log0", tmp_path / "log1"]
-    first = start(command(checkpoint, many, out), logs[0], pause=0.5)
-    wait_for(lambda: shards_in(out) == 1, first)
+    first = start(command(checkpoint, many, out), logs[0], gate=tmp_path / "gate")
+    wait_for(lambda: shards_in(out) == 2, first)
     second = start(command(checkpoint, many, out), logs[1])
     second.join(300)
     assert second.exitcode == 1 and logs[1].read_text().count("\n") == 1
     assert f"is being written by process {first.pid} on" in logs[1].read_text()
+    (tmp_path / "gate").touch()
     finish(checkpoint, many, out, logs[0], first)
     check_right(vlm, many, out, [f"{i:02}.png" for i in range(24)])
     assert shards_in(out) == 6
@@ -569,7 +581,7 @@ def test_many_runs_at_once_and_killed_at_any_time(checkpoint, many, vlm, tmp_pat
     out, log = tmp_path / "out", tmp_path / "log"
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
-        processes = [start(command(checkpoint, many, out), log, pause=0.05) for _ in range(3)]
+        processes = [start(command(checkpoint, many, out), log) for _ in range(3)]
         for process in processes:
             process.join(float(torch.rand((), generator=generator)))
             process.kill()
