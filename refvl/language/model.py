@@ -305,7 +305,7 @@ def check_generate_options(language_model: CausalTextModel, options: dict, own: 
     """
     check_names(options, [*own, *sorted(GENERATE_OPTIONS)], "generate", ValueError)
     for name in ("num_beams", "num_return_sequences"):
-        if options.get(name) is not None and check_positive_int(options[name], name) > MAX_BEAMS:
+        if name in options and check_positive_int(options[name], name) > MAX_BEAMS:
             raise ValueError(f"{name}: must be at most {MAX_BEAMS}, got {options[name]}")
     for name in ("temperature", "top_p", "repetition_penalty"):
         if options.get(name) is not None:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from refvl.checks import check_positive_int, check_shape
+from refvl.checks import check_positive_int, check_shape, check_values
 from refvl.pixels.media import load_image
 from refvl.pixels.patches import check_preprocessing, known_fields
 
@@ -135,6 +135,8 @@ def as_crop_layouts(layouts, name: str = "layouts") -> list[CropLayout]:
 
     Raises TypeError for a wrong kind, ValueError for negative numbers or rows without columns.
     """
+    if isinstance(layouts, Tensor):
+        check_values(layouts, name)
     layouts = layouts.tolist() if hasattr(layouts, "__array__") else layouts
     if not isinstance(layouts, Sequence) or isinstance(layouts, str):
         raise TypeError(f"{name}: expected a sequence of (rows, columns), got {type(layouts).__name__}")

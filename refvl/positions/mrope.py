@@ -37,7 +37,7 @@ class MediaSpan:
             value = getattr(self, name)
             if type(value) is not int or value < least:  # an image may be many spans: most need no call
                 object.__setattr__(self, name, check_int(value, f"MediaSpan.{name}", least))
-        if self.t_factor != 1.0 or self.t >= MAX_POSITION:
+        if type(self.t_factor) is not float or self.t_factor != 1.0 or self.t >= MAX_POSITION:
             check_t_factor(self.t_factor, self.t, "MediaSpan.t_factor")
 
     @property

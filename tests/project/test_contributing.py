@@ -33,8 +33,15 @@ def test_walk_through_names_one_file_per_room():
     assert rooms | suites | {"refvl/families.py", "CHANGELOG.md"} <= named_files(WALK_THROUGH)
 
 
+def test_line_counts_are_those_of_the_files():
+    """Rounded to tens in the table; they may be off by a tenth before the table has to be written again."""
+    cells = re.findall(r"`(refvl/[\w/]+\.py)`[^|]*\| (\d+) \|", WALK_THROUGH)
+    counts = {name: (int(said), len((ROOT / name).read_text().splitlines())) for name, said in cells}
+    assert len(counts) == 6 and {n for n, (said, now) in counts.items() if abs(said - now) > 5 + now / 10} == set()
+
+
 def test_line_counts_come_from_a_command():
-    """Numbers of lines drift; the command that counts them does not, while its patterns match."""
+    """No other number of lines, files or tests stands in the text; the command that counts matches files."""
     [count] = [command for command in COMMANDS if command[:2] == ["wc", "-l"]]
     assert all(list(ROOT.glob(pattern)) for pattern in count[2:])
     assert len(list(ROOT.glob(count[2]))) >= 3
@@ -64,7 +71,7 @@ BORDERS = [
     ("encoders", ("processors", "graphs", "language", "pipeline", "viz", "tools")),
     ("processors", ("graphs", "language.model", "pipeline", "viz", "tools")),
     ("graphs", ("processors", "encoders", "language", "pipeline", "viz", "tools")),
-    ("language", ("pixels", "processors", "graphs", "pipeline", "viz", "tools")),
+    ("language", ("pixels", "processors", "encoders", "graphs", "pipeline", "viz", "tools")),
 ]
 
 
