@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,11 +31,21 @@ from torch import Tensor
 from refvl.checks import Grid, as_grids, check_positive_int, check_shape
 from refvl.pixels.media import as_frames, load_image
 
-if TYPE_CHECKING:
-    from refvl.pixels.slices import SliceConfig
-
 MAX_ASPECT_RATIO = 200
 VIDEO_DEFAULTS = {"min_pixels": 128 * 28 * 28, "max_pixels": 768 * 28 * 28, "cap_pixels_per_frame": True}
+
+
+class Normalization(Protocol):
+    """What `normalize` reads of a config, per RGB channel."""
+
+    @property
+    def image_mean(self) -> tuple[float, ...]: ...
+
+    @property
+    def image_std(self) -> tuple[float, ...]: ...
+
+    @property
+    def rescale_factor(self) -> float: ...
 
 
 def check_preprocessing(config, sizes: Iterable[str]) -> None:
@@ -363,7 +373,7 @@ def resize_frames(frames: np.ndarray, config: PatchConfig) -> Tensor:
     return F.interpolate(pixels, size=size, mode="bicubic", antialias=True, align_corners=False)
 
 
-def normalize(pixels: Tensor, config: "PatchConfig | SliceConfig", *, fused: bool = False) -> Tensor:
+def normalize(pixels: Tensor, config: Normalization, *, fused: bool = False) -> Tensor:
     """(T, C, H, W) of 0..255 -> float32, (x * rescale_factor - mean) / std per channel.
 
     The two backends agree to about 1e-6 only, so both orders of rounding are here: the Pillow backend rescales in
@@ -375,7 +385,7 @@ def normalize(pixels: Tensor, config: "PatchConfig | SliceConfig", *, fused: boo
     return ((pixels.double() * config.rescale_factor).float() - mean) / std
 
 
-def denormalize(pixels: Tensor, config: "PatchConfig | SliceConfig") -> np.ndarray:
+def denormalize(pixels: Tensor, config: Normalization) -> np.ndarray:
     """(..., C) float32 -> uint8: undoes `normalize`."""
     mean, std = torch.tensor(config.image_mean), torch.tensor(config.image_std)
     return ((pixels * std + mean) / config.rescale_factor).round().clamp(0, 255).to(torch.uint8).numpy()
