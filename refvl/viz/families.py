@@ -6,11 +6,11 @@ plot_family_stages   where the seconds of a run go, per family
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from refvl.tools.costs import MediaPlan
 from refvl.trace import Trace
 from refvl.viz.style import STAGE_COLORS, axes_or_new
 
@@ -23,7 +23,17 @@ FAMILY_COLORS = dict(
 )
 
 
-def plot_family_costs(plans: Mapping[str, Sequence[MediaPlan]], *, title: str = "", ax: Axes | None = None) -> Axes:
+class Counts(Protocol):
+    """What a medium becomes: a `MediaPlan` of `refvl.tools.costs`, or anything that counts both."""
+
+    @property
+    def patches(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+
+def plot_family_costs(plans: Mapping[str, Sequence[Counts]], *, title: str = "", ax: Axes | None = None) -> Axes:
     """Two bars per family on a logarithmic scale: patches (pale) and tokens, with their ratio written out.
 
     plans: per family, those of all media that the bar sums up.

@@ -72,6 +72,7 @@ BORDERS = [
     ("processors", ("graphs", "language.model", "pipeline", "viz", "tools")),
     ("graphs", ("processors", "encoders", "language", "pipeline", "viz", "tools")),
     ("language", ("pixels", "processors", "encoders", "graphs", "pipeline", "viz", "tools")),
+    ("viz", ("tools", "loading")),
 ]
 
 
