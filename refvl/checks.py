@@ -166,10 +166,6 @@ def check_floats(tensor: Tensor, name: str) -> Tensor:
     """
     if tensor.dtype not in FLOATS:
         raise TypeError(f"{name}: expected floating-point numbers, got dtype {tensor.dtype}")
-    return _check_dense(tensor, name)
-
-
-def _check_dense(tensor: Tensor, name: str) -> Tensor:
     if tensor.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
     return tensor
@@ -177,9 +173,10 @@ def _check_dense(tensor: Tensor, name: str) -> Tensor:
 
 def check_values(tensor: Tensor, name: str) -> Tensor:
     """Return `tensor` if it is dense and has values; raise TypeError naming `name` (sparse, or on the meta device)."""
-    if tensor.is_meta:
-        raise TypeError(f"{name}: expected a dense tensor with values, got one on the meta device")
-    return _check_dense(tensor, name)
+    if tensor.layout != torch.strided or tensor.is_meta:
+        kind = "one on the meta device" if tensor.is_meta else f"layout {tensor.layout}"
+        raise TypeError(f"{name}: expected a dense tensor with values, got {kind}")
+    return tensor
 
 
 def check_pixel_rows(pixel_values, shape: Sequence, device: torch.device, name: str = "pixel_values") -> Tensor:
