@@ -15,6 +15,12 @@ MAX_PATCHES = 2**26  # of one medium, and tokens of one prompt: far more than an
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 means nothing without its scale
 
 
+class CheckedGrids(list[Grid]):
+    """What `as_grids` returns. An encoder's plan hands it on, and nothing on the way checks the same grids again."""
+
+    spatial_merge_size: int  # that h and w are multiples of
+
+
 def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw") -> list[Grid]:
     """Normalise `grid_thw` to a list of (t, h, w) tuples of Python ints, in patches.
 
@@ -23,8 +29,12 @@ def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw") -
     multiples of `spatial_merge_size`, because a merged token needs its whole block of patches.
     """
     check_positive_int(spatial_merge_size, "spatial_merge_size")
+    if isinstance(grid_thw, CheckedGrids) and grid_thw.spatial_merge_size % spatial_merge_size == 0:
+        return grid_thw
     rows = _integer_rows(grid_thw, ("items", 3), "(t, h, w)", name)
-    return [_as_grid(item, i, spatial_merge_size, name) for i, item in enumerate(rows)]
+    grids = CheckedGrids(_as_grid(item, i, spatial_merge_size, name) for i, item in enumerate(rows))
+    grids.spatial_merge_size = int(spatial_merge_size)
+    return grids
 
 
 def _integer_rows(values, shape: tuple[str, int], row: str, name: str) -> Sequence:
