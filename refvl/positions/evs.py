@@ -60,8 +60,9 @@ def compute_dissimilarity(video_embeds: Tensor, num_frames: int) -> Tensor:
 def compute_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_size: int, q: float) -> Tensor:
     """(M,) bool: the tokens that stay, largest dissimilarity first, ties by a stable descending sort.
 
-    video_embeds: (M, D) merged embeddings of one video, frame-major. video_size_thw: (t, h, w) in patches. The first
-    frame stays, whatever the embeddings hold.
+    video_embeds: (M, D) merged embeddings of one video, frame-major. video_size_thw: (t, h, w) in patches.
+    spatial_merge_size: patches along each side of a token, 1 where the size counts tokens. q: the share of tokens that
+    go, in [0, 1). The first frame stays, whatever the embeddings hold.
     """
     t, h, w = _one_grid(video_size_thw, spatial_merge_size)
     num_tokens = t * h * w // spatial_merge_size**2
