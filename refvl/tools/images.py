@@ -86,5 +86,6 @@ def is_unchanged(image: ImageFile, entry: dict) -> bool:
 
 
 def digest_of(path: Path) -> str:
+    """The sha256 of a file's bytes, as hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
