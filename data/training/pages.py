@@ -34,6 +34,7 @@ PHRASES = {  # {x} is a colour, or a place where the colour is asked for
     "place": ("Where is the {x} box?",),
     "color": ("What color is the box in the {x}?",),
 }
+HELP = "Ask me about the letter, color or place of a box."  # the answer to everything else
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +138,18 @@ def quarter_labels(page: Page) -> np.ndarray:
 
 
 def all_questions(page: Page) -> dict[str, list[Question]]:
-    """Every question about a page, by kind."""
-    found: dict[str, list[Question]] = {kind: [] for kind in PHRASES}
+    """Every question about a page, by kind; "missing" are those about boxes that are not there."""
+    found: dict[str, list[Question]] = {kind: [] for kind in (*PHRASES, "missing")}
     for box in page.boxes:
         said = {"letter": (box.color, box.letter), "place": (box.color, box.place)}
         said |= {"color": (box.place, box.color)}
         for kind, (x, answer) in said.items():
             found[kind] += [Question(kind, phrase.format(x=x), answer) for phrase in PHRASES[kind]]
+    colors, places = ({getattr(box, part) for box in page.boxes} for part in ("color", "place"))
+    absent = [(kind, c, f"There is no {c} box.") for kind in ("letter", "place") for c in COLORS if c not in colors]
+    absent += [("color", place, f"There is no box in the {place}.") for place in PLACES if place not in places]
+    for kind, x, answer in absent:
+        found["missing"] += [Question("missing", phrase.format(x=x), answer) for phrase in PHRASES[kind]]
     return found
 
 
@@ -153,7 +159,9 @@ def draw_questions(page: Page, kinds: list[str], rng: np.random.Generator) -> li
     return [questions[kind][int(rng.integers(len(questions[kind])))] for kind in kinds]
 
 
-def all_phrases() -> list[str]:
-    """Texts that hold every word of every question and answer: the tokenizer learns from them."""
+def all_phrases() -> list[tuple[str, str]]:
+    """(question, answer) texts that hold every word of every question and answer: the tokenizer learns from them."""
     questions = [phrase.format(x=x) for phrases in PHRASES.values() for phrase in phrases for x in (*COLORS, *PLACES)]
-    return [*questions, *LETTERS, *COLORS, *PLACES]
+    answers = [*LETTERS, *COLORS, *PLACES, HELP]
+    answers += [*(f"There is no {c} box." for c in COLORS), *(f"There is no box in the {p}." for p in PLACES)]
+    return [(question, answers[i % len(answers)]) for i, question in enumerate(questions)]

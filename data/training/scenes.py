@@ -3,10 +3,12 @@
 An image is 84 x 84 px: with patch 14 and merge 2 that is 3 x 3 tokens of 28 px, one per place. A video is six such
 frames, three temporal patches; one object waits during the first two frames and then moves. A scene is a
 function of (split, index) alone: every split has its own stream of random numbers, so a held-out scene is
-never drawn in training, and any scene can be drawn again.
+never drawn in training, and any scene can be drawn again. So it is with the times at which a video is taken: a rule
+(`is_held_out`) keeps some of them from training.
 
 For models that are told the time there is a third sort of scene: in a video of eight frames, taken at seconds that no
-rule predicts, one object changes its colour.
+rule predicts, one object changes its colour. For models that cut an image into 2 x 2 slices there is a fourth: every
+object lies in the middle of a slice.
 
 >>> scene = draw_scene("test", 0)
 >>> render(scene).shape
@@ -23,7 +25,7 @@ SIDE, CELL, FRAMES, FPS = 84, 28, 6, 2.0
 SECONDS = tuple(i * 2 / FPS for i in range(FRAMES // 2))  # of the temporal patches of a video
 SPLITS = {"train": 0, "select": 1, "test": 2, "demo": 3}  # "select" chose the recipe, "test" measures it
 SEED = 20260
-SORTS = ("picture", "motion", "change")
+SORTS = ("picture", "motion", "change", "corners")
 STEPS, LAST_SECOND = 4, 29  # of a video in which a colour changes: temporal patches, and when the last may be
 
 COLORS = {
@@ -40,7 +42,11 @@ PLACES = (
     "middle left", "center", "middle right",
     "bottom left", "bottom center", "bottom right",
 )  # fmt: skip
+CORNERS = (0, 2, 6, 8)  # places of the quarters of an image, in reading order
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # (dx, dy), y points down
+OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
+PROGRESS = (0, 0, 0.25, 0.5, 0.75, 1)  # of the moving object in each frame: it waits during the first two
+HELP = "Ask me about the color, shape, place or motion of an object."  # the answer to everything else
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +118,47 @@ def draw_change(split: str, index: int, *, objects: tuple[int, int] = (1, 4), al
     rng = np.random.default_rng([SEED, SPLITS[split], index, SORTS.index("change")])
     scene = _draw(rng, False, objects, alike)
     color = str(rng.choice([c for c in COLORS if c != scene.things[0].color]))
-    becomes = replace(scene.things[0], color=color, rgb=_shade(rng, color))
-    return replace(scene, becomes=becomes, step=int(rng.integers(STEPS)), seconds=draw_seconds(rng, STEPS))
+    becomes, step = replace(scene.things[0], color=color, rgb=_shade(rng, color)), int(rng.integers(STEPS))
+    return replace(scene, becomes=becomes, step=step, seconds=draw_seconds(rng, STEPS, held_out=split != "train"))
 
 
-def draw_seconds(rng: np.random.Generator, count: int) -> tuple[int, ...]:
-    """`count` different whole seconds, in order."""
-    return tuple(sorted(rng.choice(LAST_SECOND + 1, count, replace=False).tolist()))
+def draw_corners(split: str, index: int) -> Scene:
+    """Draw image number `index` of a split in which each object lies in the middle of a quarter of the image."""
+    scene_rng(split, index)  # refuses unknown splits
+    rng = np.random.default_rng([SEED, SPLITS[split], index, SORTS.index("corners")])
+    scene, quarters = _draw(rng, False, (1, 4), bool(rng.integers(2))), rng.permutation(4).tolist()
+    things = []
+    for thing, quarter in zip(scene.things, quarters, strict=False):
+        x, y = (float(SIDE * (0.25 + 0.5 * side) + rng.uniform(-2, 2)) for side in (quarter % 2, quarter // 2))
+        things.append(replace(thing, place=CORNERS[quarter], center=(x, y)))
+    return replace(scene, things=tuple(things))
+
+
+def is_held_out(tenths) -> bool:
+    """Whether a video taken at these times (tenths of a second, one for each step or frame) is kept from training.
+
+    The order does not count. The usual two frames per second (0, 1 and 2 s) are held out.
+    """
+    return sum(tenths) % 9 == 3
+
+
+def draw_seconds(rng: np.random.Generator, count: int, *, held_out: bool) -> tuple[int, ...]:
+    """`count` different whole seconds, in order: times of the held-out videos, or of those for training."""
+    while True:
+        seconds = tuple(sorted(rng.choice(LAST_SECOND + 1, count, replace=False).tolist()))
+        if is_held_out(10 * second for second in seconds) == held_out:
+            return seconds
 
 
 def draw_sort(sort: str, split: str, index: int, **how) -> Scene:
     """Scene number `index` of one of `SORTS`."""
     if sort not in SORTS:
         raise ValueError(f"sort: expected one of {SORTS}, got {sort!r}")
-    return (
-        draw_change(split, index, **how) if sort == "change" else draw_scene(split, index, clip=sort == "motion", **how)
-    )
+    if sort == "corners":
+        return draw_corners(split, index)
+    if sort == "change":
+        return draw_change(split, index, **how)
+    return draw_scene(split, index, clip=sort == "motion", **how)
 
 
 def _draw(rng: np.random.Generator, clip: bool, objects: tuple[int, int], alike: bool) -> Scene:
@@ -218,36 +249,48 @@ def _first_in_frames(scene: Scene) -> list[tuple[Thing, tuple[float, float]]]:
 def mover_centers(scene: Scene) -> list[tuple[float, float]]:
     """(x, y) of the moving object's centre in each of the six frames; it waits during the first two."""
     (x, y), (dx, dy) = scene.things[0].center, DIRECTIONS[scene.direction]
-    progress = np.clip(np.arange(FRAMES) - 1, 0, None) / (FRAMES - 2)
-    return [(x + dx * scene.distance * p, y + dy * scene.distance * p) for p in progress.tolist()]
+    return [(x + dx * scene.distance * p, y + dy * scene.distance * p) for p in PROGRESS]
 
 
-def cell_labels(scene: Scene) -> np.ndarray:
+def retell(scene: Scene, frames, times) -> Scene:
+    """The same motion as it is when these of its frames were taken at these times: from the earliest to the latest."""
+    first, last = (frames[int(pick(times))] for pick in (np.argmin, np.argmax))
+    back = PROGRESS[first] > PROGRESS[last]
+    return replace(scene, direction=OPPOSITE[scene.direction]) if back else scene
+
+
+def cell_labels(scene: Scene, frames=None, times=None) -> np.ndarray:
     """(t, 9, 3) int64: shape, color and movement seen in each place at each temporal patch; 0 is none of them.
+
+    frames: which of the frames are shown (default: all), two for each patch; times: when, if not in that order.
 
     Of a colour that changes during a patch it is the new one; the change itself is a movement.
 
     An object counts for the place in which its centre lies on average during the two frames of the patch.
     """
-    frames = {"picture": 2, "motion": FRAMES, "change": 2 * STEPS}[scene.sort]
-    centers = np.array([[thing.center] * frames for thing in scene.things])  # (things, frames, 2)
+    count = {"picture": 2, "motion": FRAMES, "change": 2 * STEPS}[scene.sort]
+    frames = np.arange(count) if frames is None else np.asarray(frames)
+    times = np.arange(len(frames)) if times is None else np.asarray(times)
+    centers = np.array([[thing.center] * count for thing in scene.things])  # (things, frames, 2)
     if scene.sort == "motion":
         centers[0] = mover_centers(scene)
-    cells = (centers.reshape(len(centers), frames // 2, 2, 2).mean(2) // CELL).clip(0, 2).astype(int)
-    labels = np.zeros((frames // 2, 9, 3), dtype=np.int64)
+    steps = len(frames) // 2
+    cells = (centers[:, frames].reshape(len(centers), steps, 2, 2).mean(2) // CELL).clip(0, 2).astype(int)
+    labels = np.zeros((steps, 9, 3), dtype=np.int64)
     for i, thing in enumerate(scene.things):
-        for t in range(frames // 2):
+        for t in range(steps):
             now = scene.becomes if i == 0 and scene.becomes and t >= scene.step else thing
             place = cells[i, t, 1] * 3 + cells[i, t, 0]
-            move = _movement(scene, t) if i == 0 else 0
+            pair = slice(2 * t, 2 * t + 2)
+            move = _movement(scene, t, frames[pair], times[pair]) if i == 0 else 0
             labels[t, place] = 1 + SHAPES.index(now.shape), 1 + list(COLORS).index(now.color), move
     return labels
 
 
-def _movement(scene: Scene, t: int) -> int:
+def _movement(scene: Scene, t: int, frames, times) -> int:
     """What the first object does during temporal patch t: nothing (0), move in a direction (1-4), change (5)."""
-    if scene.sort == "motion" and t > 0:
-        return 1 + list(DIRECTIONS).index(scene.direction)
+    if scene.sort == "motion" and PROGRESS[frames[0]] != PROGRESS[frames[1]]:
+        return 1 + list(DIRECTIONS).index(retell(scene, frames, times).direction)
     return 1 + len(DIRECTIONS) if scene.sort == "change" and t == scene.step else 0
 
 
@@ -365,14 +408,51 @@ def all_questions(scene: Scene) -> dict[str, list[Question]]:
             ask("thing_at", [PLACES[thing.place]], f"a {thing.color} {thing.shape}")
     if scene.direction is None:
         ask("count", [""], COUNTS[len(things)])
-        ask("what", [""], summary(things))
+        ask("what", [""], f"{summary(things)}. {HELP}")
     else:
-        ask("what_clip", [""], summary(things))
+        ask("what_clip", [""], f"{summary(things)}. {HELP}")
         ask("motion", [*names_of(things[0], things), "object"], scene.direction)
         ask("mover", [""], f"the {things[0].color} {things[0].shape}")
     if scene.seconds:
         found |= _when_it_was_taken(scene)
     return found
+
+
+def missing_question(scene: Scene | None, rng: np.random.Generator) -> Question:
+    """About an object that is not there; often of a colour and a shape that are. None: about no scene."""
+    things = scene.things if scene else ()
+    shapes, colors = ({getattr(thing, part) for thing in things} for part in ("shape", "color"))
+    pairs = {(thing.color, thing.shape) for thing in things}
+    likely = [(c, s) for c in sorted(colors) for s in sorted(shapes) if (c, s) not in pairs]
+    rest = [(c, s) for c in COLORS for s in SHAPES if (c, s) not in pairs]
+    is_timed, sort = scene is not None and scene.sort == "change", scene.sort if scene else "picture"
+    names = {
+        "color": [s for s in SHAPES if s not in shapes],
+        "shape": [] if is_timed else [f"{c} object" for c in COLORS if c not in colors],
+        "both": [] if is_timed else [" ".join(p) for p in (likely if likely and rng.random() < 0.6 else rest)],
+    }
+    asks = {"picture": ("place", "place", "color", "shape"), "motion": ("motion", "motion", "color", "shape")}
+    kind = str(rng.choice(asks.get(sort, ("color",))))
+    if kind in ("color", "shape"):
+        pool = names[kind]
+    else:
+        pool = names[str(rng.choice(["color", "shape", "both", "both"]))]
+    name = pool[int(rng.integers(len(pool)))] if pool else " ".join(rest[int(rng.integers(len(rest)))])
+    text = PHRASES[kind][int(rng.integers(len(PHRASES[kind])))].format(x=name)
+    return Question("missing", text, f"There is no {name}.")
+
+
+def unfit_question(scene: Scene, rng: np.random.Generator) -> Question:
+    """A question that fits other sorts of scenes: of a motion in an image, of the place of what moves, of a time."""
+    kinds = {"picture": ("motion", "mover"), "motion": ("place", "row", "column", "count")}
+    kind = str(rng.choice(kinds.get(scene.sort, ("place", "motion", "mover", "count"))))
+    thing = scene.things[int(rng.integers(len(scene.things)))]
+    names, phrases = names_of(thing, scene.things), PHRASES[kind]
+    if scene.sort != "change" and rng.random() < 0.25:
+        phrases = [phrase for phrases in TIMED_PHRASES.values() for phrase in phrases]
+        names = [f"the {name}" for name in names]
+    text = str(rng.choice(phrases)).format(x=str(rng.choice(names)))
+    return Question("unfit", text, HELP)
 
 
 def _change_questions(scene: Scene) -> dict[str, list[Question]]:
@@ -425,6 +505,7 @@ def all_phrases(clips: tuple[str, ...] = ("motion",)) -> list[tuple[str, str]]:
     names = [*SHAPES, *(f"{c} object" for c in COLORS), *(f"{c} {s}" for c in COLORS for s in SHAPES)]
     answers = [*COLORS, *SHAPES, *PLACES, *DIRECTIONS, *ROWS, *COUNTS, "three objects"]
     answers += [f"{article} {name}" for article in ("a", "the") for name in names] + ["a red circle and a red square"]
+    answers += [HELP, *(f"There is no {name}." for name in names)]
     questions = [phrase.format(x=x) for phrases in PHRASES.values() for phrase in phrases for x in (*names, *PLACES)]
     if "change" in clips:
         answers += [str(second) for second in range(100)]

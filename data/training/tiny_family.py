@@ -17,12 +17,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from data.training import photos, scenes
+from data.training import everyday, photos, scenes
 from refvl.paths import DATA
 from refvl.positions import MediaSpan, get_mrope_input_positions
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 DEFAULT = "qwen2_5_vl"
+VOCABULARY = 1024  # tokens before the special ones; 256 of them are bytes
 
 
 def find_family(name: str = DEFAULT) -> "TinyFamily":
@@ -53,7 +54,10 @@ class TinyFamily:
     normalizer = None
     texts: tuple[str, ...] = ()  # what the tokenizer learns besides the questions and answers
     clips: tuple[str, ...] = ("motion",)  # the sorts of videos it learns from, of `scenes.SORTS`
-    sliced: bool = False  # whether an image becomes an overview and slices
+    sliced: bool = False  # whether an image becomes an overview and slices, whose order says where they are
+    reads_places: bool = False  # whether the language model is to read from positions where a token is in an image
+    reads_steps: bool = False  # ... and when, in a video
+    reads_times: bool = False  # whether the tower is to read from temporal ids when each frame was taken
     recipe: dict = {}  # noqa: RUF012  where its training differs from `train_tiny.Recipe`
     by_adam: tuple[str, ...] = ("embed_tokens", "lm_head")  # parts of names of matrices that Muon does not suit
     release: str | None = None  # names the folder, where a family has several releases
@@ -87,7 +91,10 @@ class TinyFamily:
         return AutoConfig.for_model(**config)
 
     def train_tokenizer(self) -> Tokenizer:
-        """Byte-level BPE over all 256 bytes, so that any text has tokens; each word of the questions is one token."""
+        """Byte-level BPE over all 256 bytes, so that any text has tokens; each word of the questions is one token.
+
+        Other spellings of the questions, and what people say besides, come in a few pieces a word.
+        """
         tokenizer = Tokenizer(models.BPE())
         if self.normalizer is not None:
             tokenizer.normalizer = self.normalizer
@@ -99,14 +106,23 @@ class TinyFamily:
         )
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=2048,  # more than the words need: merging stops when every piece is one token
+            vocab_size=VOCABULARY,
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        phrases = [text for pair in scenes.all_phrases(self.clips) for text in pair]
-        tokenizer.train_from_iterator([*self.texts, *phrases, *photos.answers()] * 2, trainer)
+        phrases = [text for pair in self.phrases() for text in pair]
+        others = {
+            everyday.rewrite(text, british=british, case=case)
+            for text in phrases for british in (False, True) for case in everyday.CASES
+        }  # fmt: skip
+        texts = [*self.texts, *phrases, *photos.answers()] * 8 + sorted(others) + everyday.tokenizer_texts()
+        tokenizer.train_from_iterator(texts, trainer)
         tokenizer.add_special_tokens(list(self.special_tokens))
         return tokenizer
+
+    def phrases(self) -> list[tuple[str, str]]:
+        """(question, answer) texts that hold every word of every question and answer."""
+        return scenes.all_phrases(self.clips)
 
     def write_checkpoint(self, folder: Path, config: dict, tokenizer: Tokenizer, weights: dict[str, Tensor]) -> None:
         """Write the whole folder; `weights` are under checkpoint names and are stored in bfloat16."""

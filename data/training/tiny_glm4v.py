@@ -64,7 +64,8 @@ class TinyGlm4v(TinyFamily):
     chat_template = CHAT_TEMPLATE
     pieces = PIECES
     clips = ("motion", "change")
-    recipe = {"steps": 1400, "clip_weight": 1.0}  # noqa: RUF012
+    reads_places = True
+    recipe = {"steps": 1400}  # noqa: RUF012
     by_adam = ("embed_tokens", "lm_head", "position_embedding", "downsample")  # three tables and a wide kernel
 
     def config(self, tokenizer: Tokenizer) -> dict:

@@ -6,7 +6,7 @@ queries: while the tower learns to see, query i of the overview is asked about p
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from types import SimpleNamespace
 
@@ -60,7 +60,8 @@ class TinyMiniCPMV(TinyFamily):
     by_adam = ("embed_tokens", "lm_head", "position_embedding", "resampler.query")
     prunable = False
     sliced = True
-    recipe = {"precision": "float32", "see": 180, "steps": 2400}  # noqa: RUF012
+    reads_times = True
+    recipe = {"see": 220, "steps": 2000}  # noqa: RUF012
 
     def config(self, tokenizer: Tokenizer) -> dict:
         """The dict of `config.json`, flat as released. The position table is for 112 x 112 px: it is sampled."""
@@ -124,6 +125,7 @@ class TinyMiniCPMV(TinyFamily):
             },
             "tokenizer_config.json": {
                 "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": "<|im_start|>",
                 "eos_token": "<|im_end|>",
                 "pad_token": "<|endoftext|>",
                 "unk_token": "<unk>",
@@ -176,18 +178,31 @@ class TinyMiniCPMV(TinyFamily):
     def tower(self, config: dict) -> MiniCPMV4_5Encoder:
         return MiniCPMV4_5Encoder.from_config(config, attention="sdpa")
 
-    def patchify(self, pixels: Tensor) -> tuple[Tensor, list]:
-        """Images are sliced; videos are packed, a frame every half second."""
+    def patchify(
+        self, pixels: Tensor, *, order: Sequence[int] | None = None, times: Sequence[int] | None = None
+    ) -> tuple[Tensor, list]:
+        """Images are sliced; videos are packed, a frame every half second.
+
+        order: which slice comes first, second, ... behind the overview; times: other temporal ids, one per frame.
+        """
         is_picture = pixels.shape[1] == 1
         patched = [patchify_slices(frame.numpy(), SLICES if is_picture else FRAMES) for frame in pixels.flatten(0, 1)]
         sizes = patched[0][1]
         if is_picture:
             layout = tuple(SliceGroup((size,)) for size in sizes)
         else:
-            ids = [round(i / FPS * TENTHS) for i in range(pixels.shape[1])]
+            ids = [round(i / FPS * TENTHS) for i in range(pixels.shape[1])] if times is None else list(times)
             packs = [ids[i : i + PACKING] for i in range(0, len(ids), PACKING)]
             layout = tuple(SliceGroup(tuple(sizes) * len(pack), tuple(pack)) for pack in packs)
-        return torch.cat([rows for rows, _ in patched]), [layout] * len(pixels)
+        rows = torch.cat([rows for rows, _ in patched])
+        if order is not None:
+            parts = rows.unflatten(0, (len(pixels), len(sizes), -1))  # slices of one size, as the overview is
+            rows = parts[:, [0, *(1 + i for i in order)]].flatten(0, 2)
+        return rows, [layout] * len(pixels)
+
+    def plan(self, tower: MiniCPMV4_5Encoder, layouts: list, kept: dict):
+        """Not kept for videos: their times differ at every step."""
+        return super().plan(tower, layouts, kept if layouts[0][0].temporal_ids is None else {})
 
     def place_media(
         self, ids: list[int], token: str, grid: tuple[int, int, int], seconds: tuple, encode: Callable

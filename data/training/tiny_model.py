@@ -13,7 +13,7 @@ Shape suffixes: B scenes, Q questions, P prefix tokens, T tokens of a tail, L = 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -52,21 +52,22 @@ class TinyModel(nn.Module):
                 nn.init.zeros_(parameter)
         self.family.init_weights(self)
 
-    def encode(self, pixels: Tensor) -> Tensor:
-        """(B, frames, H, W, 3) uint8 of one size -> (B, M, D)."""
-        rows_NC, layouts = self.family.patchify(pixels)
+    def encode(self, pixels: Tensor, **shown) -> Tensor:
+        """(B, frames, H, W, 3) uint8 of one size -> (B, M, D). shown: what the family's `patchify` takes besides."""
+        rows_NC, layouts = self.family.patchify(pixels, **shown)
         metadata = self.family.plan(self.visual, layouts, self._plans)
         return self.visual(rows_NC, metadata=metadata).unflatten(0, (len(pixels), -1))
 
-    def forward(self, batch: "Batch", *, prune: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits (labelled positions, V), in the order of `batch.targets`, the media (B, M, D), and the words that
-        tell the time (B, t, D) as the last layer gets them (t is 0 where there are none).
+    def forward(self, batch: "Batch", *, prune: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Logits (labelled positions, V), in the order of `batch.targets`, the media (B, M, D), None in a batch of
+        text alone, and all tokens (B, L, D) as the last layer gets them.
 
         prune: (B,) pruning rate of each video.
         """
-        media_BMD, tellings = self.encode(batch.pixels), len(batch.ids_BL) // len(batch.pixels)
-        told_BMD = media_BMD.repeat_interleave(tellings, 0)
-        embeds_BLD = put_media(self.model.embed_tokens(batch.ids_BL), told_BMD, batch.spans)
+        embeds_BLD, media_BMD = self.model.embed_tokens(batch.ids_BL), None
+        if batch.pixels is not None:
+            media_BMD, tellings = self.encode(batch.pixels, **batch.shown), len(batch.ids_BL) // len(batch.pixels)
+            embeds_BLD = put_media(embeds_BLD, media_BMD.repeat_interleave(tellings, 0), batch.spans)
         mask = batch.mask_LL[None, None]
         if prune is not None:
             kept_BM = self.kept(media_BMD, batch.grid, prune).repeat_interleave(tellings, 0)
@@ -82,7 +83,7 @@ class TinyModel(nn.Module):
             output_hidden_states=True,
         ).hidden_states
         answers_AD = hidden_BLD[-1][batch.target_rows, batch.target_columns]
-        return self.lm_head(answers_AD), media_BMD, hidden_BLD[-2][:, self.family.time_columns(batch.spans)]
+        return self.lm_head(answers_AD), media_BMD, hidden_BLD[-2]
 
     def kept(self, media_BMD: Tensor, grid: tuple[int, int, int], prune: Tensor) -> Tensor:
         """(B, M) bool: what EVS keeps of each video at its own rate."""
@@ -107,10 +108,10 @@ def put_media(rows_BL: Tensor, media_BM: Tensor, spans: list[MediaSpan]) -> Tens
 
 @dataclass(eq=False)
 class Batch:
-    """Scenes of one size with their questions, ready for `TinyModel`."""
+    """Scenes of one size with their questions, ready for `TinyModel`; or questions alone."""
 
-    pixels: Tensor  # (B, frames, H, W, 3) uint8
-    grid: tuple[int, int, int]
+    pixels: Tensor | None  # (B, frames, H, W, 3) uint8
+    grid: tuple[int, int, int] | None
     spans: list[MediaSpan]  # where the medium is in the row
     ids_BL: Tensor
     positions_3L: Tensor
@@ -119,6 +120,8 @@ class Batch:
     target_columns: Tensor  # (A,) position in the sequence from which it is predicted
     targets: Tensor  # (A,) its id
     question_of_target: Tensor  # (A,) number of the question, scene-major
+    shown: dict = field(default_factory=dict)  # how the media are shown, for the family's `patchify`
+    told: Tensor | None = None  # (M,) place of each token in the image, or step in the video, as its position tells it
 
 
 class PromptBuilder:
@@ -132,21 +135,25 @@ class PromptBuilder:
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-    def split(self, question: str, answer: str | None, media: str) -> tuple[list[int], list[int]]:
-        """Ids up to and including the end of the medium (one placeholder), and those after it, to the answer's end."""
-        messages = [{"role": "user", "content": [{"type": media}, {"type": "text", "text": question}]}]
+    def split(self, question: str, answer: str | None, media: str | None) -> tuple[list[int], list[int]]:
+        """Ids up to and including the end of the medium (one placeholder), and those after it, to the answer's end.
+
+        media: None for text alone, of which everything comes after.
+        """
+        shown = [{"type": media}] if media else []
+        messages = [{"role": "user", "content": [*shown, {"type": "text", "text": question}]}]
         text = self.template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         text += f"{answer}{self.family.end_of_turn}" if answer is not None else ""
         ids = self.encode(text)
-        cut = ids.index(self.tokenizer.token_to_id(self.family.end_of_media[media])) + 1
+        cut = ids.index(self.tokenizer.token_to_id(self.family.end_of_media[media])) + 1 if media else 0
         return ids[:cut], ids[cut:]
 
-    def tail(self, question: str, answer: str) -> tuple[list[int], int]:
+    def tail(self, question: str, answer: str, media: str | None = "image") -> tuple[list[int], int]:
         """Ids of question and answer, and how many of them are the answer's (with the end of the turn)."""
-        key = (question, answer)
+        key = (question, answer, media)
         if key not in self._tails:
-            ids = self.split(question, answer, "image")[1]
-            self._tails[key] = ids, len(ids) - len(self.split(question, None, "image")[1])
+            ids = self.split(question, answer, media)[1]
+            self._tails[key] = ids, len(ids) - len(self.split(question, None, media)[1])
         return self._tails[key]
 
     def prefix(self, media: str, grid: tuple[int, int, int], seconds: tuple) -> tuple[list[int], list[MediaSpan]]:
@@ -167,20 +174,28 @@ class PromptBuilder:
         return self._layouts[key]
 
     def batch(
-        self, pixels: np.ndarray | Tensor, questions: list[list], *, seconds: Sequence[Sequence[float]] | None = None
+        self,
+        pixels: np.ndarray | Tensor | None,
+        questions: list[list],
+        *,
+        seconds: Sequence[Sequence[float]] | None = None,
+        shown: dict | None = None,
     ) -> Batch:
         """Scenes (B, frames, H, W, 3) uint8, each with the same number of questions (`.text`, `.answer`).
 
         seconds: of each step in time of each video; None for images. With k times as many rows of questions and
         seconds as scenes, each scene is told k times in succession. Raises ValueError when prompts of one batch differ
-        in more than the names of their tokens.
+        in more than the names of their tokens. pixels: None for text alone. shown: see `Batch`.
         """
-        media, grid = "image" if seconds is None else "video", self.family.grid(pixels.shape)
-        prefixes = [self.prefix(media, grid, tuple(row)) for row in seconds or [()] * len(questions)]
+        if pixels is None:
+            media, grid, prefixes = None, None, [([], [])] * len(questions)
+        else:
+            media, grid = "image" if seconds is None else "video", self.family.grid(pixels.shape)
+            prefixes = [self.prefix(media, grid, tuple(row)) for row in seconds or [()] * len(questions)]
         spans, lengths = prefixes[0][1], {len(ids) for ids, _ in prefixes}
         if len(lengths) > 1 or any(other != spans for _, other in prefixes):
             raise ValueError(f"seconds: prompts of one batch must be alike, got lengths {sorted(lengths)}")
-        tails = [[self.tail(q.text, q.answer) for q in row] for row in questions]
+        tails = [[self.tail(q.text, q.answer, media and "image") for q in row] for row in questions]
         longest, [length] = max(len(ids) for row in tails for ids, _ in row), lengths
         positions, mask = self.layout(length, spans, len(tails[0]), longest)
         pad = self.family.pad_id(self.config)
@@ -196,8 +211,8 @@ class PromptBuilder:
                 numbers += [b * len(row) + q] * answer_length
         ids, rows, columns = torch.from_numpy(ids), torch.tensor(rows), torch.tensor(columns)
         return Batch(
-            torch.as_tensor(pixels), grid, spans, ids, positions, mask,
-            rows, columns, ids[rows, columns + 1], torch.tensor(numbers),
+            pixels if pixels is None else torch.as_tensor(pixels), grid, spans, ids, positions, mask,
+            rows, columns, ids[rows, columns + 1], torch.tensor(numbers), shown or {},
         )  # fmt: skip
 
 

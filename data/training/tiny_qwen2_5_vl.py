@@ -58,6 +58,7 @@ class TinyQwen2_5_VL(TinyFamily):
     end_of_turn = "<|im_end|>"
     end_of_media = {"image": "<|vision_end|>", "video": "<|vision_end|>"}  # noqa: RUF012
     chat_template = CHAT_TEMPLATE
+    reads_places = reads_steps = True
     pieces = PIECES
     normalizer = normalizers.NFC()
     texts = (SYSTEM_PROMPT, "system\n", "user\n", "assistant\n")
@@ -148,7 +149,7 @@ class TinyQwen2_5_VL(TinyFamily):
             "video_preprocessor_config.json": {
                 "video_processor_type": "Qwen2VLVideoProcessor",
                 "processor_class": "Qwen2_5_VLProcessor",
-                "do_sample_frames": True,
+                "do_sample_frames": False,
                 "fps": 2,
                 "min_frames": 4,
                 "max_frames": 32,

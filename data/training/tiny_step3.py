@@ -61,7 +61,7 @@ class TinyStep3(TinyFamily):
     end_of_media = {"image": "<im_patch>"}  # noqa: RUF012  as the template writes it: one token, without marks
     chat_template = CHAT_TEMPLATE
     pieces = PIECES
-    texts = ("user\n", "assistant\n", *pages.all_phrases())
+    texts = ("user\n", "assistant\n")
     clips = ()
     by_adam = ("embed_tokens", "lm_head", "position_embedding", "class_embedding", "moe.gate")
 
@@ -81,6 +81,7 @@ class TinyStep3(TinyFamily):
             "understand_projector_stride": 2,
             "projector_bias": False,
             "text_config": {
+                "architectures": ["Step3TextForCausalLM"],
                 "model_type": "step3_text",
                 "dtype": "bfloat16",
                 "bos_token_id": token(BOS),
@@ -120,6 +121,9 @@ class TinyStep3(TinyFamily):
                 "layer_norm_eps": 1e-05,
             },
         }
+
+    def phrases(self) -> list[tuple[str, str]]:
+        return pages.all_phrases()
 
     def hf_config(self, config: dict) -> PretrainedConfig:
         return read_config(config)

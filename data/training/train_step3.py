@@ -2,31 +2,24 @@
 
 Every step asks about some pages with crops and about others without, the same kinds of questions: what the model cannot
 answer without crops is not for lack of training. As in `train_tiny.py` the tower learns first, with a linear probe that
-names letter and colour in each crop and in each quarter of the overview; then the language model joins. Two processes
-of one thread each take half of the pages and average their gradients. In float32: sequences of 20 tokens are so short
-that bfloat16 took three times as long.
+names letter and colour in each crop and in each quarter of the overview; then the language model joins. Questions are
+written in several ways, and a few pages of each step are asked what no page answers, see `everyday.py`.
 """
 
 import argparse
-import json
-import tempfile
-import time
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from data.training import pages
+from data.training import everyday, pages, run, scenes
+from data.training.run import WORKERS
 from data.training.tiny_model import Batch, PromptBuilder, TinyModel
 from data.training.tiny_step3 import FAMILY, TinyStep3
-from data.training.train_tiny import WORKERS, average_gradients, learning_rate, make_optimizers
 
-KINDS = ("letter", "place", "color")  # asked about each page
+KINDS = ("letter", "place", "color", "missing")  # asked about each page
 LABELS = (1 + len(pages.LETTERS), 1 + len(pages.COLORS))
 
 
@@ -39,6 +32,7 @@ class Recipe:
     crowded: int = 5  # pages full of boxes, of which the tower learns to read crops
     pages: int = 8  # asked about with crops
     overviews: int = 8  # asked about without
+    asides: int = 6  # asked what no page answers, every second step after seeing
     seeing: int = 4  # times as many of these while only the tower learns
     lr: float = 2e-3
     muon_lr: float = 3e-3
@@ -70,11 +64,9 @@ class Learner(nn.Module):
         return of_colors + F.cross_entropy(letters, letter) if crops else of_colors
 
 
-class Trainer:
-    """One of the workers; all hold the same weights."""
-
+class Trainer(run.Trainer):
     def __init__(self, recipe: Recipe, rank: int):
-        self.recipe, self.rank, self.step = recipe, rank, 0
+        super().__init__(FAMILY, recipe, rank)
         self.tokenizer = FAMILY.train_tokenizer()
         self.config = FAMILY.config(self.tokenizer)
         self.families = {True: FAMILY, False: TinyStep3(enable_crops=False)}
@@ -82,21 +74,16 @@ class Trainer:
             crops: PromptBuilder(family, self.tokenizer, self.config) for crops, family in self.families.items()
         }
         self.learner = Learner(self.config, recipe.seed)
-        self.optimizers = make_optimizers(self.learner, recipe, (*FAMILY.by_adam, "probe"))
-        self.peaks = [group["lr"] for group in self._groups()]
+        self.start()
 
-    def train_step(self) -> Tensor:
-        """One step; returns the workers' mean losses: answers and squares with crops, answers and quarters without."""
-        losses = self._see() if self.step < self.recipe.see else [*self._speak(True), *self._speak(False)]
-        losses = average_gradients(self.learner, torch.stack(losses))
-        nn.utils.clip_grad_norm_(self.learner.parameters(), 1.0)
-        for group, peak in zip(self._groups(), self.peaks, strict=True):
-            group["lr"] = peak * learning_rate(self.step, self.recipe)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        self.step += 1
-        return losses
+    def losses(self) -> list[Tensor]:
+        """Of answers and squares with crops, of answers and quarters without, and of asides."""
+        if self.step < self.recipe.see:
+            return [*self._see(), torch.zeros(())]
+        return [*self._speak(True), *self._speak(False), self._step_aside()]
+
+    def measure(self) -> dict[str, float]:
+        return self.accuracy("select", self.recipe.measure_on)
 
     def draw(self, count: int, *, crowded: bool = False) -> list[pages.Page]:
         """Pages of this step and worker, never drawn again."""
@@ -126,16 +113,37 @@ class Trainer:
         (answers + r.probe_weight * squares).backward()
         return answers.detach(), squares.detach()
 
-    def ask(self, drawn: list[pages.Page], kinds, crops: bool, rng: np.random.Generator) -> Batch:
+    def _step_aside(self) -> Tensor:
+        """Pages with and without crops in turn, and text alone, asked beside the point; as `_speak`."""
+        turn, r = self.step // 2 % 4, self.recipe
+        if self.step % 2:
+            return torch.zeros(())
+        rng = np.random.default_rng([r.seed, self.step, self.rank, 2])
+        drawn = self.draw(r.asides)
+        questions = [[draw_aside(page, rng) for _ in range(2)] for page in drawn]
+        self.learner.vlm.family, builder = self.families[turn != 1], self.builders[turn != 1]
+        if turn == 3:
+            batch = builder.batch(
+                None, [[replace(q, text=everyday.draw(rng), answer=pages.HELP) for q in row] for row in questions]
+            )
+        else:
+            batch = builder.batch(_pixels(drawn), questions)
+        loss = F.cross_entropy(self.learner.vlm(batch)[0], batch.targets)
+        loss.backward()
+        return loss.detach()
+
+    def ask(self, drawn: list[pages.Page], kinds, crops: bool, rng: np.random.Generator, *, vary: bool = True) -> Batch:
         """Pages with their questions; from now on the model takes its media with crops, or without."""
         self.learner.vlm.family = self.families[crops]
         questions = [pages.draw_questions(page, kinds, rng) for page in drawn]
+        if vary:
+            questions = [[replace(q, text=everyday.vary(q.text, rng)) for q in row] for row in questions]
         return self.builders[crops].batch(_pixels(drawn), questions)
 
     @torch.no_grad()
     def accuracy(self, split: str, count: int) -> dict[str, float]:
         """Share of questions answered exactly right by kind, with and without crops (`train_tiny.accuracy`)."""
-        shares, kinds = {}, tuple(pages.PHRASES)
+        shares, kinds = {}, (*pages.PHRASES, "missing")
         for crops in (True, False):
             right = []
             for first in range(0, count, 32):
@@ -149,8 +157,18 @@ class Trainer:
                 shares[kind if crops else f"{kind}, no crops"] = round(sum(hits) / len(hits), 4)
         return shares
 
-    def _groups(self) -> list[dict]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+def draw_aside(page: pages.Page, rng: np.random.Generator) -> pages.Question:
+    """Something everyday, a question about a box that is not there, or one that fits scenes."""
+    sort = rng.random()
+    if sort < 0.6:
+        return pages.Question("everyday", everyday.draw(rng), pages.HELP)
+    [question] = pages.draw_questions(page, ["missing"], rng)
+    if sort < 0.8:
+        phrases = [phrase for phrases in scenes.PHRASES.values() for phrase in phrases]
+        thing = " ".join((str(rng.choice(list(scenes.COLORS))), str(rng.choice(scenes.SHAPES))))
+        question = pages.Question("unfit", str(rng.choice(phrases)).format(x=thing), pages.HELP)
+    return replace(question, text=everyday.vary(question.text, rng))
 
 
 def _pixels(drawn: list[pages.Page]) -> Tensor:
@@ -158,41 +176,13 @@ def _pixels(drawn: list[pages.Page]) -> Tensor:
     return torch.from_numpy(np.stack([pages.render(page) for page in drawn])[:, None])
 
 
-def run_worker(rank: int, recipe: Recipe, out: Path, rendezvous: str) -> None:
-    """Train in one process; rank 0 also shows progress, measures, and writes log and checkpoint."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORKERS)
-    trainer, begin = Trainer(recipe, rank), time.time()
-    for _ in tqdm(range(recipe.steps), disable=rank > 0, mininterval=2):
-        losses = trainer.train_step()
-        if rank == 0 and (trainer.step % recipe.measure_every == 0 or trainer.step == recipe.steps):
-            FAMILY.write_checkpoint(out, trainer.config, trainer.tokenizer, trainer.learner.vlm.checkpoint_weights())
-            row = {"step": trainer.step, "seconds": round(time.time() - begin)}
-            row |= {"loss": [round(x, 4) for x in losses.tolist()]}
-            row |= trainer.accuracy("select", recipe.measure_on) if trainer.step > recipe.see else {}
-            with (out / "training_log.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            tqdm.write(json.dumps(row))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def train(recipe: Recipe, out: Path) -> None:
-    """Train into the folder `out`."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "training_log.jsonl").unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_worker, args=(recipe, out, f"{folder}/rendezvous"), nprocs=WORKERS)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in fields(Recipe):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=field.type, default=field.default)
-    parser.add_argument("--out", type=Path, default=FAMILY.folder, help="the checkpoint folder to write")
+    run.add_arguments(parser, Recipe)
     args = vars(parser.parse_args())
-    out = args.pop("out")
-    train(Recipe(**args), out)
+    out, resume, stop = (args.pop(name) for name in ("out", "resume", "stop"))
+    recipe = Recipe(**{name: value for name, value in args.items() if value is not None})
+    run.train(Trainer, (recipe,), out or FAMILY.folder, resume=resume, stop=stop)
 
 
 if __name__ == "__main__":

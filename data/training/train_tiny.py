@@ -20,43 +20,50 @@ A model that is told the time (`scenes.draw_change`) needs two more:
 With neither, 30 % of the answers were right after 2,500 steps; with the probe, 83 % after 1,700; with both, helper
 questions for the first and last second, and 30 seconds instead of 40, 83 % after 700.
 
-Matrices are updated by Muon, everything else by AdamW; linear warm-up, cosine to zero. Two processes of one thread
-each take half of the scenes and average their gradients: the operations are too small to be worth splitting.
-What a step sees depends on (seed, step, worker) alone, so a run that was stopped continues as if it had not been.
+And a model reads what it is told only where nothing else tells the same:
+
+6. **Positions are dealt out anew.** In most batches of images the nine tokens get each other's places, and the
+   questions are about the places that the positions name; in half of the videos the steps' times run backwards, and
+   the opposite direction is the answer. The probe does not ask for the place. Otherwise the tower learns to carry it.
+   Another probe, in the last layer, asks each token for the place or the step that its position tells: without it the
+   direction of a motion stayed a guess for 1,600 steps.
+7. **So are times and slices.** Frames of MiniCPM-V's packs get each other's temporal ids, at all kinds of rates; its
+   slices come in another order.
+8. **Asides.** A few scenes of each step are asked what no scene answers (`everyday.py`), or about what is not there.
 """
 
 import argparse
-import json
-import math
-import tempfile
-import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from data.training import photos, scenes
+from data.training import everyday, photos, run, scenes
+from data.training.run import WORKERS
 from data.training.tiny_family import DEFAULT, TinyFamily, family_names, find_family
 from data.training.tiny_model import Batch, PromptBuilder, TinyModel
 
-WORKERS = 2
 TELLINGS = 4  # of a video in which a colour changes, each time at other seconds
-HELPERS = ("row", "column", "color_at", "shape_at", "thing_at", "thing_at", "count", "what")
+HELPERS = ("row", "column", "color_at", "shape_at", "thing_at", "thing_at", "count")
+STILL = ("picture", "corners")
+RATES = (5, 6, 8, 9, 11, 12, 14, 15, 18, 20)  # tenths of a second between a video's steps; see `scenes.is_held_out`
+SHUFFLED = 0.7  # share of the batches of images whose tokens get each other's places
+FRAMES_SHOWN = ((0, 1, 2, 3, 4, 5), (0, 2, 4, 5), (1, 2, 3, 5), (2, 3, 4, 5), (1, 5), (2, 5), (0, 4))  # of a video
 
 
 @dataclass(frozen=True)
 class Recipe:
     """The defaults are those of the committed checkpoint. Counts of scenes are per step and worker."""
 
-    steps: int = 2700
-    see: int = 210  # steps in which only the tower learns
-    pictures: int = 16
-    clips: int = 4
+    steps: int = 1800
+    see: int = 150  # steps in which only the tower learns
+    pictures: int = 14
+    clips: int = 5
+    asides: int = 4  # every second step after seeing, asked what no scene answers
     seeing: float = 1.5  # times as many scenes while only the tower learns
     picture_pool: int = 8000  # scenes of a worker; each is asked about again and again, with other questions
     clip_pool: int = 2000
@@ -64,13 +71,12 @@ class Recipe:
     muon_lr: float = 3e-3
     warmup: int = 100
     probe_weight: float = 0.3
-    clip_weight: float = 0.5
+    clip_weight: float = 1.0
     prune_up_to: float = 0.6  # every second step prunes its videos by EVS at random rates below this
     photos: int = 6  # crops of photographs, every fourth step after seeing; the video comes every eighth
     photo_weight: float = 0.3
-    precision: str = "bfloat16"  # of matrix products; "float32" is quicker where they are many and small
     seed: int = 0
-    measure_every: int = 250
+    measure_every: int = 150
     measure_on: int = 256  # held-out scenes
 
 
@@ -82,34 +88,60 @@ class Learner(nn.Module):
         self.vlm = TinyModel(family, config)
         self.vlm.init_weights(seed)
         movements = 1 + len(scenes.DIRECTIONS) + ("change" in family.clips)
-        places = len(scenes.PLACES) + family.sliced
-        self.labels = (1 + len(scenes.SHAPES), 1 + len(scenes.COLORS), movements, places)
+        self.labels = (1 + len(scenes.SHAPES), 1 + len(scenes.COLORS), movements)
+        if not family.reads_places:
+            self.labels += (len(scenes.PLACES) + family.sliced,)
         self.probe = nn.Linear(self.vlm.lm_head.in_features, sum(self.labels))
         self.time_probe = nn.Linear(self.probe.in_features, movements) if "change" in family.clips else None
-        for probe in filter(None, (self.probe, self.time_probe)):
+        self.clock_probe = nn.Linear(self.probe.in_features, 1) if family.reads_times else None
+        places, steps = (
+            len(scenes.PLACES) * family.reads_places,
+            scenes.FRAMES // 2 * (family.reads_steps or family.reads_times),
+        )
+        self.place_probe = nn.Linear(self.probe.in_features, places) if places else None
+        self.step_probe = nn.Linear(self.probe.in_features, steps) if steps else None
+        probes = (self.probe, self.time_probe, self.clock_probe, self.place_probe, self.step_probe)
+        for probe in filter(None, probes):
             nn.init.zeros_(probe.weight)
             nn.init.zeros_(probe.bias)
 
     def cell_loss(self, media_BMD: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of the probe, summed over its four questions. labels: (B * cells, 4).
+        """Cross-entropy of the probe, summed over its questions. labels: (B * cells, 4), the last of them the place.
 
         A medium with more tokens than cells begins with an overview, whose tokens these are. The others are slices'
         and have no place in the whole, which is a label of its own: a query gives one token of each, and without that
         label nothing tells them apart.
         """
         cells = len(labels) // len(media_BMD)
-        logits = self.probe(media_BMD[:, :cells].flatten(0, 1).float()).split(self.labels, -1)
+        logits = self.probe(media_BMD[:, :cells].flatten(0, 1)).split(self.labels, -1)
         loss = sum(F.cross_entropy(x, labels[:, i]) for i, x in enumerate(logits))
         if media_BMD.shape[1] == cells:
             return loss
-        places = self.probe(media_BMD[:, cells:].flatten(0, 1).float()).split(self.labels, -1)[-1]
+        places = self.probe(media_BMD[:, cells:].flatten(0, 1)).split(self.labels, -1)[-1]
         return loss + F.cross_entropy(places, torch.full((len(places),), len(scenes.PLACES)))
 
-    def time_loss(self, words_BTD: Tensor, labels: Tensor) -> Tensor:
+    def told_loss(self, batch: Batch, inner_BLD: Tensor) -> Tensor:
+        """Cross-entropy of what each token of the medium knows of its own place, or step, in the last layer."""
+        if batch.told is None:
+            return torch.zeros(())
+        columns = torch.cat([span.offset + torch.arange(span.num_tokens) for span in batch.spans])
+        probe = self.place_probe if batch.pixels.shape[1] == 1 else self.step_probe
+        logits = probe(inner_BLD[:, columns])
+        return F.cross_entropy(logits.flatten(0, 1), batch.told.repeat(len(logits)))
+
+    def time_loss(self, batch: Batch, inner_BLD: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of what each second's word knows of its own step: how something moved, if anything did."""
+        words_BTD = inner_BLD[:, self.vlm.family.time_columns(batch.spans)]
         movements_BT = labels.view(-1, words_BTD.shape[1], len(scenes.PLACES), 4)[..., 2].amax(-1)
         movements_BT = movements_BT.repeat_interleave(len(words_BTD) // len(movements_BT), 0)
-        return F.cross_entropy(self.time_probe(words_BTD.float()).flatten(0, 1), movements_BT.flatten())
+        return F.cross_entropy(self.time_probe(words_BTD).flatten(0, 1), movements_BT.flatten())
+
+    def clock_loss(self, media_BMD: Tensor, labels: Tensor, times: tuple[int, ...]) -> Tensor:
+        """How far from the time of its pack a token tells it where something moves, in units of three seconds."""
+        moving_BP = labels[:, 2].view(len(media_BMD), -1) > 0
+        pack_P = torch.tensor(times).float().view(-1, 2).mean(1).repeat_interleave(len(scenes.PLACES)) / 30
+        told_BP = self.clock_probe(media_BMD[:, : len(pack_P)])[..., 0]
+        return F.smooth_l1_loss(told_BP[moving_BP], pack_P.expand_as(told_BP)[moving_BP], beta=0.2)
 
 
 # ------------------------------------------------------------------------------------------------- scenes
@@ -124,13 +156,10 @@ class Pool:
     def draw(self, sort: str, first: int, count: int) -> tuple[tuple, Tensor, Tensor]:
         """Running numbers first, first + 1, ...: scenes, pixels (B, frames, 84, 84, 3) uint8, labels (B * M, 4)."""
         drawn, pixels, labels = zip(*(self[sort, first + i] for i in range(count)), strict=True)
-        labels = np.stack(labels)
-        places = np.broadcast_to(np.arange(9)[:, None], (*labels.shape[:3], 1))
-        labels = torch.from_numpy(np.concatenate([labels, places], axis=-1)).flatten(0, 2)
-        return drawn, torch.from_numpy(np.stack(pixels)), labels
+        return drawn, torch.from_numpy(np.stack(pixels)), with_places(np.stack(labels))
 
     def __getitem__(self, key: tuple[str, int]):
-        sort, picture = key[0], key[0] == "picture"
+        sort, picture = key[0], key[0] in STILL
         number = key[1] % (self.recipe.picture_pool if picture else self.recipe.clip_pool)
         if (sort, number) not in self.kept:
             how = {"objects": (1, 4)} if number % 2 else {"objects": (2, 4), "alike": True}
@@ -138,6 +167,12 @@ class Pool:
             pixels = scenes.render(scene)
             self.kept[sort, number] = scene, pixels[None] if picture else pixels, scenes.cell_labels(scene)
         return self.kept[sort, number]
+
+
+def with_places(labels: np.ndarray) -> Tensor:
+    """(B, t, 9, 3) -> (B * t * 9, 4): the number of the place is the fourth label."""
+    places = np.broadcast_to(np.arange(9)[:, None], (*labels.shape[:3], 1))
+    return torch.from_numpy(np.concatenate([labels, places], axis=-1)).flatten(0, 2)
 
 
 def expose(pixels: Tensor, rng: np.random.Generator) -> Tensor:
@@ -149,90 +184,192 @@ def expose(pixels: Tensor, rng: np.random.Generator) -> Tensor:
 def kinds_to_ask(scene: scenes.Scene, rng: np.random.Generator) -> list[str]:
     sort, ends = scene.sort, [str(rng.choice(["begin", "end"]))] if scene.seconds else []
     if sort == "motion":
-        about = [str(rng.choice(["color", "shape"])), str(rng.choice(["mover", "mover", "what_clip"]))]
-        return [*ends, "motion", *about]
+        return [*ends, "motion", str(rng.choice(["color", "shape"])), str(rng.choice(["mover", "missing"]))]
     if sort == "change":
-        return [*ends, "change", str(rng.choice(["changer", "becomes", "color"]))]
-    return ["color", "shape", "place", "place", str(rng.choice(HELPERS))]
+        return [*ends, "change", str(rng.choice(["changer", "becomes", "color", "missing"]))]
+    return ["color", "shape", "place", str(rng.choice(["place", *HELPERS])), "missing"]
 
 
 def ask_about(builder: PromptBuilder, drawn, pixels: Tensor, sort: str, rng: np.random.Generator) -> Batch:
-    seconds = None
-    if sort != "picture" and "change" in builder.family.clips:
+    """Scenes of one sort with their questions; told in other places, steps or seconds, where the family reads them."""
+    family, seconds, move = builder.family, None, None
+    if sort == "picture" and family.reads_places and rng.random() < SHUFFLED:
+        order = rng.permutation(len(scenes.PLACES))
+        drawn, move = [at_places(scene, order) for scene in drawn], partial(move_places, order=order)
+    if sort == "motion" and family.reads_steps and rng.random() < 0.5:
+        drawn, move = [replace(s, direction=scenes.OPPOSITE[s.direction]) for s in drawn], reverse_steps
+    if sort != "picture" and "change" in family.clips:
         tellings = TELLINGS if sort == "change" else 1
         drawn = [tell_other_seconds(scene, rng) for scene in drawn for _ in range(tellings)]
         seconds = [scene.seconds for scene in drawn]
     elif sort == "motion":
-        seconds = [scenes.SECONDS] * len(drawn)
-    questions = [scenes.draw_questions(scene, kinds_to_ask(scene, rng), rng) for scene in drawn]
-    return builder.batch(pixels, questions, seconds=seconds)
+        seconds = [tell_rate(pixels.shape[1], rng)] * len(drawn)
+    batch = builder.batch(pixels, [ask(scene, kinds_to_ask(scene, rng), rng) for scene in drawn], seconds=seconds)
+    if sort == "picture" and family.reads_places:
+        batch = replace(batch, told=torch.arange(len(scenes.PLACES)))
+    if sort == "motion" and family.reads_steps:
+        batch = replace(batch, told=tokens_of_steps(range(scenes.FRAMES // 2)))
+    return batch if move is None else move(batch)
+
+
+def tokens_of_steps(steps) -> Tensor:
+    """Each step as often as it has tokens."""
+    return torch.tensor([*steps]).repeat_interleave(len(scenes.PLACES))
+
+
+def ask(scene: scenes.Scene, kinds: list[str], rng: np.random.Generator) -> list[scenes.Question]:
+    """One question of each kind, as somebody may write it."""
+    drawn = iter(scenes.draw_questions(scene, [kind for kind in kinds if kind != "missing"], rng))
+    found = [scenes.missing_question(scene, rng) if kind == "missing" else next(drawn) for kind in kinds]
+    return [replace(question, text=everyday.vary(question.text, rng)) for question in found]
+
+
+def draw_aside(scene: scenes.Scene | None, rng: np.random.Generator) -> scenes.Question:
+    """What is said beside the point: something everyday, or a question that asks too much or does not fit.
+
+    scene: None where there is none, or a photograph.
+    """
+    sort = rng.random()
+    if scene is None or sort < 0.7:
+        return scenes.Question("everyday", everyday.draw(rng), scenes.HELP)
+    question = scenes.unfit_question(scene, rng) if sort < 0.85 else scenes.missing_question(scene, rng)
+    return replace(question, text=everyday.vary(question.text, rng))
+
+
+def summing_up(scene: scenes.Scene, rng: np.random.Generator) -> scenes.Question:
+    """What is in the image or the video; of one in which a colour changes nobody is asked that."""
+    kinds = [kind for kind in ("what", "what_clip") if kind in scenes.all_questions(scene)]
+    if not kinds:
+        return draw_aside(scene, rng)
+    [question] = scenes.draw_questions(scene, kinds, rng)
+    return replace(question, text=everyday.vary(question.text, rng))
+
+
+def at_places(scene: scenes.Scene, order) -> scenes.Scene:
+    """The scene as it is when what lies in place i counts for place order[i]."""
+    things = tuple(replace(thing, place=int(order[thing.place])) for thing in scene.things)
+    return replace(scene, things=things)
+
+
+def move_places(batch: Batch, order) -> Batch:
+    """Give the token of place i the position of place order[i]."""
+    [span] = batch.spans
+    columns, positions = span.offset + torch.arange(span.num_tokens), batch.positions_3L.clone()
+    positions[:, columns] = batch.positions_3L[:, columns[torch.as_tensor(order)]]
+    return replace(batch, positions_3L=positions, told=torch.as_tensor(order))
+
+
+def reverse_steps(batch: Batch) -> Batch:
+    """Let a video's temporal positions run backwards; height and width stay."""
+    [span] = batch.spans
+    part, positions = slice(span.offset, span.offset + span.num_tokens), batch.positions_3L.clone()
+    positions[0, part] = positions[0, part].unflatten(0, (span.t, -1)).flip(0).flatten()
+    return replace(batch, positions_3L=positions, told=None if batch.told is None else batch.told.flip(0))
+
+
+def draw_times(
+    frames: tuple[int, ...], rng: np.random.Generator, *, how: str | None = None, held_out: bool = False
+) -> tuple[int, ...]:
+    """Temporal ids of packed frames, two to a pack: at some rate, with gaps, and dealt out in one of four ways.
+
+    how: "in order", or exchanged "within" the packs, "between" the packs, or "both"; None draws one. The earliest and
+    the latest frame show the moving object at least half of its way apart.
+    """
+    while True:
+        gaps = rng.integers(2, 16) * rng.choice([1, 1, 1, 2, 3], len(frames))
+        times = (np.cumsum(gaps) - gaps[0] + rng.integers(0, 20)).reshape(-1, 2)
+        dealt = how or str(rng.choice(["in order", "within", "between", "both"], p=[0.35, 0.25, 0.2, 0.2]))
+        times = times[
+            :: -1 if dealt in ("between", "both") else 1, :: -1 if dealt in ("within", "both") else 1
+        ].flatten()
+        ends = [scenes.PROGRESS[frames[int(pick(times))]] for pick in (np.argmin, np.argmax)]
+        if scenes.is_held_out(times) == held_out and abs(ends[0] - ends[1]) >= 0.5:
+            return tuple(times.tolist())
+
+
+def tell_rate(frames: int, rng: np.random.Generator) -> tuple[float, ...]:
+    """Seconds of a video's steps at one of the rates for training."""
+    return tuple((np.arange(frames // 2) * rng.choice(RATES) / 10).tolist())
 
 
 def tell_other_seconds(scene: scenes.Scene, rng: np.random.Generator) -> scenes.Scene:
     """The same video, taken at other times: every second time in no order, so that only the text tells the second."""
-    seconds = scenes.draw_seconds(rng, scenes.STEPS if scene.sort == "change" else scenes.FRAMES // 2)
+    count = scenes.STEPS if scene.sort == "change" else scenes.FRAMES // 2
+    seconds = scenes.draw_seconds(rng, count, held_out=False)
     return replace(scene, seconds=tuple(rng.permutation(seconds).tolist()) if rng.random() < 0.5 else seconds)
 
 
 # ------------------------------------------------------------------------------------------------ training
 
 
-class Trainer:
-    """One of the workers; all hold the same weights."""
+class Trainer(run.Trainer):
+    """Of a family that sees scenes."""
 
     def __init__(self, family: TinyFamily, recipe: Recipe, rank: int):
-        self.family, self.recipe, self.rank, self.step = family, recipe, rank, 0
+        super().__init__(family, recipe, rank)
         self.tokenizer = family.train_tokenizer()
         self.config = family.config(self.tokenizer)
         self.builder = PromptBuilder(family, self.tokenizer, self.config)
         self.learner, self.pool = Learner(family, self.config, recipe.seed), Pool(recipe, rank)
-        self.optimizers = make_optimizers(self.learner, recipe, (*family.by_adam, "probe"))
-        self.peaks = [group["lr"] for group in self._groups()]
+        self.start()
 
-    def train_step(self) -> Tensor:
-        """One step; returns the workers' mean losses: images' answers and cells, videos' answers and cells, photos.
+    def losses(self) -> list[Tensor]:
+        """Of images' answers and cells, videos' answers and cells, photos and asides.
 
         Where there are several sorts of videos they take turns.
         """
         r = self.recipe
         clips, losses = self.family.clips, []
         clip_part = clips[self.step % len(clips)], r.clips, self.step // len(clips)
-        for sort, count, number in (("picture", r.pictures, self.step), clip_part):
-            clip = sort != "picture"
+        still = "corners" if self.family.sliced and self.step % 2 else "picture"
+        for sort, count, number in ((still, r.pictures, self.step), clip_part):
+            clip = sort not in STILL
             rng = np.random.default_rng([r.seed, clip, self.step, self.rank])
             part = (self._see if self.step < r.see else self._speak)(sort, count, number, rng)
             loss = part[0] + r.probe_weight * part[1] if self.step >= r.see else part[1]
             (loss * (r.clip_weight if clip else 1)).backward()
             losses += [x.detach() for x in part]
         losses.append(self._recognise(np.random.default_rng([r.seed, 2, self.step, self.rank])))
-        losses = average_gradients(self.learner, torch.stack(losses))
-        nn.utils.clip_grad_norm_(self.learner.parameters(), 1.0)
-        for group, peak in zip(self._groups(), self.peaks, strict=True):
-            group["lr"] = peak * learning_rate(self.step, r)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        self.step += 1
+        losses.append(self._step_aside(np.random.default_rng([r.seed, 3, self.step, self.rank])))
         return losses
 
+    def _draw(self, sort: str, count: int, number: int, rng) -> tuple[list, Tensor, Tensor, dict]:
+        """Scenes as they are to be asked about, pixels, labels of their cells, and how the family shows them."""
+        drawn, pixels, labels = self.pool.draw(sort, number * count, count)
+        if sort == "corners" and rng.random() < SHUFFLED:
+            order, places = rng.permutation(4), np.arange(len(scenes.PLACES))
+            places[np.array(scenes.CORNERS)[order]] = scenes.CORNERS  # slice i shows the quarter order[i]
+            return [at_places(s, places) for s in drawn], expose(pixels, rng), labels, {"order": order.tolist()}
+        if sort == "motion" and self.family.reads_times:
+            frames = FRAMES_SHOWN[int(rng.integers(len(FRAMES_SHOWN)))] if rng.random() < 0.7 else FRAMES_SHOWN[0]
+            times = draw_times(frames, rng)
+            labels = with_places(np.stack([scenes.cell_labels(scene, frames, times) for scene in drawn]))
+            told = [scenes.retell(scene, frames, times) for scene in drawn]
+            return told, expose(pixels[:, list(frames)], rng), labels, {"times": times}
+        return list(drawn), expose(pixels, rng), labels, {}
+
     def _see(self, sort: str, count: int, number: int, rng) -> tuple[Tensor, Tensor]:
-        count = int(count * self.recipe.seeing)
-        _, pixels, labels = self.pool.draw(sort, number * count, count)
-        with self._autocast():
-            media_BMD = self.learner.vlm.encode(expose(pixels, rng))
-        return torch.zeros(()), self.learner.cell_loss(media_BMD, labels)
+        _, pixels, labels, shown = self._draw(sort, int(count * self.recipe.seeing), number, rng)
+        media_BMD = self.learner.vlm.encode(pixels, **shown)
+        return torch.zeros(()), self._probe(media_BMD, labels, shown)
 
     def _speak(self, sort: str, count: int, number: int, rng) -> tuple[Tensor, Tensor]:
-        drawn, pixels, labels = self.pool.draw(sort, number * count, count)
-        batch = ask_about(self.builder, drawn, expose(pixels, rng), sort, rng)
-        is_pruned = sort != "picture" and number % 2 and self.family.prunable
+        drawn, pixels, labels, shown = self._draw(sort, count, number, rng)
+        batch = replace(ask_about(self.builder, drawn, pixels, sort, rng), shown=shown)
+        if "times" in shown:
+            ranks = np.argsort(np.argsort(np.reshape(shown["times"], (-1, 2)).mean(1)))
+            batch = replace(batch, told=tokens_of_steps(ranks))
+        is_pruned = sort not in STILL and number % 2 and self.family.prunable
         prune = torch.from_numpy(rng.uniform(0, self.recipe.prune_up_to, count)) if is_pruned else None
-        with self._autocast():
-            logits, media_BMD, words_BTD = self.learner.vlm(batch, prune=prune)
-        probes = self.learner.cell_loss(media_BMD, labels)
-        if sort != "picture" and self.learner.time_probe:
-            probes = probes + self.learner.time_loss(words_BTD, labels)
-        return F.cross_entropy(logits.float(), batch.targets), probes
+        logits, media_BMD, inner_BLD = self.learner.vlm(batch, prune=prune)
+        probes = self._probe(media_BMD, labels, shown) + self.learner.told_loss(batch, inner_BLD)
+        if sort not in STILL and self.learner.time_probe:
+            probes = probes + self.learner.time_loss(batch, inner_BLD, labels)
+        return F.cross_entropy(logits, batch.targets), probes
+
+    def _probe(self, media_BMD: Tensor, labels: Tensor, shown: dict) -> Tensor:
+        loss = self.learner.cell_loss(media_BMD, labels)
+        return loss + self.learner.clock_loss(media_BMD, labels, shown["times"]) if "times" in shown else loss
 
     def _recognise(self, rng) -> Tensor:
         """Photographs, now and then; adds to the gradients and returns the loss (0 when it is not their turn)."""
@@ -240,172 +377,136 @@ class Trainer:
         if self.step < self.recipe.see or not (self.step % 4 == 0 or is_clip):
             return torch.zeros(())
         pixels, questions = photos.draw_clip(rng) if is_clip else photos.draw_pictures(rng, self.recipe.photos)
+        for row in questions:
+            missing = not is_clip and rng.random() < 0.5
+            row.append(scenes.missing_question(None, rng) if missing else draw_aside(None, rng))
         seconds = [photos.seconds(pixels.shape[1])] if is_clip else None
         batch = self.builder.batch(expose(torch.from_numpy(pixels), rng), questions, seconds=seconds)
-        with self._autocast():
-            logits, *_ = self.learner.vlm(batch)
-        loss = F.cross_entropy(logits.float(), batch.targets)
-        (self.recipe.photo_weight * loss).backward()
+        return self._answer(batch, self.recipe.photo_weight)
+
+    def _step_aside(self, rng) -> Tensor:
+        """Images and videos of all sorts in turn, and text alone, asked beside the point; as `_recognise`."""
+        if self.step < self.recipe.see or self.step % 2:
+            return torch.zeros(())
+        turns = ("picture", *self.family.clips, None, "picture", *self.family.clips)
+        sort, count = turns[self.step // 2 % len(turns)], self.recipe.asides
+        if sort is None:
+            return self._answer(self.builder.batch(None, [[draw_aside(None, rng)] for _ in range(2 * count)]), 1.0)
+        number = int(rng.integers(self.recipe.clip_pool))
+        drawn, pixels, _, shown = self._draw(sort, count, number, rng)
+        seconds = None
+        if sort != "picture":
+            seconds = [tell_rate(pixels.shape[1], rng)] * count
+            if "change" in self.family.clips:
+                drawn = [tell_other_seconds(scene, rng) for scene in drawn]
+                seconds = [scene.seconds for scene in drawn]
+        questions = [[*(draw_aside(scene, rng) for _ in range(2)), summing_up(scene, rng)] for scene in drawn]
+        return self._answer(self.builder.batch(pixels, questions, seconds=seconds, shown=shown), 1.0)
+
+    def _answer(self, batch: Batch, weight: float) -> Tensor:
+        logits, *_ = self.learner.vlm(batch)
+        loss = F.cross_entropy(logits, batch.targets)
+        (weight * loss).backward()
         return loss.detach()
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.recipe.precision == "bfloat16")
-
-    def _groups(self) -> list[dict]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    def save_state(self, path: Path) -> None:
-        """Everything that `load_state` needs, written so that an interruption leaves the old file or the new one."""
-        state = {
-            "step": self.step,
-            "model": self.family.name,
-            "recipe": self.recipe,
-            "learner": self.learner.state_dict(),
-        }
-        state["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers]
-        partial = path.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(path)
-
-    def load_state(self, path: Path) -> None:
-        with torch.serialization.safe_globals([Recipe]):
-            state = torch.load(path, weights_only=True)
-        if (state["model"], state["recipe"]) != (self.family.name, self.recipe):
-            raise ValueError(
-                f"resume: the state in {path} belongs to another recipe: {state['model']}, {state['recipe']}"
-            )
-        self.step = state["step"]
-        self.learner.load_state_dict(state["learner"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-
-
-def make_optimizers(learner: nn.Module, recipe: Recipe, by_adam: tuple[str, ...]) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks, AdamW for embeddings, the head, norms, biases and names in `by_adam`."""
-    matrices, rest = [], []
-    for name, parameter in learner.named_parameters():
-        is_inner = parameter.ndim == 2 and not any(part in name for part in by_adam)
-        (matrices if is_inner else rest).append(parameter)
-    return [
-        torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01),
-    ]
-
-
-def learning_rate(step: int, recipe: Recipe) -> float:
-    """Share of the highest rate: a linear rise, then a cosine down to zero."""
-    if step < recipe.warmup:
-        return (step + 1) / recipe.warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)))
-
-
-def average_gradients(learner: nn.Module, losses: Tensor) -> Tensor:
-    """Mean of the gradients over the workers, in one message; returns the mean of `losses` (1-D) as well."""
-    gradients = [p.grad for p in learner.parameters() if p.grad is not None]
-    message = torch.cat([losses, *(g.flatten() for g in gradients)])
-    dist.all_reduce(message)
-    losses, *means = (message / WORKERS).split([len(losses), *(g.numel() for g in gradients)])
-    for gradient, mean in zip(gradients, means, strict=True):
-        gradient.copy_(mean.view_as(gradient))
-    return losses
+    def measure(self) -> dict[str, float]:
+        return accuracy(self.learner.vlm, self.builder, "select", self.recipe.measure_on)
 
 
 @torch.no_grad()
-def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int, *, q: float = 0.0) -> dict[str, float]:
+def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int) -> dict[str, float]:
     """Share of questions answered exactly right by kind, on the first `count` scenes of a held-out split.
 
     The answer is teacher-forced: every token is the most likely one exactly when greedy decoding gives the answer.
+    Where the family reads positions or times, the same is asked with these changed, and the answer has to change too.
     """
+    family, shares = model.family, {}
+    for sort in ("picture", *family.clips, *(["corners"] if family.sliced else [])):
+        drawn, rng = [scenes.draw_sort(sort, split, i) for i in range(count)], np.random.default_rng(count)
+        pixels = torch.from_numpy(np.stack([scenes.render(scene) for scene in drawn]))
+        pixels = pixels[:, None] if sort in STILL else pixels
+        kinds = ["place"] if sort == "corners" else [kind for kind, of in family.kinds.items() if of == sort]
+        asked = [scenes.draw_questions(scene, kinds, rng) for scene in drawn]
+        beside = [
+            [scenes.missing_question(scene, rng), draw_aside(scene, rng), summing_up(scene, rng)] for scene in drawn
+        ]
+        name = ", corners" if sort == "corners" else ""
+        shares |= _measure(model, builder, drawn, pixels, asked, kinds=kinds, name=name)
+        shares |= _measure(model, builder, drawn, pixels, beside, name=f", {sort}", kinds=BESIDE)
+        if sort == "picture" and family.reads_places:
+            order = np.arange(9).reshape(3, 3).T.flatten()
+            asked = [scenes.draw_questions(at_places(scene, order), ["place"], rng) for scene in drawn]
+            move = partial(move_places, order=order)
+            shares |= _measure(model, builder, drawn, pixels, asked, name=", h and w swapped", move=move)
+        if sort == "motion" and family.reads_steps:
+            back = [replace(scene, direction=scenes.OPPOSITE[scene.direction]) for scene in drawn]
+            asked = [scenes.draw_questions(scene, ["motion"], rng) for scene in back]
+            shares |= _measure(model, builder, back, pixels, asked, name=", t reversed", move=reverse_steps)
+        if sort == "motion" and family.reads_times:
+            for name, (frames, times) in TIMES_MEASURED.items():
+                told = [scenes.retell(scene, frames, times) for scene in drawn]
+                asked = [scenes.draw_questions(scene, ["motion"], rng) for scene in told]
+                shown = {"times": times}
+                shares |= _measure(model, builder, told, pixels[:, list(frames)], asked, name=name, shown=shown)
+        if sort == "corners":
+            order = [1, 0, 3, 2]
+            places = np.arange(9)
+            places[np.array(scenes.CORNERS)[order]] = scenes.CORNERS
+            asked = [scenes.draw_questions(at_places(scene, places), ["place"], rng) for scene in drawn]
+            shares |= _measure(model, builder, drawn, pixels, asked, name=", slices exchanged", shown={"order": order})
+    return shares
+
+
+BESIDE = ("missing", "everyday", "what", "what_clip")
+TIMES_MEASURED = {
+    ", packed exchanged": ((1, 5), (15, 6)),
+    ", packs exchanged": ((0, 2, 4, 5), (20, 27, 2, 8)),
+    ", all exchanged": ((0, 1, 2, 3, 4, 5), (25, 20, 15, 10, 5, 0)),
+}
+
+
+def _measure(model, builder, drawn, pixels, asked, *, kinds=None, name="", move=None, shown=None) -> dict[str, float]:
+    """Share right of each kind, 64 scenes at a time."""
     hits: dict[str, list[bool]] = {}
-    for sort in ("picture", *model.family.clips):
-        kinds = [kind for kind, of in model.family.kinds.items() if of == sort]
-        for first in range(0, count, 64):
-            drawn = [scenes.draw_sort(sort, split, i) for i in range(first, min(count, first + 64))]
-            rng = np.random.default_rng([first, sort != "picture"])
-            questions = [scenes.draw_questions(scene, kinds, rng) for scene in drawn]
-            pixels = np.stack([scenes.render(scene) for scene in drawn])
-            pixels = pixels[:, None] if sort == "picture" else pixels
-            seconds = None if sort == "picture" else [scene.seconds or scenes.SECONDS for scene in drawn]
-            batch = builder.batch(pixels, questions, seconds=seconds)
-            right = model(batch, prune=torch.full((len(drawn),), q) if sort != "picture" and q else None)[0].argmax(-1)
-            right = right == batch.targets
-            for number, question in enumerate(q for row in questions for q in row):
-                if question.kind in kinds:
-                    hits.setdefault(question.kind, []).append(bool(right[batch.question_of_target == number].all()))
-    return {kind: round(sum(h) / len(h), 4) for kind, h in hits.items()}
+    for first in range(0, len(drawn), 64):
+        part = slice(first, first + 64)
+        seconds = None
+        if pixels.shape[1] > 1:
+            seconds = [scene.seconds or scenes.SECONDS for scene in drawn[part]]
+        batch = builder.batch(pixels[part], asked[part], seconds=seconds, shown=shown)
+        batch = move(batch) if move else batch
+        right = model(batch)[0].argmax(-1) == batch.targets
+        for number, question in enumerate(q for row in asked[part] for q in row):
+            if kinds is None or question.kind in kinds:
+                hits.setdefault(question.kind, []).append(bool(right[batch.question_of_target == number].all()))
+    return {kind + name: round(sum(h) / len(h), 4) for kind, h in hits.items()}
 
 
 # ------------------------------------------------------------------------------------------------- running
 
 
-def run_worker(
-    rank: int, model: str, recipe: Recipe, out: Path, rendezvous: str, resume: bool, stop: int | None
-) -> None:
-    """Train in one process; rank 0 also shows progress, measures, and writes state, log and checkpoint."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORKERS)
-    trainer, state = Trainer(find_family(model), recipe, rank), out / "training_state.pt"
-    if resume:
-        trainer.load_state(state)
-    last, begin = min(recipe.steps, stop or recipe.steps), time.time()
-    with tqdm(initial=trainer.step, total=recipe.steps, disable=rank > 0, mininterval=2) as bar:
-        while trainer.step < last:
-            losses = trainer.train_step()
-            bar.set_postfix(loss="/".join(f"{x:.3f}" for x in losses.tolist()), refresh=False)
-            bar.update()
-            is_due = trainer.step % recipe.measure_every == 0 or trainer.step == last
-            if rank == 0 and is_due:
-                report(trainer, out, losses, time.time() - begin)
-                trainer.save_state(state)
-    dist.barrier()
-    if rank == 0 and trainer.step == recipe.steps:
-        state.unlink()
-    dist.destroy_process_group()
-
-
-def report(trainer: Trainer, out: Path, losses: Tensor, seconds: float) -> None:
-    """A line of the log, and the checkpoint as it is now."""
-    model = trainer.learner.vlm
-    trainer.family.write_checkpoint(out, trainer.config, trainer.tokenizer, model.checkpoint_weights())
-    row = {"step": trainer.step, "seconds": round(seconds), "loss": [round(x, 4) for x in losses.tolist()]}
-    if trainer.step > trainer.recipe.see:
-        row |= accuracy(model, trainer.builder, "select", trainer.recipe.measure_on)
-    with (out / "training_log.jsonl").open("a") as file:
-        file.write(json.dumps(row) + "\n")
-    tqdm.write(json.dumps(row))
+def make_trainer(model: str, recipe: Recipe, rank: int) -> Trainer:
+    return Trainer(find_family(model), recipe, rank)
 
 
 def train(recipe: Recipe, out: Path, *, model: str = DEFAULT, resume: bool = False, stop: int | None = None) -> None:
-    """Train the family `model` into the folder `out`.
+    """Train the family `model` into the folder `out`; see `run.train`."""
+    run.train(make_trainer, (model, recipe), out, resume=resume, stop=stop)
 
-    resume: continue from its `training_state.pt`; stop: pause after this many steps.
 
-    Raises FileNotFoundError when there is nothing to resume, ValueError when it belongs to another recipe.
-    """
-    if resume and not (out / "training_state.pt").exists():
-        raise FileNotFoundError(f"resume: {out / 'training_state.pt'} does not exist")
-    out.mkdir(parents=True, exist_ok=True)
-    if not resume:
-        (out / "training_log.jsonl").unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (model, recipe, out, f"{folder}/rendezvous", resume, stop)
-        torch.multiprocessing.spawn(run_worker, args=arguments, nprocs=WORKERS)
+def recipe_of(family: TinyFamily, **changes) -> Recipe:
+    """The recipe of its committed checkpoint, with changes."""
+    return Recipe(**(family.recipe | changes))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=family_names(), default=DEFAULT)
-    for field in fields(Recipe):
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}", type=field.type, help=f"{field.default}, or the model's"
-        )
-    parser.add_argument("--out", type=Path, help="the checkpoint folder to write (default: the one that ships)")
-    parser.add_argument("--resume", action="store_true", help="continue a run that was stopped")
-    parser.add_argument("--stop", type=int, help="pause after this many steps")
+    run.add_arguments(parser, Recipe)
     args = vars(parser.parse_args())
     model, out, resume, stop = (args.pop(name) for name in ("model", "out", "resume", "stop"))
     family = find_family(model)
-    recipe = Recipe(**(family.recipe | {name: value for name, value in args.items() if value is not None}))
+    recipe = recipe_of(family, **{name: value for name, value in args.items() if value is not None})
     train(recipe, out or family.folder, model=model, resume=resume, stop=stop)
 
 

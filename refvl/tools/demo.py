@@ -22,6 +22,9 @@ CLIP_QUESTIONS = ("Which way does the circle move?", "What color is the circle?"
 PHOTO, FILM = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"
 PHOTO_QUESTION, FILM_QUESTION = "What is in the picture?", "What is in the clip?"  # known by heart, see data/README.md
 PRUNING_RATE = 0.5
+TOY = """\
+The shipped models are toys, trained on drawn scenes of coloured shapes; the next image and video are held-out scenes.
+Ask about the color, shape, place or motion of an object; to anything else they say so:"""
 
 
 @report_mistakes()
@@ -35,6 +38,8 @@ def main(
     console = Console()
     model = load(checkpoint, device=device, progress=console.is_terminal)
     console.print(f"{model.family.name} from {checkpoint}, on {model.device}")
+    if checkpoint == str(CHECKPOINT):
+        console.print(f"\n{TOY} hello [bold]{model.chat('hello')}[/bold]")
     picture = ask(console, model, PICTURE, PICTURE_QUESTIONS, images=[PICTURE])
     clip = ask(console, model, CLIP, CLIP_QUESTIONS, videos=[CLIP])
     pruned = model.trace(CLIP_QUESTIONS[0], videos=[CLIP], pruning_rate=PRUNING_RATE)

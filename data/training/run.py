@@ -1,0 +1,203 @@
+"""How a tiny model is trained, whichever it is: two processes, their averaged gradients, state, log and checkpoint.
+
+Matrices are updated by Muon, everything else by AdamW; linear warm-up, cosine to zero. Two processes of one thread
+each take half of the examples and average their gradients: the operations are too small to be worth splitting.
+What a step sees depends on (seed, step, worker) alone, so a run that was stopped continues as if it had not been.
+
+The log of a run lies beside its weights. Its first line is the recipe, each following one a measurement on the split
+"select" with the digest of the weights as they were then; the last digest is that of the weights in the folder.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+
+WORKERS = 2
+
+
+class Trainer:
+    """One of the workers; all hold the same weights.
+
+    A subclass makes `tokenizer`, `config` and `learner` (whose `vlm` is the model), then calls `start`, and says what
+    `losses` of a step are and how `measure` goes. recipe: a frozen dataclass with `steps`, `lr`, `muon_lr`, `warmup`,
+    `measure_every` and `see`, the number of steps before the model speaks.
+    """
+
+    tokenizer: Any
+    config: dict
+    learner: nn.Module
+
+    def __init__(self, family, recipe, rank: int):
+        self.family, self.recipe, self.rank, self.step = family, recipe, rank, 0
+
+    def start(self) -> None:
+        """The optimizers of `learner`."""
+        self.optimizers = make_optimizers(self.learner, self.recipe, (*self.family.by_adam, "probe"))
+        self.peaks = [group["lr"] for group in self._groups()]
+
+    def losses(self) -> list[Tensor]:
+        """Adds one step's gradients, returns its losses (scalars)."""
+        raise NotImplementedError
+
+    def measure(self) -> dict[str, float]:
+        """Accuracy on held-out examples that chose the recipe."""
+        raise NotImplementedError
+
+    def train_step(self) -> Tensor:
+        """One step; returns the workers' mean losses."""
+        losses = average_gradients(self.learner, torch.stack(self.losses()))
+        nn.utils.clip_grad_norm_(self.learner.parameters(), 1.0)
+        for group, peak in zip(self._groups(), self.peaks, strict=True):
+            group["lr"] = peak * learning_rate(self.step, self.recipe)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        return losses
+
+    def _groups(self) -> list[dict]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def save_state(self, path: Path) -> None:
+        """Everything that `load_state` needs, written so that an interruption leaves the old file or the new one."""
+        state = {
+            "step": self.step,
+            "model": self.family.name,
+            "recipe": asdict(self.recipe),
+            "learner": self.learner.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def load_state(self, path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        if (state["model"], state["recipe"]) != (self.family.name, asdict(self.recipe)):
+            raise ValueError(
+                f"resume: the state in {path} belongs to another recipe: {state['model']}, {state['recipe']}"
+            )
+        self.step = state["step"]
+        self.learner.load_state_dict(state["learner"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+
+
+def make_optimizers(learner: nn.Module, recipe, by_adam: tuple[str, ...]) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the blocks, AdamW for embeddings, the head, norms, biases and names in `by_adam`."""
+    matrices, rest = [], []
+    for name, parameter in learner.named_parameters():
+        is_inner = parameter.ndim == 2 and not any(part in name for part in by_adam)
+        (matrices if is_inner else rest).append(parameter)
+    return [
+        torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01),
+    ]
+
+
+def learning_rate(step: int, recipe) -> float:
+    """Share of the highest rate: a linear rise, then a cosine down to zero."""
+    if step < recipe.warmup:
+        return (step + 1) / recipe.warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)))
+
+
+def average_gradients(learner: nn.Module, losses: Tensor) -> Tensor:
+    """Mean of the gradients over the workers, in one message; returns the mean of `losses` (1-D) as well."""
+    gradients = [p.grad for p in learner.parameters() if p.grad is not None]
+    message = torch.cat([losses, *(g.flatten() for g in gradients)])
+    dist.all_reduce(message)
+    losses, *means = (message / WORKERS).split([len(losses), *(g.numel() for g in gradients)])
+    for gradient, mean in zip(gradients, means, strict=True):
+        gradient.copy_(mean.view_as(gradient))
+    return losses
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 of a folder's weights."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def _work(rank: int, make: Callable[..., Trainer], arguments: tuple, out: Path, meet: str, resume: bool, stop) -> None:
+    """Train in one process; rank 0 also shows progress, measures, and writes state, log and checkpoint."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=WORKERS)
+    trainer, state = make(*arguments, rank), out / "training_state.pt"
+    recipe, before = trainer.recipe, 0.0
+    if resume:
+        trainer.load_state(state)
+        before = json.loads((out / "training_log.jsonl").read_text().splitlines()[-1])["seconds"]
+    elif rank == 0:
+        _log(out, {"model": trainer.family.name, "recipe": asdict(recipe)})
+    last, begin = min(recipe.steps, stop or recipe.steps), time.time()
+    with tqdm(initial=trainer.step, total=recipe.steps, disable=rank > 0, mininterval=2) as bar:
+        while trainer.step < last:
+            losses = trainer.train_step()
+            bar.set_postfix(loss="/".join(f"{x:.3f}" for x in losses.tolist()), refresh=False)
+            bar.update()
+            is_due = trainer.step % recipe.measure_every == 0 or trainer.step == last
+            if rank == 0 and is_due:
+                _report(trainer, out, losses, before + time.time() - begin)
+                trainer.save_state(state)
+    dist.barrier()
+    if rank == 0 and trainer.step == recipe.steps:
+        state.unlink()
+    dist.destroy_process_group()
+
+
+def _report(trainer: Trainer, out: Path, losses: Tensor, seconds: float) -> None:
+    """The checkpoint as it is now, and a line of the log."""
+    trainer.family.write_checkpoint(out, trainer.config, trainer.tokenizer, trainer.learner.vlm.checkpoint_weights())
+    row = {"step": trainer.step, "seconds": round(seconds), "loss": [round(x, 4) for x in losses.tolist()]}
+    if trainer.step > trainer.recipe.see:
+        row |= trainer.measure()
+    _log(out, row | {"weights_sha256": digest(out)})
+
+
+def _log(out: Path, row: dict) -> None:
+    with (out / "training_log.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    tqdm.write(json.dumps(row))
+
+
+def train(
+    make: Callable[..., Trainer], arguments: tuple, out: Path, *, resume: bool = False, stop: int | None = None
+) -> None:
+    """Train `make(*arguments, rank)` in `WORKERS` processes, into the folder `out`.
+
+    resume: continue from its `training_state.pt`; stop: pause after this many steps.
+
+    Raises FileNotFoundError when there is nothing to resume, ValueError when it belongs to another recipe.
+    """
+    if resume and not (out / "training_state.pt").exists():
+        raise FileNotFoundError(f"resume: {out / 'training_state.pt'} does not exist")
+    out.mkdir(parents=True, exist_ok=True)
+    if not resume:
+        (out / "training_log.jsonl").unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(
+            _work, args=(make, arguments, out, f"{folder}/rendezvous", resume, stop), nprocs=WORKERS
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser, recipe: type) -> None:
+    """An option for each field of the recipe, and those of `train`."""
+    for field in fields(recipe):
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}", type=field.type, help=f"{field.default}, or the model's"
+        )
+    parser.add_argument("--out", type=Path, help="the checkpoint folder to write (default: the one that ships)")
+    parser.add_argument("--resume", action="store_true", help="continue a run that was stopped")
+    parser.add_argument("--stop", type=int, help="pause after this many steps")
