@@ -1,6 +1,6 @@
 """Text as it is generated: transformers' `generate` in a thread of its own, which ends when nobody listens."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from threading import Event, Thread
 
 import torch
@@ -10,10 +10,10 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class FanOut(BaseStreamer):
-    """Several streamers in the place of one."""
+    """Several streamers in the place of one; None counts as none."""
 
-    def __init__(self, streamers: Sequence[BaseStreamer]):
-        self.streamers = streamers
+    def __init__(self, *streamers: BaseStreamer | None):
+        self.streamers = [streamer for streamer in streamers if streamer is not None]
 
     def put(self, value: Tensor) -> None:
         for streamer in self.streamers:
