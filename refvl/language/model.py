@@ -232,13 +232,12 @@ def random_language_model(
     dtype: torch.dtype,
     device: torch.device | str,
     model_class: type[CausalTextModel] = CausalTextModel,
-    seed: int = 0,
     **kwargs,
 ) -> CausalTextModel:
     """The same model with random weights, at its true shape; on `meta` it costs no memory."""
     on_meta = torch.device(device).type == "meta"
     with torch.device("meta" if on_meta else "cpu"), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = model_class._from_config(text_config, dtype=dtype, **kwargs)
     return model.eval() if on_meta else model.eval().to(device)
 
@@ -246,13 +245,8 @@ def random_language_model(
 LOSE_MEDIA = (  # with these transformers goes back to the prompt's ids, in which the media are placeholders
     "prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit",
 )  # fmt: skip
-GENERATE_OPTIONS = frozenset(
-    {
-        *inspect.signature(GenerationMixin.generate).parameters,
-        *vars(GenerationConfig()),
-        "tokenizer",
-        "assistant_tokenizer",
-    }
+GENERATE_OPTIONS = sorted(
+    {*inspect.signature(GenerationMixin.generate).parameters, *vars(GenerationConfig()), "tokenizer"}
     - {"self", "inputs", "kwargs", "custom_generate"}  # the last would run code of a checkpoint
 )
 
@@ -275,7 +269,7 @@ def check_generate_options(language_model: CausalTextModel, options: dict, own: 
 
     own: what the caller takes besides, for near misses (`image` for `images`).
     """
-    check_names(options, [*own, *sorted(GENERATE_OPTIONS)], "generate", ValueError)
+    check_names(options, [*own, *GENERATE_OPTIONS], "generate", ValueError)
     for name in ("num_beams", "num_return_sequences"):
         if name in options and check_positive_int(options[name], name) > MAX_BEAMS:
             raise ValueError(f"{name}: must be at most {MAX_BEAMS}, got {options[name]}")
