@@ -23,14 +23,13 @@ transformers (5.17 to 5.23) and vLLM 0.33 fill frames with the image's token for
 the model sees no difference, and prompts made there are read as well (`placeholders`).
 """
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from refvl.checks import Grid
@@ -65,26 +64,22 @@ class Glm4vProcessor(ChatProcessor):
 
         Raises ValueError for options that the variant's rule does not read.
         """
-        if isinstance(source, (str, Path)) and "num_frames" not in options:
-            return load_video(source, sample=self._sampler(options), limits=self.limits)
-        return load_video(source, **options, limits=self.limits)
-
-    def _sampler(self, options: dict) -> Callable[[int, float], list[int]]:
-        """(total_num_frames, fps) -> indices, increasing: a repeated last frame is read once and repeated later."""
+        if not isinstance(source, (str, Path)) or "num_frames" in options:
+            return load_video(source, **options, limits=self.limits)
         if unknown := sorted(options.keys() - self.options.keys()):
             raise ValueError(f"prompt: {type(self).__name__} samples a video by {sorted(self.options)}, got {unknown}")
+        settings = {self.options[name]: value for name, value in options.items()}
+        return load_video(source, sample=partial(self._choose_frames, **settings), limits=self.limits)
+
+    def _choose_frames(self, total: int, fps: float, **settings) -> list[int]:
+        """Indices, increasing: a repeated last frame is read once and repeated later."""
         config = self.video_config
-        settings = {"target_fps": config.fps, "max_duration": config.max_duration, "max_frames": config.max_frames}
-        settings |= {self.options[name]: value for name, value in options.items()}
-
-        def sample(total: int, fps: float) -> list[int]:
-            chosen = sample_video_frames(
-                self.variant, fps=fps, total_num_frames=total, duration=total / fps,
-                temporal_patch_size=config.temporal_patch_size, **settings,
-            )  # fmt: skip
-            return list(dict.fromkeys(chosen.indices))
-
-        return sample
+        own = {"target_fps": config.fps, "max_duration": config.max_duration, "max_frames": config.max_frames}
+        chosen = sample_video_frames(
+            self.variant, fps=fps, total_num_frames=total, duration=total / fps,
+            temporal_patch_size=config.temporal_patch_size, **(own | settings),
+        )  # fmt: skip
+        return list(dict.fromkeys(chosen.indices))
 
     def _sample_of(self, video: Video) -> FrameSample:
         """Which of a sampled video's frames are read, each once but for the last."""
@@ -102,12 +97,9 @@ class Glm4vProcessor(ChatProcessor):
         merged = FramewiseMedia("video", merged_grid(grid, self.merge_size), timestamps=seconds)
         return Patches(video, pixel_values, grid, merged)
 
-    def layout_of(self, medium: Image.Image | Video) -> Grid:
-        """The grid that `patchify` gives a decoded medium."""
-        if not isinstance(medium, Video):
-            return super().layout_of(medium)
-        _, height, width, _ = medium.frames.shape
-        return plan_grid(height, width, self.video_config, len(self._sample_of(medium).indices))
+    def _video_layout(self, video: Video) -> Grid:
+        _, height, width, _ = video.frames.shape
+        return plan_grid(height, width, self.video_config, len(self._sample_of(video).indices))
 
     def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
         """A video is t images; second_per_grid is not read, because the prompt says the time."""
