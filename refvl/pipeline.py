@@ -184,9 +184,7 @@ class VLM:
         num_beams = option(self.language_model, options, "num_beams")
         for name, off in (("stream", False), ("streamer", None)):
             if num_beams != 1 and options.get(name):
-                raise ValueError(
-                    f"{name}: must be {off} with num_beams: which beam wins is known at the last token only"
-                )
+                raise ValueError(f"{name}: must be {off} with num_beams: the last token decides which beam wins")
         if method == "generate":
             return num_beams
         if (count := option(self.language_model, options, "num_return_sequences")) != 1:
@@ -199,10 +197,7 @@ class VLM:
     def _generate(self, traces: list[Trace], max_new_tokens: int, **generate_kwargs) -> ModelOutput:
         """`sequences` (B, new) of prompts that are ready, padded on the left to one length."""
         device = self.language_model.device
-        if option(self.language_model, generate_kwargs, "stop_strings"):
-            if self.processor.tokenizer is None:
-                raise ValueError("stop_strings: this model was built from a config alone and has no tokenizer")
-            generate_kwargs = {"tokenizer": self.processor.tokenizer} | generate_kwargs
+        generate_kwargs = {"tokenizer": self.processor.tokenizer} | generate_kwargs  # read where there are stop_strings
         pad_id = self.language_model.generation_config.pad_token_id or 0
         input_ids, mask = left_pad([trace.input_ids.to(device) for trace in traces], pad_id)
         embeds, _ = left_pad([trace.inputs_embeds for trace in traces])
@@ -230,7 +225,8 @@ class VLM:
         merged = [p.merged for p in trace.patches]
         for medium in merged:
             medium.check_pruning(q)
-        trace.embeds = self._encode(trace, [p.pixel_values for p in trace.patches], trace.layouts)
+        rows, layouts = [p.pixel_values for p in trace.patches], [p.layout for p in trace.patches]
+        trace.embeds = self._encode(trace, rows, layouts)
         with trace.stage("prune"):
             trace.keep_masks = [m.keep_mask(e, q) for m, e in zip(merged, trace.embeds, strict=True)]
         with trace.stage("merge"):
@@ -325,29 +321,27 @@ class VLM:
         """(merged extents, embeddings) of every image or video of a batch."""
         pixels_name = "pixel_values" if kind == "image" else "pixel_values_videos"
         layouts_name, embeds_name = f"{kind}_grid_thw", f"{kind}_embeds"
-        if pixel_values is not None and embeds is not None:
-            raise ValueError(f"{pixels_name}, {embeds_name}: give one of them, not both")
-        if (layouts is None) != (pixel_values is None and embeds is None):
-            raise ValueError(
-                f"{pixels_name}, {layouts_name}: give both or neither ({embeds_name} may stand for {pixels_name})"
-            )
+        arguments = {pixels_name: pixel_values, embeds_name: embeds, layouts_name: layouts}
+        given = [name for name, value in arguments.items() if value is not None]
+        if given not in ([], [pixels_name, layouts_name], [embeds_name, layouts_name]):
+            both = f"{pixels_name}, {layouts_name}: give both or neither"
+            raise ValueError(f"{both} ({embeds_name} may stand for {pixels_name}), got {given}")
         layouts = [] if layouts is None else self.encoder.check_layouts(layouts, name=layouts_name)
         seconds = [1.0] * len(layouts)
         if second_per_grid_ts is not None:
             seconds = as_seconds(second_per_grid_ts, len(layouts), "second_per_grid_ts")
-        if pixel_values is None and embeds is None:
+        if not given:
             return []
-        sizes = [self.encoder.item_size(layout) for layout in layouts]
-        rows, tokens = [size[0] for size in sizes], [size[1] for size in sizes]
         merged = [self.processor.merged(kind, layout, s) for layout, s in zip(layouts, seconds, strict=True)]
         for medium in merged:
             medium.check_pruning(q)
         if embeds is None:
+            rows = [self.encoder.item_size(layout)[0] for layout in layouts]
             shape = ((f"patches of {layouts_name}", sum(rows)), "values")
             check_pixel_rows(pixel_values, shape, self.device, pixels_name)
             embeds = self._encode(Trace(), pixel_values.split(rows), layouts)
         else:
-            embeds = self._split_embeds(embeds, tokens, layouts_name, embeds_name)
+            embeds = self._split_embeds(embeds, [m.num_tokens for m in merged], layouts_name, embeds_name)
         return list(zip(merged, embeds, strict=True))
 
     def _split_embeds(self, embeds, tokens: list[int], layouts_name: str, name: str) -> list[Tensor]:
@@ -400,7 +394,7 @@ class VLM:
                 planned = graphs.plan(layouts)
                 trace.graph_batches, trace.metadata = planned.batches, planned.metadata
             else:
-                batches = self._batches(layouts)
+                batches = _batches(rows)
                 trace.metadata = [self.encoder.plan([layouts[i] for i in batch]) for batch in batches]
         with trace.stage("encode"), torch.inference_mode():
             if graphs:
@@ -412,17 +406,6 @@ class VLM:
                 tokens = [self.encoder.item_size(layouts[i])[1] for i in batch]
                 embeds += self.encoder(pixel_values, metadata=metadata).split(tokens)
         return embeds
-
-    def _batches(self, layouts) -> list[list[int]]:
-        """Consecutive items per forward: at most MAX_PATCHES_PER_FORWARD patches each (or one item)."""
-        batches, size = list[list[int]](), 0
-        for i, layout in enumerate(layouts):
-            patches, _, _ = self.encoder.item_size(layout)
-            if not batches or size + patches > MAX_PATCHES_PER_FORWARD:
-                batches, size = [*batches, []], 0
-            batches[-1].append(i)
-            size += patches
-        return batches
 
     def check_runnable(self) -> torch.device:
         """The device; raises ValueError where it is meta."""
@@ -439,6 +422,17 @@ class VLM:
             self._generate([trace], max_new_tokens, streamer=both, stopping_criteria=stops, **generate_kwargs)
 
         return stream_text(run, self.processor.tokenizer)
+
+
+def _batches(rows: Sequence[Tensor]) -> list[list[int]]:
+    """Consecutive items per forward: at most MAX_PATCHES_PER_FORWARD patches each (or one item)."""
+    batches, size = list[list[int]](), 0
+    for i, patches in enumerate(map(len, rows)):
+        if not batches or size + patches > MAX_PATCHES_PER_FORWARD:
+            batches, size = [*batches, []], 0
+        batches[-1].append(i)
+        size += patches
+    return batches
 
 
 def _check_requests(requests: Sequence[dict]) -> None:

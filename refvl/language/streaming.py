@@ -5,7 +5,7 @@ from threading import Event, Thread
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextIteratorStreamer
+from transformers import PreTrainedTokenizerBase, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 
@@ -24,25 +24,16 @@ class FanOut(BaseStreamer):
             streamer.end()
 
 
-class StopOnEvent(StoppingCriteria):
-    """Ends generation after the current token once its event is set."""
-
-    def __init__(self) -> None:
-        self.event = Event()
-
-    def __call__(self, input_ids: Tensor, scores, **kwargs) -> Tensor:
-        return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
-
-
-def stream_text(
-    run: Callable[[BaseStreamer, StoppingCriteria], object], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[str]:
-    """The pieces of text that `run` generates while it gives its tokens to a streamer.
+def stream_text(run: Callable[[BaseStreamer, Callable], object], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """The pieces of text that `run` generates while it gives its tokens to a streamer and asks a criterion when to end.
 
     Closing or dropping the generator ends `run` within one token, and its thread. What `run` raises is raised here.
     """
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    stop, failures = StopOnEvent(), []
+    stopped, failures = Event(), []
+
+    def stop(input_ids: Tensor, scores, **kwargs) -> Tensor:
+        return torch.full((len(input_ids),), stopped.is_set(), device=input_ids.device)
 
     def work() -> None:
         try:
@@ -56,7 +47,7 @@ def stream_text(
     try:
         yield from (piece for piece in streamer if piece)
     finally:
-        stop.event.set()
+        stopped.set()
         thread.join()
     if failures:
         raise failures[0]

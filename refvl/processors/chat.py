@@ -8,7 +8,7 @@ caller's strings where a special token could begin; `encode` takes the flags out
 begin there as ordinary text. A prompt without special tokens in it is tokenized as it is.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -53,6 +53,7 @@ class ChatProcessor:
     no_video: ClassVar[str]  # what is said of a video then
     tokens_at_once: int = 1  # the encoder's tokens come in multiples of this
     stop_token_ids: Sequence[int] = ()  # tokens that end an answer, besides those of generation_config.json
+    messages = staticmethod(as_messages)  # (prompt, images, videos) -> checked messages
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
         """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
@@ -83,10 +84,6 @@ class ChatProcessor:
     def clip_sampling(self) -> str:
         """How a video file is sampled, in words; empty where there is no more to say than `video_config` does."""
         return ""
-
-    def messages(self, prompt: str | Sequence[dict], images: Iterable = (), videos: Iterable = ()) -> list[dict]:
-        """One user message with images, videos and the text, in that order; or a list of messages, checked."""
-        return as_messages(prompt, images, videos)
 
     def decode(self, messages: Sequence[dict]) -> list[Image.Image | Video]:
         """The media of checked messages in order of appearance, decoded (videos are sampled while decoding)."""

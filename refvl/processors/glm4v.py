@@ -45,7 +45,7 @@ class Glm4vProcessor(ChatProcessor):
 
     patch_config = Glm4vPatchConfig
     variant = "glm4v"  # of `sample_video_frames`
-    rule = "{fps:g} frames a second up to {max_duration:g} s, longer clips are spread"
+    rule = "{0.fps:g} frames a second up to {0.max_duration:g} s, longer clips are spread"  # with `video_config`
     timestamp_format = "{}"
     frame_kind = "video"  # whose token fills a frame
     options: ClassVar[dict[str, str]] = {"fps": "target_fps"}  # what a message may say: its name in the sampler
@@ -53,11 +53,9 @@ class Glm4vProcessor(ChatProcessor):
     @property
     def clip_sampling(self) -> str:
         """The rule in words; `model_type` does not tell GLM-4.6V from GLM-4.5V, only a folder's files do."""
-        config = self.video_config
-        limits = {"fps": config.fps, "max_duration": config.max_duration, "max_frames": config.max_frames}
         assumed = type(self) is Glm4vProcessor and self.tokenizer is None
         note = " (assumed: without processor files GLM-4.6V looks like GLM-4.5V)" if assumed else ""
-        return f"{self.variant}: {self.rule.format(**limits)}{note}"
+        return f"{self.variant}: {self.rule.format(self.video_config)}{note}"
 
     def load_video(self, source, options: dict) -> Video:
         """Files are sampled by the variant's rule, `num_frames` evenly; frames in memory count as sampled already.
@@ -132,7 +130,7 @@ class Glm46VProcessor(Glm4vProcessor):
     """GLM-4.6V, GLM-4.6V-Flash and GLM-OCR."""
 
     variant = "glm46v"
-    rule = "6, 2 or 1 frames a second, fewer the longer the clip, {max_frames} at most"
+    rule = "6, 2 or 1 frames a second, fewer the longer the clip, {0.max_frames} at most"
     timestamp_format = "{:.1f} seconds"
     frame_kind = "image"
     options: ClassVar[dict[str, str]] = {"max_frames": "max_frames"}
@@ -143,7 +141,7 @@ class GlmgaProcessor(Glm46VProcessor):
 
     patch_config = GlmgaPatchConfig
     variant = "glmga"
-    rule = "{fps:g} frames a second, {max_frames} at most"
+    rule = "{0.fps:g} frames a second, {0.max_frames} at most"
     options: ClassVar[dict[str, str]] = {"fps": "target_fps", "max_frames": "max_frames"}
 
 

@@ -80,10 +80,6 @@ class SlicedMedia(MergedMedia):
                 f"and query tokens have no places"
             )
 
-    def keep_mask(self, embeds_MD: Tensor, q: float) -> Tensor | None:
-        """None: nothing is pruned."""
-        return None
-
 
 class MiniCPMVProcessor(ChatProcessor):
     """What all versions share: sliced images. Layouts are tuples of `SliceGroup`s. A version is a class below."""
