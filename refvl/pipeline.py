@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PretrainedConfig, StoppingCriteriaList
-from transformers.utils import ModelOutput
+from transformers.generation.utils import GenerateOutput
 
 from refvl import families
 from refvl.checks import (
@@ -194,7 +194,7 @@ class VLM:
                 raise ValueError(f"{name}: {method} answers in text; `generate` returns what transformers does")
         return num_beams
 
-    def _generate(self, traces: list[Trace], max_new_tokens: int, **generate_kwargs) -> ModelOutput:
+    def _generate(self, traces: list[Trace], max_new_tokens: int, **generate_kwargs) -> GenerateOutput:
         """`sequences` (B, new) of prompts that are ready, padded on the left to one length."""
         device = self.language_model.device
         generate_kwargs = {"tokenizer": self.processor.tokenizer} | generate_kwargs  # read where there are stop_strings
@@ -289,7 +289,7 @@ class VLM:
         pruning_rate: float = 0.0,
         max_new_tokens: int = 128,
         **generate_kwargs,
-    ) -> Tensor | ModelOutput:
+    ) -> Tensor | GenerateOutput:
         """transformers' `generate` on tensors: (B, L) prompts in, (B, L + new) ids out, greedy by default.
 
         With `num_return_sequences=n` (B * n, L + new), with `return_dict_in_generate=True` transformers' output.
@@ -309,7 +309,7 @@ class VLM:
         images = self._items("image", q, pixel_values, image_grid_thw, image_embeds)
         videos = self._items("video", q, pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)
         prompts = self._prompts(input_ids.cpu(), mask, images, videos, q)
-        output = self._generate(prompts, max_new_tokens, **generate_kwargs)
+        output: Any = self._generate(prompts, max_new_tokens, **generate_kwargs)
         before = input_ids.repeat_interleave(len(output.sequences) // len(input_ids), dim=0)
         output.sequences = torch.cat([before, output.sequences.to(input_ids)], dim=1)
         wants_dict = option(self.language_model, generate_kwargs, "return_dict_in_generate")

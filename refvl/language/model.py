@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.generation.utils import GenerateOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.quantizers.auto import AutoHfQuantizer
-from transformers.utils import ModelOutput, logging
+from transformers.utils import logging
 
 from refvl.checkpoints import FLOAT_DTYPES, weight_headers
 from refvl.checks import check_names, check_positive, check_positive_int
@@ -66,14 +67,15 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         """(3, L) int64 positions of a prompt with media at `spans`: M-RoPE."""
         return get_mrope_input_positions(num_tokens, spans)[0]
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # type: ignore[override]  # transformers calls it by names
         self, input_ids: Tensor, attention_mask=None, inputs_embeds=None, deepstack_embeds=None, **kwargs
     ) -> dict[str, Any]:
         """transformers', which would hand the prompt's deeper features to the decode steps as well.
 
         transformers looks for the names of the arguments, to know what a model takes.
         """
-        inputs = super().prepare_inputs_for_generation(
+        base: Any = super()
+        inputs = base.prepare_inputs_for_generation(
             input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
         )
         if kwargs.get("is_first_iteration") and deepstack_embeds is not None:
@@ -235,11 +237,10 @@ def random_language_model(
     **kwargs,
 ) -> CausalTextModel:
     """The same model with random weights, at its true shape; on `meta` it costs no memory."""
-    on_meta = torch.device(device).type == "meta"
-    with torch.device("meta" if on_meta else "cpu"), torch.random.fork_rng(devices=[]):
+    built_on = "meta" if torch.device(device).type == "meta" else "cpu"  # the same values on every device
+    with torch.device(built_on), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = model_class._from_config(text_config, dtype=dtype, **kwargs)
-    return model.eval() if on_meta else model.eval().to(device)
+        return model_class._from_config(text_config, dtype=dtype, **kwargs).eval().to(device)
 
 
 LOSE_MEDIA = (  # with these transformers goes back to the prompt's ids, in which the media are placeholders
@@ -294,7 +295,7 @@ def generate(
     max_new_tokens: int,
     deepstack_embeds: Tensor,
     **options,
-) -> ModelOutput:
+) -> GenerateOutput:
     """transformers' output, whose `sequences` are the new ids (B * num_return_sequences, at most max_new_tokens).
 
     input_ids: (B, L), what the embeddings stand for: a repetition penalty counts them. inputs_embeds: (B, L, D).

@@ -102,15 +102,15 @@ class ChatProcessor:
 
     def _patchify(self, medium: Image.Image | Video, number: int) -> Patches:
         try:
-            return self._patchify_video(medium) if self._is_video(medium) else self._patchify_image(medium)
+            self._check_kind(medium)
+            return self._patchify_video(medium) if isinstance(medium, Video) else self._patchify_image(medium)
         except ValueError as error:
             source = medium.source if isinstance(medium, Video) else medium.info.get("source")
             raise ValueError(f"{source or f'medium {number}'}: {error}") from error
 
-    def _is_video(self, medium: Image.Image | Video) -> bool:
+    def _check_kind(self, medium: Image.Image | Video) -> None:
         if isinstance(medium, Video) and self.video_config is None:
             raise ValueError(self.no_video)
-        return isinstance(medium, Video)
 
     def _patchify_image(self, image: Image.Image) -> Patches:
         pixel_values, grid = rows_of_image(image, self.image_config)
@@ -121,7 +121,8 @@ class ChatProcessor:
 
     def layout_of(self, medium: Image.Image | Video) -> Any:
         """The layout that `patchify` gives a decoded medium, from its size alone; ValueError for a video too many."""
-        return self._video_layout(medium) if self._is_video(medium) else self._image_layout(medium)
+        self._check_kind(medium)
+        return self._video_layout(medium) if isinstance(medium, Video) else self._image_layout(medium)
 
     def _image_layout(self, image: Image.Image) -> Any:
         return plan_grid(image.height, image.width, self.image_config)
