@@ -220,7 +220,7 @@ class MiniCPMV2_0Encoder(SliceEncoder):
     resampler: Resampler2
 
     @classmethod
-    def from_config(cls, config, *, attention: str = "auto") -> "MiniCPMV2_0Encoder":
+    def from_config(cls, config, *, attention: str = "auto") -> "MiniCPMV2_0Encoder":  # type: ignore[override]  # no extra
         """Build from a `MiniCPMVEncoderConfig`, a whole transformers config, or the dict in `config.json`."""
         c = as_encoder_config(config, SiglipViTConfig)
         grid_size = int(c.query_num**0.5)
@@ -249,7 +249,7 @@ class NaVitEncoder(SliceEncoder):
     resampler: Resampler2_5
 
     @classmethod
-    def from_config(cls, config, *, attention: str = "auto") -> "NaVitEncoder":
+    def from_config(cls, config, *, attention: str = "auto") -> "NaVitEncoder":  # type: ignore[override]  # no extra
         """Build from a `MiniCPMVEncoderConfig`, a whole transformers config, or the dict in `config.json`."""
         c = as_encoder_config(config, NaVitSiglipConfig)
         vpm = NaVitSiglip(c.vision, drop_last_layer=c.drop_vision_last_layer, attention=attention)

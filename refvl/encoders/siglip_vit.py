@@ -10,9 +10,9 @@
        | norm             LayerNorm
     (N, E)
 
-The layers are `NaVitSiglip`'s, but for the exact GELU, and timm's names are read as theirs. There is no class token, and
-SigLIP's attention pool is not part of it. Resized positions depend on the grid and the table: they are planned, as in
-`refvl.encoders.glm4v`, and a plan holds what the weights are now.
+The layers are `NaVitSiglip`'s, but for the exact GELU, and timm's names are read as theirs. There is no class token,
+and SigLIP's attention pool is not part of it. Resized positions depend on the grid and the table: they are planned, as
+in `refvl.encoders.glm4v`, and a plan holds what the weights are now.
 
 Shape suffixes: N patches of all images, E tower width, H heads, K head dimension.
 Upstream: `VisionTransformer` (timm), `vit_so400m_patch14_siglip_384`.
@@ -35,11 +35,12 @@ from refvl.positions.tables import resize_position_table
 
 KNOWN_ENCODER = "vit_so400m_patch14_siglip_384"
 MLP_RATIO = 3.7362  # of KNOWN_ENCODER
+TABLE = "embeddings.position_embedding.weight"
 NAMES = {  # timm's parts -> those of `NaVitSiglip`
     "patch_embed.proj.": "embeddings.patch_embedding.",
     "blocks.": "encoder.layers.",
     "norm.": "post_layernorm.",
-    "pos_embed": "embeddings.position_embedding.weight",
+    "pos_embed": TABLE,
 }
 NAMES_OF_A_LAYER = {".norm": ".layer_norm", ".attn.qkv.": ".self_attn.qkv.", ".attn.proj.": ".self_attn.out_proj."}
 
@@ -87,9 +88,9 @@ class SiglipViT(NaVitSiglip):
     config_class = SiglipViTConfig
     plan_reads_weights = True  # the position table
 
-    def plan(self, tgt_sizes) -> SiglipViTMetadata:
+    def plan(self, tgt_sizes) -> SiglipViTMetadata:  # type: ignore[override]  # no other positions can be asked for
         """Everything that depends on sizes, and the resized table. tgt_sizes: (h, w) per image in patches."""
-        sizes, table = as_sizes(tgt_sizes), self.embeddings["position_embedding"].weight
+        sizes, table = as_sizes(tgt_sizes), self.get_parameter(TABLE)
         positions = [table[:0], *(resize_position_table(table, size, antialias=True) for size in sizes)]
         segments = plan_segments([h * w for h, w in sizes])
         return self.move(SiglipViTMetadata(**segments, position_embeds=torch.cat(positions)))
@@ -98,7 +99,7 @@ class SiglipViT(NaVitSiglip):
         """(N, E): as planned."""
         return metadata.position_embeds
 
-    def forward(self, pixel_values: Tensor) -> Tensor:
+    def forward(self, pixel_values: Tensor) -> Tensor:  # type: ignore[override]  # pixels have their sizes
         """(B, C, H, W) -> (B, ceil(H / P) * ceil(W / P), E)."""
         c = self.config
         check_shape(pixel_values, ("B", c.num_channels, "H", "W"), "pixel_values")
@@ -122,8 +123,7 @@ class SiglipViT(NaVitSiglip):
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
         """Of the patch embedding, and of the position table."""
-        table = self.embeddings["position_embedding"].weight
-        return super().kernels | {"embeddings.position_embedding.weight": (1, *table.shape)}
+        return super().kernels | {TABLE: (1, *self.get_parameter(TABLE).shape)}
 
     @property
     def unused(self) -> str:

@@ -92,7 +92,7 @@ class TowerConfig:
 class Tower(nn.Module):
     """Patch rows in, embeddings out. An encoder adds its modules, `plan`, and what computes."""
 
-    config_class: ClassVar[type]
+    config_class: ClassVar[Any]
     plan_reads_weights: ClassVar[bool] = False  # True: a plan holds values of the weights and is stale when they change
     config: Any  # of config_class
 
