@@ -11,7 +11,8 @@ from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config,
 
 from refvl import encoders
 from refvl.attention import choose_backend
-from refvl.checkpoints import check_layer_counts, iterate_weights, read_json_object, weight_names
+from refvl.checkpoints import check_layer_counts, iterate_weights, weight_names
+from refvl.checks import blame, read_json
 from refvl.contracts import Encoder, Processor
 from refvl.graphs.dual import DualPathGraphManager
 from refvl.graphs.manager import EncoderGraphManager
@@ -172,15 +173,13 @@ def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfi
     if not isinstance(values, dict):
         path = Path(values)
         path = path / "config.json" if path.is_dir() else path
-        name, values = str(path), read_json_object(path)
+        name, values = str(path), read_json(path)
     family = find_family(values)
     check_layer_counts(values, name)
     values = dict(values)
     model_type = values.pop("model_type")
-    try:
+    with blame(name):
         return family.config(**values) if family.config else AutoConfig.for_model(model_type, **values)
-    except Exception as error:  # transformers' own kinds, and what a value of the wrong type runs into
-        raise ValueError(f"{name}: {' '.join(str(error).split())}") from error
 
 
 def text_config_of(config: PretrainedConfig) -> PretrainedConfig:

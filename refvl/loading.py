@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from refvl import checkpoints, families
-from refvl.checks import check_names
+from refvl.checks import WORDED, blame, check_names
 from refvl.contracts import Processor
 from refvl.graphs.dual import DualPathGraphManager
 from refvl.graphs.manager import MIN_BUDGET, EncoderGraphManager
@@ -77,11 +77,11 @@ def load(
     elif folder is None:
         raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
     else:
-        with checkpoints.blame(f"{folder}: config.json makes no encoder"):
+        with blame(f"{folder}: config.json makes no encoder", WORDED):
             encoder = families.load_encoder(
                 folder, config, attention=attention, progress=progress, dtype=dtype, device=device
             )
-        with checkpoints.blame(f"{folder}: config.json and generation_config.json make no text model"):
+        with blame(f"{folder}: config.json and generation_config.json make no text model", WORDED):
             language_model = load_language_model(
                 folder, text_config, model_class=family.text_model, progress=progress, dtype=dtype, device=device,
                 **model_kwargs,
@@ -110,7 +110,7 @@ def _check_arguments(path_or_id, graphs, model_kwargs: dict, *, with_weights: bo
 
 def _load_processor(folder: Path | None, config: PretrainedConfig) -> Processor:
     """The family's; what a damaged tokenizer makes the tokenizers library raise becomes a ValueError."""
-    with checkpoints.blame(f"{folder}: tokenizer or processor files cannot be read"):
+    with blame(f"{folder}: tokenizer or processor files cannot be read", WORDED):
         return families.load_processor(folder, config)
 
 

@@ -33,10 +33,10 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from refvl.checks import Grid
+from refvl.checks import Grid, read_json
 from refvl.merge import FramewiseMedia, MergedMedia
 from refvl.pixels.media import Video, load_video
-from refvl.pixels.patches import Glm4vPatchConfig, GlmgaPatchConfig, merged_grid, patchify_video, plan_grid, read_json
+from refvl.pixels.patches import Glm4vPatchConfig, GlmgaPatchConfig, merged_grid, patchify_video, plan_grid
 from refvl.positions.timestamps import FrameSample, sample_video_frames
 from refvl.processors.chat import ChatProcessor, Patches
 
