@@ -85,7 +85,7 @@ def test_pictures_that_cannot_become_rgb_are_named(tmp_path, monkeypatch):
         raise ValueError("conversion not supported")
 
     monkeypatch.setattr(Image.Image, "convert", refuse)
-    with pytest.raises(ValueError, match=r"image: .*a\.png cannot be turned into RGB \(conversion not supported\)"):
+    with pytest.raises(ValueError, match=r"image: .*a\.png cannot be turned into RGB: conversion not supported"):
         load_image(tmp_path / "a.png")
 
 
