@@ -3,10 +3,9 @@
 import difflib
 import json
 import math
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 
 import torch
@@ -86,17 +85,10 @@ def as_integers(values, row: str, name: str, least: int = 1) -> tuple[int, ...]:
 
 
 def is_integer(value) -> bool:
-    """Whether `value` is a whole number by its type: an int, or a scalar of a NumPy or torch integer dtype; no bool.
-
-    Every tensor has `__index__`, whatever its dtype, and a float's cuts the fraction off.
-    """
-    if isinstance(value, bool) or (isinstance(value, Tensor) and (value.ndim or not _holds_integers(value))):
-        return False
-    try:
-        operator.index(value)
-    except (TypeError, RuntimeError):  # RuntimeError: a meta tensor
-        return False
-    return True
+    """Whether `value` is a whole number by its type: an int, or a scalar of a NumPy or torch integer dtype; no bool."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and _holds_integers(value) and not value.is_meta
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_int(value, name: str, least: int) -> int:
@@ -255,8 +247,7 @@ def check_names(given: Iterable[str], allowed: Sequence[str], what: str, error: 
 
 def as_seconds(values, count: int, name: str) -> list[float]:
     """One positive number for each of `count` videos, as floats; a sequence or a tensor (videos,)."""
-    if isinstance(values, Tensor) or hasattr(values, "__array__"):
-        values = check_shape(torch.as_tensor(values), (("videos", count),), name).tolist()
+    values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise TypeError(f"{name}: expected a sequence of numbers, got {type(values).__name__}")
     if len(values) != count:

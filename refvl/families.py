@@ -64,7 +64,8 @@ FAMILIES = (
     Family("GLM-OCR", ("glm_ocr",), encoders.GlmOcrVisionTransformer, glm4v.Glm46VProcessor,
            text_model=GlmOcrTextModel),
     Family("Step3-VL", ("step3_vl",), encoders.Step3VisionEncoder, step3_vl.Step3VLProcessor,
-           r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.", Step3ForCausalLM, DualPathGraphManager),
+           r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.", Step3ForCausalLM,
+           DualPathGraphManager),
     _minicpmv("2.0", encoders.MiniCPMV2_0Encoder, minicpmv.MiniCPMV2_0Processor, minicpm_config, MiniCPMTextModel),
     _minicpmv("2.5", encoders.MiniCPMV2_5Encoder, minicpmv.MiniCPMV2_5Processor, LlamaConfig),
     _minicpmv("2.6", encoders.MiniCPMV2_6Encoder, minicpmv.MiniCPMV2_6Processor, Qwen2Config,
@@ -100,17 +101,6 @@ def minicpmv_version(values: dict) -> str:
     """
     implied = "2.0" if (values.get("hidden_size"), values.get("query_num")) == (2304, 64) else "2.5"
     return str(values.get("version") or implied)
-
-
-def find_processor(folder: Path | None, config: PretrainedConfig) -> type[Processor]:
-    """The family's processor, or that of GLM's which the files of `folder` name.
-
-    GLM-GA's files name GLM-4.6V's class, although the parts inside are its own.
-    """
-    processor = find_family(config).processor
-    if folder is None or processor is glm4v.GlmgaProcessor:
-        return processor
-    return GLM_PROCESSORS.get(glm4v.named_processor(folder) or "", processor)
 
 
 def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfig:
@@ -176,7 +166,14 @@ def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str):
 
 
 def load_processor(folder: Path | None, config: PretrainedConfig) -> Processor:
-    """The processor of the checkpoint in `folder`; without a tokenizer there, one that plans but makes no prompts."""
-    if folder is None or not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        return find_processor(folder, config)(config)
-    return find_processor(folder, config).from_folder(folder, config)
+    """The processor of the checkpoint in `folder`; without a tokenizer there, one that plans but makes no prompts.
+
+    It is of the family's class, or of the one of GLM's that the files of `folder` name. GLM-GA's files name GLM-4.6V's
+    class, although the parts inside are its own.
+    """
+    processor = find_family(config).processor
+    if folder and processor is not glm4v.GlmgaProcessor:
+        processor = GLM_PROCESSORS.get(glm4v.named_processor(folder) or "", processor)
+    if not folder or not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        return processor(config)
+    return processor.from_folder(folder, config)

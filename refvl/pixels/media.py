@@ -152,7 +152,9 @@ def _decode_image(image: Image.Image, name: str, origin: str, limits: MediaLimit
     if image.mode.startswith("I") or image.mode == "F":  # more than 8 bits of grey
         image = Image.fromarray(_as_uint8(_grey_levels(image, name), f"image: {name}"))
     with blame(f"image: {name} cannot be turned into RGB"):
-        image = _to_rgb(image)
+        if image.has_transparency_data:
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+        image = image.convert("RGB")
     image = image if rotation is None else image.transpose(rotation)
     image.info = {"source": origin} if origin else {}  # without EXIF: once is enough
     return image
@@ -222,15 +224,6 @@ def _as_uint8(array: np.ndarray, what: str) -> np.ndarray:
             "for example by 1 / 255, and give the array"
         )
     return (array.astype(np.float64) * 255).round().astype(np.uint8)
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """A new image of mode RGB, on white."""
-    if "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,8 +11,8 @@ P patch_size. Sizes in pixels are (width, height), as Pillow and the checkpoints
 count patches and are (height, width). A slice keeps the ratio of its cell, so it is hardly ever a square: its area
 stays near scale_resolution ** 2.
 
-The checkpoints' code lays each slice out as a strip, (3, P, L * P) for L patches, which `patch_strip` shows; here
-patches travel as rows, because rows of different slices can be put one after another.
+The checkpoints' code lays each slice out as a strip, (3, P, L * P) for L patches; here patches travel as rows, because
+rows of different slices can be put one after another.
 Paper: LLaVA-UHD, arXiv 2403.11703. Upstream: `MiniCPMVImageProcessor`, in transformers `MiniCPMV4_6ImageProcessorPil`,
 which rounds sides to four patches where versions 2.0 to 4.5 round to one.
 """
@@ -211,13 +211,6 @@ def slice_rows(pixels: Tensor, patch_size: int) -> Tensor:
     if H % P or W % P or not H * W:
         raise ValueError(f"pixels: sides must be multiples of patch_size={P}, got {H} x {W}")
     return F.unfold(pixels[None], P, stride=P)[0].T
-
-
-def patch_strip(rows: Tensor, patch_size: int) -> Tensor:
-    """(L, 3*P*P) rows of one slice -> (3, P, L*P): the patches side by side, as the checkpoints' code has them."""
-    P = patch_size
-    check_shape(rows, ("L", 3 * P * P), "rows")
-    return rows.reshape(-1, 3, P, P).permute(1, 2, 0, 3).reshape(3, P, -1)
 
 
 def image_of_rows(rows: Tensor, tgt_size: Sequence[int], config: SliceConfig) -> np.ndarray:

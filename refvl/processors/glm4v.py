@@ -8,7 +8,7 @@
 
 A frame here is two sampled frames, one step of the grid. To the positions each is a medium of its own, and EVS may drop
 its tokens, but never its second. Which frames are sampled, how a second is written and which token fills a frame
-depends on the processor class that the checkpoint's files name (`refvl.families.find_processor`), not on `model_type`:
+depends on the processor class that the checkpoint's files name (`refvl.families.load_processor`), not on `model_type`:
 GLM-4.5V and GLM-4.6V share theirs.
 
     class               releases                              sampler    a second    token of a frame
