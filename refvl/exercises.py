@@ -269,7 +269,7 @@ def check_smallest_budget_sum(function: Callable) -> str:
     ]
 
     def ours(*arguments) -> int:
-        return sum(batch.budget for batch in plan_batches(*arguments, policy="optimal"))
+        return sum(batch.budget or 0 for batch in plan_batches(*arguments, policy="optimal"))
 
     return _run(function, ours, _named(PACKING, cases))
 

@@ -49,10 +49,8 @@ class CropConfig:
     def __post_init__(self):
         check_preprocessing(self)
         for name in ("image_size", "crop_size"):
-            if getattr(self, name) % self.patch_size:
-                raise ValueError(
-                    f"{name}: must be a multiple of patch_size={self.patch_size}, got {getattr(self, name)}"
-                )
+            if (size := getattr(self, name)) % self.patch_size:
+                raise ValueError(f"{name}: must be a multiple of patch_size={self.patch_size}, got {size}")
 
     @classmethod
     def from_hf(cls, config) -> "CropConfig":
@@ -133,15 +131,11 @@ def as_crop_layouts(layouts, name: str = "layouts") -> list[CropLayout]:
 
     Raises TypeError for a wrong kind, ValueError for negative numbers or rows without columns.
     """
-    checked = []
-    rows_of_pairs = as_integer_rows(layouts, "(rows, columns)", name, items="images", least=0)
-    for i, (rows, columns) in enumerate(rows_of_pairs):
-        if (rows == 0) != (columns == 0):
-            raise ValueError(
-                f"{name}[{i}]: rows and columns are both positive, or both 0 without crops, got {(rows, columns)}"
-            )
-        checked.append(CropLayout(rows, columns))
-    return checked
+    pairs = as_integer_rows(layouts, "(rows, columns)", name, items="images", least=0)
+    for i, pair in enumerate(pairs):
+        if 0 in pair and any(pair):
+            raise ValueError(f"{name}[{i}]: rows and columns are both positive, or both 0 without crops, got {pair}")
+    return [CropLayout(*pair) for pair in pairs]
 
 
 def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_tokens: int = 169) -> int:

@@ -15,7 +15,7 @@ import re
 import stat
 import warnings
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -92,8 +92,9 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
     range, an empty picture, and one of a single pixel.
     """
     if isinstance(source, (str, Path)):
-        with _open_image(source, limits) as image:
-            return _decode_image(image, printable(source), printable(source), limits)
+        path, name = _regular_file(source, "image")
+        with _open_image(path, name, limits) as image:
+            return _decode_image(image, name, name, limits)
     name = f"the {type(source).__name__}"
     if isinstance(source, Image.Image):
         origin = source.info.get("source") or getattr(source, "filename", "")
@@ -124,8 +125,7 @@ def _readable() -> tuple[str, ...]:
     )
 
 
-def _open_image(source: str | Path, limits: MediaLimits) -> Image.Image:
-    path, name = _regular_file(source, "image"), printable(source)
+def _open_image(path: Path, name: str, limits: MediaLimits) -> Image.Image:
     try:
         return Image.open(path, formats=_readable())
     except Image.DecompressionBombError as error:
@@ -160,8 +160,8 @@ def _decode_image(image: Image.Image, name: str, origin: str, limits: MediaLimit
     return image
 
 
-def _regular_file(source: str | Path, kind: str) -> Path:
-    """The path of an ordinary file: nothing else is opened, because a pipe would block and a device never end."""
+def _regular_file(source: str | Path, kind: str) -> tuple[Path, str]:
+    """The path of an ordinary file, and its name for messages: a pipe would block when opened, a device never end."""
     name = printable(source)
     if _URL.match(str(source)):
         raise ValueError(f"{kind}: URLs are not read; download the file and give its path, got {name}")
@@ -174,7 +174,7 @@ def _regular_file(source: str | Path, kind: str) -> Path:
     if not stat.S_ISREG(mode):
         what = "folder" if stat.S_ISDIR(mode) else "pipe or device"
         raise ValueError(f"{kind}: expected a file, got the {what} {name}")
-    return Path(source)
+    return Path(source), name
 
 
 def _check_size(width: int, height: int, what: str) -> None:
@@ -345,24 +345,26 @@ def as_frames(frames, *, limits: MediaLimits = LIMITS) -> np.ndarray:
     if not isinstance(frames, Sequence) and frames.ndim != 4:
         raise ValueError(f"video: expected an array of shape (T, H, W, 3), got {tuple(frames.shape)}")
     if not (isinstance(frames, np.ndarray) and frames.dtype == np.uint8 and frames.shape[-1] == 3):
-        frames = _stack(frames, limits)
+        images = (np.asarray(load_image(frame, limits=limits)) for frame in frames)
+        frames = _stack(images, len(frames), "video", limits)
     if len(frames) == 0:
         raise ValueError("video: expected at least one frame, got none")
     _check_size(frames.shape[2], frames.shape[1], "video: a frame")
     return frames
 
 
-def _stack(frames, limits: MediaLimits) -> np.ndarray:
-    """Frames of one size, decoded one by one into the array that holds them all."""
+def _stack(images: Iterable[np.ndarray], count: int, what: str, limits: MediaLimits) -> np.ndarray:
+    """Frames (H, W, 3) of one size, put one by one into the array that holds them all."""
     stacked = np.empty((0, 0, 0, 3), np.uint8)
-    for i, frame in enumerate(frames):
-        image = load_image(frame, limits=limits)
+    for i, image in enumerate(images):
+        height, width, _ = image.shape
         if i == 0:
-            limits.check_frames(len(frames), *image.size, "video")
-            stacked = np.empty((len(frames), image.height, image.width, 3), np.uint8)
-        elif image.size != (size := (stacked.shape[2], stacked.shape[1])):
-            raise ValueError(f"video: all frames must have one size, got (width, height) {sorted({size, image.size})}")
-        stacked[i] = np.asarray(image)
+            limits.check_frames(count, width, height, what)
+            stacked = np.empty((count, height, width, 3), np.uint8)
+        elif image.shape != stacked.shape[1:]:
+            sizes = f"{stacked.shape[2]} x {stacked.shape[1]} and {width} x {height}"
+            raise ValueError(f"{what}: all frames must have one size, got {sizes} pixels (width x height)")
+        stacked[i] = image
     return stacked
 
 
@@ -385,7 +387,7 @@ class _Listing:
 def _decode_video(
     source: str | Path, source_fps: float | None, sample: Callable[[int, float], Sequence[int]], limits: MediaLimits
 ) -> Video:
-    av, path, name = _import_av(), _regular_file(source, "video"), printable(source)
+    av, (path, name) = _import_av(), _regular_file(source, "video")
     try:
         listing = _list_frames(path, name, limits)
         if source_fps is not None:
@@ -521,23 +523,17 @@ def _read_frames(
     path: Path, name: str, indices: Sequence[int], limits: MediaLimits
 ) -> tuple[np.ndarray, list[int | None], int]:
     """The frames with these increasing indices, (T, H, W, 3) uint8, upright; their ticks; how many were decoded."""
-    wanted, decoded = set(indices), 0
-    frames = np.empty((0, 0, 0, 3), np.uint8)
-    ticks: list[int | None] = []
-    with _open_video(path) as container:
-        container.streams.video[0].thread_type = "AUTO"
-        for decoded, frame in enumerate(container.decode(video=0), 1):
-            if decoded - 1 in wanted:
-                image = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
-                height, width, _ = image.shape
-                if not ticks:
-                    limits.check_frames(len(indices), width, height, f"video: {name}")
-                    frames = np.empty((len(indices), height, width, 3), np.uint8)
-                if frames.shape[1:3] != (height, width):
-                    sizes = f"{frames.shape[2]} x {frames.shape[1]} to {width} x {height}"
-                    raise ValueError(f"video: {name} changes its size from {sizes} pixels; all frames must have one")
-                frames[len(ticks)] = image
-                ticks.append(frame.pts)
-            if decoded > indices[-1]:
-                break
-    return frames, ticks, decoded
+    wanted, ticks, decoded = set(indices), [], 0
+
+    def upright() -> Iterator[np.ndarray]:
+        nonlocal decoded
+        with _open_video(path) as container:
+            container.streams.video[0].thread_type = "AUTO"
+            for decoded, frame in enumerate(container.decode(video=0), 1):
+                if decoded - 1 in wanted:
+                    ticks.append(frame.pts)
+                    yield np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+                if decoded > indices[-1]:
+                    break
+
+    return _stack(upright(), len(indices), f"video: {name}", limits), ticks, decoded
