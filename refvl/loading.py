@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from refvl import checkpoints, families
-from refvl.checks import check_names
+from refvl.checks import WORDED, blame, check_names
 from refvl.contracts import Encoder
 from refvl.graphs.dual import DualPathGraphManager
 from refvl.graphs.manager import MIN_BUDGET, EncoderGraphManager
@@ -70,7 +70,7 @@ def load(
     if stored and folder is None:
         raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
     models = _load_models(folder if stored else None, config, attention, progress, place, model_kwargs)
-    with checkpoints.blame(f"{folder}: tokenizer or processor files cannot be read"):
+    with blame(f"{folder}: tokenizer or processor files cannot be read", WORDED):
         processor = families.load_processor(folder, config)
     vlm = VLM(config, processor, *models)
     _add_stop_tokens(vlm)
@@ -105,9 +105,9 @@ def _load_models(
     if folder is None:
         encoder = families.random_encoder(config, attention=attention, **place)
         return encoder, random_language_model(text_config, **options)
-    with checkpoints.blame(f"{folder}: config.json makes no encoder"):
+    with blame(f"{folder}: config.json makes no encoder", WORDED):
         encoder = families.load_encoder(folder, config, attention=attention, progress=progress, **place)
-    with checkpoints.blame(f"{folder}: config.json and generation_config.json make no text model"):
+    with blame(f"{folder}: config.json and generation_config.json make no text model", WORDED):
         return encoder, load_language_model(folder, text_config, progress=progress, **options)
 
 

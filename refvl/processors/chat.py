@@ -21,9 +21,10 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
+from refvl.checks import read_json
 from refvl.merge import MergedMedia, expand_placeholders
 from refvl.pixels.media import LIMITS, MediaLimits, Video, load_image
-from refvl.pixels.patches import PatchConfig, merged_grid, plan_grid, read_json, rows_of_image
+from refvl.pixels.patches import PatchConfig, merged_grid, plan_grid, rows_of_image
 from refvl.processors.messages import as_messages, map_texts, media_of
 
 READ_TOKENIZER = partial(AutoTokenizer.from_pretrained, trust_remote_code=False)

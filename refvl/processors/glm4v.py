@@ -8,7 +8,7 @@
 
 A frame here is two sampled frames, one step of the grid. To the positions each is a medium of its own, and EVS may drop
 its tokens, but never its second. Which frames are sampled, how a second is written and which token fills a frame
-depends on the processor class that the checkpoint's files name (`refvl.families.find_processor`), not on `model_type`:
+depends on the processor class that the checkpoint's files name (`refvl.families.load_processor`), not on `model_type`:
 GLM-4.5V and GLM-4.6V share theirs.
 
     class               releases                              sampler    a second    token of a frame
@@ -32,10 +32,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.checks import Grid
+from refvl.checks import Grid, read_json
 from refvl.merge import FramewiseMedia, MergedMedia
 from refvl.pixels.media import Video, load_video
-from refvl.pixels.patches import Glm4vPatchConfig, GlmgaPatchConfig, merged_grid, patchify_video, plan_grid, read_json
+from refvl.pixels.patches import Glm4vPatchConfig, GlmgaPatchConfig, merged_grid, patchify_video, plan_grid
 from refvl.positions.timestamps import FrameSample, sample_video_frames
 from refvl.processors.chat import ChatProcessor, Patches
 

@@ -28,10 +28,9 @@ from PIL import Image
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from refvl.checks import check_positive_int
+from refvl.checks import check_positive_int, read_json
 from refvl.merge import MergedMedia
 from refvl.pixels.media import Video, load_video
-from refvl.pixels.patches import read_json
 from refvl.pixels.slices import SliceConfig, SliceGroup, SliceLayout, SlicePlan, count_sets, plan_slices, rows_of_slices
 from refvl.processors.chat import ChatProcessor, Patches, load_tokenizer
 

@@ -193,7 +193,7 @@ def test_layouts_are_normalised_and_hashable(encoder):
         ([((4, 5), (0, 3))], ValueError, r"layouts\[0\]\[1\]: every extent must be at least 1, got \(0, 3\)"),
         ([(4, 5)], ValueError, r"layouts\[0\]\[0\]: expected \(h, w\), got 4"),
         ([((1, 4, 5),)], ValueError, r"layouts\[0\]\[0\]: expected \(h, w\), got \(1, 4, 5\)"),
-        ([((4.0, 5),)], TypeError, r"layouts\[0\]\[0\]: expected two integers"),
+        ([((4.0, 5),)], TypeError, r"layouts\[0\]\[0\]: expected integers"),
         (7, TypeError, "layouts: expected a sequence of layouts, got int"),
         ([SliceGroup(((4, 5),))], TypeError, r"layouts\[0\]: expected a tuple of SliceGroups or \(h, w\)"),
         ([(SliceGroup(()),)], ValueError, r"layouts\[0\]\[0\]: expected at least one slice, got none"),
