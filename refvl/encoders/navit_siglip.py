@@ -34,7 +34,7 @@ from refvl.encoders.tower import Tower, TowerConfig
 class NaVitSiglipConfig(TowerConfig):
     """Sizes of the tower; the names are those of the checkpoint's `vision_config`, the defaults SigLIP-so400m's."""
 
-    activation = "gelu_pytorch_tanh"
+    activation: ClassVar[str | None] = "gelu_pytorch_tanh"
     gelu: ClassVar[str] = "tanh"
     hidden_size: int = 1152
     intermediate_size: int = 4304

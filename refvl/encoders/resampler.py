@@ -158,8 +158,8 @@ class Resampler2(Resampler):
         queries_QD = sincos_2d(self.embed_dim, (self.grid_size, self.grid_size)).flatten(0, 1)
         keys_ND = torch.cat([queries_QD[:0], *(self._key_positions(queries_QD, size) for size in sizes)])
         sets = plan_sets(self.num_queries, [h * w for h, w in sizes])
-        positions = {"positions": keys_ND.to(self.dtype), "query_positions": queries_QD.to(self.dtype)}
-        return self.move(FixedGridMetadata(**sets, **positions))
+        keys_ND, queries_QD = keys_ND.to(self.dtype), queries_QD.to(self.dtype)
+        return self.move(FixedGridMetadata(positions=keys_ND, query_positions=queries_QD, **sets))
 
     def _key_positions(self, query_positions_QD: Tensor, size: tuple[int, int]) -> Tensor:
         if self.adaptive:
@@ -270,7 +270,7 @@ class Resampler4_5(Resampler2_5):
         times = self._times(torch.zeros(max_patches, dtype=torch.int32))
         return self.move(TemporalResamplerMetadata(**self._capacity(max_patches, max_sets), **times))
 
-    def _times(self, times: Tensor) -> dict[str, Tensor]:
+    def _times(self, times: Tensor) -> dict[str, Any]:
         return {"times": times, "time_frequencies": sincos_frequencies(self.embed_dim)}
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
