@@ -16,6 +16,8 @@ G segments of a group, S their queries, T their keys.
 import functools
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +83,40 @@ def group_segment_pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tup
     return tuple(groups)
 
 
+def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
+    """(len + 1,) int32, leading 0."""
+    return F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """What self-attention needs besides q, k and v; the metadata of most towers are these and more."""
+
+    cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (segments + 1,) int32, tokens, leading 0
+    groups: tuple[Tensor, ...] = field(metadata={"pad": "empty"})  # segments of equal length, for the sdpa backend
+    max_seqlen: int  # tokens of the longest segment; a capture bakes it in: there it is a capacity
+
+    def attend(self, q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, backend: str) -> Tensor:
+        """(N, H * K): `varlen_attention`, heads side by side."""
+        out_NHK = varlen_attention(
+            q_NHK, k_NHK, v_NHK, self.cu_seqlens, self.max_seqlen, backend=backend, groups=self.groups
+        )
+        return out_NHK.flatten(1)
+
+
+def plan_segments(lengths: Sequence[int]) -> dict[str, Any]:
+    """The fields of `Segments`."""
+    cu_seqlens = cumulative_lengths(lengths)
+    return {
+        "cu_seqlens": cu_seqlens, "groups": group_segments(cu_seqlens), "max_seqlen": max(lengths, default=0),
+    }  # fmt: skip
+
+
+def segment_capacity(max_tokens: int, max_segments: int) -> dict[str, Any]:
+    """The same, as large as any batch needs; legal values: one segment holds everything, the others are empty."""
+    return plan_segments([max_tokens] + [0] * (max_segments - 1)) | {"groups": ()}
+
+
 def varlen_attention(
     q_NHK: Tensor,
     k_NHK: Tensor,
@@ -98,12 +134,14 @@ def varlen_attention(
     Returns (N, H, K), zero in rows behind the last segment. Raises ValueError for an unknown backend or when the
     shapes differ. Upstream: `MMEncoderAttention`.
     """
-    check_shape(q_NHK, ("N", "H", "K"), "q_NHK")
-    check_shape(k_NHK, q_NHK.shape, "k_NHK")
+    for x, shape, name in (
+        (q_NHK, ("N", "H", "K"), "q_NHK"),
+        (k_NHK, q_NHK.shape, "k_NHK"),
+        (v_NHK, k_NHK.shape, "v_NHK"),
+    ):
+        check_shape(x, shape, name)
     pairs = None if groups is None else [(index_GS, index_GS) for index_GS in groups]
-    return varlen_cross_attention(
-        q_NHK, k_NHK, v_NHK, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, backend=backend, groups=pairs
-    )
+    return _attend(q_NHK, k_NHK, v_NHK, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, backend, pairs)
 
 
 def varlen_cross_attention(
@@ -129,6 +167,11 @@ def varlen_cross_attention(
     check_shape(k_NHK, ("N", *q_MHK.shape[1:]), "k_NHK")
     check_shape(v_NHK, k_NHK.shape, "v_NHK")
     check_shape(cu_seqlens_k, tuple(cu_seqlens_q.shape), "cu_seqlens_k")
+    return _attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups)
+
+
+def _attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups) -> Tensor:
+    """What both share, once the shapes have been checked."""
     match backend:
         case "varlen" | "flash":
             kernel = _torch_varlen if backend == "varlen" else _flash_varlen

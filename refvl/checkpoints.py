@@ -1,9 +1,7 @@
 """Files and weights of a checkpoint: find the folder, list its shards, stream its tensors. Safetensors only."""
 
-import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
@@ -11,6 +9,8 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm.auto import tqdm
+
+from refvl.checks import read_json
 
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -32,17 +32,6 @@ class Header(NamedTuple):
     @property
     def numel(self) -> int:
         return prod(self.shape)
-
-
-@contextmanager
-def blame(what: str) -> Iterator[None]:
-    """Whatever a library runs into inside becomes a ValueError that begins with `what`: a file, and what it is for."""
-    try:
-        yield
-    except (ValueError, OSError, ImportError):
-        raise
-    except Exception as error:  # values of a wrong type or size run into all kinds of errors
-        raise ValueError(f"{what} ({' '.join(str(error).split()) or type(error).__name__})") from error
 
 
 def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> Path:
@@ -68,7 +57,7 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> P
         raise FileNotFoundError(f"path_or_id: {folder} holds no config.json")
     for name in JSON_FILES:
         if (folder / name).is_file():
-            read_json_object(folder / name)
+            read_json(folder / name)
     return folder
 
 
@@ -80,17 +69,6 @@ def _download(repo_id: str, patterns: list[str], hub: dict) -> Path:
     except Exception as error:  # offline, gated, misspelt: one sentence, the cause kept
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise FileNotFoundError(f"path_or_id: {repo_id!r} is no local folder, and the hub said: {reason}") from error
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError, naming the file, for anything else."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
-        raise ValueError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {json.dumps(values)[:40]}")
-    return values
 
 
 def check_layer_counts(values: dict, name: str) -> None:
@@ -112,7 +90,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
         raise FileNotFoundError(f"{folder}: no *.safetensors file to read, neither {WEIGHTS} nor one named by {INDEX}")
-    index = read_json_object(folder / INDEX)
+    index = read_json(folder / INDEX)
     for key in ("weight_map", "metadata"):  # transformers reads both
         if not isinstance(index.get(key), dict):
             raise ValueError(f"{folder / INDEX}: expected an object under {key!r}, got {index.get(key)!r}")
@@ -130,11 +108,9 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-@contextmanager
-def _open_shard(file: Path) -> Iterator[Any]:
+def _open_shard(file: Path) -> Any:
     try:
-        with safe_open(file, framework="pt") as shard:
-            yield shard
+        return safe_open(file, framework="pt")
     except SafetensorError as error:
         raise ValueError(f"{file}: truncated or not a safetensors file ({error})") from error
 

@@ -1,10 +1,12 @@
 """Clear errors at the public border: name the argument, what came, what is allowed."""
 
 import difflib
+import json
 import math
-import operator
-from collections.abc import Iterable, Sequence
-from numbers import Real
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Integral, Real
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 Grid = tuple[int, int, int]
 MAX_SECONDS = 10**6  # eleven days between two grid steps
 MAX_PATCHES = 2**26  # of one medium, and tokens of one prompt: far more than any model takes, and no memory bomb
+WORDED = (ValueError, OSError, ImportError)  # errors whose messages stand for themselves
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 means nothing without its scale
 
 
@@ -28,80 +31,64 @@ def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw") -
     Raises TypeError for a wrong kind and ValueError for a wrong shape or value; h and w must be
     multiples of `spatial_merge_size`, because a merged token needs its whole block of patches.
     """
-    check_positive_int(spatial_merge_size, "spatial_merge_size")
-    if isinstance(grid_thw, CheckedGrids) and grid_thw.spatial_merge_size % spatial_merge_size == 0:
+    m = check_positive_int(spatial_merge_size, "spatial_merge_size")
+    if isinstance(grid_thw, CheckedGrids) and grid_thw.spatial_merge_size % m == 0:
         return grid_thw
-    rows = _integer_rows(grid_thw, ("items", 3), "(t, h, w)", name)
-    grids = CheckedGrids(_as_grid(item, i, spatial_merge_size, name) for i, item in enumerate(rows))
-    grids.spatial_merge_size = int(spatial_merge_size)
+    grids = CheckedGrids()
+    for i, (t, h, w) in enumerate(as_integer_rows(grid_thw, "(t, h, w)", name)):
+        if h % m or w % m:
+            raise ValueError(f"{name}[{i}]: h and w must be multiples of spatial_merge_size={m}, got {(t, h, w)}")
+        grids.append((t, h, w))
+    grids.spatial_merge_size = m
     return grids
-
-
-def _integer_rows(values, shape: tuple[str, int], row: str, name: str) -> Sequence:
-    """`values` if it is a sequence, the rows of an integer tensor or array of `shape`; rows are not checked here."""
-    if isinstance(values, Tensor) or hasattr(values, "__array__"):
-        values = torch.as_tensor(values)
-        check_integers(values, name)
-        if values.ndim != 2 or values.shape[1] != shape[1]:
-            raise ValueError(f"{name}: expected shape ({shape[0]}, {shape[1]}), got {tuple(values.shape)}")
-        values = values.tolist()
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        raise TypeError(f"{name}: expected a sequence of {row}, got {type(values).__name__}")
-    return values
-
-
-def _as_grid(item, i: int, spatial_merge_size: int, name: str) -> Grid:
-    item = item.tolist() if hasattr(item, "tolist") else item
-    if not isinstance(item, Sequence) or isinstance(item, str) or len(item) != 3:
-        raise ValueError(f"{name}[{i}]: expected (t, h, w), got {item!r}")
-    if not all(map(is_integer, item)):
-        raise TypeError(f"{name}[{i}]: expected three integers, got {item!r}")
-    t, h, w = (int(n) for n in item)
-    _check_extents((t, h, w), f"{name}[{i}]")
-    if h % spatial_merge_size or w % spatial_merge_size:
-        raise ValueError(
-            f"{name}[{i}]: h and w must be multiples of spatial_merge_size={spatial_merge_size}, got {(t, h, w)}"
-        )
-    return t, h, w
 
 
 def as_sizes(tgt_sizes, name: str = "tgt_sizes") -> list[tuple[int, int]]:
     """Normalise `tgt_sizes` to a list of (h, w) tuples of Python ints, in patches; errors as in `as_grids`."""
-    rows = _integer_rows(tgt_sizes, ("slices", 2), "(h, w)", name)
-    return [as_size(size, f"{name}[{i}]") for i, size in enumerate(rows)]
+    return [(h, w) for h, w in as_integer_rows(tgt_sizes, "(h, w)", name, items="slices")]
 
 
 def as_size(size, name: str) -> tuple[int, int]:
     """(h, w) as Python ints, both at least 1: a slice has patches."""
-    size = size.tolist() if hasattr(size, "tolist") else size
-    if not isinstance(size, Sequence) or isinstance(size, str) or len(size) != 2:
-        raise ValueError(f"{name}: expected (h, w), got {size!r}")
-    if not all(map(is_integer, size)):
-        raise TypeError(f"{name}: expected two integers, got {size!r}")
-    h, w = (int(n) for n in size)
-    _check_extents((h, w), name)
+    h, w = as_integers(size, "(h, w)", name)
     return h, w
 
 
-def _check_extents(extents: tuple[int, ...], name: str) -> None:
-    if min(extents) < 1:
-        raise ValueError(f"{name}: every extent must be at least 1, got {extents}")
-    if math.prod(extents) > MAX_PATCHES:
-        raise ValueError(f"{name}: at most {MAX_PATCHES:,} patches are planned at once, got {extents}")
+def as_integer_rows(values, row: str, name: str, *, items: str = "items", least: int = 1) -> list[tuple[int, ...]]:
+    """`values` as rows of Python ints, see `as_integers`: a sequence of rows, or an integer tensor or array (items, n).
+
+    items: what a message calls them.
+    """
+    if isinstance(values, Tensor) or hasattr(values, "__array__"):
+        values = check_values(check_integers(torch.as_tensor(values), name), name)
+        if values.ndim != 2 or values.shape[1] != len(row.split()):
+            raise ValueError(f"{name}: expected shape ({items}, {len(row.split())}), got {tuple(values.shape)}")
+        values = values.tolist()
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise TypeError(f"{name}: expected a sequence of {row}, got {type(values).__name__}")
+    return [as_integers(value, row, f"{name}[{i}]", least) for i, value in enumerate(values)]
+
+
+def as_integers(values, row: str, name: str, least: int = 1) -> tuple[int, ...]:
+    """`values` as Python ints of at least `least`, as many as `row` names, for example "(t, h, w)"."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(row.split()):
+        raise ValueError(f"{name}: expected {row}, got {values!r}")
+    if not all(map(is_integer, values)):
+        raise TypeError(f"{name}: expected integers {row}, got {values!r}")
+    integers = tuple(map(int, values))
+    if min(integers) < least:
+        raise ValueError(f"{name}: every extent must be at least {least}, got {integers}")
+    if math.prod(integers) > MAX_PATCHES:
+        raise ValueError(f"{name}: at most {MAX_PATCHES:,} patches are planned at once, got {integers}")
+    return integers
 
 
 def is_integer(value) -> bool:
-    """Whether `value` is a whole number by its type: an int, or a scalar of a NumPy or torch integer dtype; no bool.
-
-    Every tensor has `__index__`, whatever its dtype, and a float's cuts the fraction off.
-    """
-    if isinstance(value, bool) or (isinstance(value, Tensor) and (value.ndim or not _holds_integers(value))):
-        return False
-    try:
-        operator.index(value)
-    except (TypeError, RuntimeError):  # RuntimeError: a meta tensor
-        return False
-    return True
+    """Whether `value` is a whole number by its type: an int, or a scalar of a NumPy or torch integer dtype; no bool."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and _holds_integers(value) and not value.is_meta
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_int(value, name: str, least: int) -> int:
@@ -116,6 +103,11 @@ def check_int(value, name: str, least: int) -> int:
 def check_positive_int(value, name: str) -> int:
     """Return `value` if it is an integer of at least 1; raise TypeError or ValueError naming `name`."""
     return check_int(value, name, 1)
+
+
+def check_positive_ints(**values) -> list[int]:
+    """Several of these by their names."""
+    return [check_positive_int(value, name) for name, value in values.items()]
 
 
 def check_number(value, name: str) -> float:
@@ -255,8 +247,7 @@ def check_names(given: Iterable[str], allowed: Sequence[str], what: str, error: 
 
 def as_seconds(values, count: int, name: str) -> list[float]:
     """One positive number for each of `count` videos, as floats; a sequence or a tensor (videos,)."""
-    if isinstance(values, Tensor) or hasattr(values, "__array__"):
-        values = check_shape(torch.as_tensor(values), (("videos", count),), name).tolist()
+    values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise TypeError(f"{name}: expected a sequence of numbers, got {type(values).__name__}")
     if len(values) != count:
@@ -266,3 +257,31 @@ def as_seconds(values, count: int, name: str) -> list[float]:
         if not 0 < check_number(value, f"{name}[{i}]") <= MAX_SECONDS:  # also refuses nan
             raise ValueError(f"{name}[{i}]: expected a positive number of seconds, got {value} (at most {MAX_SECONDS})")
     return [float(value) for value in values]
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. Raises ValueError, naming the file, for anything else."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
+        raise ValueError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {json.dumps(values)[:40]}")
+    return values
+
+
+@contextmanager
+def blame(what: object, passed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Whatever goes wrong inside, but for `passed`, becomes a ValueError that begins with `what`, such as a file."""
+    try:
+        yield
+    except passed:
+        raise
+    except Exception as error:  # values of a wrong type or size run into all kinds of errors
+        raise ValueError(f"{what}: {printable(error) or type(error).__name__}") from error
+
+
+def printable(text: object) -> str:
+    """A path or message in a line: shortened, and without what a terminal cannot show, such as lone surrogates."""
+    text = str(text).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0").replace("\n", " ")
+    return text if len(text) <= 240 else f"{text[:120]}...{text[-100:]}"

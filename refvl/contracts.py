@@ -19,63 +19,12 @@ from refvl.merge import MergedMedia
 from refvl.pixels.media import MediaLimits, Video
 
 
-class GraphEncoder(Protocol):
-    """What graphs ask of an encoder, or of one path of an encoder that it names `encoder`.
+class PlansAndEncodes(Protocol):
+    """What every encoder, and every path of one, offers.
 
     `plan` runs on the CPU and computes everything that depends on sizes; `__call__` reads no value back, which is what
     makes an encoder capturable.
     """
-
-    @property
-    def plan_reads_weights(self) -> bool:
-        """True: a plan holds values of the weights and is stale when they change; do not keep it across a change."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are, and where rows and plans have to be."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights, and of the embeddings."""
-
-    @property
-    def graph_attention(self) -> str:
-        """The backend to capture: "varlen", "masked", or "sdpa" where all segments are equally long.
-
-        Encoders without a graph path raise ValueError.
-        """
-
-    def check_layouts(self, layouts: Any) -> Sequence[Any]:
-        """The layouts of a batch, normalised, or a ValueError or TypeError that says what is wrong."""
-
-    def item_size(self, layout: Any) -> tuple[int, int, int]:
-        """(patch rows, output tokens, frames) of one medium."""
-
-    def plan(self, layouts: Any) -> Any:
-        """Metadata of a batch: a frozen dataclass of tensors and integers, with a padding rule on each tensor."""
-
-    def plan_capacity(self, max_tokens: int, max_frames: int) -> Any:
-        """The same dataclass with every tensor as long, and every integer as large, as any batch within the limits."""
-
-    def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """(patch rows, C) zeros for `max_tokens` output tokens; items with more rows take a larger budget."""
-
-    def __call__(self, pixel_values: Tensor, *, metadata: Any, attention: str | None = None) -> Tensor:
-        """(N, C) patch rows -> (M, D), or (M, D * (1 + k)) where k deeper features travel beside the embeddings."""
-
-
-class Encoder(Protocol):
-    """Patch rows of media -> rows of the language model's width. An `nn.Module`, one class per architecture.
-
-    It is a `GraphEncoder` as well, but for encoders of several paths, whose `paths` are (`refvl.graphs.dual`), and for
-    MiniCPM-V 2.0's, which has no graph path.
-    """
-
-    config: Any  # depth, num_heads and head_dim of the tower, patch_values of a row
-
-    @classmethod
-    def from_config(cls, config, *, attention: str = "auto") -> Any:
-        """Built from its own config, a transformers config, or the dict in config.json; without weights."""
 
     @property
     def device(self) -> torch.device:
@@ -92,10 +41,45 @@ class Encoder(Protocol):
         """(patch rows, output tokens, frames) of one medium."""
 
     def plan(self, layouts: Any) -> Any:
-        """Metadata of a batch, see `GraphEncoder`."""
+        """Metadata of a batch: a frozen dataclass of tensors and integers, with a padding rule on each tensor."""
 
     def __call__(self, pixel_values: Tensor, *, metadata: Any, attention: str | None = None) -> Tensor:
-        """(N, C) patch rows -> (M, D), see `GraphEncoder`."""
+        """(N, C) patch rows -> (M, D), or (M, D * (1 + k)) where k deeper features travel beside the embeddings."""
+
+
+class GraphEncoder(PlansAndEncodes, Protocol):
+    """What graphs ask of an encoder, or of one path of an encoder that it names `encoder`."""
+
+    @property
+    def plan_reads_weights(self) -> bool:
+        """True: a plan holds values of the weights and is stale when they change; do not keep it across a change."""
+
+    @property
+    def graph_attention(self) -> str:
+        """The backend to capture: "varlen", "masked", or "sdpa" where all segments are equally long.
+
+        Encoders without a graph path raise ValueError.
+        """
+
+    def plan_capacity(self, max_tokens: int, max_frames: int) -> Any:
+        """What `plan` gives, with every tensor as long, and every integer as large, as any batch within the limits."""
+
+    def pixel_buffer(self, max_tokens: int) -> Tensor:
+        """(patch rows, C) zeros for `max_tokens` output tokens; items with more rows take a larger budget."""
+
+
+class Encoder(PlansAndEncodes, Protocol):
+    """Patch rows of media -> rows of the language model's width. An `nn.Module`, one class per architecture.
+
+    It is a `GraphEncoder` as well, but for encoders of several paths, whose `paths` are (`refvl.graphs.dual`), and for
+    MiniCPM-V 2.0's, which has no graph path.
+    """
+
+    config: Any  # depth, num_heads and head_dim of the tower, patch_values of a row
+
+    @classmethod
+    def from_config(cls, config, *, attention: str = "auto") -> Any:
+        """Built from its own config, a transformers config, or the dict in config.json; without weights."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load (checkpoint name, tensor) pairs strictly; the names of the parameters that were filled."""

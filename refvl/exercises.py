@@ -1,18 +1,21 @@
 """The checks behind the notebooks' exercises: each says which element of a reader's result differs first.
 
 A check takes the reader's function, runs it on a few cases beside refvl's own, and returns a line of praise, or
-raises AssertionError with the case, the place, what came and what was expected.
+raises AssertionError with the case, the place, what came and what was expected. A case has a name and arguments.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
+from math import prod
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from refvl.attention import group_segment_pairs, varlen_cross_attention
-from refvl.graphs import Batch, PairedBatch, TraceGraph, generate_budgets, plan_batches, plan_paired_batches
+from refvl.graphs import TraceGraph, generate_budgets, plan_batches, plan_paired_batches
 from refvl.graphs.buffers import fill_padded
 from refvl.merge import merge_embeddings
 from refvl.parallel import get_load_balance_assignment, restore_order
@@ -31,6 +34,41 @@ from refvl.positions.mrope import grid_positions
 from refvl.positions.timestamps import sample_video_frames
 from refvl.tools.costs import frames_that_fit, kv_cache_bytes_per_token
 
+PICTURE, PACKING = "{} x {} px (width x height)", "output_tokens={}, budgets={}, max_items={}"  # names of cases
+POSITIONS = ("positions", "delta")
+
+
+def _run(function: Callable, ours: Callable, cases: Mapping[str, Sequence], results: Sequence[str] = ()) -> str:
+    """Both functions on the arguments of each case, the reader's on a copy; results: what the parts of a tuple are."""
+    for case, arguments in cases.items():
+        _check(case, function(*deepcopy(arguments)), ours(*arguments), results)
+    return f"right in {len(cases)} cases"
+
+
+def _named(label: str, cases: Iterable[Sequence]) -> dict[str, Sequence]:
+    """Cases that are named by their arguments."""
+    return {label.format(*arguments): arguments for arguments in cases}
+
+
+def _check(case: str, got, want, results: Sequence[str] = ()) -> None:
+    """Raise AssertionError where `got` differs first from `want`; results: what the parts of a tuple are."""
+    if isinstance(want, Tensor):
+        if difference := _first_difference(got, want):
+            raise AssertionError(f"{case}: {difference}")
+    elif results:
+        if not isinstance(got, tuple) or len(got) != len(results):
+            raise AssertionError(f"{case}: expected ({', '.join(results)}), got {type(got).__name__}")
+        for name, theirs, part in zip(results, got, want, strict=True):
+            _check(f"{case}: {name}", theirs, part)
+    elif isinstance(want, list):
+        if not isinstance(got, Iterable):
+            raise AssertionError(f"{case}: expected a list, got {type(got).__name__}")
+        for i, (theirs, element) in enumerate(zip(got := list(got), want, strict=False)):
+            _check(f"{case}: element [{i}]", theirs, element)
+        _check(f"{case}: number of elements", len(got), len(want))
+    elif got != want:
+        raise AssertionError(f"{case}: should be {want}, got {got}")
+
 
 def _first_difference(got, want: Tensor) -> str | None:
     """Where `got` differs first from `want`, in words; None when they are equal."""
@@ -45,27 +83,10 @@ def _first_difference(got, want: Tensor) -> str | None:
     return f"element {list(place)} should be {want[place].item()}, got {got[place].item()}"
 
 
-def _check(case: str, got, want: Tensor) -> None:
-    if difference := _first_difference(got, want):
-        raise AssertionError(f"{case}: {difference}")
-
-
-def _check_positions_and_delta(case: str, got, want: tuple[Tensor, int]) -> None:
-    if not isinstance(got, tuple) or len(got) != 2:
-        raise AssertionError(f"{case}: expected (positions, delta), got {type(got).__name__}")
-    _check(case, got[0], want[0])
-    if got[1] != want[1]:
-        raise AssertionError(f"{case}: the positions are right, but delta should be {want[1]}, got {got[1]}")
-
-
 def check_grid_positions(function: Callable) -> str:
     """`function(t, h, w, t_factor) -> (3, t*h*w)`: time (scaled, truncated), row and column of every merged token."""
     cases = [(1, 2, 3, 1.0), (1, 3, 2, 1.0), (3, 2, 2, 2.0), (4, 1, 2, 1.4), (5, 2, 1, 0.5)]
-    for t, h, w, t_factor in cases:
-        _check(
-            f"t={t}, h={h}, w={w}, t_factor={t_factor}", function(t, h, w, t_factor), grid_positions(t, h, w, t_factor)
-        )
-    return f"right in {len(cases)} cases"
+    return _run(function, grid_positions, _named("t={}, h={}, w={}, t_factor={}", cases))
 
 
 def check_mrope_positions(function: Callable) -> str:
@@ -78,15 +99,12 @@ def check_mrope_positions(function: Callable) -> str:
         "an image and a video": (40, [MediaSpan(3, 1, 3, 2), MediaSpan(12, 5, 2, 2, 1.4)]),
         "a medium at the end": (8, [MediaSpan(2, 1, 2, 3)]),
     }
-    for case, (num_tokens, spans) in cases.items():
-        _check_positions_and_delta(case, function(num_tokens, spans), get_mrope_input_positions(num_tokens, spans))
-    return f"right in {len(cases)} cases"
+    return _run(function, get_mrope_input_positions, cases, POSITIONS)
 
 
 def check_retention_mask(function: Callable) -> str:
     """`function(video_embeds (M, D), merged_thw, q) -> (M,) bool`: what EVS keeps of a video."""
-    generator = torch.Generator().manual_seed(0)
-    moving = torch.randn(4 * 6, 8, generator=generator)
+    moving = torch.randn(4 * 6, 8, generator=torch.Generator().manual_seed(0))
     still = torch.eye(6).repeat(4, 1)  # unit vectors: their cosine is exactly 1, however it is computed
     cases = {
         "everything changes": (moving, (4, 2, 3), 0.5),
@@ -95,38 +113,27 @@ def check_retention_mask(function: Callable) -> str:
         "nothing changes: ties go to the earlier token": (still, (4, 2, 3), 0.6),
         "one frame": (moving[:6], (1, 2, 3), 0.5),
     }
-    for case, (embeds, thw, q) in cases.items():
-        _check(case, function(embeds, thw, q), compute_retention_mask(embeds, thw, 1, q))
-    return f"right in {len(cases)} cases"
+    return _run(function, lambda embeds, thw, q: compute_retention_mask(embeds, thw, 1, q), cases)
 
 
 def check_restrict_positions(function: Callable) -> str:
     """`function(positions (3, L), keep (L,)) -> (positions (3, K), delta)`: the layout of a pruned prompt."""
     positions, _ = get_mrope_input_positions(30, [MediaSpan(3, 5, 2, 2, 2.0)])
-    keep = torch.ones(30, dtype=torch.bool)
-    some, first_frame = keep.clone(), keep.clone()
-    some[torch.tensor([8, 9, 13, 20])] = False
-    first_frame[7:23] = False
-    ends_in_clip = torch.arange(30) < 20
-    cases = {
-        "nothing pruned": keep,
-        "some tokens pruned": some,
-        "only the first frame stays": first_frame,
-        "the prompt is cut inside the video": ends_in_clip,
+    pruned = {
+        "nothing pruned": [],
+        "some tokens pruned": [8, 9, 13, 20],
+        "only the first frame stays": range(7, 23),
+        "the prompt is cut inside the video": range(20, 30),
     }
-    for case, mask in cases.items():
-        _check_positions_and_delta(case, function(positions, mask), restrict_positions(positions, mask))
-    return f"right in {len(cases)} cases"
+    cases = {case: (positions, torch.tensor([i not in gone for i in range(30)])) for case, gone in pruned.items()}
+    return _run(function, restrict_positions, cases, POSITIONS)
 
 
 def check_count_tokens(function: Callable) -> str:
     """`function(height, width) -> int`: merged tokens of an image with the limits of `PatchConfig()`."""
     sizes = [(56, 56), (427, 640), (300, 451), (41, 43), (10, 1000), (2000, 3000), (14, 14)]
-    for height, width in sizes:
-        want, got = count_tokens(height, width, PatchConfig()), function(height, width)
-        if got != want:
-            raise AssertionError(f"{height} x {width} pixels (height x width): should be {want} tokens, got {got}")
-    return f"right in {len(sizes)} cases"
+    cases = _named("tokens of {} x {} pixels (height x width)", sizes)
+    return _run(function, partial(count_tokens, config=PatchConfig()), cases)
 
 
 def check_merge_embeddings(function: Callable) -> str:
@@ -155,35 +162,43 @@ def check_patch_rows(function: Callable) -> str:
         "a video": ((4, 3, 56, 28), PatchConfig()),
         "small patches": ((6, 3, 24, 12), PatchConfig(patch_size=2, merge_size=3, temporal_patch_size=3)),
     }
-    for case, (shape, config) in cases.items():
-        pixels = torch.arange(float(torch.tensor(shape).prod())).view(shape)
-        _check(case, function(pixels, config), patch_rows(pixels, config)[0])
-    return f"right in {len(cases)} cases"
+    counted = {case: (torch.arange(float(prod(shape))).view(shape), config) for case, (shape, config) in cases.items()}
+    return _run(function, lambda pixels, config: patch_rows(pixels, config)[0], counted)
 
 
 def check_window_index(function: Callable) -> str:
     """`function(h, w, side) -> (h*w,)`: merged tokens of one frame in window order; sizes count merged tokens."""
+
+    def ours(h: int, w: int, side: int) -> Tensor:
+        return get_window_index([(1, h, w)], window_size=side, patch_size=1, spatial_merge_size=1)[0]
+
     cases = [(2, 4, 2), (4, 4, 2), (2, 6, 4), (5, 7, 4), (8, 8, 4), (3, 3, 8)]
-    for h, w, side in cases:
-        want, _ = get_window_index([(1, h, w)], window_size=side, patch_size=1, spatial_merge_size=1)
-        _check(f"h={h}, w={w}, side={side}", function(h, w, side), want)
-    return f"right in {len(cases)} cases"
+    return _run(function, ours, _named("h={}, w={}, side={}", cases))
 
 
 def check_read_table(function: Callable) -> str:
     """`function(table (S*S, D), h, w) -> (h*w, D)`: each patch's nearest place, in merge-block order (2 x 2)."""
+
+    def ours(table: Tensor, h: int, w: int) -> Tensor:
+        return interpolate_position_table(table, [(1, h, w)], mode="nearest")
+
     generator = torch.Generator().manual_seed(0)
-    cases = {"a table's own size": (6, 6, 6), "wide": (6, 4, 10), "tall": (6, 12, 2), "a small table": (3, 8, 4)}
-    for case, (side, h, w) in cases.items():
-        table = torch.randn(side * side, 3, generator=generator)
-        want = interpolate_position_table(table, [(1, h, w)], mode="nearest")
-        _check(f"{case}: table {side} x {side}, h={h}, w={w}", function(table.clone(), h, w), want)
-    return f"right in {len(cases)} cases"
+    sizes = {"a table's own size": (6, 6, 6), "wide": (6, 4, 10), "tall": (6, 12, 2), "a small table": (3, 8, 4)}
+    cases = {
+        f"{case}: table {side} x {side}, h={h}, w={w}": (torch.randn(side * side, 3, generator=generator), h, w)
+        for case, (side, h, w) in sizes.items()
+    }
+    return _run(function, ours, cases)
 
 
 def check_frame_sample(function: Callable) -> str:
     """`function(fps, total, duration) -> (indices, timestamps)`, lists, as GLM-4.1V samples up to 300 s at 2 fps."""
-    cases = {
+
+    def ours(fps: float, total: int, duration: float) -> tuple[list, list]:
+        sample = sample_video_frames("glm4v", fps=fps, total_num_frames=total, duration=duration)
+        return sample.indices, sample.timestamps
+
+    clips = {
         "an even number of frames": (30, 120, 4.0),
         "an odd number": (30, 75, 2.5),
         "a rate that does not divide": (23.976, 240, 10.01),
@@ -191,21 +206,8 @@ def check_frame_sample(function: Callable) -> str:
         "under half a second": (30, 3, 0.1),
         "a late last frame": (10, 31, 4.0),
     }
-    for case, (fps, total, duration) in cases.items():
-        want = sample_video_frames("glm4v", fps=fps, total_num_frames=total, duration=duration)
-        got = function(fps, total, duration)
-        if not isinstance(got, tuple) or len(got) != 2:
-            raise AssertionError(f"{case}: expected (indices, timestamps), got {type(got).__name__}")
-        place = f"{case} (fps={fps}, total={total}, duration={duration})"
-        _check_list(f"{place}: indices", got[0], want.indices)
-        _check_list(f"{place}: timestamps", got[1], want.timestamps)
-    return f"right in {len(cases)} cases"
-
-
-def _check_list(case: str, got, want: list) -> None:
-    for i, (ours, theirs) in enumerate(zip(want, got, strict=False)):
-        _check_value(f"{case}[{i}]", theirs, ours)
-    _check_value(f"{case}: their number", len(got), len(want))
+    cases = {f"{case} (fps={c[0]}, total={c[1]}, duration={c[2]})": c for case, c in clips.items()}
+    return _run(function, ours, cases, ("indices", "timestamps"))
 
 
 def check_fill_buffer(function: Callable) -> str:
@@ -243,11 +245,6 @@ def check_replay(function: Callable) -> str:
     return f"right in {len(cases)} cases"
 
 
-def _check_value(case: str, got, want) -> None:
-    if got != want:
-        raise AssertionError(f"{case}: should be {want}, got {got}")
-
-
 def check_greedy_batches(function: Callable) -> str:
     """`function(output_tokens, budgets, max_items) -> list of Batch`, packed as policy "greedy" does."""
     cases = [
@@ -257,19 +254,7 @@ def check_greedy_batches(function: Callable) -> str:
         ([64, 300, 10], [64, 128], 4),
         ([], [64], 4),
     ]
-    for output_tokens, budgets, max_items in cases:
-        want = plan_batches(output_tokens, budgets, max_items, policy="greedy")
-        case = f"output_tokens={output_tokens}, budgets={budgets}, max_items={max_items}"
-        _check_batches(case, function(output_tokens, budgets, max_items), want)
-    return f"right in {len(cases)} cases"
-
-
-def _check_batches(case: str, got, want: list[Batch] | list[PairedBatch]) -> None:
-    if not isinstance(got, list):
-        raise AssertionError(f"{case}: expected a list of batches, got {type(got).__name__}")
-    for i, (ours, theirs) in enumerate(zip(want, got, strict=False)):
-        _check_value(f"{case}: batch {i}", theirs, ours)
-    _check_value(f"{case}: number of batches", len(got), len(want))
+    return _run(function, partial(plan_batches, policy="greedy"), _named(PACKING, cases))
 
 
 def check_smallest_budget_sum(function: Callable) -> str:
@@ -282,12 +267,11 @@ def check_smallest_budget_sum(function: Callable) -> str:
         ([40, 40, 40, 40, 40], [64, 256], 2),
         ([33, 90, 7, 7, 120, 61, 250, 14, 80, 64], [64, 128, 256], 4),
     ]
-    for output_tokens, budgets, max_items in cases:
-        batches = plan_batches(output_tokens, budgets, max_items, policy="optimal")
-        case = f"output_tokens={output_tokens}, budgets={budgets}, max_items={max_items}"
-        got = function(output_tokens, budgets, max_items)
-        _check_value(case, got, sum(batch.budget for batch in batches))
-    return f"right in {len(cases)} cases"
+
+    def ours(*arguments) -> int:
+        return sum(batch.budget or 0 for batch in plan_batches(*arguments, policy="optimal"))
+
+    return _run(function, ours, _named(PACKING, cases))
 
 
 def check_crop_layout(function: Callable) -> str:
@@ -296,17 +280,13 @@ def check_crop_layout(function: Callable) -> str:
         (100, 100), (727, 727), (728, 728), (500, 300), (300, 450), (1024, 768), (1108, 504), (1109, 504),
         (1920, 1080), (4000, 3000), (800, 400), (300, 2000), (31, 124), (31, 200),
     ]  # fmt: skip
-    for width, height in sizes:
-        _check_value(
-            f"{width} x {height} px (width x height)", function(width, height), plan_crops(width, height).layout
-        )
-    return f"right in {len(sizes)} cases"
+    return _run(function, lambda width, height: plan_crops(width, height).layout, _named(PICTURE, sizes))
 
 
 def check_paired_batches(function: Callable) -> str:
     """`function(path_tokens, budgets, max_items) -> list of PairedBatch`, packed as `plan_paired_batches` does."""
     budgets = {"local": generate_budgets(81, 1296), "global": generate_budgets(169, 676)}
-    cases = {
+    images = {
         "one image": ([4], 8),
         "no crops at all": ([0, 0, 0], 8),
         "smallest first": ([9, 0, 4, 1], 8),
@@ -316,11 +296,11 @@ def check_paired_batches(function: Callable) -> str:
         "more crops than any budget": ([20, 1], 8),
         "nothing arrived": ([], 8),
     }
-    for case, (crops, max_items) in cases.items():
-        tokens = [{"local": 81 * n, "global": 169} for n in crops]
-        want, got = plan_paired_batches(tokens, budgets, max_items), function(tokens, budgets, max_items)
-        _check_batches(f"{case}, crops={crops}, max_items={max_items}", got, want)
-    return f"right in {len(cases)} cases"
+    cases = {
+        f"{case}, crops={crops}, max_items={most}": ([{"local": 81 * n, "global": 169} for n in crops], budgets, most)
+        for case, (crops, most) in images.items()
+    }
+    return _run(function, plan_paired_batches, cases)
 
 
 def check_load_balance(function: Callable) -> str:
@@ -333,55 +313,43 @@ def check_load_balance(function: Callable) -> str:
         ([], 2),
         ([1, 1, 1, 1, 1, 100], 2),
     ]
-    for sizes, num_gpus in cases:
-        case, got = f"sizes={sizes}, num_gpus={num_gpus}", function(sizes, num_gpus)
-        if not isinstance(got, tuple) or len(got) != 3:
-            raise AssertionError(f"{case}: expected (order, counts, loads), got {type(got).__name__}")
-        for name, ours, theirs in zip(
-            ("order", "counts", "loads"), get_load_balance_assignment(sizes, num_gpus), got, strict=True
-        ):
-            _check_value(f"{case}: {name}", list(theirs), ours)
-    return f"right in {len(cases)} cases"
+    named = _named("sizes={}, num_gpus={}", cases)
+    return _run(function, get_load_balance_assignment, named, ("order", "counts", "loads"))
 
 
 def check_restore_order(function: Callable) -> str:
     """`function(gathered (ranks * longest, D), tokens, order, counts)`: a list of (tokens, D), in the first order."""
     cases = [([2, 5, 1, 3], 2), ([5, 4, 2], 2), ([4, 4, 4], 3), ([6, 1], 4), ([3], 1)]
+    named: dict[str, Sequence] = {}
     for tokens, num_gpus in cases:
         order, counts, loads = get_load_balance_assignment(tokens, num_gpus)
         ends, gathered = torch.tensor(counts).cumsum(0).tolist(), torch.full((num_gpus * max(loads), 1), torch.nan)
         for rank, (count, end) in enumerate(zip(counts, ends, strict=True)):  # row k of item i holds i + k / 10
             rows = [i + k / 10 for i in order[end - count : end] for k in range(tokens[i])]
             gathered[rank * max(loads) : rank * max(loads) + len(rows), 0] = torch.tensor(rows)
-        got, want = function(gathered, tokens, order, counts), restore_order(gathered, tokens, order, counts)
-        case = f"tokens={tokens} on {num_gpus} ranks"
-        _check_value(f"{case}: number of items", len(got), len(want))
-        for i, (ours, theirs) in enumerate(zip(want, got, strict=True)):
-            _check(f"{case}: item {i}", theirs, ours)
-    return f"right in {len(cases)} cases"
+        named[f"tokens={tokens} on {num_gpus} ranks"] = gathered, tokens, order, counts
+    return _run(function, restore_order, named)
 
 
 def check_cache_bytes(function: Callable) -> str:
     """`function(config, dtype) -> bytes`: keys and values of all layers for one token; head_dim may be None."""
     names = ("num_hidden_layers", "num_key_value_heads", "head_dim", "hidden_size", "num_attention_heads")
-    cases = [(28, 4, None, 3584, 28), (40, 2, 128, 4096, 32), (61, 1, 256, 7168, 64), (1, 1, None, 64, 4)]
-    for values in cases:
-        config = SimpleNamespace(**dict(zip(names, values, strict=True)))
-        for dtype in (torch.bfloat16, torch.float32):
-            case = f"{config}, {dtype}".removeprefix("namespace")
-            _check_value(case, function(config, dtype), kv_cache_bytes_per_token(config, dtype))
-    return f"right in {2 * len(cases)} cases"
+    values = [(28, 4, None, 3584, 28), (40, 2, 128, 4096, 32), (61, 1, 256, 7168, 64), (1, 1, None, 64, 4)]
+    configs = [SimpleNamespace(**dict(zip(names, row, strict=True))) for row in values]
+    cases = [(config, dtype) for config in configs for dtype in (torch.bfloat16, torch.float32)]
+    return _run(function, kv_cache_bytes_per_token, _named("{}, {}", cases))
 
 
 def check_frames_that_fit(function: Callable) -> str:
     """`function(max_tokens, (height, width), config) -> frames`, 600 at most."""
     configs = {"Qwen2.5-VL": PatchConfig.for_video(), "GLM-4.1V": Glm4vPatchConfig.for_video()}
-    cases = [(4096, (336, 336)), (100, (336, 336)), (143, (336, 336)), (144, (336, 336)), (10_000, (28, 56))]
-    for name, config in configs.items():
-        for max_tokens, size in cases:
-            case = f"{name}, max_tokens={max_tokens}, size={size}"
-            _check_value(case, function(max_tokens, size, config), frames_that_fit(max_tokens, size, config))
-    return f"right in {len(configs) * len(cases)} cases"
+    limits = [(4096, (336, 336)), (100, (336, 336)), (143, (336, 336)), (144, (336, 336)), (10_000, (28, 56))]
+    cases = {
+        f"{name}, max_tokens={max_tokens}, size={size}": (max_tokens, size, config)
+        for name, config in configs.items()
+        for max_tokens, size in limits
+    }
+    return _run(function, frames_that_fit, cases)
 
 
 def check_slice_grid(function: Callable) -> str:
@@ -390,24 +358,27 @@ def check_slice_grid(function: Callable) -> str:
         (448, 448), (300, 600), (449, 448), (640, 480), (480, 640), (800, 300), (1280, 720), (1920, 1080), (1080, 1920),
         (4000, 3000), (4000, 400), (200, 3000), (1000, 1000),
     ]  # fmt: skip
-    for width, height in sizes:
-        want = slice_grid(width, height, SliceConfig())
-        _check_value(f"{width} x {height} px (width x height)", function(width, height), want)
-    return f"right in {len(sizes)} cases"
+    return _run(function, partial(slice_grid, config=SliceConfig()), _named(PICTURE, sizes))
 
 
 def check_read_sets(function: Callable) -> str:
     """`function(q (Q, H, K), k (N, H, K), v (N, H, K), patches_per_set) -> (sets * Q, H, K)`: the same queries read
     the patches of each set, which lie end to end."""
-    generator = torch.Generator().manual_seed(0)
-    cases = {"one slice": [6], "two slices": [4, 6], "a packed set and a short one": [12, 4], "sets alike": [3, 3, 3]}
-    for case, patches in cases.items():
-        q, k, v = (torch.randn(n, 2, 8, generator=generator) for n in (5, sum(patches), sum(patches)))
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, patches: list[int]) -> Tensor:
         cu_k = torch.tensor([0, *patches]).cumsum(0)
         cu_q = 5 * torch.arange(len(patches) + 1)
-        want = varlen_cross_attention(
+        return varlen_cross_attention(
             q.repeat(len(patches), 1, 1), k, v, cu_q, cu_k, 5, max(patches), backend="sdpa",
             groups=group_segment_pairs(cu_q, cu_k),
         )  # fmt: skip
-        _check(f"{case}, patches_per_set={patches}", function(q.clone(), k.clone(), v.clone(), list(patches)), want)
-    return f"right in {len(cases)} cases"
+
+    generator = torch.Generator().manual_seed(0)
+    sets = {"one slice": [6], "two slices": [4, 6], "a packed set and a short one": [12, 4], "sets alike": [3, 3, 3]}
+    cases: dict[str, Any] = {
+        f"{case}, patches_per_set={patches}": (
+            *(torch.randn(n, 2, 8, generator=generator) for n in (5, sum(patches), sum(patches))), patches
+        )
+        for case, patches in sets.items()
+    }  # fmt: skip
+    return _run(function, ours, cases)

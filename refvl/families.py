@@ -11,7 +11,8 @@ from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config,
 
 from refvl import encoders
 from refvl.attention import choose_backend
-from refvl.checkpoints import check_layer_counts, iterate_weights, read_json_object, weight_names
+from refvl.checkpoints import check_layer_counts, iterate_weights, weight_names
+from refvl.checks import blame, read_json
 from refvl.contracts import Encoder, Processor
 from refvl.graphs.dual import DualPathGraphManager
 from refvl.graphs.manager import EncoderGraphManager
@@ -44,80 +45,34 @@ def _minicpmv(
     processor: type[Processor],
     text_config: Callable[..., PretrainedConfig],
     text_model: type[CausalTextModel] = MiniCPMVTextModel,
-    *,
-    omni: bool = False,
+    model_types: tuple[str, ...] = ("minicpmv",),
 ) -> Family:
-    """A row of MiniCPM-V: all versions share their config class and the names of their weights.
-
-    omni: MiniCPM-o, which has audio besides, is the same for images and text.
-    """
+    """A row of MiniCPM-V: all versions share their config class and the names of their weights."""
     return Family(
-        name=f"MiniCPM-V {version}",
-        model_types=("minicpmv", "minicpmo") if omni else ("minicpmv",),
-        version=version,
-        encoder=encoder,
-        processor=processor,
-        config=partial(MiniCPMVConfig, text_config),
-        text_model=text_model,
-        vision_prefix=r"^(vpm|resampler)\.",
-        left_out=r"^(apm|tts|audio_\w+)\.",
-    )
+        f"MiniCPM-V {version}", model_types, encoder, processor, r"^(vpm|resampler)\.", text_model,
+        config=partial(MiniCPMVConfig, text_config), version=version, left_out=r"^(apm|tts|audio_\w+)\.",
+    )  # fmt: skip
 
 
 FAMILIES = (
-    Family(
-        name="Qwen2.5-VL",
-        model_types=("qwen2_5_vl",),
-        encoder=encoders.Qwen2_5_VisionTransformer,
-        processor=qwen2_5_vl.Qwen2_5_VLProcessor,
-    ),
-    Family(
-        name="GLM-4.1V, GLM-4.6V-Flash",
-        model_types=("glm4v",),
-        encoder=encoders.Glm4vVisionTransformer,
-        processor=glm4v.Glm4vProcessor,
-    ),
-    Family(
-        name="GLM-4.5V, GLM-4.6V",
-        model_types=("glm4v_moe",),
-        encoder=encoders.Glm4vVisionTransformer,
-        processor=glm4v.Glm4vProcessor,
-        text_model=Glm4vMoeTextModel,
-    ),
-    Family(
-        name="GLM-4.6V (glm46v)",
-        model_types=("glm46v",),
-        encoder=encoders.Glm4vVisionTransformer,
-        processor=glm4v.Glm46VProcessor,
-    ),
-    Family(
-        name="GLM-GA",
-        model_types=("glmga",),
-        encoder=encoders.Glm4vVisionTransformer,
-        processor=glm4v.GlmgaProcessor,
-    ),
-    Family(
-        name="GLM-OCR",
-        model_types=("glm_ocr",),
-        encoder=encoders.GlmOcrVisionTransformer,
-        processor=glm4v.Glm46VProcessor,
-        text_model=GlmOcrTextModel,
-    ),
-    Family(
-        name="Step3-VL",
-        model_types=("step3_vl",),
-        encoder=encoders.Step3VisionEncoder,
-        processor=step3_vl.Step3VLProcessor,
-        vision_prefix=r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.",
-        text_model=Step3ForCausalLM,
-        graphs=DualPathGraphManager,
-    ),
+    Family("Qwen2.5-VL", ("qwen2_5_vl",), encoders.Qwen2_5_VisionTransformer, qwen2_5_vl.Qwen2_5_VLProcessor),
+    Family("GLM-4.1V, GLM-4.6V-Flash", ("glm4v",), encoders.Glm4vVisionTransformer, glm4v.Glm4vProcessor),
+    Family("GLM-4.5V, GLM-4.6V", ("glm4v_moe",), encoders.Glm4vVisionTransformer, glm4v.Glm4vProcessor,
+           text_model=Glm4vMoeTextModel),
+    Family("GLM-4.6V (glm46v)", ("glm46v",), encoders.Glm4vVisionTransformer, glm4v.Glm46VProcessor),
+    Family("GLM-GA", ("glmga",), encoders.Glm4vVisionTransformer, glm4v.GlmgaProcessor),
+    Family("GLM-OCR", ("glm_ocr",), encoders.GlmOcrVisionTransformer, glm4v.Glm46VProcessor,
+           text_model=GlmOcrTextModel),
+    Family("Step3-VL", ("step3_vl",), encoders.Step3VisionEncoder, step3_vl.Step3VLProcessor,
+           r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.", Step3ForCausalLM,
+           DualPathGraphManager),
     _minicpmv("2.0", encoders.MiniCPMV2_0Encoder, minicpmv.MiniCPMV2_0Processor, minicpm_config, MiniCPMTextModel),
     _minicpmv("2.5", encoders.MiniCPMV2_5Encoder, minicpmv.MiniCPMV2_5Processor, LlamaConfig),
-    _minicpmv("2.6", encoders.MiniCPMV2_6Encoder, minicpmv.MiniCPMV2_6Processor, Qwen2Config, omni=True),
+    _minicpmv("2.6", encoders.MiniCPMV2_6Encoder, minicpmv.MiniCPMV2_6Processor, Qwen2Config,
+              model_types=("minicpmv", "minicpmo")),  # MiniCPM-o has audio besides; images and text are the same
     _minicpmv("4.0", encoders.MiniCPMV4_0Encoder, minicpmv.MiniCPMV4_0Processor, LlamaConfig),
     _minicpmv("4.5", encoders.MiniCPMV4_5Encoder, minicpmv.MiniCPMV4_5Processor, Qwen3Config),
-)
+)  # fmt: skip
 # GLM-4.5V and GLM-4.6V share a model_type: the class that a folder's files name tells them apart
 GLM_PROCESSORS = {"Glm4vProcessor": glm4v.Glm4vProcessor, "Glm46VProcessor": glm4v.Glm46VProcessor}
 
@@ -125,18 +80,18 @@ GLM_PROCESSORS = {"Glm4vProcessor": glm4v.Glm4vProcessor, "Glm46VProcessor": glm
 def find_family(config: PretrainedConfig | dict) -> Family:
     """The family of a config; raises ValueError listing the known ones."""
     model_type = config.get("model_type") if isinstance(config, dict) else config.model_type
-    families = [family for family in FAMILIES if model_type in family.model_types]
+    families = {family.version: family for family in FAMILIES if model_type in family.model_types}
     if not families:
         known = ", ".join(dict.fromkeys(t for family in FAMILIES for t in family.model_types))
         raise ValueError(f"model_type: {model_type!r} is not supported; supported: {known}")
-    if families[0].version is None:
-        return families[0]
+    if None in families:
+        return families[None]
     version = minicpmv_version(config if isinstance(config, dict) else config.to_dict())
-    for family in families:
-        if family.version == version:
-            return family
-    known = ", ".join(str(family.version) for family in families)
-    raise ValueError(f"version: {model_type} {version!r} is not supported; supported: {known}")
+    if version not in families:
+        raise ValueError(
+            f"version: {model_type} {version!r} is not supported; supported: {', '.join(map(str, families))}"
+        )
+    return families[version]
 
 
 def minicpmv_version(values: dict) -> str:
@@ -144,20 +99,8 @@ def minicpmv_version(values: dict) -> str:
 
     The first two releases do not name theirs: a width of 2304 with 64 queries means 2.0, all others 2.5.
     """
-    if (version := values.get("version")) is not None:
-        return str(version)
-    return "2.0" if (values.get("hidden_size"), values.get("query_num")) == (2304, 64) else "2.5"
-
-
-def find_processor(folder: Path | None, config: PretrainedConfig) -> type[Processor]:
-    """The family's processor, or that of GLM's which the files of `folder` name.
-
-    GLM-GA's files name GLM-4.6V's class, although the parts inside are its own.
-    """
-    processor = find_family(config).processor
-    if folder is None or processor is glm4v.GlmgaProcessor:
-        return processor
-    return GLM_PROCESSORS.get(glm4v.named_processor(folder) or "", processor)
+    implied = "2.0" if (values.get("hidden_size"), values.get("query_num")) == (2304, 64) else "2.5"
+    return str(values.get("version") or implied)
 
 
 def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfig:
@@ -172,15 +115,13 @@ def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfi
     if not isinstance(values, dict):
         path = Path(values)
         path = path / "config.json" if path.is_dir() else path
-        name, values = str(path), read_json_object(path)
+        name, values = str(path), read_json(path)
     family = find_family(values)
     check_layer_counts(values, name)
     values = dict(values)
     model_type = values.pop("model_type")
-    try:
+    with blame(name):
         return family.config(**values) if family.config else AutoConfig.for_model(model_type, **values)
-    except Exception as error:  # transformers' own kinds, and what a value of the wrong type runs into
-        raise ValueError(f"{name}: {' '.join(str(error).split())}") from error
 
 
 def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
@@ -225,7 +166,14 @@ def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str):
 
 
 def load_processor(folder: Path | None, config: PretrainedConfig) -> Processor:
-    """The processor of the checkpoint in `folder`; without a tokenizer there, one that plans but makes no prompts."""
-    if folder is None or not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        return find_processor(folder, config)(config)
-    return find_processor(folder, config).from_folder(folder, config)
+    """The processor of the checkpoint in `folder`; without a tokenizer there, one that plans but makes no prompts.
+
+    It is of the family's class, or of the one of GLM's that the files of `folder` name. GLM-GA's files name GLM-4.6V's
+    class, although the parts inside are its own.
+    """
+    processor = find_family(config).processor
+    if folder and processor is not glm4v.GlmgaProcessor:
+        processor = GLM_PROCESSORS.get(glm4v.named_processor(folder) or "", processor)
+    if not folder or not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        return processor(config)
+    return processor.from_folder(folder, config)

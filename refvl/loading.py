@@ -8,11 +8,11 @@ import torch
 from transformers import PretrainedConfig
 
 from refvl import checkpoints, families
-from refvl.checks import check_names
-from refvl.contracts import Processor
+from refvl.checks import WORDED, blame, check_names
+from refvl.contracts import Encoder
 from refvl.graphs.dual import DualPathGraphManager
 from refvl.graphs.manager import MIN_BUDGET, EncoderGraphManager
-from refvl.language.model import load_language_model, random_language_model
+from refvl.language.model import CausalTextModel, load_language_model, random_language_model
 from refvl.pipeline import VLM
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,44 +56,30 @@ def load(
     """
     if weights not in ("checkpoint", "random"):
         raise ValueError(f"weights: expected 'checkpoint' or 'random', got {weights!r}")
-    _check_arguments(path_or_id, graphs, model_kwargs, with_weights=weights == "checkpoint")
+    stored = weights == "checkpoint"
+    _check_arguments(path_or_id, graphs, model_kwargs, stored)
     folder = None
     if isinstance(path_or_id, (str, Path)) and not str(path_or_id).endswith(".json"):
         hub = {"revision": revision, "cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
-        folder = checkpoints.find_checkpoint(path_or_id, weights=weights == "checkpoint", **hub)
+        folder = checkpoints.find_checkpoint(path_or_id, weights=stored, **hub)
     config = families.read_config(folder or path_or_id)
     device = _resolve_device(device)
-    dtype = _resolve_dtype(_one_dtype(dtype, torch_dtype), config, device)
-    family, text_config = families.find_family(config), families.text_config_of(config)
+    place = {"dtype": _resolve_dtype(dtype, torch_dtype, config, device), "device": device}
     if isinstance(graphs, dict):
-        check_names(graphs, list(inspect.signature(family.graphs).parameters), "graphs")
-    if (how := getattr(config, "quantization_config", None)) is not None:  # written beside text_config, read inside it
-        text_config.quantization_config = how
-    if weights == "random":
-        encoder = families.random_encoder(config, attention=attention, dtype=dtype, device=device)
-        language_model = random_language_model(
-            text_config, model_class=family.text_model, dtype=dtype, device=device, **model_kwargs
-        )
-    elif folder is None:
+        check_names(graphs, list(inspect.signature(families.find_family(config).graphs).parameters), "graphs")
+    if stored and folder is None:
         raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
-    else:
-        with checkpoints.blame(f"{folder}: config.json makes no encoder"):
-            encoder = families.load_encoder(
-                folder, config, attention=attention, progress=progress, dtype=dtype, device=device
-            )
-        with checkpoints.blame(f"{folder}: config.json and generation_config.json make no text model"):
-            language_model = load_language_model(
-                folder, text_config, model_class=family.text_model, progress=progress, dtype=dtype, device=device,
-                **model_kwargs,
-            )  # fmt: skip
-    vlm = VLM(config, _load_processor(folder, config), encoder, language_model)
+    models = _load_models(folder if stored else None, config, attention, progress, place, model_kwargs)
+    with blame(f"{folder}: tokenizer or processor files cannot be read", WORDED):
+        processor = families.load_processor(folder, config)
+    vlm = VLM(config, processor, *models)
     _add_stop_tokens(vlm)
     if graphs:
         vlm.graphs = _capture_graphs(vlm, {} if graphs is True else graphs, progress)
     return vlm
 
 
-def _check_arguments(path_or_id, graphs, model_kwargs: dict, *, with_weights: bool) -> None:
+def _check_arguments(path_or_id, graphs, model_kwargs: dict, stored: bool) -> None:
     """Raise TypeError for arguments of a wrong kind, and for names that nobody reads."""
     if not isinstance(path_or_id, (str, Path, dict, PretrainedConfig)):
         kind = f"{type(path_or_id).__name__} {path_or_id!r}"
@@ -104,14 +90,25 @@ def _check_arguments(path_or_id, graphs, model_kwargs: dict, *, with_weights: bo
         raise TypeError("trust_remote_code: no code from a checkpoint is run; leave it out")
     own = [name for name in inspect.signature(load).parameters if name != "model_kwargs"]
     check_names(model_kwargs, [*own, *MODEL_KWARGS], "load")
-    if not with_weights and (placed := [name for name in model_kwargs if name in PLACEMENT]):
+    if not stored and (placed := [name for name in model_kwargs if name in PLACEMENT]):
         raise TypeError(f"{placed[0]}: places the weights of a checkpoint; weights='random' has none")
 
 
-def _load_processor(folder: Path | None, config: PretrainedConfig) -> Processor:
-    """The family's; what a damaged tokenizer makes the tokenizers library raise becomes a ValueError."""
-    with checkpoints.blame(f"{folder}: tokenizer or processor files cannot be read"):
-        return families.load_processor(folder, config)
+def _load_models(
+    folder: Path | None, config: PretrainedConfig, attention: str, progress: bool, place: dict, model_kwargs: dict
+) -> tuple[Encoder, CausalTextModel]:
+    """Encoder and text model with the weights in `folder`, strictly; without a folder with random ones."""
+    text_config = families.text_config_of(config)
+    if (how := getattr(config, "quantization_config", None)) is not None:  # written beside text_config, read inside it
+        text_config.quantization_config = how
+    options = {"model_class": families.find_family(config).text_model, **place, **model_kwargs}
+    if folder is None:
+        encoder = families.random_encoder(config, attention=attention, **place)
+        return encoder, random_language_model(text_config, **options)
+    with blame(f"{folder}: config.json makes no encoder", WORDED):
+        encoder = families.load_encoder(folder, config, attention=attention, progress=progress, **place)
+    with blame(f"{folder}: config.json and generation_config.json make no text model", WORDED):
+        return encoder, load_language_model(folder, text_config, progress=progress, **options)
 
 
 def _add_stop_tokens(vlm: VLM) -> None:
@@ -146,23 +143,15 @@ def _resolve_device(device: str | int | torch.device) -> torch.device:
     return device
 
 
-def _one_dtype(dtype: str | torch.dtype, torch_dtype: str | torch.dtype | None) -> str | torch.dtype:
-    """Of `dtype` and its other name the one that was given; ValueError where they disagree."""
-    if torch_dtype is None:
-        return dtype
-    if dtype != "auto" and _dtype_name(dtype) != _dtype_name(torch_dtype):
+def _resolve_dtype(dtype, torch_dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """torch_dtype: another name of `dtype`, or None. ValueError where they disagree."""
+    torch_dtype = dtype if torch_dtype is None else torch_dtype
+    dtype = torch_dtype if dtype == "auto" else dtype
+    if str(dtype).removeprefix("torch.") != str(torch_dtype).removeprefix("torch."):
         raise ValueError(f"torch_dtype: is another name of dtype, but they are {torch_dtype!r} and {dtype!r}")
-    return torch_dtype
-
-
-def _dtype_name(dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         own = config.dtype or config.get_text_config().dtype or torch.float32
         dtype = torch.float32 if device.type == "cpu" else own
-    if _dtype_name(dtype) not in DTYPES:
+    if (name := str(dtype).removeprefix("torch.")) not in DTYPES:
         raise ValueError(f"dtype: expected 'auto' or one of {list(DTYPES)}, got {dtype!r}")
-    return DTYPES[_dtype_name(dtype)]
+    return DTYPES[name]

@@ -184,9 +184,7 @@ def _gather_padded(local: Tensor | None, lengths: list[int], device: torch.devic
     """
     if 0 in lengths:
         told: list[Any] = [None if local is None else (local.shape[1:], local.dtype)]
-        nccl = (
-            dist.get_backend(group) == "nccl"
-        )  # moves nothing but CUDA tensors: by default those of GPU 0, on all ranks
+        nccl = dist.get_backend(group) == "nccl"  # moves CUDA tensors alone: by default those of GPU 0, on all ranks
         dist.broadcast_object_list(told, group=group, group_src=0, device=device if nccl else None)
         shape, dtype = told[0]
         local = torch.empty(0, *shape, dtype=dtype, device=device) if local is None else local
@@ -210,14 +208,12 @@ def run_dp_sharded_vision_model(image_input: Tensor, vision_model, *, group: dis
         raise ValueError(f"image_input: expected a tensor (B, ...), got {getattr(image_input, 'shape', image_input)!r}")
     check_pixel_rows(image_input, [None] * image_input.ndim, torch.device("cpu"), "image_input")
     rank, world_size = rank_and_world_size(group)
-    if world_size == 1 or not len(image_input):
+    if not len(image_input):
         return vision_model(image_input)
     share = -(-len(image_input) // world_size)
     padding = (0, 0) * (image_input.ndim - 1) + (0, share * world_size - len(image_input))
-    embeds = vision_model(F.pad(image_input, padding)[rank * share : (rank + 1) * share]).contiguous()
-    gathered = embeds.new_empty(world_size * share, *embeds.shape[1:])
-    dist.all_gather_into_tensor(gathered, embeds, group=group)
-    return gathered[: len(image_input)]
+    embeds = vision_model(F.pad(image_input, padding)[rank * share : (rank + 1) * share])
+    return _gather_padded(embeds, [share] * world_size, embeds.device, group)[: len(image_input)]
 
 
 def rank_and_world_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:

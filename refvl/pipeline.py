@@ -15,10 +15,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PretrainedConfig, StoppingCriteriaList
-from transformers.utils import ModelOutput
+from transformers.generation.utils import GenerateOutput
 
 from refvl import families
 from refvl.checks import (
@@ -33,7 +34,7 @@ from refvl.checks import (
 )
 from refvl.contracts import Encoder, Processor
 from refvl.graphs import DualPathGraphManager, EncoderGraphManager
-from refvl.language.model import CausalTextModel, check_generate_options, generate, new_ids, option
+from refvl.language.model import CausalTextModel, check_generate_options, generate, option
 from refvl.language.streaming import FanOut, stream_text
 from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
 from refvl.positions import restrict_positions
@@ -110,9 +111,7 @@ class VLM:
                 prompt, images=images, videos=videos, max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
                 allow_special_tokens=allow_special_tokens, **generate_kwargs,
             ).text  # fmt: skip
-        self._check_options("chat", generate_kwargs)
-        if self._option(generate_kwargs, "num_beams") != 1:
-            raise ValueError("stream: must be False with num_beams: which beam wins is known only at the last token")
+        self._check_options("chat", generate_kwargs | {"stream": stream})
         trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
         return self._stream(trace, max_new_tokens, generate_kwargs)
 
@@ -134,16 +133,16 @@ class VLM:
         pruning rate outside [0, 1), a prompt longer than the context, and options of `generate` that do not exist or
         do not lead to one answer in text.
         """
-        self._check_options("trace", generate_kwargs)
+        num_beams = self._check_options("trace", generate_kwargs)
         trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
-        if self._option(generate_kwargs, "num_beams") == 1:
-            timer, streamer = TokenTimer(self.device), generate_kwargs.pop("streamer", None)
-            generate_kwargs["streamer"] = FanOut([timer, streamer]) if streamer else timer
-            [trace.token_ids] = new_ids(self._generate([trace], max_new_tokens, **generate_kwargs)).tolist()
+        if num_beams == 1:
+            timer = TokenTimer(self.device)
+            generate_kwargs["streamer"] = FanOut(timer, generate_kwargs.get("streamer"))
+            [trace.token_ids] = self._generate([trace], max_new_tokens, **generate_kwargs).sequences.tolist()
             trace.seconds["prefill"], trace.seconds["decode tokens"] = timer.prefill_and_decode()
         else:  # transformers tells no streamer of beams
             with trace.stage("generate"):
-                [trace.token_ids] = new_ids(self._generate([trace], max_new_tokens, **generate_kwargs)).tolist()
+                [trace.token_ids] = self._generate([trace], max_new_tokens, **generate_kwargs).sequences.tolist()
         trace.text = self.processor.text(trace.token_ids)
         return trace
 
@@ -175,35 +174,30 @@ class VLM:
         self._check_options("answers", generate_kwargs)
         if not traces:
             return []
-        ids = new_ids(self._generate(list(traces), max_new_tokens, **generate_kwargs))
+        ids = self._generate(list(traces), max_new_tokens, **generate_kwargs).sequences
         return [self.processor.text(answer) for answer in ids.tolist()]
 
-    def _option(self, generate_kwargs: dict, name: str) -> Any:
-        """The value of an option of `generate`, wherever it was set; if nowhere, 1 for a number, else False."""
-        value = option(self.language_model, generate_kwargs, name)
-        return (1 if name.startswith("num_") else False) if value is None else value
-
-    def _check_options(self, method: str, generate_kwargs: dict) -> None:
-        """Refuse, before anything is encoded, options that do not exist or whose results `method` cannot return."""
+    def _check_options(self, method: str, options: dict) -> int:
+        """The number of beams; refuses, before anything is encoded, what does not exist or `method` cannot return."""
         own = [name for name in inspect.signature(getattr(self, method)).parameters if name != "generate_kwargs"]
-        check_generate_options(self.language_model, generate_kwargs, own)
-        if self._option(generate_kwargs, "num_beams") != 1 and generate_kwargs.get("streamer"):
-            raise ValueError("streamer: must be None with num_beams: which beam wins is known only at the last token")
+        check_generate_options(self.language_model, options, own)
+        num_beams = option(self.language_model, options, "num_beams")
+        for name, off in (("stream", False), ("streamer", None)):
+            if num_beams != 1 and options.get(name):
+                raise ValueError(f"{name}: must be {off} with num_beams: the last token decides which beam wins")
         if method == "generate":
-            return
-        if (count := self._option(generate_kwargs, "num_return_sequences")) != 1:
+            return num_beams
+        if (count := option(self.language_model, options, "num_return_sequences")) != 1:
             raise ValueError(f"num_return_sequences: {method} gives one answer, got {count}; `generate` gives several")
         for name in NOT_IN_TEXT:
-            if self._option(generate_kwargs, name):
+            if option(self.language_model, options, name):
                 raise ValueError(f"{name}: {method} answers in text; `generate` returns what transformers does")
+        return num_beams
 
-    def _generate(self, traces: list[Trace], max_new_tokens: int, **generate_kwargs) -> Tensor | ModelOutput:
-        """(B, new) ids of prompts that are ready, padded on the left to one length."""
+    def _generate(self, traces: list[Trace], max_new_tokens: int, **generate_kwargs) -> GenerateOutput:
+        """`sequences` (B, new) of prompts that are ready, padded on the left to one length."""
         device = self.language_model.device
-        if self._option(generate_kwargs, "stop_strings"):
-            if self.processor.tokenizer is None:
-                raise ValueError("stop_strings: this model was built from a config alone and has no tokenizer")
-            generate_kwargs = {"tokenizer": self.processor.tokenizer} | generate_kwargs
+        generate_kwargs = {"tokenizer": self.processor.tokenizer} | generate_kwargs  # read where there are stop_strings
         pad_id = self.language_model.generation_config.pad_token_id or 0
         input_ids, mask = left_pad([trace.input_ids.to(device) for trace in traces], pad_id)
         embeds, _ = left_pad([trace.inputs_embeds for trace in traces])
@@ -222,30 +216,17 @@ class VLM:
     ) -> Trace:
         """Every stage up to what the language model is given."""
         q = check_pruning_rate(pruning_rate, "pruning_rate")
-        self.check_runnable()
-        trace = Trace(device=self.device)
+        trace = Trace(device=self.check_runnable())
         messages = self.processor.messages(prompt, images, videos)
         with trace.stage("decode media"):
             trace.media = self.processor.decode(messages)
         with trace.stage("patchify"):
             trace.patches = self.processor.patchify(trace.media)
-            for patches in trace.patches:
-                patches.merged.check_pruning(q)
-        rows, graphs = [p.pixel_values for p in trace.patches], self.graphs if trace.patches else None
-        with trace.stage("plan"):
-            if graphs:
-                planned = graphs.plan(trace.layouts)
-                trace.graph_batches, trace.metadata = planned.batches, planned.metadata
-            else:
-                batches = self._batches(trace.layouts)
-                trace.metadata = [self.encoder.plan([trace.layouts[i] for i in batch]) for batch in batches]
-        with trace.stage("encode"):
-            if graphs:
-                pixel_values = torch.cat(rows).to(self.device)
-                trace.embeds = graphs.run(pixel_values, planned)  # type: ignore[arg-type]  # planned by the same manager
-            else:
-                trace.embeds = self._encode_eagerly(rows, trace.layouts, batches, trace.metadata)
         merged = [p.merged for p in trace.patches]
+        for medium in merged:
+            medium.check_pruning(q)
+        rows, layouts = [p.pixel_values for p in trace.patches], [p.layout for p in trace.patches]
+        trace.embeds = self._encode(trace, rows, layouts)
         with trace.stage("prune"):
             trace.keep_masks = [m.keep_mask(e, q) for m, e in zip(merged, trace.embeds, strict=True)]
         with trace.stage("merge"):
@@ -256,22 +237,25 @@ class VLM:
             self._position(trace)
         return trace
 
+    @torch.no_grad()
     def _merge(self, trace: Trace, merged: list[MergedMedia]) -> None:
         """Match placeholders with media, drop what was pruned, embed text and put the media's rows in place."""
         trace.spans = find_media_spans(self.processor.placeholders(trace.full_ids), merged, self.token_ids)
         keep_masks = [piece for m, mask in zip(merged, trace.keep_masks, strict=True) for piece in m.cut(mask)]
         trace.keep = keep_in_prompt(len(trace.full_ids), trace.spans, keep_masks)
         trace.input_ids = trace.full_ids[trace.keep]
-        self._check_prompt(trace.input_ids)
-        split = [self.language_model.split_rows(embeds) for embeds in trace.embeds]
-        main = [piece for m, (rows, _) in zip(merged, split, strict=True) for piece in m.cut_rows(rows)]
-        embeds_LD = merge_embeddings(self._embed_text(trace.full_ids), trace.spans, main)
-        deepstack = embeds_LD.new_zeros(len(embeds_LD), self.language_model.row_width - embeds_LD.shape[1])
-        if deepstack.shape[1]:
-            deeper = [piece for m, (_, rows) in zip(merged, split, strict=True) for piece in m.cut_rows(rows)]
-            deepstack = merge_embeddings(deepstack, trace.spans, deeper)
-        keep = trace.keep.to(embeds_LD.device)
-        trace.inputs_embeds, trace.deepstack = embeds_LD[keep], deepstack[keep]
+        if len(trace.input_ids) >= self.max_context:
+            raise ValueError(f"prompt: {len(trace.input_ids)} tokens do not fit the context of {self.max_context}")
+        if int(trace.input_ids[-1]) in self.token_ids.values():
+            raise ValueError("prompt: must end in text, because later positions continue from its last token")
+        width, hidden_size = self.language_model.row_width, self.language_model.config.hidden_size
+        if wrong := [embeds.shape[1] for embeds in trace.embeds if embeds.shape[1] != width]:
+            raise ValueError(f"encoder: its rows have {wrong[0]} values, the language model takes {width}")
+        text_LD = self.language_model.get_input_embeddings()(trace.full_ids.to(self.language_model.device))
+        pieces = [piece for m, rows in zip(merged, trace.embeds, strict=True) for piece in m.cut_rows(rows)]
+        rows_LW = merge_embeddings(F.pad(text_LD, (0, width - hidden_size)), trace.spans, pieces)
+        rows_LW = rows_LW[trace.keep.to(rows_LW.device)]
+        trace.inputs_embeds, trace.deepstack = rows_LW[:, :hidden_size], rows_LW[:, hidden_size:]
 
     def _position(self, trace: Trace) -> None:
         """Positions of the full layout, restricted to what is kept: at q = 0 nothing changes."""
@@ -286,8 +270,8 @@ class VLM:
         """
         messages = self.processor.messages("", images, videos)
         patches = self.processor.patchify(self.processor.decode(messages))
-        layouts = [p.layout for p in patches]
-        return self._encode([p.pixel_values for p in patches], layouts, progress=progress)
+        rows, layouts = [p.pixel_values for p in patches], [p.layout for p in patches]
+        return self._encode(Trace(), rows, layouts, progress=progress)
 
     @torch.inference_mode()
     def generate(
@@ -305,7 +289,7 @@ class VLM:
         pruning_rate: float = 0.0,
         max_new_tokens: int = 128,
         **generate_kwargs,
-    ) -> Tensor | ModelOutput:
+    ) -> Tensor | GenerateOutput:
         """transformers' `generate` on tensors: (B, L) prompts in, (B, L + new) ids out, greedy by default.
 
         With `num_return_sequences=n` (B * n, L + new), with `return_dict_in_generate=True` transformers' output.
@@ -325,13 +309,11 @@ class VLM:
         images = self._items("image", q, pixel_values, image_grid_thw, image_embeds)
         videos = self._items("video", q, pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)
         prompts = self._prompts(input_ids.cpu(), mask, images, videos, q)
-        output = self._generate(prompts, max_new_tokens, **generate_kwargs)
-        ids = new_ids(output).to(input_ids)
-        ids = torch.cat([input_ids.repeat_interleave(len(ids) // len(input_ids), dim=0), ids], dim=1)
-        if isinstance(output, Tensor):
-            return ids
-        output["sequences"] = ids
-        return output
+        output: Any = self._generate(prompts, max_new_tokens, **generate_kwargs)
+        before = input_ids.repeat_interleave(len(output.sequences) // len(input_ids), dim=0)
+        output.sequences = torch.cat([before, output.sequences.to(input_ids)], dim=1)
+        wants_dict = option(self.language_model, generate_kwargs, "return_dict_in_generate")
+        return output if wants_dict else output.sequences
 
     def _items(
         self, kind: str, q: float, pixel_values, layouts, embeds, second_per_grid_ts=None
@@ -339,31 +321,27 @@ class VLM:
         """(merged extents, embeddings) of every image or video of a batch."""
         pixels_name = "pixel_values" if kind == "image" else "pixel_values_videos"
         layouts_name, embeds_name = f"{kind}_grid_thw", f"{kind}_embeds"
-        if pixel_values is not None and embeds is not None:
-            raise ValueError(f"{pixels_name}, {embeds_name}: give one of them, not both")
-        if (layouts is None) != (pixel_values is None and embeds is None):
-            raise ValueError(
-                f"{pixels_name}, {layouts_name}: give both or neither ({embeds_name} may stand for {pixels_name})"
-            )
-        if layouts is None:
-            if second_per_grid_ts is not None:
-                as_seconds(second_per_grid_ts, 0, "second_per_grid_ts")
-            return []
-        layouts = self.encoder.check_layouts(layouts, name=layouts_name)
-        sizes = [self.encoder.item_size(layout) for layout in layouts]
-        rows, tokens = [size[0] for size in sizes], [size[1] for size in sizes]
+        arguments = {pixels_name: pixel_values, embeds_name: embeds, layouts_name: layouts}
+        given = [name for name, value in arguments.items() if value is not None]
+        if given not in ([], [pixels_name, layouts_name], [embeds_name, layouts_name]):
+            both = f"{pixels_name}, {layouts_name}: give both or neither"
+            raise ValueError(f"{both} ({embeds_name} may stand for {pixels_name}), got {given}")
+        layouts = [] if layouts is None else self.encoder.check_layouts(layouts, name=layouts_name)
         seconds = [1.0] * len(layouts)
         if second_per_grid_ts is not None:
             seconds = as_seconds(second_per_grid_ts, len(layouts), "second_per_grid_ts")
+        if not given:
+            return []
         merged = [self.processor.merged(kind, layout, s) for layout, s in zip(layouts, seconds, strict=True)]
         for medium in merged:
             medium.check_pruning(q)
         if embeds is None:
+            rows = [self.encoder.item_size(layout)[0] for layout in layouts]
             shape = ((f"patches of {layouts_name}", sum(rows)), "values")
             check_pixel_rows(pixel_values, shape, self.device, pixels_name)
-            embeds = self._encode(pixel_values.split(rows), layouts)
+            embeds = self._encode(Trace(), pixel_values.split(rows), layouts)
         else:
-            embeds = self._split_embeds(embeds, tokens, layouts_name, embeds_name)
+            embeds = self._split_embeds(embeds, [m.num_tokens for m in merged], layouts_name, embeds_name)
         return list(zip(merged, embeds, strict=True))
 
     def _split_embeds(self, embeds, tokens: list[int], layouts_name: str, name: str) -> list[Tensor]:
@@ -408,61 +386,53 @@ class VLM:
             wanted -= item[0].num_tokens
         return taken
 
-    @torch.inference_mode()
-    def _encode(self, rows: Sequence[Tensor], layouts, *, progress: bool = True) -> list[Tensor]:
-        """(M, D) per item, by graph or eagerly."""
-        if self.graphs and rows:
-            return self.graphs.execute(torch.cat(list(rows)).to(self.device), layouts)
-        return self._encode_eagerly(rows, layouts, self._batches(layouts), progress=progress)
-
-    @torch.inference_mode()
-    def _encode_eagerly(
-        self, rows: Sequence[Tensor], layouts, batches, metadata=None, *, progress: bool = True
-    ) -> list[Tensor]:
-        """(M, D) per item: one forward per batch, planned here if need be."""
-        embeds: list[Tensor] = []
-        for i, batch in enumerate(tqdm(batches, desc="encode", disable=not progress or len(batches) < 2, leave=False)):
-            planned = metadata[i] if metadata else self.encoder.plan([layouts[j] for j in batch])
-            pixel_values = torch.cat([rows[j] for j in batch]).to(self.device)
-            tokens = [self.encoder.item_size(layouts[j])[1] for j in batch]
-            embeds += self.encoder(pixel_values, metadata=planned).split(tokens)
+    def _encode(self, trace: Trace, rows: Sequence[Tensor], layouts, *, progress: bool = True) -> list[Tensor]:
+        """(M, W) per item, by graph or eagerly; what was planned is kept in `trace`."""
+        graphs, device, embeds = self.graphs if rows else None, self.device, list[Tensor]()
+        with trace.stage("plan"):
+            if graphs:
+                planned = graphs.plan(layouts)
+                trace.graph_batches, trace.metadata = planned.batches, planned.metadata
+            else:
+                batches = _batches(rows)
+                trace.metadata = [self.encoder.plan([layouts[i] for i in batch]) for batch in batches]
+        with trace.stage("encode"), torch.inference_mode():
+            if graphs:
+                pixel_values = torch.cat(list(rows)).to(device)
+                return graphs.run(pixel_values, planned)  # type: ignore[arg-type]  # planned by the same manager
+            bar = tqdm(batches, desc="encode", disable=not progress or len(batches) < 2, leave=False)
+            for batch, metadata in zip(bar, trace.metadata, strict=True):
+                pixel_values = torch.cat([rows[i] for i in batch]).to(device)
+                tokens = [self.encoder.item_size(layouts[i])[1] for i in batch]
+                embeds += self.encoder(pixel_values, metadata=metadata).split(tokens)
         return embeds
 
-    def _batches(self, layouts) -> list[list[int]]:
-        """Consecutive items per forward: at most MAX_PATCHES_PER_FORWARD patches each (or one item)."""
-        batches, size = list[list[int]](), 0
-        for i, layout in enumerate(layouts):
-            patches, _, _ = self.encoder.item_size(layout)
-            if not batches or size + patches > MAX_PATCHES_PER_FORWARD:
-                batches, size = [*batches, []], 0
-            batches[-1].append(i)
-            size += patches
-        return batches
-
-    @torch.inference_mode()
-    def _embed_text(self, ids: Tensor) -> Tensor:
-        return self.language_model.get_input_embeddings()(ids.to(self.language_model.device))
-
-    def check_runnable(self) -> None:
-        """Raise ValueError on the meta device."""
-        if self.device.type == "meta":
+    def check_runnable(self) -> torch.device:
+        """The device; raises ValueError where it is meta."""
+        device = self.device
+        if device.type == "meta":
             raise ValueError("device: a model on 'meta' can plan, but not run; load it on 'cpu' or 'cuda'")
-
-    def _check_prompt(self, input_ids: Tensor) -> None:
-        if len(input_ids) >= self.max_context:
-            raise ValueError(f"prompt: {len(input_ids)} tokens do not fit the context of {self.max_context}")
-        if int(input_ids[-1]) in self.token_ids.values():
-            raise ValueError("prompt: must end in text, because later positions continue from its last token")
+        return device
 
     def _stream(self, trace: Trace, max_new_tokens: int, generate_kwargs: dict) -> Iterator[str]:
         streamer, criteria = generate_kwargs.pop("streamer", None), generate_kwargs.pop("stopping_criteria", None) or ()
 
         def run(text_streamer, stop) -> None:
-            both = FanOut([text_streamer, streamer]) if streamer else text_streamer
-            stops = StoppingCriteriaList([*criteria, stop])
+            both, stops = FanOut(text_streamer, streamer), StoppingCriteriaList([*criteria, stop])
             self._generate([trace], max_new_tokens, streamer=both, stopping_criteria=stops, **generate_kwargs)
 
         return stream_text(run, self.processor.tokenizer)
+
+
+def _batches(rows: Sequence[Tensor]) -> list[list[int]]:
+    """Consecutive items per forward: at most MAX_PATCHES_PER_FORWARD patches each (or one item)."""
+    batches, size = list[list[int]](), 0
+    for i, patches in enumerate(map(len, rows)):
+        if not batches or size + patches > MAX_PATCHES_PER_FORWARD:
+            batches, size = [*batches, []], 0
+        batches[-1].append(i)
+        size += patches
+    return batches
 
 
 def _check_requests(requests: Sequence[dict]) -> None:

@@ -22,12 +22,12 @@ Upstream: `Glm4vVisionTransformer` (vLLM), `Glm4vVisionModel` and `Glm4vMoeVisio
 
 from dataclasses import dataclass, field
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.attention import varlen_attention
 from refvl.checks import Grid
-from refvl.encoders.grid import FrameMetadata, GridEncoder, GridVisionConfig, PatchEmbed, RMSNorm, SwiGLU
+from refvl.encoders.grid import FrameMetadata, GridEncoder, GridVisionConfig, PatchEmbed, RMSNorm, SwiGLU, VisionBlock
 from refvl.positions.rotary import apply_rotary
 from refvl.positions.tables import interpolate_position_table
 
@@ -51,8 +51,7 @@ class Glm4vVisionConfig(GridVisionConfig):
 
     def __post_init__(self):
         GridVisionConfig.__post_init__(self)
-        if self.image_size < self.patch_size:
-            raise ValueError(f"image_size: must be at least patch_size={self.patch_size}, got {self.image_size}")
+        self.check_image_size()
 
     @classmethod
     def tiny(cls) -> "Glm4vVisionConfig":
@@ -83,13 +82,17 @@ class Glm4vVisionTransformer(GridEncoder):
 
     def __init__(self, config: Glm4vVisionConfig, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
-        self.patch_embed = PatchEmbed(config)
-        self.post_conv_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.embeddings = PositionEmbeddings(config)
-        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
-        self.post_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.downsample = nn.Linear(config.hidden_size * config.block_size, config.out_hidden_size)
-        self.merger = PatchMerger(config.out_hidden_size, config.intermediate_size)
+        c, E = config, config.hidden_size
+        self.patch_embed = PatchEmbed(c)
+        self.post_conv_layernorm = RMSNorm(E, c.rms_norm_eps)
+        self.embeddings = PositionEmbeddings(c)
+        self.blocks = nn.ModuleList(
+            VisionBlock(E, c.rms_norm_eps, VisionAttention(c), SwiGLU(E, c.out_hidden_size, bias=False))
+            for _ in range(c.depth)
+        )
+        self.post_layernorm = RMSNorm(E, c.rms_norm_eps)
+        self.downsample = nn.Linear(E * c.block_size, c.out_hidden_size)
+        self.merger = PatchMerger(c.out_hidden_size, c.intermediate_size)
 
     def plan(self, grid_thw) -> VisionMetadata:
         """Everything that depends on sizes, computed on the CPU and moved to the tower's device.
@@ -98,13 +101,14 @@ class Glm4vVisionTransformer(GridEncoder):
         grid_thw: (t, h, w) per item, in patches; a list or an integer tensor (items, 3), images and videos mixed.
         """
         grids = self.check_layouts(grid_thw)
-        return VisionMetadata(**self.plan_frames(grids), position_embeds=self.embeddings(grids))
+        return self.move(VisionMetadata(**self.plan_frames(grids), position_embeds=self.embeddings(grids)))
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
         """As in `GridEncoder`, with a position vector for every patch."""
+        patches = max_tokens * self.config.block_size
+        position_embeds = torch.zeros(patches, self.config.hidden_size, dtype=self.dtype)
         frames = self.frame_capacity(max_tokens, max_frames)
-        position_embeds = frames["cos"].new_zeros(len(frames["cos"]), self.config.hidden_size, dtype=self.dtype)
-        return VisionMetadata(**frames, position_embeds=position_embeds)
+        return self.move(VisionMetadata(**frames, position_embeds=position_embeds))
 
     def encode(self, patches_NC: Tensor, metadata: VisionMetadata, backend: str) -> Tensor:
         """(N, C*Tp*P*P) -> (M, D)."""
@@ -133,21 +137,6 @@ class PositionEmbeddings(nn.Module):
         return interpolate_position_table(table, grids, spatial_merge_size=self.spatial_merge_size)  # (N, E)
 
 
-class VisionBlock(nn.Module):
-    """Pre-norm: x + attn(norm1(x)), then x + mlp(norm2(x))."""
-
-    def __init__(self, config: Glm4vVisionConfig):
-        super().__init__()
-        self.norm1 = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.norm2 = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attn = VisionAttention(config)
-        self.mlp = SwiGLU(config.hidden_size, config.out_hidden_size, bias=False)
-
-    def forward(self, x_NE: Tensor, metadata: VisionMetadata, backend: str) -> Tensor:
-        x_NE = x_NE + self.attn(self.norm1(x_NE), metadata, backend)
-        return x_NE + self.mlp(self.norm2(x_NE))
-
-
 class VisionAttention(nn.Module):
     """Fused q, k, v; rotary on q and k; every patch attends within its own frame."""
 
@@ -160,27 +149,19 @@ class VisionAttention(nn.Module):
     def forward(self, x_NE: Tensor, metadata: VisionMetadata, backend: str) -> Tensor:
         q_NHK, k_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
         q_NHK, k_NHK = (apply_rotary(x, metadata.cos, metadata.sin) for x in (q_NHK, k_NHK))
-        out_NHK = varlen_attention(
-            q_NHK, k_NHK, v_NHK, metadata.cu_seqlens, metadata.max_seqlen,
-            backend=backend, groups=metadata.frame_groups,
-        )  # fmt: skip
-        return self.proj(out_NHK.flatten(1))  # (N, E)
+        return self.proj(metadata.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
-class PatchMerger(nn.Module):
+class PatchMerger(SwiGLU):
     """Linear - LayerNorm - GELU, then SwiGLU, all at the language model's width."""
 
     def __init__(self, size: int, intermediate_size: int):
-        super().__init__()
+        super().__init__(size, intermediate_size, bias=False)
         self.proj = nn.Linear(size, size, bias=False)
         self.post_projection_norm = nn.LayerNorm(size)
-        self.gate_proj = nn.Linear(size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, size, bias=False)
 
     def forward(self, x_MD: Tensor) -> Tensor:
-        x_MD = F.gelu(self.post_projection_norm(self.proj(x_MD)))
-        return self.down_proj(F.silu(self.gate_proj(x_MD)) * self.up_proj(x_MD))
+        return super().forward(F.gelu(self.post_projection_norm(self.proj(x_MD))))
 
 
 def fold_blocks(x_NE: Tensor, block_size: int) -> Tensor:

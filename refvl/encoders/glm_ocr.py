@@ -22,9 +22,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from refvl.attention import varlen_attention
 from refvl.encoders.glm4v import PatchMerger, downsample_kernel, fold_blocks
-from refvl.encoders.grid import FrameMetadata, GridEncoder, GridVisionConfig, PatchEmbed, RMSNorm, SwiGLU
+from refvl.encoders.grid import FrameMetadata, GridEncoder, GridVisionConfig, PatchEmbed, RMSNorm, SwiGLU, VisionBlock
 from refvl.positions.rotary import apply_rotary
 
 
@@ -58,11 +57,15 @@ class GlmOcrVisionTransformer(GridEncoder):
 
     def __init__(self, config: GlmOcrVisionConfig, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
-        self.patch_embed = PatchEmbed(config)
-        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
-        self.post_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.downsample = nn.Linear(config.hidden_size * config.block_size, config.out_hidden_size)
-        self.merger = PatchMerger(config.out_hidden_size, config.out_hidden_size * config.in_channels)
+        c, E = config, config.hidden_size
+        self.patch_embed = PatchEmbed(c)
+        self.blocks = nn.ModuleList(
+            VisionBlock(E, c.rms_norm_eps, VisionAttention(c), SwiGLU(E, c.intermediate_size, bias=c.attention_bias))
+            for _ in range(c.depth)
+        )
+        self.post_layernorm = RMSNorm(E, c.rms_norm_eps)
+        self.downsample = nn.Linear(E * c.block_size, c.out_hidden_size)
+        self.merger = PatchMerger(c.out_hidden_size, c.out_hidden_size * c.in_channels)
 
     def encode(self, patches_NC: Tensor, metadata: FrameMetadata, backend: str) -> Tensor:
         """(N, C*Tp*P*P) -> (M, D)."""
@@ -76,21 +79,6 @@ class GlmOcrVisionTransformer(GridEncoder):
     def kernels(self) -> dict[str, tuple[int, ...]]:
         """Of the patch embedding and the downsampling."""
         return super().kernels | {"downsample.weight": downsample_kernel(self.config)}
-
-
-class VisionBlock(nn.Module):
-    """Pre-norm: x + attn(norm1(x)), then x + mlp(norm2(x))."""
-
-    def __init__(self, config: GlmOcrVisionConfig):
-        super().__init__()
-        self.norm1 = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.norm2 = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attn = VisionAttention(config)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.attention_bias)
-
-    def forward(self, x_NE: Tensor, metadata: FrameMetadata, backend: str) -> Tensor:
-        x_NE = x_NE + self.attn(self.norm1(x_NE), metadata, backend)
-        return x_NE + self.mlp(self.norm2(x_NE))
 
 
 class VisionAttention(nn.Module):
@@ -108,8 +96,4 @@ class VisionAttention(nn.Module):
         q_NHK, k_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
         q_NHK = apply_rotary(self.q_norm(q_NHK), metadata.cos, metadata.sin)
         k_NHK = apply_rotary(self.k_norm(k_NHK), metadata.cos, metadata.sin)
-        out_NHK = varlen_attention(
-            q_NHK, k_NHK, v_NHK, metadata.cu_seqlens, metadata.max_seqlen,
-            backend=backend, groups=metadata.frame_groups,
-        )  # fmt: skip
-        return self.proj(out_NHK.flatten(1))  # (N, E)
+        return self.proj(metadata.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)

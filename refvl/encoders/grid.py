@@ -3,10 +3,10 @@
 An item is a grid (t, h, w) of patches, t = 1 for an image. Its rows lie in merge-block order, so that m * m consecutive
 rows become one token. Each tower is read in its own file; here is what does not differ:
 
-    GridVisionConfig    sizes that follow from other sizes, and how a config.json is read
+    GridVisionConfig    sizes that follow from other sizes
     FrameMetadata       rotary angles, and where each frame begins
-    GridEncoder         plan (the part about frames) -> forward (checks, then the tower's own `encode`); sizes; loading
-    PatchEmbed, SwiGLU, RMSNorm
+    GridEncoder         plan (the part about frames) -> forward (checks, then the tower's own `encode`); sizes
+    PatchEmbed, SwiGLU, RMSNorm, VisionBlock
 
 Shape suffixes: N patches, M merged tokens, E tower width, D language width, K head dimension.
 """
@@ -14,27 +14,29 @@ Shape suffixes: N patches, M merged tokens, E tower width, D language width, K h
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.attention import available_backends, choose_backend, group_segments
+from refvl.attention import Segments, plan_segments, segment_capacity
 from refvl.checks import Grid, as_grids, check_pixel_rows
-from refvl.encoders.weights import config_values, load_strict, named_tensors
+from refvl.encoders.tower import Tower, TowerConfig
+from refvl.encoders.weights import named_tensors
 from refvl.positions.rotary import vision_rotary_cos_sin
 
 
-class GridVisionConfig:
+class GridVisionConfig(TowerConfig):
     """The base of the towers' configs, which are frozen dataclasses of at least these fields."""
 
     __slots__ = ()
-    activation: ClassVar[str] = "silu"  # what the tower is written for
-    hidden_size: int
+    activation = "silu"
+    aliases = MappingProxyType({"in_chans": "in_channels"})
+    depth: int
     num_heads: int
     in_channels: int
-    patch_size: int
     temporal_patch_size: int
     spatial_merge_size: int
     out_hidden_size: int
@@ -46,48 +48,27 @@ class GridVisionConfig:
                 f"got {self.hidden_size} for {self.num_heads} heads"
             )
 
-    @classmethod
-    def from_hf(cls, config) -> Self:
-        """From a transformers vision config, the dict in `config.json`, or either of the whole model's.
-
-        Unknown keys are ignored. Raises ValueError for another activation or sizes that do not go together.
-        """
-        values = config_values(config, cls, activation=cls.activation, aliases={"in_chans": "in_channels"})
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-
     @property
-    def head_dim(self) -> int:
-        """K."""
-        return self.hidden_size // self.num_heads
-
-    @property
-    def patch_values(self) -> int:
-        """Values in one patch row: C * Tp * P * P."""
-        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+    def patch_shape(self) -> tuple[int, ...]:
+        """(C, Tp, P, P): what one patch row holds, flattened."""
+        return (self.in_channels, self.temporal_patch_size, self.patch_size, self.patch_size)
 
     @property
     def block_size(self) -> int:
         """Patches that are merged into one token: m * m."""
         return self.spatial_merge_size**2
 
-    @property
-    def patch_kernel(self) -> tuple[int, ...]:
-        """The shape of the patch embedding in checkpoints, where it is a convolution."""
-        return (self.hidden_size, self.in_channels, self.temporal_patch_size, self.patch_size, self.patch_size)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FrameMetadata:
-    """What one forward needs besides pixels. Fixed addresses, changing contents: the contract of a captured graph.
+class FrameMetadata(Segments):
+    """What one forward needs besides pixels; segments are frames.
 
-    Integers are baked in by a capture: there they are capacities, and a replay must not exceed them.
+    Fixed addresses, changing contents: the contract of a captured graph. Integers are baked in by a capture: there they
+    are capacities, and a replay must not exceed them.
     """
 
     cos: Tensor = field(metadata={"pad": "zero"})  # (N, K/2) float32
     sin: Tensor = field(metadata={"pad": "zero"})  # (N, K/2) float32
-    cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (frames + 1,) int32, patches
-    frame_groups: tuple[Tensor, ...] = field(metadata={"pad": "empty"})  # equal-length frames, for the sdpa backend
-    max_seqlen: int  # patches in the longest frame
 
     @property
     def summary(self) -> str:
@@ -95,40 +76,8 @@ class FrameMetadata:
         return f"{len(self.cu_seqlens) - 1} frames"
 
 
-class GridEncoder(nn.Module):
+class GridEncoder(Tower):
     """Patch rows in, embeddings of the language model's width out. A tower adds its modules, `plan` and `encode`."""
-
-    config_class: ClassVar[type[GridVisionConfig]]
-    plan_reads_weights: ClassVar[bool] = False  # True: a plan holds values of the weights and is stale when they change
-    config: Any  # of config_class
-    patch_embed: "PatchEmbed"
-
-    def __init__(self, config: GridVisionConfig, *, attention: str = "auto"):
-        super().__init__()
-        self.config, self.attention = config, attention
-
-    @classmethod
-    def from_config(cls, config, *, attention: str = "auto") -> Self:
-        """Build from this tower's config, a transformers vision config, or the dict in `config.json`.
-
-        attention: a backend of `refvl.attention`, or "auto" for the best one on the device the pixels come from.
-        """
-        config = config if isinstance(config, cls.config_class) else cls.config_class.from_hf(config)
-        return cls(config, attention=attention)
-
-    @property
-    def device(self) -> torch.device:
-        return self.patch_embed.proj.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.patch_embed.proj.weight.dtype
-
-    @property
-    def graph_attention(self) -> str:
-        """The backend for a capture: one whose shapes do not depend on the lengths of the segments."""
-        available = available_backends(self.device, self.dtype, self.config.head_dim)
-        return "varlen" if "varlen" in available else "masked"
 
     def check_layouts(self, grid_thw, *, name: str = "grid_thw") -> list[Grid]:
         """(t, h, w) per item, normalised; ValueError or TypeError for anything else and sides that do not merge."""
@@ -144,47 +93,31 @@ class GridEncoder(nn.Module):
 
         grid_thw: (t, h, w) per item, in patches; a list or an integer tensor (items, 3), images and videos mixed.
         """
-        return FrameMetadata(**self.plan_frames(self.check_layouts(grid_thw)))
+        return self.move(FrameMetadata(**self.plan_frames(self.check_layouts(grid_thw))))
 
     def plan_frames(self, grids: list[Grid]) -> dict[str, Any]:
         """The fields of `FrameMetadata`."""
         c = self.config
         cos, sin = vision_rotary_cos_sin(grids, head_dim=c.head_dim, spatial_merge_size=c.spatial_merge_size)
-        frames = torch.tensor([h * w for t, h, w in grids for _ in range(t)], dtype=torch.int32)
-        cu_seqlens = F.pad(frames.cumsum(0, dtype=torch.int32), (1, 0))
-        return {
-            "cos": self.move(cos),
-            "sin": self.move(sin),
-            "cu_seqlens": self.move(cu_seqlens),
-            "frame_groups": tuple(map(self.move, group_segments(cu_seqlens))),
-            "max_seqlen": max((h * w for _, h, w in grids), default=0),
-        }
+        return plan_segments([h * w for t, h, w in grids for _ in range(t)]) | {"cos": cos, "sin": sin}
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> FrameMetadata:
         """Metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need, for a capture.
 
         Cumulative lengths describe one frame that holds everything, so that a warm-up runs on legal values.
         """
-        return FrameMetadata(**self.frame_capacity(max_tokens, max_frames))
+        return self.move(FrameMetadata(**self.frame_capacity(max_tokens, max_frames)))
 
     def frame_capacity(self, max_tokens: int, max_frames: int) -> dict[str, Any]:
         """The fields of `FrameMetadata` at capacity."""
-        patches, frames = max_tokens * self.config.block_size, min(max_frames, max_tokens)
-        cu_seqlens = torch.full((frames + 1,), patches, dtype=torch.int32, device=self.device)
-        cu_seqlens[0] = 0
-        angles = torch.zeros(patches, self.config.head_dim // 2, device=self.device)
-        return {
-            "cos": angles, "sin": angles.clone(), "cu_seqlens": cu_seqlens, "frame_groups": (), "max_seqlen": patches,
-        }  # fmt: skip
+        patches = max_tokens * self.config.block_size
+        cos, sin = torch.zeros(2, patches, self.config.head_dim // 2)
+        return segment_capacity(patches, min(max_frames, max_tokens)) | {"cos": cos, "sin": sin}
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
         """(patch rows, C*Tp*P*P) zeros for `max_tokens` output tokens."""
         rows = max_tokens * self.config.block_size
         return torch.zeros(rows, self.config.patch_values, dtype=self.dtype, device=self.device)
-
-    def move(self, x: Tensor) -> Tensor:
-        """To the tower's device."""
-        return x.to(self.device, non_blocking=True)
 
     def forward(
         self,
@@ -205,7 +138,7 @@ class GridEncoder(nn.Module):
         metadata = self.plan(grid_thw) if metadata is None else metadata
         rows = (("patches", len(metadata.cos)), ("values (C*Tp*P*P)", self.config.patch_values))
         check_pixel_rows(pixel_values, rows, self.device)
-        backend = choose_backend(attention or self.attention, pixel_values.device, self.dtype, self.config.head_dim)
+        backend = self.backend(attention, pixel_values.device)
         return self.encode(pixel_values.to(self.dtype), metadata, backend)
 
     def encode(self, patches_NC: Tensor, metadata: Any, backend: str) -> Tensor:
@@ -219,9 +152,11 @@ class GridEncoder(nn.Module):
         fused or separate, and gate and up as well. All that does not fit is listed in one ValueError, see
         `load_strict`.
         """
-        return load_strict(
-            self, split_gate_up(weights), rename=checkpoint_to_module_name, fuse=("q", "k", "v"), kernels=self.kernels
-        )
+        return super().load_weights(split_gate_up(weights))
+
+    def rename(self, name: str) -> str:
+        """`visual.blocks.0.norm1.weight`, `model.visual.blocks...` and the bare name are the same parameter."""
+        return re.sub(r"^(model\.)?visual\.", "", name)
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
@@ -267,9 +202,17 @@ class RMSNorm(nn.Module):
         return self.weight * y.to(x.dtype)
 
 
-def checkpoint_to_module_name(name: str) -> str:
-    """`visual.blocks.0.norm1.weight`, `model.visual.blocks...` and the bare name are the same parameter."""
-    return re.sub(r"^(model\.)?visual\.", "", name)
+class VisionBlock(nn.Module):
+    """Pre-norm: x + attn(norm1(x)), then x + mlp(norm2(x)). context: what the tower's attention needs besides x."""
+
+    def __init__(self, hidden_size: int, eps: float, attn: nn.Module, mlp: nn.Module):
+        super().__init__()
+        self.norm1, self.norm2 = RMSNorm(hidden_size, eps), RMSNorm(hidden_size, eps)
+        self.attn, self.mlp = attn, mlp
+
+    def forward(self, x_NE: Tensor, *context) -> Tensor:
+        x_NE = x_NE + self.attn(self.norm1(x_NE), *context)
+        return x_NE + self.mlp(self.norm2(x_NE))
 
 
 def split_gate_up(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

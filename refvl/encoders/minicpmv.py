@@ -21,7 +21,7 @@ Shape suffixes: N patches, M tokens, E the tower's width, D the language model's
 Upstream: `MiniCPMV2_0` ... `MiniCPMV4_5` (vLLM).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from refvl.checks import as_size, check_positive_int
-from refvl.encoders.navit_siglip import NaVitMetadata, NaVitSiglip, NaVitSiglipConfig, rename_projections
+from refvl.encoders.navit_siglip import NaVitMetadata, NaVitSiglip, NaVitSiglipConfig
 from refvl.encoders.resampler import (
     NO_TIME,
     FixedGridMetadata,
@@ -40,7 +40,8 @@ from refvl.encoders.resampler import (
     as_temporal_groups,
 )
 from refvl.encoders.siglip_vit import SiglipViT, SiglipViTConfig, SiglipViTMetadata
-from refvl.encoders.weights import config_dict, load_strict
+from refvl.encoders.tower import Tower
+from refvl.encoders.weights import config_dict
 from refvl.pixels.slices import SliceGroup, count_sets
 
 HEAD_DIM = 128  # of the resampler, in every release
@@ -128,30 +129,16 @@ class MiniCPMVMetadata:
         return f"{slices} slices" if slices == sets else f"{slices} slices in {sets} groups"
 
 
-class SliceEncoder(nn.Module):
+class SliceEncoder(Tower):
     """What the five versions share: layouts, sizes, the two steps of a forward, and loading. Not used by itself."""
 
     skipped_parts = r"(?!)"  # regular expression: checkpoint names of neither tower nor resampler, to be left out
-    plan_reads_weights: ClassVar[bool] = False  # True: a plan holds values of the weights and is stale when they change
     vpm: Any  # SiglipViT or NaVitSiglip, each with metadata of its own
     resampler: Any  # Resampler2, Resampler2_5 or Resampler4_5, as well
 
     def __init__(self, config: MiniCPMVEncoderConfig, vpm: nn.Module, resampler: nn.Module):
-        super().__init__()
-        self.config, self.vpm, self.resampler = config, vpm, resampler
-        self.skipped: list[str] = []  # checkpoint names that `load_weights` left out
-
-    @property
-    def query_num(self) -> int:
-        return self.config.query_num
-
-    @property
-    def device(self) -> torch.device:
-        return self.resampler.query.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.resampler.query.dtype
+        super().__init__(config)
+        self.vpm, self.resampler = vpm, resampler
 
     def check_layouts(self, layouts, *, name: str = "layouts") -> list[Layout]:
         """One tuple of `SliceGroup`s per item, normalised and hashable; a bare (h, w) is a slice by itself.
@@ -183,7 +170,7 @@ class SliceEncoder(nn.Module):
         The others need no limit of their own: tokens bound them.
         """
         slices, sets = sum(len(group.slices) for group in layout), count_sets(layout)
-        return sum(h * w for group in layout for h, w in group.slices), sets * self.query_num, slices - sets
+        return sum(h * w for group in layout for h, w in group.slices), sets * self.config.query_num, slices - sets
 
     def plan(self, layouts) -> MiniCPMVMetadata:
         """Everything that depends on the layouts: the metadata of the tower and of the resampler."""
@@ -209,19 +196,19 @@ class SliceEncoder(nn.Module):
         x_NE = self.vpm.encode(pixel_values, metadata.vision, attention)
         return self.resampler.resample(x_NE, metadata.resampler, attention)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load (checkpoint name, tensor) pairs strictly; returns the names of the parameters that were filled.
+    def rename(self, name: str) -> str:
+        """The tower's names under `vpm.`, as the tower reads them; the resampler's stay."""
+        return f"vpm.{self.vpm.rename(name)}" if name.startswith("vpm.") else name
 
-        Reads names under `vpm.` and `resampler.`. Parts that this version does not have - the audio parts of omni
-        checkpoints, pooling heads, a dropped last layer - are left out and listed in `skipped`. All else that does not
-        fit is listed in one ValueError, see `load_strict`.
-        """
-        self.skipped = []
-        return load_strict(
-            self, weights, rename=rename_projections, fuse=("q", "k", "v"),
-            kernels={f"vpm.{name}": shape for name, shape in self.vpm.kernels.items()},
-            skip=rf"vpm\.({self.vpm.unused_names})|{self.skipped_parts}", skipped=self.skipped,
-        )  # fmt: skip
+    @property
+    def kernels(self) -> dict[str, tuple[int, ...]]:
+        """The tower's."""
+        return {f"vpm.{name}": shape for name, shape in self.vpm.kernels.items()}
+
+    @property
+    def unused(self) -> str:
+        """Pooling heads, a dropped last layer, the audio parts of omni checkpoints."""
+        return rf"(?=vpm\.){self.vpm.unused}|{self.skipped_parts}"
 
 
 class MiniCPMV2_0Encoder(SliceEncoder):
@@ -233,7 +220,7 @@ class MiniCPMV2_0Encoder(SliceEncoder):
     resampler: Resampler2
 
     @classmethod
-    def from_config(cls, config, *, attention: str = "auto") -> "MiniCPMV2_0Encoder":
+    def from_config(cls, config, *, attention: str = "auto") -> "MiniCPMV2_0Encoder":  # type: ignore[override]  # no extra
         """Build from a `MiniCPMVEncoderConfig`, a whole transformers config, or the dict in `config.json`."""
         c = as_encoder_config(config, SiglipViTConfig)
         grid_size = int(c.query_num**0.5)
@@ -262,7 +249,7 @@ class NaVitEncoder(SliceEncoder):
     resampler: Resampler2_5
 
     @classmethod
-    def from_config(cls, config, *, attention: str = "auto") -> "NaVitEncoder":
+    def from_config(cls, config, *, attention: str = "auto") -> "NaVitEncoder":  # type: ignore[override]  # no extra
         """Build from a `MiniCPMVEncoderConfig`, a whole transformers config, or the dict in `config.json`."""
         c = as_encoder_config(config, NaVitSiglipConfig)
         vpm = NaVitSiglip(c.vision, drop_last_layer=c.drop_vision_last_layer, attention=attention)
@@ -290,8 +277,7 @@ class NaVitEncoder(SliceEncoder):
     @property
     def graph_attention(self) -> str:
         """The backend for a capture: one whose shapes do not depend on the lengths of slices and sets."""
-        wanted = {self.vpm.graph_attention, self.resampler.graph_attention}
-        return "varlen" if wanted == {"varlen"} else "masked"
+        return min(self.vpm.graph_attention, self.resampler.graph_attention)  # "masked" where one needs it
 
     @property
     def patches_per_slice(self) -> int:
@@ -305,7 +291,7 @@ class NaVitEncoder(SliceEncoder):
 
     def max_rows(self, max_tokens: int) -> int:
         """Patch rows in the graph of a budget: what its tokens pay for, rounded down."""
-        return max(1, max_tokens * self.patches_per_slice // self.query_num)
+        return max(1, max_tokens * self.patches_per_slice // self.config.query_num)
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> MiniCPMVMetadata:
         """Metadata as large as any batch of `max_tokens` output tokens, their rows, and `max_frames` frames can need.
@@ -313,7 +299,7 @@ class NaVitEncoder(SliceEncoder):
         Tokens come in sets of query_num, so there are at most max_tokens // query_num sets, and at most as many slices
         plus the frames that share the queries of another frame.
         """
-        max_sets, max_rows = max(1, max_tokens // self.query_num), self.max_rows(max_tokens)
+        max_sets, max_rows = max(1, max_tokens // self.config.query_num), self.max_rows(max_tokens)
         return MiniCPMVMetadata(
             vision=self.vpm.plan_capacity(max_rows, max_sets + max_frames),
             resampler=self.resampler.plan_capacity(max_rows, max_sets),

@@ -17,24 +17,25 @@ Upstream: `Idefics2VisionTransformer` (vLLM, transformers).
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.attention import available_backends, choose_backend, group_segments, varlen_attention
+from refvl.attention import Segments, plan_segments, segment_capacity
 from refvl.checks import as_sizes, check_pixel_rows, check_shape
-from refvl.encoders.weights import config_values, load_strict
-
-Size = tuple[int, int]
+from refvl.encoders.tower import Tower, TowerConfig
 
 
 @dataclass(frozen=True, slots=True)
-class NaVitSiglipConfig:
+class NaVitSiglipConfig(TowerConfig):
     """Sizes of the tower; the names are those of the checkpoint's `vision_config`, the defaults SigLIP-so400m's."""
 
+    activation: ClassVar[str | None] = "gelu_pytorch_tanh"
+    gelu: ClassVar[str] = "tanh"
     hidden_size: int = 1152
     intermediate_size: int = 4304
     num_hidden_layers: int = 27
@@ -44,46 +45,10 @@ class NaVitSiglipConfig:
     patch_size: int = 14
     layer_norm_eps: float = 1e-6
 
-    def __post_init__(self):
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size: must be a multiple of num_attention_heads={self.num_attention_heads}, "
-                f"got {self.hidden_size}"
-            )
-        if self.image_size < self.patch_size:
-            raise ValueError(f"image_size: must be at least patch_size={self.patch_size}, got {self.image_size}")
-
-    @classmethod
-    def from_hf(cls, config) -> "NaVitSiglipConfig":
-        """From a transformers vision config, the dict in `config.json`, or either of the whole model's.
-
-        Unknown keys are ignored.
-        """
-        return cls(**config_values(config, cls, activation="gelu_pytorch_tanh"))
-
     @classmethod
     def tiny(cls) -> "NaVitSiglipConfig":
         """Two layers and a table of 7 x 7 positions: for tests."""
         return cls(hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, image_size=98)
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def depth(self) -> int:
-        """`num_hidden_layers`, under the name that other towers use."""
-        return self.num_hidden_layers
-
-    @property
-    def num_heads(self) -> int:
-        """`num_attention_heads`, likewise."""
-        return self.num_attention_heads
-
-    @property
-    def patch_values(self) -> int:
-        """Values in one patch row: C * P * P."""
-        return self.num_channels * self.patch_size**2
 
     @property
     def num_patches_per_side(self) -> int:
@@ -92,47 +57,30 @@ class NaVitSiglipConfig:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NaVitMetadata:
-    """What one `encode` needs besides pixels. The integer is baked in by a capture: there it is a capacity."""
+class NaVitMetadata(Segments):
+    """What one `encode` needs besides pixels; segments are slices."""
 
     position_ids: Tensor = field(metadata={"pad": "zero"})  # (N,) int64, rows of the position table
-    cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (slices + 1,) int32, patches
-    slice_groups: tuple[Tensor, ...] = field(metadata={"pad": "empty"})  # equal-length slices, for the sdpa backend
-    max_seqlen: int  # patches in the largest slice
 
 
-class NaVitSiglip(nn.Module):
+class NaVitSiglip(Tower):
     """Strips of patches in, one vector per patch out; equal to transformers' tower on the same weights."""
 
+    config_class = NaVitSiglipConfig
+
     def __init__(self, config: NaVitSiglipConfig, *, drop_last_layer: bool = False, attention: str = "auto"):
-        super().__init__()
-        self.config, self.drop_last_layer, self.attention = config, drop_last_layer, attention
-        self.embeddings = Embeddings(config)
-        self.encoder = Encoder(config, config.num_hidden_layers - drop_last_layer)
-        self.post_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-
-    @classmethod
-    def from_config(cls, config, *, drop_last_layer: bool = False, attention: str = "auto") -> "NaVitSiglip":
-        """Build from a `NaVitSiglipConfig`, a transformers vision config, or the dict in `config.json`.
-
-        drop_last_layer: leave the last layer out (`drop_vision_last_layer` of the checkpoint). attention: a backend of
-        `refvl.attention`, or "auto" for the best one on the device the pixels come from.
-        """
-        config = config if isinstance(config, NaVitSiglipConfig) else NaVitSiglipConfig.from_hf(config)
-        return cls(config, drop_last_layer=drop_last_layer, attention=attention)
-
-    @property
-    def device(self) -> torch.device:
-        return self.post_layernorm.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.post_layernorm.weight.dtype
-
-    @property
-    def graph_attention(self) -> str:
-        """The backend for a capture: one whose shapes do not depend on the lengths of the slices."""
-        return "varlen" if "varlen" in available_backends(self.device, self.dtype, self.config.head_dim) else "masked"
+        """drop_last_layer: leave the last layer out (`drop_vision_last_layer` of the checkpoint)."""
+        super().__init__(config, attention=attention)
+        self.drop_last_layer = drop_last_layer
+        c, layers = config, [EncoderLayer(config) for _ in range(config.num_hidden_layers - drop_last_layer)]
+        self.embeddings = nn.ModuleDict(
+            {
+                "patch_embedding": nn.Linear(c.patch_values, c.hidden_size),
+                "position_embedding": nn.Embedding(c.num_patches_per_side**2, c.hidden_size),
+            }
+        )
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+        self.post_layernorm = nn.LayerNorm(c.hidden_size, eps=c.layer_norm_eps)
 
     def plan(self, tgt_sizes, position_sizes=None) -> NaVitMetadata:
         """Everything that depends on sizes, computed on the CPU and moved to the tower's device.
@@ -148,27 +96,27 @@ class NaVitSiglip(nn.Module):
             )
         side = self.config.num_patches_per_side
         position_ids = [torch.zeros(0, dtype=torch.long), *(place_in_table(h, w, side) for h, w in position_sizes)]
-        cu_seqlens = cumulative_lengths([h * w for h, w in sizes])
-        return NaVitMetadata(
-            position_ids=torch.cat(position_ids).to(self.device, non_blocking=True),
-            cu_seqlens=cu_seqlens.to(self.device, non_blocking=True),
-            slice_groups=tuple(group.to(self.device, non_blocking=True) for group in group_segments(cu_seqlens)),
-            max_seqlen=max((h * w for h, w in sizes), default=0),
-        )
+        segments = plan_segments([h * w for h, w in sizes])
+        return self.move(NaVitMetadata(**segments, position_ids=torch.cat(position_ids)))
 
     def plan_capacity(self, max_patches: int, max_slices: int) -> NaVitMetadata:
         """Metadata as large as any batch within these limits can need; its values are legal: one slice holds all."""
-        cu_seqlens = torch.full((max_slices + 1,), max_patches, dtype=torch.int32, device=self.device)
-        cu_seqlens[0] = 0
-        position_ids = torch.zeros(max_patches, dtype=torch.long, device=self.device)
-        return NaVitMetadata(position_ids, cu_seqlens, slice_groups=(), max_seqlen=max_patches)
+        position_ids = torch.zeros(max_patches, dtype=torch.long)
+        return self.move(NaVitMetadata(**segment_capacity(max_patches, max_slices), position_ids=position_ids))
 
-    def encode(self, patches_NC: Tensor, metadata: NaVitMetadata, attention: str | None = None) -> Tensor:
+    def encode(self, patches_NC: Tensor, metadata: Segments, attention: str | None = None) -> Tensor:
         """(N, C*P*P) patch rows of all slices -> (N, E); `attention` overrides the tower's backend."""
-        check_pixel_rows(patches_NC, (len(metadata.position_ids), self.config.patch_values), self.device)
-        backend = choose_backend(attention or self.attention, patches_NC.device, self.dtype, self.config.head_dim)
-        x_NE = self.embeddings(patches_NC.to(self.dtype), metadata.position_ids)
-        return self.post_layernorm(self.encoder(x_NE, metadata, backend))
+        positions_NE = self.positions(metadata)
+        check_pixel_rows(patches_NC, (len(positions_NE), self.config.patch_values), self.device)
+        backend = self.backend(attention, patches_NC.device)
+        x_NE = self.embeddings["patch_embedding"](patches_NC.to(self.dtype)) + positions_NE
+        for layer in self.encoder["layers"].children():
+            x_NE = layer(x_NE, metadata, backend)
+        return self.post_layernorm(x_NE)
+
+    def positions(self, metadata: Any) -> Tensor:
+        """(N, E): what the tower is told of where each patch lies."""
+        return self.embeddings["position_embedding"](metadata.position_ids)
 
     def forward(self, pixel_values: Tensor, tgt_sizes, position_sizes=None) -> Tensor:
         """(B, C, P, L) strips -> (B, L / P, E): slice b is the first h * w patches of strip b; the other rows are zero.
@@ -186,53 +134,24 @@ class NaVitSiglip(nn.Module):
         rows_NE = self.encode(unpad(rows_BNC, lengths, "pixel_values"), self.plan(sizes, position_sizes))
         return pad(rows_NE, lengths, rows_BNC.shape[1])
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load (checkpoint name, tensor) pairs strictly; returns the names of the parameters that were filled.
+    def rename(self, name: str) -> str:
+        """`vpm.encoder.layers.0.self_attn.q_proj.weight` -> `encoder.layers.0.self_attn.q.weight`, which fills `qkv`.
 
-        Reads names under `vpm.`, `vision_model.` and bare ones; q, k, v fused or separate. The dropped last layer and
-        SigLIP's pooling head are left out. All else that does not fit is listed in one ValueError, see `load_strict`.
+        Names under `vision_model.` and bare ones mean the same.
         """
-        return load_strict(
-            self, weights, rename=checkpoint_to_module_name, fuse=("q", "k", "v"), kernels=self.kernels,
-            skip=rf"{VISION_PREFIX}({self.unused_names})",
-        )  # fmt: skip
+        name = re.sub(r"^(vpm|vision_model)\.", "", name)
+        return re.sub(r"\.self_attn\.(q|k|v|qkv)_proj\.", r".self_attn.\1.", name)
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """The shape of the patch embedding in checkpoints, where it is a convolution."""
-        c = self.config
-        return {"embeddings.patch_embedding.weight": (c.hidden_size, c.num_channels, c.patch_size, c.patch_size)}
+        """Of the patch embedding."""
+        return {"embeddings.patch_embedding.weight": self.config.patch_kernel}
 
     @property
-    def unused_names(self) -> str:
-        """A regular expression for the checkpoint names, without prefix, of parts that this tower does not have."""
+    def unused(self) -> str:
+        """SigLIP's pooling head, and the dropped last layer."""
         last = rf"|encoder\.layers\.{self.config.num_hidden_layers - 1}\." if self.drop_last_layer else ""
-        return rf"head\.{last}"
-
-
-class Embeddings(nn.Module):
-    """Conv2d with kernel = stride = P over a patch row is one matrix product with the flattened kernel."""
-
-    def __init__(self, config: NaVitSiglipConfig):
-        super().__init__()
-        self.patch_embedding = nn.Linear(config.patch_values, config.hidden_size)
-        self.position_embedding = nn.Embedding(config.num_patches_per_side**2, config.hidden_size)
-
-    def forward(self, patches_NC: Tensor, position_ids: Tensor) -> Tensor:
-        return self.patch_embedding(patches_NC) + self.position_embedding(position_ids)  # (N, E)
-
-
-class Encoder(nn.Module):
-    """The layers, one after the other."""
-
-    def __init__(self, config: NaVitSiglipConfig, depth: int):
-        super().__init__()
-        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(depth))
-
-    def forward(self, x_NE: Tensor, metadata: NaVitMetadata, backend: str) -> Tensor:
-        for layer in self.layers:
-            x_NE = layer(x_NE, metadata, backend)
-        return x_NE
+        return rf"((vpm|vision_model)\.)?(head\.{last})"
 
 
 class EncoderLayer(nn.Module):
@@ -245,7 +164,7 @@ class EncoderLayer(nn.Module):
         self.layer_norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x_NE: Tensor, metadata: NaVitMetadata, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, metadata: Segments, backend: str) -> Tensor:
         x_NE = x_NE + self.self_attn(self.layer_norm1(x_NE), metadata, backend)
         return x_NE + self.mlp(self.layer_norm2(x_NE))
 
@@ -259,25 +178,22 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x_NE: Tensor, metadata: NaVitMetadata, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, metadata: Segments, backend: str) -> Tensor:
         q_NHK, k_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
-        out_NHK = varlen_attention(
-            q_NHK, k_NHK, v_NHK, metadata.cu_seqlens, metadata.max_seqlen,
-            backend=backend, groups=metadata.slice_groups,
-        )  # fmt: skip
-        return self.out_proj(out_NHK.flatten(1))  # (N, E)
+        return self.out_proj(metadata.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
 class MLP(nn.Module):
-    """Linear - GELU (its tanh form) - Linear."""
+    """Linear - GELU - Linear."""
 
     def __init__(self, config: NaVitSiglipConfig):
         super().__init__()
         self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.gelu = config.gelu
 
     def forward(self, x_NE: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x_NE), approximate="tanh"))
+        return self.fc2(F.gelu(self.fc1(x_NE), approximate=self.gelu))
 
 
 def place_in_table(h: int, w: int, side: int) -> Tensor:
@@ -288,11 +204,6 @@ def place_in_table(h: int, w: int, side: int) -> Tensor:
     """
     row, column = torch.arange(h) * side // h, torch.arange(w) * side // w
     return (row[:, None] * side + column).flatten()
-
-
-def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
-    """(len + 1,) int32, leading 0."""
-    return F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def unpad(padded: Tensor, lengths: Sequence[int], name: str) -> Tensor:
@@ -308,16 +219,3 @@ def pad(rows: Tensor, lengths: Sequence[int], longest: int) -> Tensor:
     for b, piece in enumerate(rows.split(list(lengths))):
         padded[b, : len(piece)] = piece
     return padded
-
-
-VISION_PREFIX = r"(?:(?:vpm|vision_model)\.)?"
-
-
-def checkpoint_to_module_name(name: str) -> str:
-    """`vpm.encoder.layers.0.self_attn.q_proj.weight` -> `encoder.layers.0.self_attn.q.weight`, which fills `qkv`."""
-    return rename_projections(re.sub(rf"^{VISION_PREFIX}", "", name))
-
-
-def rename_projections(name: str) -> str:
-    """`self_attn.q_proj` -> `self_attn.q`, and so for k, v and a fused `qkv_proj`."""
-    return re.sub(r"\.self_attn\.(q|k|v|qkv)_proj\.", r".self_attn.\1.", name)

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from refvl.attention import group_segments, varlen_attention
-from refvl.encoders.grid import FrameMetadata, GridEncoder, GridVisionConfig, PatchEmbed, RMSNorm, SwiGLU
+from refvl.attention import Segments, group_segments
+from refvl.encoders.grid import FrameMetadata, GridEncoder, GridVisionConfig, PatchEmbed, RMSNorm, SwiGLU, VisionBlock
 from refvl.positions.rotary import apply_rotary
 from refvl.positions.windows import get_window_index, invert_permutation, max_window_count
 
@@ -86,9 +86,13 @@ class Qwen2_5_VisionTransformer(GridEncoder):
 
     def __init__(self, config: Qwen2_5_VisionConfig, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
-        self.patch_embed = PatchEmbed(config, bias=False)
-        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
-        self.merger = PatchMerger(config)
+        c, E = config, config.hidden_size
+        self.patch_embed = PatchEmbed(c, bias=False)
+        self.blocks = nn.ModuleList(
+            VisionBlock(E, c.norm_eps, VisionAttention(c), SwiGLU(E, c.intermediate_size, bias=True))
+            for _ in range(c.depth)
+        )
+        self.merger = PatchMerger(c)
 
     def plan(self, grid_thw) -> VisionMetadata:
         """Everything that depends on sizes, computed on the CPU and moved to the tower's device.
@@ -99,16 +103,17 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         window_index, cu_window_seqlens = get_window_index(
             grids, window_size=c.window_size, patch_size=c.patch_size, spatial_merge_size=c.spatial_merge_size
         )
-        frames, index_M = self.plan_frames(grids), self.move(window_index)
-        frames |= {name: self._permute_blocks(frames[name], index_M) for name in ("cos", "sin")}
-        return VisionMetadata(
+        frames = self.plan_frames(grids)
+        frames |= {name: self._permute_blocks(frames[name], window_index) for name in ("cos", "sin")}
+        metadata = VisionMetadata(
             **frames,
-            window_index=index_M,
-            reverse_index=self.move(invert_permutation(window_index)),
-            cu_window_seqlens=self.move(cu_window_seqlens),
-            window_groups=tuple(map(self.move, group_segments(cu_window_seqlens))),
+            window_index=window_index,
+            reverse_index=invert_permutation(window_index),
+            cu_window_seqlens=cu_window_seqlens,
+            window_groups=group_segments(cu_window_seqlens),
             max_window_seqlen=int(cu_window_seqlens.diff().max()) if grids else 0,
         )
+        return self.move(metadata)
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
         """Metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need, for a capture.
@@ -118,25 +123,23 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         """
         side, block = self.config.window_side, self.config.block_size
         windows = max_window_count(max_tokens, min(max_frames, max_tokens), side)
-        index_M = torch.arange(max_tokens, device=self.device)
-        steps = torch.arange(windows + 1, dtype=torch.int32, device=self.device)
-        return VisionMetadata(
+        steps = torch.arange(windows + 1, dtype=torch.int32)
+        metadata = VisionMetadata(
             **self.frame_capacity(max_tokens, max_frames),
-            window_index=index_M,
-            reverse_index=index_M.clone(),
+            window_index=torch.arange(max_tokens),
+            reverse_index=torch.arange(max_tokens),
             cu_window_seqlens=(steps * side**2).clamp(max=max_tokens) * block,
             window_groups=(),
             max_window_seqlen=min(side**2, max_tokens) * block,
         )
+        return self.move(metadata)
 
     def encode(self, patches_NC: Tensor, metadata: VisionMetadata, backend: str) -> Tensor:
         """(N, C*Tp*P*P) -> (M, D). In float16 the last blocks can overflow on long inputs: see `clamp_overflow`."""
         x_NE = self._permute_blocks(self.patch_embed(patches_NC), metadata.window_index)
+        windows = Segments(metadata.cu_window_seqlens, metadata.window_groups, metadata.max_window_seqlen)
         for i, block in enumerate(self.blocks):
-            if i in self.config.fullatt_block_indexes:
-                segments = (metadata.cu_seqlens, metadata.max_seqlen, metadata.frame_groups)
-            else:
-                segments = (metadata.cu_window_seqlens, metadata.max_window_seqlen, metadata.window_groups)
+            segments = metadata if i in self.config.fullatt_block_indexes else windows
             x_NE = block(x_NE, metadata.cos, metadata.sin, segments, backend)
         return self.merger(clamp_overflow(x_NE))[metadata.reverse_index]  # (M, D)
 
@@ -159,21 +162,6 @@ def clamp_overflow(x_NE: Tensor) -> Tensor:
     return torch.where(overflowed_N1, x_NE.clamp(-bound, bound), x_NE)
 
 
-class VisionBlock(nn.Module):
-    """Pre-norm: x + attn(norm1(x)), then x + mlp(norm2(x)); the caller says which segments, windows or frames."""
-
-    def __init__(self, config: Qwen2_5_VisionConfig):
-        super().__init__()
-        self.norm1 = RMSNorm(config.hidden_size, config.norm_eps)
-        self.norm2 = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attn = VisionAttention(config)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, bias=True)
-
-    def forward(self, x_NE: Tensor, cos: Tensor, sin: Tensor, segments, backend: str) -> Tensor:
-        x_NE = x_NE + self.attn(self.norm1(x_NE), cos, sin, segments, backend)
-        return x_NE + self.mlp(self.norm2(x_NE))
-
-
 class VisionAttention(nn.Module):
     """Fused q, k, v with bias; rotary on q and k; every token attends within its own segment."""
 
@@ -183,12 +171,10 @@ class VisionAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x_NE: Tensor, cos: Tensor, sin: Tensor, segments, backend: str) -> Tensor:
-        cu_seqlens, max_seqlen, groups = segments
+    def forward(self, x_NE: Tensor, cos: Tensor, sin: Tensor, segments: Segments, backend: str) -> Tensor:
         q_NHK, k_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
         q_NHK, k_NHK = apply_rotary(q_NHK, cos, sin), apply_rotary(k_NHK, cos, sin)
-        out_NHK = varlen_attention(q_NHK, k_NHK, v_NHK, cu_seqlens, max_seqlen, backend=backend, groups=groups)
-        return self.proj(out_NHK.flatten(1))  # (N, E)
+        return self.proj(segments.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
 class PatchMerger(nn.Module):

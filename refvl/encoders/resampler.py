@@ -20,38 +20,51 @@ B slices, L patches of the longest.
 Upstream: `Resampler2`, `Resampler2_5`, `Resampler4_5` (vLLM).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.attention import available_backends, choose_backend, group_segment_pairs, varlen_cross_attention
+from refvl.attention import cumulative_lengths, group_segment_pairs, varlen_cross_attention
 from refvl.checks import as_size, as_sizes, check_floats, check_integers, check_positive_int, check_shape, is_integer
-from refvl.encoders.navit_siglip import cumulative_lengths, unpad
-from refvl.encoders.weights import load_strict
+from refvl.encoders.navit_siglip import unpad
+from refvl.encoders.tower import Tower
 from refvl.positions.tables import resize_position_table, sincos, sincos_2d, sincos_frequencies
 
 NO_TIME = -1  # the temporal id of an image
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ResamplerMetadata:
-    """What one `resample` needs besides rows. Integers are baked in by a capture: there they are capacities.
+class SetMetadata:
+    """Which patches each set of queries reads. Integers are baked in by a capture: there they are capacities."""
 
-    The frequencies depend on the width alone. They are planned because a buffer of the module would be rounded by
-    `.to(torch.bfloat16)` and lost by `to_empty`.
-    """
-
-    places: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch in its slice
-    frequencies: Tensor = field(metadata={"pad": "zero"})  # (D / 4,) float32
+    positions: Tensor = field(metadata={"pad": "zero"})  # one row per patch
     cu_seqlens_q: Tensor = field(metadata={"pad": "repeat_last"})  # (sets + 1,) int32, tokens
     cu_seqlens_k: Tensor = field(metadata={"pad": "repeat_last"})  # (sets + 1,) int32, patches
     set_groups: tuple = field(metadata={"pad": "empty"})  # sets of equal lengths, for the sdpa backend
     max_seqlen_q: int  # Q
     max_seqlen_k: int  # patches that the fullest set of queries reads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FixedGridMetadata(SetMetadata):
+    """Positions are (N, D) in the module's dtype, and queries have them, too."""
+
+    query_positions: Tensor  # (Q, D) in the module's dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResamplerMetadata(SetMetadata):
+    """Positions are (N, 2) int32: row and column of each patch in its slice.
+
+    The frequencies depend on the width alone. They are planned because a buffer of the module would be rounded by
+    `.to(torch.bfloat16)` and lost by `to_empty`.
+    """
+
+    frequencies: Tensor = field(metadata={"pad": "zero"})  # (D / 4,) float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,21 +75,61 @@ class TemporalResamplerMetadata(ResamplerMetadata):
     time_frequencies: Tensor = field(metadata={"pad": "zero"})  # (D / 2,) float32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FixedGridMetadata:
-    """What `Resampler2.resample` needs besides rows."""
+class Resampler(Tower):
+    """What all versions share: every set of queries reads its patches. Not used by itself."""
 
-    query_positions: Tensor  # (Q, D) in the module's dtype
-    key_positions: Tensor  # (N, D) in the module's dtype
-    cu_seqlens_q: Tensor  # (slices + 1,) int32, tokens
-    cu_seqlens_k: Tensor  # (slices + 1,) int32, patches
-    set_groups: tuple
-    max_seqlen_q: int
-    max_seqlen_k: int
+    ln_post: Any  # None, as `proj`, where the resampler ends at the attention
+    proj: Any
+
+    def __init__(self, num_queries: int, embed_dim: int, num_heads: int, kv_dim: int | None, attention: str):
+        super().__init__(None, attention=attention)
+        self.num_queries = check_positive_int(num_queries, "num_queries")
+        self.query = nn.Parameter(torch.empty(num_queries, embed_dim).normal_(std=0.02))
+        self.kv_proj = key_projection(kv_dim, embed_dim)
+        self.attn = CrossAttention(embed_dim, num_heads)
+        self.ln_q, self.ln_kv, self.ln_post = layer_norm(embed_dim), layer_norm(embed_dim), layer_norm(embed_dim)
+        self.proj = nn.Parameter(embed_dim**-0.5 * torch.randn(embed_dim, embed_dim))
+
+    @classmethod
+    def from_config(cls, config: dict, **extra) -> Self:
+        """Build from a dict of the constructor's arguments."""
+        return cls(**config, **extra)
+
+    @property
+    def embed_dim(self) -> int:
+        """D."""
+        return self.query.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """K."""
+        return self.attn.head_dim
+
+    def resample(self, rows_NC: Tensor, metadata: Any, attention: str | None = None) -> Tensor:
+        """(N, kv_dim) rows of all slices -> (sets * Q, D); `attention` overrides the module's backend."""
+        backend = self.backend(attention, self.device)
+        tokens_MD = self.attn(*self.attention_inputs(rows_NC, metadata), metadata, backend)
+        return tokens_MD if self.proj is None else self.ln_post(tokens_MD) @ self.proj
+
+    def attention_inputs(self, rows_NC: Tensor, metadata: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (Q, D), keys (N, D), values (N, D) before they are projected."""
+        check_floats(check_shape(rows_NC, (len(metadata.positions), "kv_dim"), "x"), "x")
+        values_ND = self.ln_kv(self.kv_proj(rows_NC.to(self.dtype)))
+        return self.ln_q(self.query), self.add_positions(values_ND, metadata), values_ND
+
+    def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
+        """Keys from values."""
+        raise NotImplementedError
+
+    def rename(self, name: str) -> str:
+        """Names under `resampler.` or bare ones."""
+        return name.removeprefix("resampler.")
 
 
-class Resampler2(nn.Module):
+class Resampler2(Resampler):
     """A fixed grid of queries; queries and keys carry positions in it: MiniCPM-V 2.0."""
+
+    unused = r"(resampler\.)?pos_embed$"  # a formula
 
     def __init__(
         self,
@@ -94,56 +147,33 @@ class Resampler2(nn.Module):
         adaptive: keys get the sines and cosines of their own grid instead of the queries' resized ones.
         do_post_projection: False ends at the attention (Qwen-VL's form).
         """
-        super().__init__()
-        self.grid_size, self.num_queries = check_positive_int(grid_size, "grid_size"), grid_size**2
-        self.adaptive, self.attention = adaptive, attention
-        self.query = nn.Parameter(torch.empty(self.num_queries, embed_dim).normal_(std=0.02))
-        self.kv_proj = key_projection(kv_dim, embed_dim)
-        self.attn = CrossAttention(embed_dim, num_heads)
-        self.ln_q, self.ln_kv = layer_norm(embed_dim), layer_norm(embed_dim)
-        self.ln_post = layer_norm(embed_dim) if do_post_projection else None
-        self.proj = nn.Parameter(embed_dim**-0.5 * torch.randn(embed_dim, embed_dim)) if do_post_projection else None
-
-    @classmethod
-    def from_config(cls, config: dict, **extra) -> "Resampler2":
-        """Build from a dict of the constructor's arguments."""
-        return cls(**config, **extra)
-
-    @property
-    def embed_dim(self) -> int:
-        return self.query.shape[1]
+        super().__init__(check_positive_int(grid_size, "grid_size") ** 2, embed_dim, num_heads, kv_dim, attention)
+        self.grid_size, self.adaptive = grid_size, adaptive
+        if not do_post_projection:
+            self.ln_post = self.proj = None
 
     def plan(self, tgt_sizes) -> FixedGridMetadata:
         """tgt_sizes: (h, w) per slice in patches."""
         sizes = as_sizes(tgt_sizes)
-        cu_seqlens_q, cu_seqlens_k, groups = plan_sets(self.num_queries, [h * w for h, w in sizes], self.query.device)
-        positions = sincos_2d(self.embed_dim, (self.grid_size, self.grid_size)).flatten(0, 1)
-        keys = [positions[:0], *(self._key_positions(positions, size) for size in sizes)]
-        return FixedGridMetadata(
-            query_positions=positions.to(self.query),
-            key_positions=torch.cat(keys).to(self.query),
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            set_groups=groups,
-            max_seqlen_q=self.num_queries,
-            max_seqlen_k=max((h * w for h, w in sizes), default=0),
-        )
+        queries_QD = sincos_2d(self.embed_dim, (self.grid_size, self.grid_size)).flatten(0, 1)
+        keys_ND = torch.cat([queries_QD[:0], *(self._key_positions(queries_QD, size) for size in sizes)])
+        sets = plan_sets(self.num_queries, [h * w for h, w in sizes])
+        keys_ND, queries_QD = keys_ND.to(self.dtype), queries_QD.to(self.dtype)
+        return self.move(FixedGridMetadata(positions=keys_ND, query_positions=queries_QD, **sets))
 
     def _key_positions(self, query_positions_QD: Tensor, size: tuple[int, int]) -> Tensor:
         if self.adaptive:
             return sincos_2d(self.embed_dim, size).flatten(0, 1)
         return resize_position_table(query_positions_QD, size, antialias=False)
 
-    def resample(self, rows_NC: Tensor, metadata: FixedGridMetadata, attention: str | None = None) -> Tensor:
-        """(N, kv_dim) rows of all slices -> (slices * Q, D)."""
-        tokens_MD = self.attn(*self.attention_inputs(rows_NC, metadata), metadata, self._backend(attention))
-        return tokens_MD if self.ln_post is None or self.proj is None else self.ln_post(tokens_MD) @ self.proj
+    def attention_inputs(self, rows_NC: Tensor, metadata: FixedGridMetadata) -> tuple[Tensor, Tensor, Tensor]:
+        """As in `Resampler`; queries have positions as well."""
+        query_QD, keys_ND, values_ND = super().attention_inputs(rows_NC, metadata)
+        return query_QD + metadata.query_positions, keys_ND, values_ND
 
-    def attention_inputs(self, rows_NC: Tensor, metadata: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (Q, D), keys (N, D), values (N, D) before they are projected."""
-        check_floats(check_shape(rows_NC, (len(metadata.key_positions), "kv_dim"), "x"), "x")
-        values_ND = self.ln_kv(self.kv_proj(rows_NC.to(self.query.dtype)))
-        return self.ln_q(self.query) + metadata.query_positions, values_ND + metadata.key_positions, values_ND
+    def add_positions(self, x_ND: Tensor, metadata: FixedGridMetadata) -> Tensor:
+        """As planned."""
+        return x_ND + metadata.positions
 
     def forward(self, x: Tensor, tgt_size: tuple[int, int] | None = None) -> Tensor:
         """(B, L, kv_dim) -> (B, Q, D). tgt_size: (h, w) of every slice, h * w = L; None: a square."""
@@ -154,17 +184,8 @@ class Resampler2(nn.Module):
             raise ValueError(f"tgt_size: {(h, w)} does not hold the {x.shape[1]} patches of x")
         return self.resample(x.flatten(0, 1), self.plan([(h, w)] * len(x))).unflatten(0, (len(x), self.num_queries))
 
-    def _backend(self, attention: str | None) -> str:
-        return choose_backend(attention or self.attention, self.query.device, self.query.dtype, self.attn.head_dim)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Strictly, see `load_strict`; `pos_embed`, which checkpoints also hold, is left out: it is a formula."""
-        return load_strict(
-            self, weights, rename=lambda name: name.removeprefix("resampler."), skip=r"(resampler\.)?pos_embed$"
-        )
-
-
-class Resampler2_5(nn.Module):
+class Resampler2_5(Resampler):
     """Keys carry the sines and cosines of their row and column: MiniCPM-V 2.5, 2.6 and 4.0."""
 
     def __init__(
@@ -180,102 +201,45 @@ class Resampler2_5(nn.Module):
         """kv_dim: width of the rows (default: embed_dim, no projection). max_size: the size of upstream's first table,
         and no limit.
         """
-        super().__init__()
-        self.num_queries, self.max_size = check_positive_int(num_queries, "num_queries"), as_size(max_size, "max_size")
-        self.attention = attention
-        self.query = nn.Parameter(torch.empty(num_queries, embed_dim).normal_(std=0.02))
-        self.kv_proj = key_projection(kv_dim, embed_dim)
-        self.attn = CrossAttention(embed_dim, num_heads)
-        self.ln_q, self.ln_kv, self.ln_post = layer_norm(embed_dim), layer_norm(embed_dim), layer_norm(embed_dim)
-        self.proj = nn.Parameter(embed_dim**-0.5 * torch.randn(embed_dim, embed_dim))
-
-    @classmethod
-    def from_config(cls, config: dict, **extra) -> "Resampler2_5":
-        """Build from a dict of the constructor's arguments."""
-        return cls(**config, **extra)
-
-    @property
-    def embed_dim(self) -> int:
-        return self.query.shape[1]
-
-    @property
-    def graph_attention(self) -> str:
-        """The backend for a capture: one whose shapes do not depend on the lengths of the sets."""
-        available = available_backends(self.query.device, self.query.dtype, self.attn.head_dim)
-        return "varlen" if "varlen" in available else "masked"
+        super().__init__(num_queries, embed_dim, num_heads, kv_dim, attention)
+        self.max_size = as_size(max_size, "max_size")
 
     def plan(self, tgt_sizes) -> ResamplerMetadata:
         """Everything that depends on sizes, computed on the CPU. tgt_sizes: (h, w) per slice in patches."""
         sizes = as_sizes(tgt_sizes)
-        return ResamplerMetadata(**self._plan_places(sizes), **self._plan_sets([h * w for h, w in sizes]))
+        return self.move(ResamplerMetadata(**self._plan(sizes, [h * w for h, w in sizes])))
 
-    def _plan_places(self, sizes: Sequence[tuple[int, int]]) -> dict:
+    def _plan(self, sizes: Sequence[tuple[int, int]], patches_per_set: Sequence[int]) -> dict[str, Any]:
         places = [torch.zeros(0, 2, dtype=torch.int32), *(grid_places(h, w) for h, w in sizes)]
-        return {
-            "places": torch.cat(places).to(self.query.device, non_blocking=True),
-            "frequencies": sincos_frequencies(self.embed_dim // 2).to(self.query.device, non_blocking=True),
-        }
-
-    def _plan_sets(self, patches_per_set: Sequence[int]) -> dict:
-        cu_seqlens_q, cu_seqlens_k, groups = plan_sets(self.num_queries, patches_per_set, self.query.device)
-        return {
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
-            "set_groups": groups,
-            "max_seqlen_q": self.num_queries,
-            "max_seqlen_k": max(patches_per_set, default=0),
+        frequencies = sincos_frequencies(self.embed_dim // 2)
+        return plan_sets(self.num_queries, patches_per_set) | {
+            "positions": torch.cat(places),
+            "frequencies": frequencies,
         }
 
     def plan_capacity(self, max_patches: int, max_sets: int) -> ResamplerMetadata:
         """Metadata as large as any batch of so many patches and sets of queries; legal values: one set reads all."""
-        return ResamplerMetadata(**self._capacity(max_patches, max_sets))
+        return self.move(ResamplerMetadata(**self._capacity(max_patches, max_sets)))
 
-    def _capacity(self, max_patches: int, max_sets: int) -> dict:
-        cu_seqlens_k = torch.full((max_sets + 1,), max_patches, dtype=torch.int32)
-        cu_seqlens_q = torch.full((max_sets + 1,), self.num_queries, dtype=torch.int32)
-        cu_seqlens_q[0] = cu_seqlens_k[0] = 0
-        device = self.query.device
-        return {
-            "places": torch.zeros(max_patches, 2, dtype=torch.int32, device=device),
-            "frequencies": sincos_frequencies(self.embed_dim // 2).to(device),
-            "cu_seqlens_q": cu_seqlens_q.to(device),
-            "cu_seqlens_k": cu_seqlens_k.to(device),
-            "set_groups": (),
-            "max_seqlen_q": self.num_queries,
-            "max_seqlen_k": max_patches,
-        }
-
-    def resample(self, rows_NC: Tensor, metadata: ResamplerMetadata, attention: str | None = None) -> Tensor:
-        """(N, kv_dim) rows of all slices -> (sets * Q, D); `attention` overrides the module's backend."""
-        backend = choose_backend(attention or self.attention, self.query.device, self.query.dtype, self.attn.head_dim)
-        tokens_MD = self.attn(*self.attention_inputs(rows_NC, metadata), metadata, backend)
-        return self.ln_post(tokens_MD) @ self.proj
-
-    def attention_inputs(self, rows_NC: Tensor, metadata: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (Q, D), keys (N, D), values (N, D) before they are projected."""
-        check_floats(check_shape(rows_NC, (len(metadata.places), "kv_dim"), "x"), "x")
-        values_ND = self.ln_kv(self.kv_proj(rows_NC.to(self.query.dtype)))
-        return self.ln_q(self.query), self.add_positions(values_ND, metadata), values_ND
+    def _capacity(self, max_patches: int, max_sets: int) -> dict[str, Any]:
+        capacity = self._plan([(1, max_patches)], [max_patches])
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            capacity[name] = torch.cat([capacity[name], capacity[name][-1:].expand(max_sets - 1)])
+        return capacity | {"set_groups": ()}
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
         """The first half of the channels encodes the column, the second the row, as in `sincos_2d`."""
-        column_row = sincos(metadata.places.flip(-1), metadata.frequencies)  # (N, 2, D / 2)
+        column_row = sincos(metadata.positions.flip(-1), metadata.frequencies)  # (N, 2, D / 2)
         return x_ND + column_row.flatten(1).to(x_ND.dtype)
 
     def forward(self, x: Tensor, tgt_sizes) -> Tensor:
         """(B, L, kv_dim) -> (B, Q, D). tgt_sizes: (B, 2); slice b is the first h * w rows of x[b], no other is read."""
-        sizes = self._check(x, tgt_sizes)
-        rows = unpad(x, [h * w for h, w in sizes], "x")
-        return self.resample(rows, self.plan(sizes)).unflatten(0, (-1, self.num_queries))
+        return self._resample_padded(x, as_sizes(tgt_sizes))
 
-    def _check(self, x: Tensor, tgt_sizes) -> list[tuple[int, int]]:
-        sizes = as_sizes(tgt_sizes)
+    def _resample_padded(self, x: Tensor, sizes: list[tuple[int, int]], *times) -> Tensor:
         check_shape(x, (len(sizes), "L", "kv_dim"), "x")
-        return sizes
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load (checkpoint name, tensor) pairs strictly; names under `resampler.` or bare ones."""
-        return load_strict(self, weights, rename=lambda name: name.removeprefix("resampler."))
+        rows = unpad(x, [h * w for h, w in sizes], "x")
+        return self.resample(rows, self.plan(sizes, *times)).unflatten(0, (-1, self.num_queries))
 
 
 class Resampler4_5(Resampler2_5):
@@ -294,25 +258,20 @@ class Resampler4_5(Resampler2_5):
         A group shares one set of queries, unless all of its ids are -1: then each slice has its own.
         """
         sizes = as_sizes(tgt_sizes)
-        groups = as_temporal_groups(temporal_ids, len(sizes))
-        patches = iter([h * w for h, w in sizes])
-        patches_per_set = [n for ids in groups for n in count_per_set(ids, [next(patches) for _ in ids])]
+        groups, patches = as_temporal_groups(temporal_ids, len(sizes)), [h * w for h, w in sizes]
+        rest = iter(patches)
+        patches_per_set = [n for ids in groups for n in count_per_set(ids, [next(rest) for _ in ids])]
         ids = torch.tensor([id_ for group in groups for id_ in group], dtype=torch.int32)
-        times = ids.repeat_interleave(torch.tensor([h * w for h, w in sizes], dtype=torch.long))
-        return TemporalResamplerMetadata(
-            **self._plan_places(sizes),
-            **self._plan_sets(patches_per_set),
-            times=times.to(self.query.device, non_blocking=True),
-            time_frequencies=sincos_frequencies(self.embed_dim).to(self.query.device, non_blocking=True),
-        )
+        times = ids.repeat_interleave(torch.tensor(patches, dtype=torch.long))
+        return self.move(TemporalResamplerMetadata(**self._plan(sizes, patches_per_set), **self._times(times)))
 
     def plan_capacity(self, max_patches: int, max_sets: int) -> TemporalResamplerMetadata:
         """As in `Resampler2_5`."""
-        return TemporalResamplerMetadata(
-            **self._capacity(max_patches, max_sets),
-            times=torch.zeros(max_patches, dtype=torch.int32, device=self.query.device),
-            time_frequencies=sincos_frequencies(self.embed_dim).to(self.query.device),
-        )
+        times = self._times(torch.zeros(max_patches, dtype=torch.int32))
+        return self.move(TemporalResamplerMetadata(**self._capacity(max_patches, max_sets), **times))
+
+    def _times(self, times: Tensor) -> dict[str, Any]:
+        return {"times": times, "time_frequencies": sincos_frequencies(self.embed_dim)}
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
         """Row, column, and time where there is one."""
@@ -325,10 +284,8 @@ class Resampler4_5(Resampler2_5):
 
         temporal_ids: one list per group, see `plan`; a (B,) tensor of ids groups nothing; None: no times.
         """
-        sizes = self._check(x, tgt_sizes)
-        rows = unpad(x, [h * w for h, w in sizes], "x")
-        metadata = self.plan(sizes, ungrouped(temporal_ids) if isinstance(temporal_ids, Tensor) else temporal_ids)
-        return self.resample(rows, metadata).unflatten(0, (-1, self.num_queries))
+        ids = ungrouped(temporal_ids) if isinstance(temporal_ids, Tensor) else temporal_ids
+        return self._resample_padded(x, as_sizes(tgt_sizes), ids)
 
 
 class CrossAttention(nn.Module):
@@ -362,9 +319,7 @@ class CrossAttention(nn.Module):
         )
 
 
-def attention_weights(
-    resampler: Resampler2 | Resampler2_5, rows_NC: Tensor, metadata: ResamplerMetadata | FixedGridMetadata
-) -> list[Tensor]:
+def attention_weights(resampler: Resampler, rows_NC: Tensor, metadata: SetMetadata) -> list[Tensor]:
     """How much each query takes from each patch: per set of queries (H, Q, L), L patches, whose rows sum to 1.
 
     For inspection: `resample` never holds them. Arguments as there.
@@ -390,16 +345,17 @@ def grid_places(h: int, w: int) -> Tensor:
     return torch.cartesian_prod(torch.arange(h, dtype=torch.int32), torch.arange(w, dtype=torch.int32)).view(-1, 2)
 
 
-def plan_sets(num_queries: int, patches_per_set: Sequence[int], device) -> tuple[Tensor, Tensor, tuple]:
-    """Cumulative lengths of queries and keys, and the sets of equal lengths for the sdpa backend, on `device`."""
+def plan_sets(num_queries: int, patches_per_set: Sequence[int]) -> dict[str, Any]:
+    """The fields of `SetMetadata`, but for the positions."""
     cu_seqlens_q = cumulative_lengths([num_queries] * len(patches_per_set))
     cu_seqlens_k = cumulative_lengths(patches_per_set)
-    groups = group_segment_pairs(cu_seqlens_q, cu_seqlens_k)
-    return (
-        cu_seqlens_q.to(device, non_blocking=True),
-        cu_seqlens_k.to(device, non_blocking=True),
-        tuple((q.to(device, non_blocking=True), k.to(device, non_blocking=True)) for q, k in groups),
-    )
+    return {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "set_groups": group_segment_pairs(cu_seqlens_q, cu_seqlens_k),
+        "max_seqlen_q": num_queries,
+        "max_seqlen_k": max(patches_per_set, default=0),
+    }
 
 
 def as_temporal_groups(temporal_ids, num_slices: int) -> list[list[int]]:

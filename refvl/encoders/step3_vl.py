@@ -22,16 +22,16 @@ H heads, K head dimension. Upstream: `Step3VisionTransformer` and `Step3VLForCon
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from refvl.attention import available_backends, choose_backend, varlen_attention
+from refvl.attention import Segments
 from refvl.checks import Grid, as_grids, check_pixel_rows, check_shape
-from refvl.encoders.weights import config_dict, config_values, load_strict
+from refvl.encoders.tower import Tower, TowerConfig
+from refvl.encoders.weights import config_dict, config_values
 from refvl.pixels.crops import CropLayout, as_crop_layouts, count_square_tokens, square_patch_rows
 from refvl.positions.tables import resize_position_table
 
@@ -39,9 +39,10 @@ CLASS_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Step3VisionConfig:
+class Step3VisionConfig(TowerConfig):
     """Sizes of the encoder; the first ones carry the names and defaults of the checkpoint's `vision_config`."""
 
+    activation = "quick_gelu"
     hidden_size: int = 1792
     intermediate_size: int = 3072
     output_hidden_size: int = 4096  # of the first downsampling convolution; the second doubles it
@@ -57,11 +58,7 @@ class Step3VisionConfig:
     projector_bias: bool = False
 
     def __post_init__(self):
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size: must be a multiple of num_attention_heads={self.num_attention_heads}, "
-                f"got {self.hidden_size}"
-            )
+        TowerConfig.__post_init__(self)
         for name in ("image_size", "crop_size"):
             if getattr(self, name) < 2 * self.patch_size:
                 raise ValueError(
@@ -82,7 +79,7 @@ class Step3VisionConfig:
         hidden_size: the language model's. What is None is read from the whole model's config, if that was given.
         Unknown keys are ignored.
         """
-        values, whole = config_values(config, cls, activation="quick_gelu"), config_dict(config)
+        values, whole = config_values(config, cls, activation=cls.activation), config_dict(config)
         whole = whole if "vision_config" in whole else {}
         given = {
             "understand_projector_stride": (understand_projector_stride, whole.get("understand_projector_stride")),
@@ -99,23 +96,6 @@ class Step3VisionConfig:
             hidden_size=48, intermediate_size=80, output_hidden_size=40, num_hidden_layers=3, num_attention_heads=4,
             image_size=84, crop_size=56, out_hidden_size=56,
         )  # fmt: skip
-
-    @property
-    def depth(self) -> int:
-        return self.num_hidden_layers
-
-    @property
-    def num_heads(self) -> int:
-        return self.num_attention_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def patch_values(self) -> int:
-        """Values in one patch row: C * P * P."""
-        return self.num_channels * self.patch_size**2
 
     def patches_per_side(self, size: int) -> int:
         return size // self.patch_size
@@ -160,49 +140,29 @@ class StackMetadata:
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (1 + n^2, E), the same for every stack of a path
 
 
-class Step3VisionEncoder(nn.Module):
+class Step3VisionEncoder(Tower):
     """Squares in, embeddings of the language model's width out; parameter names are the checkpoint's."""
 
-    plan_reads_weights: ClassVar[bool] = True  # the position table: a plan is stale when the weights change
+    config_class = Step3VisionConfig
+    plan_reads_weights = True  # the position table: a plan is stale when the weights change
 
     def __init__(self, config: Step3VisionConfig, *, attention: str = "auto"):
-        super().__init__()
+        super().__init__(config, attention=attention)
         c = config
-        self.config, self.attention = config, attention
         self.vision_model = VisionTransformer(config)
         self.vit_downsampler = nn.Conv2d(c.hidden_size, c.output_hidden_size, 2, stride=c.understand_projector_stride)
         self.vit_downsampler2 = nn.Conv2d(c.output_hidden_size, 2 * c.output_hidden_size, 3, stride=2, padding=1)
         self.vit_large_projector = nn.Linear(2 * c.output_hidden_size, c.out_hidden_size, bias=c.projector_bias)
 
     @classmethod
-    def from_config(
-        cls,
-        config,
-        *,
-        understand_projector_stride: int | None = None,
-        hidden_size: int | None = None,
-        projector_bias: bool | None = None,
-        attention: str = "auto",
-    ) -> "Step3VisionEncoder":
-        """Build from a `Step3VisionConfig`, a vision config, or the config of the whole model, which has the three
-        values that a vision config lacks; hidden_size is the language model's.
+    def from_config(cls, config, *, attention: str = "auto", **extra) -> "Step3VisionEncoder":
+        """Build from a `Step3VisionConfig`, a vision config, or the config of the whole model.
 
-        attention: a backend of `refvl.attention`, or "auto" for the best one on the device the pixels come from.
+        extra: what a vision config lacks, see `Step3VisionConfig.from_hf`. attention: a backend of `refvl.attention`,
+        or "auto" for the best one on the device the pixels come from.
         """
-        if not isinstance(config, Step3VisionConfig):
-            config = Step3VisionConfig.from_hf(
-                config, understand_projector_stride=understand_projector_stride, hidden_size=hidden_size,
-                projector_bias=projector_bias,
-            )  # fmt: skip
+        config = config if isinstance(config, Step3VisionConfig) else Step3VisionConfig.from_hf(config, **extra)
         return cls(config, attention=attention)
-
-    @property
-    def device(self) -> torch.device:
-        return self.vit_large_projector.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.vit_large_projector.weight.dtype
 
     @property
     def paths(self) -> dict[str, "SquarePath"]:
@@ -236,15 +196,16 @@ class Step3VisionEncoder(nn.Module):
         local_rows, global_rows = _split_places([(n * rows_l, rows_g) for n in crops])
         # the place of each computed token; sorting that gives, for each place, the token that comes there
         order = torch.cat(_split_places([(n * tokens_l, tokens_g) for n in crops])).argsort()
-        return VisionMetadata(
-            local_rows=local_rows.to(self.device, non_blocking=True),
-            global_rows=global_rows.to(self.device, non_blocking=True),
+        metadata = VisionMetadata(
+            local_rows=local_rows,
+            global_rows=global_rows,
             local_position_embeds=self.position_embeds(local.side),
             global_position_embeds=self.position_embeds(overview.side),
-            order=order.to(self.device, non_blocking=True),
+            order=order,
             num_crops=sum(crops),
             num_images=len(layouts),
         )
+        return self.move(metadata)
 
     def position_embeds(self, side: int) -> Tensor:
         """(1 + side^2, E): the position table for squares of side x side patches."""
@@ -292,24 +253,21 @@ class Step3VisionEncoder(nn.Module):
 
     def encode_stack(self, rows_NC: Tensor, position_embeds: Tensor, *, attention: str | None = None) -> Tensor:
         """(B * n^2, C*P*P) rows of equal squares, (1 + n^2, E) positions -> (B, M, D). Reads no value back."""
-        backend = choose_backend(attention or self.attention, rows_NC.device, self.dtype, self.config.head_dim)
+        backend = self.backend(attention, rows_NC.device)
         side = math.isqrt(len(position_embeds) - 1)
         x_BTE = self.vision_model(rows_NC.to(self.dtype), position_embeds, backend)
         x_BEnn = x_BTE[:, CLASS_TOKENS:].transpose(1, 2).unflatten(2, (side, side))
         x_BEmm = self.vit_downsampler2(self.vit_downsampler(x_BEnn))
         return self.vit_large_projector(x_BEmm.flatten(2).transpose(1, 2))  # (B, M, D)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load (checkpoint name, tensor) pairs strictly; returns the names of the parameters that were filled.
+    def rename(self, name: str) -> str:
+        """The checkpoint's names, which are the module's; a leading `model.` is dropped."""
+        return name.removeprefix("model.")
 
-        All that does not fit is listed in one ValueError, see `load_strict`.
-        """
-        c = self.config
-        kernel = (c.hidden_size, c.num_channels, c.patch_size, c.patch_size)
-        return load_strict(
-            self, weights, rename=checkpoint_to_module_name,
-            kernels={"vision_model.embeddings.patch_embedding.weight": kernel},
-        )  # fmt: skip
+    @property
+    def kernels(self) -> dict[str, tuple[int, ...]]:
+        """Of the patch embedding."""
+        return {"vision_model.embeddings.patch_embedding.weight": self.config.patch_kernel}
 
 
 class SquarePath:
@@ -336,8 +294,7 @@ class SquarePath:
     @property
     def graph_attention(self) -> str:
         """Segments are equally long, so the shapes of `sdpa` do not depend on their lengths, and it needs no mask."""
-        available = available_backends(self.device, self.dtype, self.encoder.config.head_dim)
-        return "varlen" if "varlen" in available else "sdpa"
+        return "varlen" if self.encoder.graph_attention == "varlen" else "sdpa"
 
     def check_layouts(self, layouts, *, name: str = "layouts") -> list[Grid]:
         """(squares, n, n) per item, normalised; TypeError or ValueError for anything else and squares of another n."""
@@ -387,25 +344,14 @@ class VisionTransformer(nn.Module):
     def forward(self, rows_NC: Tensor, position_embeds: Tensor, backend: str) -> Tensor:
         x_BTE = self.embeddings(rows_NC, position_embeds)
         B, T, _ = x_BTE.shape
-        segments = Segments.equal(B, T, x_BTE.device)
+        places_BT = torch.arange(B * T, device=x_BTE.device).unflatten(
+            0, (B, T)
+        )  # known from the shape: in a graph, too
+        segments = Segments(torch.arange(0, B * T + 1, T, dtype=torch.int32, device=x_BTE.device), (places_BT,), T)
         x_NE = x_BTE.flatten(0, 1)
         for layer in self.transformer["layers"].children():
             x_NE = layer(x_NE, segments, backend)
         return x_NE.unflatten(0, (B, T))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Segments:
-    """Squares end to end: known from the shape alone, so a graph may compute them."""
-
-    cu_seqlens: Tensor  # (B + 1,) int32
-    groups: tuple[Tensor, ...]  # one (B, T) int64
-    max_seqlen: int
-
-    @classmethod
-    def equal(cls, count: int, length: int, device) -> "Segments":
-        cu_seqlens = torch.arange(0, count * length + 1, length, dtype=torch.int32, device=device)
-        return cls(cu_seqlens, (torch.arange(count * length, device=device).unflatten(0, (count, length)),), length)
 
 
 class VisionEmbeddings(nn.Module):
@@ -450,10 +396,7 @@ class VisionAttention(nn.Module):
 
     def forward(self, x_NE: Tensor, segments: Segments, backend: str) -> Tensor:
         q_NHK, k_NHK, v_NHK = self.qkv_proj(x_NE).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
-        out_NHK = varlen_attention(
-            q_NHK, k_NHK, v_NHK, segments.cu_seqlens, segments.max_seqlen, backend=backend, groups=segments.groups
-        )
-        return self.out_proj(out_NHK.flatten(1))  # (N, E)
+        return self.out_proj(segments.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
 class VisionMLP(nn.Module):
@@ -482,11 +425,6 @@ def resize_class_and_positions(table: Tensor, side: int) -> Tensor:
     if size == side:
         return table
     return torch.cat([table[:1], resize_position_table(table[1:], (side, side), antialias=True)])
-
-
-def checkpoint_to_module_name(name: str) -> str:
-    """The checkpoint's names, which are the module's; a leading `model.` is dropped."""
-    return name.removeprefix("model.")
 
 
 def _split_places(sizes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:

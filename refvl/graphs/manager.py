@@ -179,7 +179,8 @@ class EncoderGraphManager:
         layouts = self.encoder.check_layouts(layouts)
         sizes = [self.encoder.item_size(layout) for layout in layouts]
         with self._lock:
-            self.capture()
+            if not self.captured:
+                self.capture()  # `run` notices when the weights have moved since, and plans again
             weights, plans = self._weights, self._plans
             max_rows = [len(self.captured[budget].pixel_values) for budget in self.limits.budgets]
         rows = [patches for patches, _, _ in sizes]

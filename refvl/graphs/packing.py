@@ -2,7 +2,7 @@
 
     cut      the sorted items cut into consecutive groups: the best cut, by dynamic programming
     fill     the largest item first, each budget filled with the largest items that still fit, the least waste wins
-    search   every partition that may be best, by branch and bound: exact, for few items
+    search   every partition, by dynamic programming over sets of items: exact, for few
     improve  groups of a good partition taken apart, a few items at a time, and searched again
 
 Items are (output tokens, frames, patch rows), sorted; a group is a list of their places, a packing a list of groups.
@@ -12,14 +12,17 @@ import bisect
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+
+import numpy as np
 
 EXACT_ITEMS = 12
 SEARCHED_ITEMS, ROUNDS, FILLS = 10, 8, 32  # beyond: items searched together, how often, and fills to start from
 SCANNED_ITEMS = 16  # of a fill: how many are tried when tokens fit, but frames or rows do not
 MOST_UNITS = 2**14  # of the table of lower bounds
+COUNT_BASE, NEVER = 2**8, 2**60  # of a value in one integer: more than the groups; more than any value
 
 Item = tuple[int, int, int]
 Group = list[int]
@@ -169,84 +172,45 @@ def _fill_one(items, left, sizes, capacity: Capacity, level: int, chance) -> tup
 
 
 def search(items: Sequence[Item], capacity: Capacity, known: list[Group]) -> list[Group]:
-    """The best of all partitions; `known`, a packing that it may improve, where that is as good."""
-    tokens, (total, count) = sum(tokens for tokens, _, _ in items), capacity.value(items, known)
-    found, left = _Search(items, capacity, total - tokens), (1 << len(items)) - 1
-    if found.best(left, tokens)[:2] >= (total, count):
+    """The best of all partitions; `known`, a packing that it may improve, where that is as good.
+
+    Sets of items are bits of an integer. What is best for a set follows from smaller ones: its last item is in some
+    group, and what is best for the rest is known by then. Time and memory grow as 3 to the power of the items.
+    """
+    sets = np.arange(1 << len(items))
+    members = sets[:, None] >> np.arange(len(items)) & 1
+    tokens, frames, rows = (members @ np.array(items)).T
+    level = np.maximum(np.searchsorted(capacity.budgets, tokens), np.searchsorted(capacity.max_rows, rows))
+    fits = (members.sum(1) <= capacity.max_items) & (frames <= capacity.max_frames) & (level < len(capacity.budgets))
+    costs = np.where(fits, np.array([*capacity.budgets, 0])[level] * COUNT_BASE + 1, NEVER)
+    best = np.zeros_like(costs)  # (summed budgets) * COUNT_BASE + number of groups, of each set
+    for last in (1 << i for i in range(len(items))):
+        others, parts, starts = _subsets(last)
+        best[last : 2 * last] = np.minimum.reduceat(costs[parts | last] + best[others ^ parts], starts)
+    total, count = capacity.value(items, known)
+    if best[-1] >= total * COUNT_BASE + count:
         return known
-    groups = []
+    groups: list[Group] = []
+    left = len(sets) - 1
     while left:
-        _, _, group = found.best(left, tokens)
-        groups.append(found.members(group))
-        left, tokens = left & ~group, tokens - sum(items[i][0] for i in groups[-1])
+        inside = sets[1:][sets[1:] & ~left == 0]
+        group = int(inside[np.argmax(costs[inside] + best[left ^ inside] == best[left])])
+        groups.append(np.flatnonzero(members[group]).tolist())
+        left ^= group
     return groups
 
 
-class _Search:
-    """Branch and bound over sets of items, as bits of an integer; what is best for a set is kept.
-
-    A set's largest item must be in some group. Only full groups count, into whose budget no other item of the set
-    fits: moving an item there never makes the packing worse. No group of a better packing wastes more than all groups
-    of a known one, `most_waste`.
-    """
-
-    def __init__(self, items: Sequence[Item], capacity: Capacity, most_waste: int):
-        self.items, self.capacity, self.most_waste = items, capacity, most_waste
-        self.bound = cache(capacity.lower_bound)
-        self.found: dict[int, tuple[float, int, int]] = {0: (0, 0, 0)}
-
-    def members(self, left: int) -> Group:
-        return [i for i in range(len(self.items)) if left >> i & 1]
-
-    def best(self, left: int, tokens: int) -> tuple[float, int, int]:
-        """(summed budgets, number of groups, one of the groups) of the best packing of the items in `left`."""
-        if left in self.found:
-            return self.found[left]
-        bound = self.bound(left.bit_count(), tokens)
-        best: tuple[float, int, int] = (math.inf, 0, 0)
-        for waste, budget, group in sorted(self.full_groups(left)):
-            rest, rest_tokens = left & ~group, tokens - (budget - waste)
-            total, groups = self.bound(rest.bit_count(), rest_tokens)
-            if (total + budget, groups + 1) < best[:2]:
-                sums, groups, _ = self.best(rest, rest_tokens)
-                best = min(best, (sums + budget, groups + 1, group), key=lambda value: value[:2])
-            if best[:2] == bound:
-                break
-        self.found[left] = best
-        return best
-
-    def full_groups(self, left: int) -> Iterator[tuple[int, int, int]]:
-        """(waste, budget, group) of every full group with the largest item of `left`; of equal items the last first."""
-        items, capacity, (*rest, largest) = self.items, self.capacity, self.members(left)
-        most_tokens, most_rows = capacity.budgets[-1], capacity.max_rows[-1]
-        before = list(itertools.accumulate((items[i][0] for i in rest), initial=0))
-        stack = [(len(rest), 1, items[largest], 1 << largest)]  # of the rest, those before a place may still join
-        while stack:
-            end, count, held, group = stack.pop()
-            level = capacity.level(count, *held) or 0
-            waste = capacity.budgets[level] - held[0]
-            if waste - before[end] > self.most_waste:
-                continue
-            if waste <= self.most_waste and self.is_full(level, count, held, (i for i in rest if not group >> i & 1)):
-                yield waste, capacity.budgets[level], group
-            for place in range(end if count < capacity.max_items else 0):
-                i = rest[place]
-                more = _add(held, items[i])
-                if more[0] > most_tokens:
-                    break
-                is_last_of_equals = place + 1 == end or items[rest[place + 1]] != items[i]
-                if is_last_of_equals and more[1] <= capacity.max_frames and more[2] <= most_rows:
-                    stack.append((place, count + 1, more, group | 1 << i))
-
-    def is_full(self, level: int, count: int, held: Item, others: Iterable[int]) -> bool:
-        for i in others:
-            more = _add(held, self.items[i])
-            if more[0] > self.capacity.budgets[level]:  # and so are those after it
-                return True
-            needed = self.capacity.level(count + 1, *more)
-            if needed is not None and needed <= level:
-                return False
-        return True
+@cache
+def _subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(sets, parts): each subset of each set of items below `count`, a power of two; where each set's subsets begin."""
+    sets = parts = np.zeros(1, dtype=np.int64)
+    for i in range(count.bit_length() - 1):
+        sets, parts = (
+            np.concatenate([sets, sets | 1 << i, sets | 1 << i]),
+            np.concatenate([parts, parts, parts | 1 << i]),
+        )
+    order = sets.argsort(kind="stable")
+    return sets[order], parts[order], np.searchsorted(sets[order], np.arange(count))
 
 
 def improve(items: Sequence[Item], capacity: Capacity, groups: list[Group]) -> list[Group]:

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.generation.utils import GenerateOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.quantizers.auto import AutoHfQuantizer
-from transformers.utils import ModelOutput, logging
+from transformers.utils import logging
 
 from refvl.checkpoints import FLOAT_DTYPES, weight_headers
-from refvl.checks import check_names, check_positive, check_positive_int, check_shape
+from refvl.checks import check_names, check_positive, check_positive_int
 from refvl.positions import MediaSpan, get_mrope_input_positions
 
 # checkpoint name -> wrapper name, as regular expressions: after transformers 4.52, and as vLLM saves them
@@ -53,9 +54,6 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embed_tokens
-
     @property
     def row_width(self) -> int:
         """W, values in the encoder's rows that this model takes: D, its own width.
@@ -65,44 +63,22 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         """
         return self.config.hidden_size
 
-    def split_rows(self, rows_MW: Tensor) -> tuple[Tensor, Tensor]:
-        """(M, W) rows of the encoder -> (M, D), which stand in the prompt, and (M, W - D) deeper features.
-
-        Raises ValueError, naming both widths, for rows of another width.
-        """
-        if rows_MW.shape[-1] != self.row_width:
-            raise ValueError(
-                f"encoder: its rows have {rows_MW.shape[-1]} values, the language model takes {self.row_width}"
-            )
-        return rows_MW[..., : self.config.hidden_size], rows_MW[..., self.config.hidden_size :]
-
     def positions(self, num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
         """(3, L) int64 positions of a prompt with media at `spans`: M-RoPE."""
         return get_mrope_input_positions(num_tokens, spans)[0]
 
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: torch.LongTensor,
-        next_sequence_length: int | None = None,
-        past_key_values=None,
-        attention_mask: torch.LongTensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        is_first_iteration: bool | None = False,
-        deepstack_embeds: Tensor | None = None,
-        **kwargs,
+    def prepare_inputs_for_generation(  # type: ignore[override]  # transformers calls it by names
+        self, input_ids: Tensor, attention_mask=None, inputs_embeds=None, deepstack_embeds=None, **kwargs
     ) -> dict[str, Any]:
-        """transformers', which would hand the prompt's deeper features to the decode steps as well."""
-        inputs = GenerationMixin.prepare_inputs_for_generation(
-            self,  # type: ignore[arg-type]  # transformers asks for a protocol that its own base class misses
-            input_ids,
-            next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
+        """transformers', which would hand the prompt's deeper features to the decode steps as well.
+
+        transformers looks for the names of the arguments, to know what a model takes.
+        """
+        base: Any = super()
+        inputs = base.prepare_inputs_for_generation(
+            input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
         )
-        if is_first_iteration and deepstack_embeds is not None:
+        if kwargs.get("is_first_iteration") and deepstack_embeds is not None:
             inputs["deepstack_embeds"] = deepstack_embeds
         return inputs
 
@@ -222,18 +198,12 @@ def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: typ
 
 def _rename(name: str) -> str:
     """A checkpoint's name as the wrapper's."""
-    for pattern, replacement in KEY_MAPPING.items():
-        name, count = re.subn(pattern, replacement, name)
-        if count:
-            break
-    return name
+    return next((re.sub(old, new, name) for old, new in KEY_MAPPING.items() if re.match(old, name)), name)
 
 
 def _report(folder: Path, problems: dict[str, Sequence]) -> None:
-    lines = [
-        f"  {kind} ({len(found)}): {', '.join(map(str, sorted(found)))}" for kind, found in problems.items() if found
-    ]
-    if lines:
+    found = {kind: sorted(map(str, of_kind)) for kind, of_kind in problems.items() if of_kind}
+    if lines := [f"  {kind} ({len(of_kind)}): {', '.join(of_kind)}" for kind, of_kind in found.items()]:
         raise ValueError(f"{folder}: the weights do not match the text model\n" + "\n".join(lines))
 
 
@@ -264,35 +234,32 @@ def random_language_model(
     dtype: torch.dtype,
     device: torch.device | str,
     model_class: type[CausalTextModel] = CausalTextModel,
-    seed: int = 0,
     **kwargs,
 ) -> CausalTextModel:
     """The same model with random weights, at its true shape; on `meta` it costs no memory."""
-    on_meta = torch.device(device).type == "meta"
-    with torch.device("meta" if on_meta else "cpu"), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = model_class._from_config(text_config, dtype=dtype, **kwargs)
-    return model.eval() if on_meta else model.eval().to(device)
+    built_on = "meta" if torch.device(device).type == "meta" else "cpu"  # the same values on every device
+    with torch.device(built_on), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return model_class._from_config(text_config, dtype=dtype, **kwargs).eval().to(device)
 
 
 LOSE_MEDIA = (  # with these transformers goes back to the prompt's ids, in which the media are placeholders
     "prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit",
 )  # fmt: skip
-GENERATE_OPTIONS = frozenset(
-    {
-        *inspect.signature(GenerationMixin.generate).parameters,
-        *vars(GenerationConfig()),
-        "tokenizer",
-        "assistant_tokenizer",
-    }
+GENERATE_OPTIONS = sorted(
+    {*inspect.signature(GenerationMixin.generate).parameters, *vars(GenerationConfig()), "tokenizer"}
     - {"self", "inputs", "kwargs", "custom_generate"}  # the last would run code of a checkpoint
 )
 
 
 def option(language_model: CausalTextModel, options: dict, name: str) -> Any:
-    """What `generate` will take for an option: given by name, in a `generation_config`, or the checkpoint's own."""
+    """What `generate` will take for an option: given by name, in a `generation_config`, or the checkpoint's own.
+
+    Where nobody says it, 1 for a number of beams or sequences, else None.
+    """
     config = options.get("generation_config") or language_model.generation_config
-    return options.get(name, getattr(config, name, None))
+    value = options.get(name, getattr(config, name, None))
+    return 1 if value is None and name in ("num_beams", "num_return_sequences") else value
 
 
 MAX_BEAMS = 1024  # every beam is a copy of the prompt
@@ -303,7 +270,7 @@ def check_generate_options(language_model: CausalTextModel, options: dict, own: 
 
     own: what the caller takes besides, for near misses (`image` for `images`).
     """
-    check_names(options, [*own, *sorted(GENERATE_OPTIONS)], "generate", ValueError)
+    check_names(options, [*own, *GENERATE_OPTIONS], "generate", ValueError)
     for name in ("num_beams", "num_return_sequences"):
         if name in options and check_positive_int(options[name], name) > MAX_BEAMS:
             raise ValueError(f"{name}: must be at most {MAX_BEAMS}, got {options[name]}")
@@ -326,42 +293,30 @@ def generate(
     attention_mask: Tensor,
     *,
     max_new_tokens: int,
-    deepstack_embeds: Tensor | None = None,
+    deepstack_embeds: Tensor,
     **options,
-) -> Tensor | ModelOutput:
-    """New token ids (B * num_return_sequences, at most max_new_tokens), greedy unless options say otherwise.
+) -> GenerateOutput:
+    """transformers' output, whose `sequences` are the new ids (B * num_return_sequences, at most max_new_tokens).
 
     input_ids: (B, L), what the embeddings stand for: a repetition penalty counts them. inputs_embeds: (B, L, D).
     positions: (3, B, L) int64; decode steps continue at the last position + 1 on every axis, so the prompt must end
-    in text. attention_mask: (B, L), 0 for left padding. deepstack_embeds: (B, L, W - D), see `split_rows`; zeros where
-    nothing is added. options: those of transformers' `generate` (`do_sample`, `num_beams`, ...); with
-    `return_dict_in_generate` its output, whose `sequences` are the new ids.
+    in text. attention_mask: (B, L), 0 for left padding. deepstack_embeds: (B, L, W - D), see `row_width`; zeros where
+    nothing is added. options: those of transformers' `generate` (`do_sample`, `num_beams`, ...), greedy without them.
     """
-    batch_and_length = tuple(check_shape(input_ids, ("B", "L"), "input_ids").shape)
-    check_shape(inputs_embeds, (*batch_and_length, language_model.config.hidden_size), "inputs_embeds")
-    check_shape(positions, (3, *batch_and_length), "positions")
-    check_shape(attention_mask, batch_and_length, "attention_mask")
-    if deepstack_embeds is not None and deepstack_embeds.shape[-1]:
-        options["deepstack_embeds"] = check_shape(deepstack_embeds, (*batch_and_length, "W - D"), "deepstack_embeds")
+    if deepstack_embeds.shape[-1]:
+        options["deepstack_embeds"] = deepstack_embeds
     if options.get("generation_config") is None:
         options = {"do_sample": False} | options
         if not options["do_sample"]:  # the checkpoint's sampling defaults mean nothing to greedy decoding
             options = {"temperature": None, "top_p": None, "top_k": None} | options
-    output: Tensor | ModelOutput = GenerationMixin.generate(
+    output: Any = GenerationMixin.generate(
         language_model,  # type: ignore[arg-type]  # transformers asks for a protocol that its own base class misses
         input_ids=input_ids,
         inputs_embeds=inputs_embeds,
         position_ids=positions,
         attention_mask=attention_mask,
         max_new_tokens=max_new_tokens,
-        **({"use_cache": True} | options),
+        **({"use_cache": True} | options | {"return_dict_in_generate": True}),
     )
-    if isinstance(output, Tensor):
-        return output[:, input_ids.shape[1] :]
-    output["sequences"] = output["sequences"][:, input_ids.shape[1] :]
+    output.sequences = output.sequences[:, input_ids.shape[1] :]
     return output
-
-
-def new_ids(output: Tensor | ModelOutput) -> Tensor:
-    """The ids of what `generate` returns, with or without `return_dict_in_generate`."""
-    return output if isinstance(output, Tensor) else output["sequences"]

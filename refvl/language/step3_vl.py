@@ -113,16 +113,12 @@ class Step3VLConfig(PretrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs):
-        self.vision_config = _as_config(self.vision_config, Step3VisionEncoderConfig)
-        self.text_config = text_config = _as_config(self.text_config, Step3TextConfig)
-        self.hidden_size = text_config.hidden_size  # upstream reads the projector's width here
-        super().__post_init__(**{key: value for key, value in kwargs.items() if key != "hidden_size"})
-
-
-def _as_config(values: dict | PretrainedConfig | None, config_class: type[PretrainedConfig]) -> PretrainedConfig:
-    if isinstance(values, PretrainedConfig):
-        return values
-    return config_class(**{key: value for key, value in (values or {}).items() if key != "model_type"})
+        for name, config_class in self.sub_configs.items():
+            if not isinstance(values := getattr(self, name), PretrainedConfig):
+                setattr(self, name, config_class(**(values or {})))
+        super().__post_init__(
+            **(kwargs | {"hidden_size": self.get_text_config().hidden_size})
+        )  # upstream reads it here
 
 
 class Step3TextAttention(nn.Module):

@@ -1,19 +1,19 @@
 """Text as it is generated: transformers' `generate` in a thread of its own, which ends when nobody listens."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from threading import Event, Thread
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextIteratorStreamer
+from transformers import PreTrainedTokenizerBase, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 
 class FanOut(BaseStreamer):
-    """Several streamers in the place of one."""
+    """Several streamers in the place of one; None counts as none."""
 
-    def __init__(self, streamers: Sequence[BaseStreamer]):
-        self.streamers = streamers
+    def __init__(self, *streamers: BaseStreamer | None):
+        self.streamers = [streamer for streamer in streamers if streamer is not None]
 
     def put(self, value: Tensor) -> None:
         for streamer in self.streamers:
@@ -24,25 +24,16 @@ class FanOut(BaseStreamer):
             streamer.end()
 
 
-class StopOnEvent(StoppingCriteria):
-    """Ends generation after the current token once its event is set."""
-
-    def __init__(self) -> None:
-        self.event = Event()
-
-    def __call__(self, input_ids: Tensor, scores, **kwargs) -> Tensor:
-        return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
-
-
-def stream_text(
-    run: Callable[[BaseStreamer, StoppingCriteria], object], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[str]:
-    """The pieces of text that `run` generates while it gives its tokens to a streamer.
+def stream_text(run: Callable[[BaseStreamer, Callable], object], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """The pieces of text that `run` generates while it gives its tokens to a streamer and asks a criterion when to end.
 
     Closing or dropping the generator ends `run` within one token, and its thread. What `run` raises is raised here.
     """
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    stop, failures = StopOnEvent(), []
+    stopped, failures = Event(), []
+
+    def stop(input_ids: Tensor, scores, **kwargs) -> Tensor:
+        return torch.full((len(input_ids),), stopped.is_set(), device=input_ids.device)
 
     def work() -> None:
         try:
@@ -56,7 +47,7 @@ def stream_text(
     try:
         yield from (piece for piece in streamer if piece)
     finally:
-        stop.event.set()
+        stopped.set()
         thread.join()
     if failures:
         raise failures[0]

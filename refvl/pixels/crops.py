@@ -14,7 +14,6 @@ then the overview between two marks. Upstream: `ImagePatcher` and `Step3VisionPr
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from refvl.checks import check_positive_int, check_shape, check_values
+from refvl.checks import as_integer_rows, check_positive_ints, check_shape
 from refvl.pixels.media import load_image
 from refvl.pixels.patches import check_preprocessing, known_fields
 
@@ -48,13 +47,10 @@ class CropConfig:
     understand_projector_stride: int = 2  # of the encoder's first convolution behind the tower
 
     def __post_init__(self):
-        names = ("image_size", "crop_size", "patch_size", "max_side", "max_crops", "understand_projector_stride")
-        check_preprocessing(self, names)
+        check_preprocessing(self)
         for name in ("image_size", "crop_size"):
-            if getattr(self, name) % self.patch_size:
-                raise ValueError(
-                    f"{name}: must be a multiple of patch_size={self.patch_size}, got {getattr(self, name)}"
-                )
+            if (size := getattr(self, name)) % self.patch_size:
+                raise ValueError(f"{name}: must be a multiple of patch_size={self.patch_size}, got {size}")
 
     @classmethod
     def from_hf(cls, config) -> "CropConfig":
@@ -135,24 +131,11 @@ def as_crop_layouts(layouts, name: str = "layouts") -> list[CropLayout]:
 
     Raises TypeError for a wrong kind, ValueError for negative numbers or rows without columns.
     """
-    if isinstance(layouts, Tensor):
-        check_values(layouts, name)
-    layouts = layouts.tolist() if hasattr(layouts, "__array__") else layouts
-    if not isinstance(layouts, Sequence) or isinstance(layouts, str):
-        raise TypeError(f"{name}: expected a sequence of (rows, columns), got {type(layouts).__name__}")
-    checked = []
-    for i, layout in enumerate(layouts):
-        if not isinstance(layout, Sequence) or isinstance(layout, str) or len(layout) != 2:
-            raise ValueError(f"{name}[{i}]: expected (rows, columns) of crops, got {layout!r}")
-        if any(isinstance(n, bool) or not hasattr(n, "__index__") for n in layout):
-            raise TypeError(f"{name}[{i}]: expected two integers, got {layout!r}")
-        rows, columns = map(int, layout)
-        if min(rows, columns) < 0 or (rows == 0) != (columns == 0):
-            raise ValueError(
-                f"{name}[{i}]: rows and columns are both positive, or both 0 without crops, got {layout!r}"
-            )
-        checked.append(CropLayout(rows, columns))
-    return checked
+    pairs = as_integer_rows(layouts, "(rows, columns)", name, items="images", least=0)
+    for i, pair in enumerate(pairs):
+        if 0 in pair and any(pair):
+            raise ValueError(f"{name}[{i}]: rows and columns are both positive, or both 0 without crops, got {pair}")
+    return [CropLayout(*pair) for pair in pairs]
 
 
 def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_tokens: int = 169) -> int:
@@ -173,7 +156,7 @@ def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPl
     >>> plan_crops(1024, 768).layout
     CropLayout(rows=2, columns=2)
     """
-    padded = _pad_thin(check_positive_int(width, "width"), check_positive_int(height, "height"))
+    padded = _pad_thin(*check_positive_ints(width=width, height=height))
     resized = _limit(*padded, config.max_side)
     window = choose_window(*resized, config) if config.enable_crops else 0
     if not window:
@@ -275,14 +258,10 @@ def square_patch_rows(pixels: Tensor, patch_size: int) -> Tensor:
     leaves them.
     """
     check_shape(pixels, ("B", "C", "S", "S"), "pixels")
-    B, C, height, width = pixels.shape
+    height, width = pixels.shape[2:]
     if height != width or height < patch_size:
         raise ValueError(f"pixels: expected squares of at least {patch_size} pixels, got {tuple(pixels.shape)}")
-    n = height // patch_size
-    blocks = (
-        pixels[:, :, : n * patch_size, : n * patch_size].unflatten(3, (n, patch_size)).unflatten(2, (n, patch_size))
-    )
-    return blocks.permute(0, 2, 4, 1, 3, 5).reshape(B * n * n, C * patch_size**2)
+    return F.unfold(pixels, patch_size, stride=patch_size).transpose(1, 2).flatten(0, 1)
 
 
 def patchify_crops(image, config: CropConfig = RELEASED) -> tuple[Tensor, CropLayout]:

@@ -15,26 +15,24 @@ import re
 import stat
 import warnings
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
-from numbers import Real
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageFile
 
-from refvl.checks import check_positive_int, check_values
+from refvl.checks import blame, check_positive, check_positive_int, check_positive_ints, check_values, printable
 
 DEFAULT_FPS = 2.0
-_KINDS = "a path, a PIL image, a numpy array or a torch tensor"
 _URL = re.compile(r"data:|[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # Path turns :// into :/
-_RUNS_A_PROGRAM, _NEVER_DECODED = {"EPS"}, {"MPEG"}  # Ghostscript; Pillow only tells the size
+_NEVER_DECODED = {"EPS", "MPEG"}  # drawn by Ghostscript, another program; Pillow only tells the size
 _NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS
-_TO_UPRIGHT = {
+_TO_UPRIGHT = {  # by how the camera was held, as EXIF counts; 1 is upright
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
@@ -53,8 +51,7 @@ class MediaLimits:
     max_video_bytes: int = 2**31  # of the frames of a clip that are kept, 3 bytes per pixel
 
     def __post_init__(self):
-        for name in ("max_image_pixels", "max_video_bytes"):
-            check_positive_int(getattr(self, name), name)
+        check_positive_ints(max_image_pixels=self.max_image_pixels, max_video_bytes=self.max_video_bytes)
 
     def check_pixels(self, width: int, height: int, what: str) -> None:
         """Raise ValueError for a picture or a frame with more than max_image_pixels."""
@@ -95,14 +92,16 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
     range, an empty picture, and one of a single pixel.
     """
     if isinstance(source, (str, Path)):
-        with _open_image(source, limits) as image:
-            return _decode_image(image, _printable(source), _printable(source), limits)
+        path, name = _regular_file(source, "image")
+        with _open_image(path, name, limits) as image:
+            return _decode_image(image, name, name, limits)
     name = f"the {type(source).__name__}"
     if isinstance(source, Image.Image):
         origin = source.info.get("source") or getattr(source, "filename", "")
-        return _decode_image(source, name, _printable(origin), limits)
+        return _decode_image(source, name, printable(origin), limits)
     if not isinstance(source, (np.ndarray, torch.Tensor)):
-        raise TypeError(f"image: expected {_KINDS}, got {type(source).__name__}")
+        kinds = "a path, a PIL image, a numpy array or a torch tensor"
+        raise TypeError(f"image: expected {kinds}, got {type(source).__name__}")
     return _decode_image(Image.fromarray(_as_uint8(_channels_last(source), "image")), name, "", limits)
 
 
@@ -119,17 +118,14 @@ def image_suffixes() -> frozenset[str]:
 def _readable() -> tuple[str, ...]:
     """Names of Pillow's formats that decode here and now, in the order in which it tries them."""
     Image.init()
-
-    def decodes(name: str) -> bool:
-        factory = Image.OPEN[name][0]
-        is_stub = isinstance(factory, type) and issubclass(factory, ImageFile.StubImageFile)
-        return not is_stub and name not in _RUNS_A_PROGRAM | _NEVER_DECODED
-
-    return tuple(name for name in Image.ID if name in Image.OPEN and decodes(name))
+    readers = {name: Image.OPEN[name][0] for name in Image.ID if name in Image.OPEN and name not in _NEVER_DECODED}
+    stub = ImageFile.StubImageFile
+    return tuple(
+        name for name, reader in readers.items() if not (isinstance(reader, type) and issubclass(reader, stub))
+    )
 
 
-def _open_image(source: str | Path, limits: MediaLimits) -> Image.Image:
-    path, name = _regular_file(source, "image"), _printable(source)
+def _open_image(path: Path, name: str, limits: MediaLimits) -> Image.Image:
     try:
         return Image.open(path, formats=_readable())
     except Image.DecompressionBombError as error:
@@ -140,7 +136,7 @@ def _open_image(source: str | Path, limits: MediaLimits) -> Image.Image:
     except Image.UnidentifiedImageError as error:
         raise ValueError(f"image: {name} is not a picture that Pillow can read") from error
     except Exception as error:  # a plugin may raise anything
-        raise ValueError(f"image: {name} is not a picture that Pillow can read ({_printable(error)})") from error
+        raise ValueError(f"image: {name} is not a picture that Pillow can read ({printable(error)})") from error
 
 
 def _decode_image(image: Image.Image, name: str, origin: str, limits: MediaLimits) -> Image.Image:
@@ -148,44 +144,25 @@ def _decode_image(image: Image.Image, name: str, origin: str, limits: MediaLimit
     _check_size(image.width, image.height, f"image: {name}")
     if isinstance(image, ImageFile.ImageFile):  # others are decoded already
         limits.check_pixels(image.width, image.height, f"image: {name}")
-    with _decoding(f"image: {name} is truncated or damaged"):
+    with blame(f"image: {name} is truncated or damaged"):
         image.load()
-    rotation = _TO_UPRIGHT.get(_orientation(image))
+    rotation = None
+    with suppress(Exception):  # an EXIF block that is damaged in any way; the pixels are there
+        rotation = _TO_UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     if image.mode.startswith("I") or image.mode == "F":  # more than 8 bits of grey
         image = Image.fromarray(_as_uint8(_grey_levels(image, name), f"image: {name}"))
-    with _decoding(f"image: {name} cannot be turned into RGB"):
-        image = _to_rgb(image)
+    with blame(f"image: {name} cannot be turned into RGB"):
+        if image.has_transparency_data:
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+        image = image.convert("RGB")
     image = image if rotation is None else image.transpose(rotation)
     image.info = {"source": origin} if origin else {}  # without EXIF: once is enough
     return image
 
 
-def _orientation(image: Image.Image) -> int:
-    """How the camera was held, as EXIF counts: 1 is upright, and so is a picture whose EXIF block is damaged."""
-    try:
-        return image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # the parser raises all kinds of errors; the pixels are there
-        return 1
-
-
-@contextmanager
-def _decoding(what: str) -> Iterator[None]:
-    """Whatever a decoder raises becomes a ValueError that says which file it was."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"{what} ({_printable(error)})") from error
-
-
-def _printable(text) -> str:
-    """A path or message in a line: shortened, and without what a terminal cannot show, such as lone surrogates."""
-    text = str(text).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0").replace("\n", " ")
-    return text if len(text) <= 240 else f"{text[:120]}...{text[-100:]}"
-
-
-def _regular_file(source: str | Path, kind: str) -> Path:
-    """The path of an ordinary file: nothing else is opened, because a pipe would block and a device never end."""
-    name = _printable(source)
+def _regular_file(source: str | Path, kind: str) -> tuple[Path, str]:
+    """The path of an ordinary file, and its name for messages: a pipe would block when opened, a device never end."""
+    name = printable(source)
     if _URL.match(str(source)):
         raise ValueError(f"{kind}: URLs are not read; download the file and give its path, got {name}")
     try:
@@ -197,7 +174,7 @@ def _regular_file(source: str | Path, kind: str) -> Path:
     if not stat.S_ISREG(mode):
         what = "folder" if stat.S_ISDIR(mode) else "pipe or device"
         raise ValueError(f"{kind}: expected a file, got the {what} {name}")
-    return Path(source)
+    return Path(source), name
 
 
 def _check_size(width: int, height: int, what: str) -> None:
@@ -249,15 +226,6 @@ def _as_uint8(array: np.ndarray, what: str) -> np.ndarray:
     return (array.astype(np.float64) * 255).round().astype(np.uint8)
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """A new image of mode RGB, on white."""
-    if "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Video:
     """The sampled frames of a clip and where they stand in it."""
@@ -301,12 +269,10 @@ def sample_frame_indices(
     >>> sample_frame_indices(132, 25.0)
     [0, 13, 26, 39, 52, 66, 79, 92, 105, 118]
     """
-    total = check_positive_int(total_num_frames, "total_num_frames")
-    step = check_positive_int(temporal_patch_size, "temporal_patch_size")
-    min_frames, max_frames = (
-        check_positive_int(min_frames, "min_frames"),
-        check_positive_int(max_frames, "max_frames"),
-    )
+    total, step, min_frames, max_frames = check_positive_ints(
+        total_num_frames=total_num_frames, temporal_patch_size=temporal_patch_size,
+        min_frames=min_frames, max_frames=max_frames,
+    )  # fmt: skip
     if num_frames is not None:
         if fps is not None:
             raise ValueError(f"fps, num_frames: give one of them, got fps={fps} and num_frames={num_frames}")
@@ -314,20 +280,13 @@ def sample_frame_indices(
             raise ValueError(f"num_frames: the clip has {total} frames, got {num_frames}")
         wanted = round(num_frames / step) * step
     else:
-        fps, source_fps = _check_rate(DEFAULT_FPS if fps is None else fps, "fps"), _check_rate(source_fps, "source_fps")
+        fps = check_positive(DEFAULT_FPS if fps is None else fps, "fps")
+        source_fps = check_positive(source_fps, "source_fps")
         if max_frames < step:
             raise ValueError(f"max_frames: must be at least temporal_patch_size={step}, got {max_frames}")
         wanted = int(min(max(total / source_fps * fps, min_frames), max_frames, total)) // step * step
     number = min(max(wanted, step), total // step * step) or total
     return [i * total // number for i in range(number)]
-
-
-def _check_rate(value, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: expected a number of frames per second, got {value!r}")
-    if not 0 < float(value) < float("inf"):
-        raise ValueError(f"{name}: must be positive, got {value}")
-    return float(value)
 
 
 def load_video(
@@ -363,15 +322,14 @@ def load_video(
     """
     if isinstance(source, Video):
         return source
-    source_fps = None if source_fps is None else _check_rate(source_fps, "source_fps")
-    for name, value in {"min_frames": min_frames, "max_frames": max_frames}.items():
-        check_positive_int(value, name)
+    source_fps = None if source_fps is None else check_positive(source_fps, "source_fps")
+    check_positive_ints(min_frames=min_frames, max_frames=max_frames)
     rule = partial(sample_frame_indices, fps=fps, num_frames=num_frames, min_frames=min_frames, max_frames=max_frames)
     if isinstance(source, (str, Path)):
         return _decode_video(source, source_fps, sample or rule, limits)
     frames = as_frames(source, limits=limits)
     if source_fps is None and num_frames is None:
-        source_fps = _check_rate(DEFAULT_FPS if fps is None else fps, "fps")
+        source_fps = check_positive(DEFAULT_FPS if fps is None else fps, "fps")
         return _make_video(frames, range(len(frames)), len(frames), source_fps)
     source_fps = DEFAULT_FPS if source_fps is None else source_fps
     indices = rule(len(frames), source_fps)
@@ -382,31 +340,31 @@ def as_frames(frames, *, limits: MediaLimits = LIMITS) -> np.ndarray:
     """Frames in memory as one (T, H, W, 3) uint8 array; see `load_video` for what they may be."""
     if isinstance(frames, Video):
         return frames.frames
-    if isinstance(frames, np.ndarray) and frames.dtype == np.uint8 and frames.ndim == 4 and frames.shape[-1] == 3:
-        pass
-    elif isinstance(frames, (np.ndarray, torch.Tensor)) and frames.ndim != 4:
-        raise ValueError(f"video: expected an array of shape (T, H, W, 3), got {tuple(frames.shape)}")
-    elif isinstance(frames, (np.ndarray, torch.Tensor, Sequence)) and not isinstance(frames, (str, bytes)):
-        frames = _stack(frames, limits)
-    else:
+    if not isinstance(frames, (np.ndarray, torch.Tensor, Sequence)) or isinstance(frames, (str, bytes)):
         raise TypeError(f"video: expected a path, a list of frames, an array or a Video, got {type(frames).__name__}")
+    if not isinstance(frames, Sequence) and frames.ndim != 4:
+        raise ValueError(f"video: expected an array of shape (T, H, W, 3), got {tuple(frames.shape)}")
+    if not (isinstance(frames, np.ndarray) and frames.dtype == np.uint8 and frames.shape[-1] == 3):
+        images = (np.asarray(load_image(frame, limits=limits)) for frame in frames)
+        frames = _stack(images, len(frames), "video", limits)
     if len(frames) == 0:
         raise ValueError("video: expected at least one frame, got none")
     _check_size(frames.shape[2], frames.shape[1], "video: a frame")
     return frames
 
 
-def _stack(frames, limits: MediaLimits) -> np.ndarray:
-    """Frames of one size, decoded one by one into the array that holds them all."""
+def _stack(images: Iterable[np.ndarray], count: int, what: str, limits: MediaLimits) -> np.ndarray:
+    """Frames (H, W, 3) of one size, put one by one into the array that holds them all."""
     stacked = np.empty((0, 0, 0, 3), np.uint8)
-    for i, frame in enumerate(frames):
-        image = load_image(frame, limits=limits)
+    for i, image in enumerate(images):
+        height, width, _ = image.shape
         if i == 0:
-            limits.check_frames(len(frames), *image.size, "video")
-            stacked = np.empty((len(frames), image.height, image.width, 3), np.uint8)
-        elif image.size != (size := (stacked.shape[2], stacked.shape[1])):
-            raise ValueError(f"video: all frames must have one size, got (width, height) {sorted({size, image.size})}")
-        stacked[i] = np.asarray(image)
+            limits.check_frames(count, width, height, what)
+            stacked = np.empty((count, height, width, 3), np.uint8)
+        elif image.shape != stacked.shape[1:]:
+            sizes = f"{stacked.shape[2]} x {stacked.shape[1]} and {width} x {height}"
+            raise ValueError(f"{what}: all frames must have one size, got {sizes} pixels (width x height)")
+        stacked[i] = image
     return stacked
 
 
@@ -429,20 +387,20 @@ class _Listing:
 def _decode_video(
     source: str | Path, source_fps: float | None, sample: Callable[[int, float], Sequence[int]], limits: MediaLimits
 ) -> Video:
-    av, path, name = _import_av(), _regular_file(source, "video"), _printable(source)
+    av, (path, name) = _import_av(), _regular_file(source, "video")
     try:
         listing = _list_frames(path, name, limits)
         if source_fps is not None:
             listing = replace(listing, rate=source_fps, start=None)
-        indices = _check_sample(sample(listing.total, listing.rate), listing.total)
-        frames, ticks, decoded = _read_frames(path, name, indices, limits)
-        if 0 < decoded <= indices[-1] and not listing.is_counted:  # some packets held no frame of their own
+        while True:
+            indices = _check_sample(sample(listing.total, listing.rate), listing.total)
+            frames, ticks, decoded = _read_frames(path, name, indices, limits)
+            if not 0 < decoded <= indices[-1] or listing.is_counted:
+                break  # otherwise some packets held no frame of their own
             scale = 1.0 if listing.start is None else decoded / listing.total  # the time stays the same
             listing = replace(listing, total=decoded, rate=listing.rate * scale)
-            indices = _check_sample(sample(decoded, listing.rate), decoded)
-            frames, ticks, decoded = _read_frames(path, name, indices, limits)
     except (av.error.FFmpegError, UnicodeError) as error:
-        raise ValueError(f"video: {name} is truncated or not a video ({_printable(error)})") from error
+        raise ValueError(f"video: {name} is truncated or not a video ({printable(error)})") from error
     if not decoded:
         raise ValueError(f"video: {name} has no frames that can be decoded")
     if decoded <= indices[-1]:
@@ -565,23 +523,17 @@ def _read_frames(
     path: Path, name: str, indices: Sequence[int], limits: MediaLimits
 ) -> tuple[np.ndarray, list[int | None], int]:
     """The frames with these increasing indices, (T, H, W, 3) uint8, upright; their ticks; how many were decoded."""
-    wanted, decoded = set(indices), 0
-    frames = np.empty((0, 0, 0, 3), np.uint8)
-    ticks: list[int | None] = []
-    with _open_video(path) as container:
-        container.streams.video[0].thread_type = "AUTO"
-        for decoded, frame in enumerate(container.decode(video=0), 1):
-            if decoded - 1 in wanted:
-                image = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
-                height, width, _ = image.shape
-                if not ticks:
-                    limits.check_frames(len(indices), width, height, f"video: {name}")
-                    frames = np.empty((len(indices), height, width, 3), np.uint8)
-                if frames.shape[1:3] != (height, width):
-                    sizes = f"{frames.shape[2]} x {frames.shape[1]} to {width} x {height}"
-                    raise ValueError(f"video: {name} changes its size from {sizes} pixels; all frames must have one")
-                frames[len(ticks)] = image
-                ticks.append(frame.pts)
-            if decoded > indices[-1]:
-                break
-    return frames, ticks, decoded
+    wanted, ticks, decoded = set(indices), [], 0
+
+    def upright() -> Iterator[np.ndarray]:
+        nonlocal decoded
+        with _open_video(path) as container:
+            container.streams.video[0].thread_type = "AUTO"
+            for decoded, frame in enumerate(container.decode(video=0), 1):
+                if decoded - 1 in wanted:
+                    ticks.append(frame.pts)
+                    yield np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+                if decoded > indices[-1]:
+                    break
+
+    return _stack(upright(), len(indices), f"video: {name}", limits), ticks, decoded

@@ -14,13 +14,11 @@ backend (`Qwen2VLVideoProcessor`), which is the only one there is; torchvision i
 round differently, so an image and a video of the same frame give slightly different values.
 """
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
@@ -28,11 +26,10 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from refvl.checks import Grid, as_grids, check_positive_int, check_shape
+from refvl.checks import Grid, as_grids, blame, check_positive_int, check_positive_ints, check_shape, read_json
 from refvl.pixels.media import as_frames, load_image
 
 MAX_ASPECT_RATIO = 200
-VIDEO_DEFAULTS = {"min_pixels": 128 * 28 * 28, "max_pixels": 768 * 28 * 28, "cap_pixels_per_frame": True}
 
 
 class Normalization(Protocol):
@@ -48,14 +45,14 @@ class Normalization(Protocol):
     def rescale_factor(self) -> float: ...
 
 
-def check_preprocessing(config, sizes: Iterable[str]) -> None:
-    """Raise TypeError or ValueError unless these `sizes` are positive and there is one mean and std per channel."""
-    for name in sizes:
-        check_positive_int(getattr(config, name), name)
-    for name in ("image_mean", "image_std"):
-        values = getattr(config, name)
-        if not isinstance(values, Sequence) or len(values) != 3:
-            raise ValueError(f"{name}: expected one value per RGB channel, got {values!r}")
+def check_preprocessing(config) -> None:
+    """Raise TypeError or ValueError unless integer fields are positive and there is one mean and std per channel."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.type is int:
+            check_positive_int(value, field.name)
+        elif field.name in ("image_mean", "image_std") and (not isinstance(value, Sequence) or len(value) != 3):
+            raise ValueError(f"{field.name}: expected one value per RGB channel, got {value!r}")
 
 
 def known_fields(config_class, values: dict) -> dict:
@@ -75,6 +72,10 @@ class PatchConfig:
     unless asked.
     """
 
+    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {  # a smaller budget per frame, and the cap on the whole
+        "min_pixels": 128 * 28 * 28, "max_pixels": 768 * 28 * 28, "cap_pixels_per_frame": True,
+    }  # fmt: skip
+
     patch_size: int = 14
     temporal_patch_size: int = 2
     merge_size: int = 2
@@ -90,17 +91,17 @@ class PatchConfig:
     max_frames: int = 768
 
     def __post_init__(self):
-        check_preprocessing(self, ("patch_size", "temporal_patch_size", "merge_size", "min_pixels", "max_pixels"))
+        check_preprocessing(self)
         if self.min_pixels > self.max_pixels:
             raise ValueError(f"min_pixels: must not exceed max_pixels={self.max_pixels}, got {self.min_pixels}")
 
     @classmethod
-    def for_video(cls, **changes) -> "PatchConfig":
-        """The defaults of a video: a smaller budget per frame and the cap on the whole."""
-        return cls(**(VIDEO_DEFAULTS | changes))
+    def for_video(cls, **changes) -> Self:
+        """The defaults of a video, as far as they are others."""
+        return cls(**(cls.VIDEO_DEFAULTS | changes))
 
     @classmethod
-    def from_dict(cls, values: dict, kind: str = "image") -> "PatchConfig":
+    def from_dict(cls, values: dict, kind: str = "image") -> Self:
         """From the contents of a preprocessor file; unknown keys are ignored, missing ones take the default of `kind`.
 
         The pixel budget may be `min_pixels` and `max_pixels`, at the top or inside `size`, or the areas that `size`
@@ -117,7 +118,7 @@ class PatchConfig:
         return cls.for_video(**known) if kind == "video" else cls(**known)
 
     @classmethod
-    def from_folder(cls, folder, kind: str = "image") -> "PatchConfig":
+    def from_folder(cls, folder, kind: str = "image") -> Self:
         """From a checkpoint folder; kind is "image" or "video".
 
         The first that is there counts, as in transformers: the section `image_processor` / `video_processor` of
@@ -126,20 +127,17 @@ class PatchConfig:
         """
         if kind not in ("image", "video"):
             raise ValueError(f'kind: expected "image" or "video", got {kind!r}')
-        folder, names = Path(folder), ["preprocessor_config.json"]
-        if kind == "video":
-            names.insert(0, "video_preprocessor_config.json")
-        if (nested := folder / "processor_config.json").is_file():
-            section = read_json(nested).get(f"{kind}_processor")
-            if section is not None:
-                with naming(nested):
-                    return cls.from_dict(section, kind)
-        for path in (folder / name for name in names):
-            if path.is_file():
-                values = read_json(path)
-                with naming(path):
+        names = ["processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"]
+        if kind == "image":
+            del names[1]
+        for path in (Path(folder) / name for name in names):
+            values = read_json(path) if path.is_file() else None
+            if values is not None and path.name == "processor_config.json":
+                values = values.get(f"{kind}_processor")
+            if values is not None:
+                with blame(path):
                     return cls.from_dict(values, kind)
-        raise FileNotFoundError(f"folder: {folder} has no {kind} settings (looked for processor_config.json, {names})")
+        raise FileNotFoundError(f"folder: {folder} has no {kind} settings (looked for {', '.join(names)})")
 
     @property
     def factor(self) -> int:
@@ -174,15 +172,12 @@ class PatchConfig:
 class Glm4vPatchConfig(PatchConfig):
     """GLM's: budgets are areas over all frames, an image counting as `temporal_patch_size` of them."""
 
+    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 28 * 28 * 2 * 30000}  # larger: it is for all frames
+
     min_pixels: int = 112 * 112
     max_pixels: int = 28 * 28 * 15000
     max_frames: int = 640
     max_duration: float = 300.0  # seconds, beyond which GLM-4.1V spreads its frames
-
-    @classmethod
-    def for_video(cls, **changes) -> "Glm4vPatchConfig":
-        """The defaults of a video: a larger budget, because it is for all frames."""
-        return cls(**({"max_pixels": 28 * 28 * 2 * 30000} | changes))
 
     @property
     def max_image_tokens(self) -> int:
@@ -202,16 +197,9 @@ class Glm4vPatchConfig(PatchConfig):
 class GlmgaPatchConfig(Glm4vPatchConfig):
     """GLM-GA's: sides can be required to be multiples of several merged tokens."""
 
+    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 28 * 28 * 2 * 55790}  # almost twice that of other GLMs
+
     patch_expand_factor: int = 1
-
-    def __post_init__(self):
-        PatchConfig.__post_init__(self)
-        check_positive_int(self.patch_expand_factor, "patch_expand_factor")
-
-    @classmethod
-    def for_video(cls, **changes) -> "GlmgaPatchConfig":
-        """The defaults of a video: almost twice the budget of the other GLMs."""
-        return cls(**({"max_pixels": 28 * 28 * 2 * 55790} | changes))
 
     @property
     def factor(self) -> int:
@@ -225,26 +213,6 @@ def _check_supported(values: dict) -> None:
             raise ValueError(f"{name}: this preprocessing always has {name}={wanted!r}, got {values[name]!r}")
 
 
-def read_json(path: Path) -> dict:
-    """The object in a JSON file; ValueError, naming the file, for anything else."""
-    try:
-        values = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: not a JSON file ({error})") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(values).__name__}")
-    return values
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """What goes wrong inside becomes a ValueError that names the file."""
-    try:
-        yield
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
 def smart_resize(
     height: int, width: int, *, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 28 * 28 * 1280
 ) -> tuple[int, int]:
@@ -256,7 +224,7 @@ def smart_resize(
     >>> smart_resize(427, 640)
     (420, 644)
     """
-    height, width = check_positive_int(height, "height"), check_positive_int(width, "width")
+    height, width = check_positive_ints(height=height, width=width)
     _check_aspect_ratio(height, width, (height, width))
     return _fit_budget(height, width, factor, min_pixels, max_pixels)
 
@@ -280,9 +248,10 @@ def smart_resize_video(
     >>> smart_resize_video(2, 480, 640), smart_resize_video(600, 480, 640)
     ((476, 644), (84, 140))
     """
-    num_frames = check_positive_int(num_frames, "num_frames")
-    height, width = check_positive_int(height, "height"), check_positive_int(width, "width")
-    if num_frames < check_positive_int(temporal_factor, "temporal_factor"):
+    num_frames, height, width, temporal_factor = check_positive_ints(
+        num_frames=num_frames, height=height, width=width, temporal_factor=temporal_factor
+    )
+    if num_frames < temporal_factor:
         raise ValueError(f"num_frames: must be at least temporal_factor={temporal_factor}, got {num_frames}")
     given = height, width
     if min(height, width) < factor:

@@ -11,8 +11,8 @@ P patch_size. Sizes in pixels are (width, height), as Pillow and the checkpoints
 count patches and are (height, width). A slice keeps the ratio of its cell, so it is hardly ever a square: its area
 stays near scale_resolution ** 2.
 
-The checkpoints' code lays each slice out as a strip, (3, P, L * P) for L patches, which `patch_strip` shows; here
-patches travel as rows, because rows of different slices can be put one after another.
+The checkpoints' code lays each slice out as a strip, (3, P, L * P) for L patches; here patches travel as rows, because
+rows of different slices can be put one after another.
 Paper: LLaVA-UHD, arXiv 2403.11703. Upstream: `MiniCPMVImageProcessor`, in transformers `MiniCPMV4_6ImageProcessorPil`,
 which rounds sides to four patches where versions 2.0 to 4.5 round to one.
 """
@@ -24,12 +24,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from refvl.checks import check_positive_int, check_shape
+from refvl.checks import blame, check_positive_ints, check_shape, read_json
 from refvl.pixels.media import load_image
-from refvl.pixels.patches import check_preprocessing, denormalize, known_fields, naming, normalize, read_json
+from refvl.pixels.patches import check_preprocessing, denormalize, known_fields, normalize
 
 Size = tuple[int, int]
 
@@ -48,7 +49,7 @@ class SliceConfig:
     rescale_factor: float = 1 / 255
 
     def __post_init__(self):
-        check_preprocessing(self, ("max_slice_nums", "scale_resolution", "patch_size", "max_aspect_ratio"))
+        check_preprocessing(self)
 
     @classmethod
     def from_dict(cls, values: dict) -> "SliceConfig":
@@ -66,7 +67,7 @@ class SliceConfig:
         """preprocessor_config.json over `defaults`; version 2.0 has no such file, its config.json says the sizes."""
         file = Path(folder) / "preprocessor_config.json"
         values = read_json(file) if file.is_file() else {}
-        with naming(file):
+        with blame(file):
             return cls.from_dict(defaults | values)
 
 
@@ -126,7 +127,7 @@ def slice_grid(width: int, height: int, config: SliceConfig) -> Size | None:
     >>> slice_grid(1920, 1080, SliceConfig()), slice_grid(448, 448, SliceConfig())
     ((4, 2), None)
     """
-    width, height = check_positive_int(width, "width"), check_positive_int(height, "height")
+    width, height = check_positive_ints(width=width, height=height)
     wanted = min(math.ceil(width * height / config.scale_resolution**2), config.max_slice_nums)
     if wanted <= 1:
         return None
@@ -209,20 +210,12 @@ def slice_rows(pixels: Tensor, patch_size: int) -> Tensor:
     _, H, W = check_shape(pixels, (3, "H", "W"), "pixels").shape
     if H % P or W % P or not H * W:
         raise ValueError(f"pixels: sides must be multiples of patch_size={P}, got {H} x {W}")
-    blocks = pixels.reshape(3, H // P, P, W // P, P)  # C, row, P, column, P
-    return blocks.permute(1, 3, 0, 2, 4).reshape(-1, 3 * P * P)
-
-
-def patch_strip(rows: Tensor, patch_size: int) -> Tensor:
-    """(L, 3*P*P) rows of one slice -> (3, P, L*P): the patches side by side, as the checkpoints' code has them."""
-    P = patch_size
-    check_shape(rows, ("L", 3 * P * P), "rows")
-    return rows.reshape(-1, 3, P, P).permute(1, 2, 0, 3).reshape(3, P, -1)
+    return F.unfold(pixels[None], P, stride=P)[0].T
 
 
 def image_of_rows(rows: Tensor, tgt_size: Sequence[int], config: SliceConfig) -> np.ndarray:
     """(h*w, 3*P*P) rows of one slice -> (H, W, 3) uint8: the slice back, to look at."""
     (h, w), P = tgt_size, config.patch_size
     check_shape(rows, (h * w, 3 * P * P), "rows")
-    blocks = rows.detach().float().cpu().reshape(h, w, 3, P, P)
-    return denormalize(blocks.permute(0, 3, 1, 4, 2).reshape(h * P, w * P, 3), config)
+    [pixels] = F.fold(rows.detach().float().cpu().T[None], (h * P, w * P), P, stride=P)
+    return denormalize(pixels.permute(1, 2, 0), config)

@@ -8,7 +8,7 @@ caller's strings where a special token could begin; `encode` takes the flags out
 begin there as ordinary text. A prompt without special tokens in it is tokenized as it is.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -21,14 +21,12 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
+from refvl.checks import read_json
 from refvl.merge import MergedMedia, expand_placeholders
 from refvl.pixels.media import LIMITS, MediaLimits, Video, load_image
-from refvl.pixels.patches import PatchConfig, merged_grid, plan_grid, read_json, rows_of_image
+from refvl.pixels.patches import PatchConfig, merged_grid, plan_grid, rows_of_image
 from refvl.processors.messages import as_messages, map_texts, media_of
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-)  # fmt: skip
 READ_TOKENIZER = partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
 PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters without a meaning
 
@@ -53,6 +51,10 @@ class ChatProcessor:
     limits: MediaLimits = LIMITS  # of what is decoded: `processor.limits = MediaLimits(...)` changes them
     image_config: Any  # how an image is prepared
     video_config: Any  # how a video is; None where the model takes none
+    no_video: ClassVar[str]  # what is said of a video then
+    tokens_at_once: int = 1  # the encoder's tokens come in multiples of this
+    stop_token_ids: Sequence[int] = ()  # tokens that end an answer, besides those of generation_config.json
+    messages = staticmethod(as_messages)  # (prompt, images, videos) -> checked messages
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
         """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
@@ -60,6 +62,7 @@ class ChatProcessor:
         self.image_config = image_config or self.patch_config()
         self.video_config = video_config or self.patch_config.for_video()
         self.token_ids = {"image": config.image_token_id, "video": config.video_token_id}
+        self.merge_size = config.vision_config.spatial_merge_size  # side, in patches, of what becomes one token
         sizes = {"image": self.image_config.merge_size, "video": self.video_config.merge_size}
         if set(sizes.values()) != {self.merge_size}:
             raise ValueError(f"merge_size: config.json has spatial_merge_size={self.merge_size}, preprocessing {sizes}")
@@ -74,21 +77,6 @@ class ChatProcessor:
         return cls(config, load_tokenizer(folder), *configs)
 
     @property
-    def merge_size(self) -> int:
-        """The side, in patches, of the square that becomes one token."""
-        return self.config.vision_config.spatial_merge_size
-
-    @property
-    def tokens_at_once(self) -> int:
-        """The encoder's tokens come in multiples of this."""
-        return 1
-
-    @property
-    def stop_token_ids(self) -> Sequence[int]:
-        """Tokens that end an answer, besides those of generation_config.json."""
-        return ()
-
-    @property
     def largest_picture(self) -> int:
         """Tokens of the largest image that the limits allow."""
         return self.image_config.max_image_tokens
@@ -98,10 +86,6 @@ class ChatProcessor:
         """How a video file is sampled, in words; empty where there is no more to say than `video_config` does."""
         return ""
 
-    def messages(self, prompt: str | Sequence[dict], images: Iterable = (), videos: Iterable = ()) -> list[dict]:
-        """One user message with images, videos and the text, in that order; or a list of messages, checked."""
-        return as_messages(prompt, images, videos)
-
     def decode(self, messages: Sequence[dict]) -> list[Image.Image | Video]:
         """The media of checked messages in order of appearance, decoded (videos are sampled while decoding)."""
         return [
@@ -110,8 +94,8 @@ class ChatProcessor:
         ]
 
     def load_video(self, source, options: dict) -> Video:
-        """A video, sampled by the checkpoint's rule; `options` of the message go first."""
-        raise NotImplementedError
+        """A video, sampled by the checkpoint's rule, `options` of the message first; ValueError where none is taken."""
+        raise ValueError(self.no_video)
 
     def patchify(self, media: Sequence[Image.Image | Video]) -> list[Patches]:
         """Resize, normalise and cut each medium into patch rows. Raises ValueError that says which medium it was."""
@@ -119,10 +103,15 @@ class ChatProcessor:
 
     def _patchify(self, medium: Image.Image | Video, number: int) -> Patches:
         try:
+            self._check_kind(medium)
             return self._patchify_video(medium) if isinstance(medium, Video) else self._patchify_image(medium)
         except ValueError as error:
             source = medium.source if isinstance(medium, Video) else medium.info.get("source")
             raise ValueError(f"{source or f'medium {number}'}: {error}") from error
+
+    def _check_kind(self, medium: Image.Image | Video) -> None:
+        if isinstance(medium, Video) and self.video_config is None:
+            raise ValueError(self.no_video)
 
     def _patchify_image(self, image: Image.Image) -> Patches:
         pixel_values, grid = rows_of_image(image, self.image_config)
@@ -132,11 +121,16 @@ class ChatProcessor:
         raise NotImplementedError
 
     def layout_of(self, medium: Image.Image | Video) -> Any:
-        """The layout that `patchify` gives a decoded medium, from its size alone."""
-        if isinstance(medium, Video):
-            frames, height, width, _ = medium.frames.shape
-            return plan_grid(height, width, self.video_config, frames)
-        return plan_grid(medium.height, medium.width, self.image_config)
+        """The layout that `patchify` gives a decoded medium, from its size alone; ValueError for a video too many."""
+        self._check_kind(medium)
+        return self._video_layout(medium) if isinstance(medium, Video) else self._image_layout(medium)
+
+    def _image_layout(self, image: Image.Image) -> Any:
+        return plan_grid(image.height, image.width, self.image_config)
+
+    def _video_layout(self, video: Video) -> Any:
+        frames, height, width, _ = video.frames.shape
+        return plan_grid(height, width, self.video_config, frames)
 
     def merged(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MergedMedia:
         """How the language model sees a medium of this layout; second_per_grid: of a video's time axis."""
@@ -236,9 +230,8 @@ def load_tokenizer(folder: Path, read: Callable[[Path], Any] = READ_TOKENIZER, t
     try:
         tokenizer = read(folder)
     except Exception as error:  # transformers and tokenizers raise all kinds of errors
-        for file in (folder / name for name in TOKENIZER_FILES):
-            if file.is_file():
-                read_json(file)  # says so itself where this is the damaged one
+        for file in sorted(folder.glob("*.json")):
+            read_json(file)  # says so itself where this is the damaged one
         raise ValueError(f"{folder}: its tokenizer or chat template cannot be read ({error})") from error
     if isinstance(tokenizer.model_max_length, bool) or not isinstance(tokenizer.model_max_length, Real):
         raise ValueError(f"{folder}: model_max_length must be a number, got {tokenizer.model_max_length!r}")

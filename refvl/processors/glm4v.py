@@ -8,7 +8,7 @@
 
 A frame here is two sampled frames, one step of the grid. To the positions each is a medium of its own, and EVS may drop
 its tokens, but never its second. Which frames are sampled, how a second is written and which token fills a frame
-depends on the processor class that the checkpoint's files name (`refvl.families.find_processor`), not on `model_type`:
+depends on the processor class that the checkpoint's files name (`refvl.families.load_processor`), not on `model_type`:
 GLM-4.5V and GLM-4.6V share theirs.
 
     class               releases                              sampler    a second    token of a frame
@@ -23,20 +23,19 @@ transformers (5.17 to 5.23) and vLLM 0.33 fill frames with the image's token for
 the model sees no difference, and prompts made there are read as well (`placeholders`).
 """
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
-from refvl.checks import Grid
+from refvl.checks import Grid, read_json
 from refvl.merge import FramewiseMedia, MergedMedia
 from refvl.pixels.media import Video, load_video
-from refvl.pixels.patches import Glm4vPatchConfig, GlmgaPatchConfig, merged_grid, patchify_video, plan_grid, read_json
+from refvl.pixels.patches import Glm4vPatchConfig, GlmgaPatchConfig, merged_grid, patchify_video, plan_grid
 from refvl.positions.timestamps import FrameSample, sample_video_frames
 from refvl.processors.chat import ChatProcessor, Patches
 
@@ -46,7 +45,7 @@ class Glm4vProcessor(ChatProcessor):
 
     patch_config = Glm4vPatchConfig
     variant = "glm4v"  # of `sample_video_frames`
-    rule = "{fps:g} frames a second up to {max_duration:g} s, longer clips are spread"
+    rule = "{0.fps:g} frames a second up to {0.max_duration:g} s, longer clips are spread"  # with `video_config`
     timestamp_format = "{}"
     frame_kind = "video"  # whose token fills a frame
     options: ClassVar[dict[str, str]] = {"fps": "target_fps"}  # what a message may say: its name in the sampler
@@ -54,37 +53,31 @@ class Glm4vProcessor(ChatProcessor):
     @property
     def clip_sampling(self) -> str:
         """The rule in words; `model_type` does not tell GLM-4.6V from GLM-4.5V, only a folder's files do."""
-        config = self.video_config
-        limits = {"fps": config.fps, "max_duration": config.max_duration, "max_frames": config.max_frames}
         assumed = type(self) is Glm4vProcessor and self.tokenizer is None
         note = " (assumed: without processor files GLM-4.6V looks like GLM-4.5V)" if assumed else ""
-        return f"{self.variant}: {self.rule.format(**limits)}{note}"
+        return f"{self.variant}: {self.rule.format(self.video_config)}{note}"
 
     def load_video(self, source, options: dict) -> Video:
         """Files are sampled by the variant's rule, `num_frames` evenly; frames in memory count as sampled already.
 
         Raises ValueError for options that the variant's rule does not read.
         """
-        if isinstance(source, (str, Path)) and "num_frames" not in options:
-            return load_video(source, sample=self._sampler(options), limits=self.limits)
-        return load_video(source, **options, limits=self.limits)
-
-    def _sampler(self, options: dict) -> Callable[[int, float], list[int]]:
-        """(total_num_frames, fps) -> indices, increasing: a repeated last frame is read once and repeated later."""
+        if not isinstance(source, (str, Path)) or "num_frames" in options:
+            return load_video(source, **options, limits=self.limits)
         if unknown := sorted(options.keys() - self.options.keys()):
             raise ValueError(f"prompt: {type(self).__name__} samples a video by {sorted(self.options)}, got {unknown}")
+        settings = {self.options[name]: value for name, value in options.items()}
+        return load_video(source, sample=partial(self._choose_frames, **settings), limits=self.limits)
+
+    def _choose_frames(self, total: int, fps: float, **settings) -> list[int]:
+        """Indices, increasing: a repeated last frame is read once and repeated later."""
         config = self.video_config
-        settings = {"target_fps": config.fps, "max_duration": config.max_duration, "max_frames": config.max_frames}
-        settings |= {self.options[name]: value for name, value in options.items()}
-
-        def sample(total: int, fps: float) -> list[int]:
-            chosen = sample_video_frames(
-                self.variant, fps=fps, total_num_frames=total, duration=total / fps,
-                temporal_patch_size=config.temporal_patch_size, **settings,
-            )  # fmt: skip
-            return list(dict.fromkeys(chosen.indices))
-
-        return sample
+        own = {"target_fps": config.fps, "max_duration": config.max_duration, "max_frames": config.max_frames}
+        chosen = sample_video_frames(
+            self.variant, fps=fps, total_num_frames=total, duration=total / fps,
+            temporal_patch_size=config.temporal_patch_size, **(own | settings),
+        )  # fmt: skip
+        return list(dict.fromkeys(chosen.indices))
 
     def _sample_of(self, video: Video) -> FrameSample:
         """Which of a sampled video's frames are read, each once but for the last."""
@@ -102,12 +95,9 @@ class Glm4vProcessor(ChatProcessor):
         merged = FramewiseMedia("video", merged_grid(grid, self.merge_size), timestamps=seconds)
         return Patches(video, pixel_values, grid, merged)
 
-    def layout_of(self, medium: Image.Image | Video) -> Grid:
-        """The grid that `patchify` gives a decoded medium."""
-        if not isinstance(medium, Video):
-            return super().layout_of(medium)
-        _, height, width, _ = medium.frames.shape
-        return plan_grid(height, width, self.video_config, len(self._sample_of(medium).indices))
+    def _video_layout(self, video: Video) -> Grid:
+        _, height, width, _ = video.frames.shape
+        return plan_grid(height, width, self.video_config, len(self._sample_of(video).indices))
 
     def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
         """A video is t images; second_per_grid is not read, because the prompt says the time."""
@@ -140,7 +130,7 @@ class Glm46VProcessor(Glm4vProcessor):
     """GLM-4.6V, GLM-4.6V-Flash and GLM-OCR."""
 
     variant = "glm46v"
-    rule = "6, 2 or 1 frames a second, fewer the longer the clip, {max_frames} at most"
+    rule = "6, 2 or 1 frames a second, fewer the longer the clip, {0.max_frames} at most"
     timestamp_format = "{:.1f} seconds"
     frame_kind = "image"
     options: ClassVar[dict[str, str]] = {"max_frames": "max_frames"}
@@ -151,7 +141,7 @@ class GlmgaProcessor(Glm46VProcessor):
 
     patch_config = GlmgaPatchConfig
     variant = "glmga"
-    rule = "{fps:g} frames a second, {max_frames} at most"
+    rule = "{0.fps:g} frames a second, {0.max_frames} at most"
     options: ClassVar[dict[str, str]] = {"fps": "target_fps", "max_frames": "max_frames"}
 
 

@@ -5,7 +5,7 @@ prompt [{"role": "user", "content": "Hi"},
         {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Why?"}]}]
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,14 @@ def as_messages(prompt: str | Sequence[dict], images: Iterable = (), videos: Ite
     return list(prompt)
 
 
-def media_of(messages: Sequence[dict]) -> Iterator[tuple[str, Any, dict]]:
+def media_of(messages: Sequence[dict]) -> list[tuple[str, Any, dict]]:
     """(kind, source, sampling options) of every medium in checked messages, in order of appearance."""
-    for message in messages:
-        for part in message["content"] if not isinstance(message["content"], str) else ():
-            if (kind := part["type"]) != "text":
-                [source] = [part[key] for key in (kind, "path", "url") if key in part]
-                yield kind, source, {key: part[key] for key in SAMPLING if key in part}
+    parts = [part for message in messages if not isinstance(message["content"], str) for part in message["content"]]
+    return [
+        (kind, part.get(kind, part.get("path", part.get("url"))), {key: part[key] for key in SAMPLING if key in part})
+        for part in parts
+        if (kind := part["type"]) != "text"
+    ]
 
 
 def map_texts(messages: Sequence[dict], change: Callable[[str], Any]) -> list[dict]:
@@ -65,8 +66,7 @@ def _media_parts(kind: str, media: Iterable) -> list[dict]:
     if isinstance(media, (str, Path, Image.Image, Video)):
         media = [media]
     if isinstance(media, (np.ndarray, Tensor)):
-        what = "array" if isinstance(media, np.ndarray) else "tensor"
-        raise TypeError(f"{name}: expected a list of media, got one {what}; put it into a list")
+        raise TypeError(f"{name}: expected a list of media, got one {type(media).__name__}; put it into a list")
     if not isinstance(media, Iterable) or isinstance(media, (Mapping, bytes)):
         raise TypeError(f"{name}: expected a list of media, got {type(media).__name__}")
     return [{"type": kind, kind: item} for item in media]
@@ -96,12 +96,9 @@ def _check_part(part, name: str) -> None:
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in KEYS:
         raise ValueError(f"{name}: type must be 'text', 'image' or 'video', got {kind!r}")
-    sources = sorted(part.keys() & KEYS[kind] - set(SAMPLING))
-    if not sources:
-        missing = "no text" if kind == "text" else "no source"
-        raise ValueError(f"{name}: the {kind} part has {missing}; give it under the key {kind!r}")
-    if len(sources) > 1:
-        raise ValueError(f"{name}: the {kind} part has several sources, {sources}; give one")
+    sources = KEYS[kind] - set(SAMPLING)
+    if len(given := part.keys() & sources) != 1:
+        raise ValueError(f"{name}: {kind} parts have one of the keys {sorted(sources)}, got {sorted(given) or 'none'}")
     if unknown := sorted(map(str, part.keys() - KEYS[kind] - {"type"})):
         raise ValueError(f"{name}: {kind} parts have the keys {sorted(KEYS[kind])}, got also {unknown}")
     if kind == "text":

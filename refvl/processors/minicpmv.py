@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count, dropwhile
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,10 +28,9 @@ from PIL import Image
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from refvl.checks import check_positive_int
+from refvl.checks import check_positive_int, read_json
 from refvl.merge import MergedMedia
 from refvl.pixels.media import Video, load_video
-from refvl.pixels.patches import read_json
 from refvl.pixels.slices import SliceConfig, SliceGroup, SliceLayout, SlicePlan, count_sets, plan_slices, rows_of_slices
 from refvl.processors.chat import ChatProcessor, Patches, load_tokenizer
 
@@ -41,7 +40,6 @@ MARKS = {
     "im_id_start": "<image_id>", "im_id_end": "</image_id>", "unk": "<unk>",
 }  # fmt: skip
 NO_VIDEO_ID = -1  # images and frames are filled with one token: no token has the video's id, see `placeholders`
-NO_VIDEO = "videos: MiniCPM-V {} reads images only, 2.6 and later videos too"
 TEXT_ID = -2  # of unknown tokens that stand for nothing
 TENTHS = 10  # temporal ids per second
 
@@ -81,15 +79,11 @@ class SlicedMedia(MergedMedia):
                 f"and query tokens have no places"
             )
 
-    def keep_mask(self, embeds_MD: Tensor, q: float) -> Tensor | None:
-        """None: nothing is pruned."""
-        return None
-
 
 class MiniCPMVProcessor(ChatProcessor):
     """What all versions share: sliced images. Layouts are tuples of `SliceGroup`s. A version is a class below."""
 
-    version: ClassVar[str]
+    no_video = "videos: MiniCPM-V 2.0 and 2.5 read images only, later versions videos too"
     template: ClassVar[str | None] = None  # where the folder has no chat template
     numbers_images: ClassVar[bool] = False  # unless the folder says otherwise (use_image_id)
     writes_bos: ClassVar[bool] = True
@@ -100,10 +94,13 @@ class MiniCPMVProcessor(ChatProcessor):
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None, marks=None):
         """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
         self.config, self.tokenizer, self.query_num = config, tokenizer, config.query_num
+        self.tokens_at_once = self.query_num  # a set
         self.image_config: SliceConfig = image_config or SliceConfig.from_dict(self._slice_defaults(config))
         self.video_config: FrameConfig | None = video_config or self.frames
         self.marks = MARKS | (marks or {})
-        self.mark_ids = {} if tokenizer is None else {name: self._id(name) for name in MARKS}
+        vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+        self.stop_token_ids = [vocabulary[token] for token in self.terminators if token in vocabulary]
+        self.mark_ids = {name: self._id(name, vocabulary) for name in MARKS} if vocabulary else {}
         self.token_ids = {"image": self.mark_ids.get("unk", NO_VIDEO_ID), "video": NO_VIDEO_ID}
 
     @classmethod
@@ -124,23 +121,12 @@ class MiniCPMVProcessor(ChatProcessor):
         nested = getattr(config, "slice_config", None) or {}
         return {"use_image_id": cls.numbers_images} | top | {name: nested[name] for name in names if name in nested}
 
-    def _id(self, name: str) -> int:
+    def _id(self, name: str, vocabulary: dict[str, int]) -> int:
         """The id of a mark; TEXT_ID for a number's marks where the vocabulary has none, as before version 2.6."""
-        token = self.tokenizer.get_vocab().get(self.marks[name])
+        token = vocabulary.get(self.marks[name])
         if token is None and not (name.startswith("im_id") and not self.image_config.use_image_id):
             raise ValueError(f"tokenizer: has no token {self.marks[name]!r}, which MiniCPM-V's prompts need")
         return TEXT_ID if token is None else token
-
-    @property
-    def tokens_at_once(self) -> int:
-        """A set of query tokens."""
-        return self.query_num
-
-    @property
-    def stop_token_ids(self) -> list[int]:
-        """Tokens that end an answer, besides those of generation_config.json."""
-        vocabulary = {} if self.tokenizer is None else self.tokenizer.get_vocab()
-        return [vocabulary[token] for token in self.terminators if token in vocabulary]
 
     @cached_property
     def reserved_texts(self) -> list[str]:
@@ -152,20 +138,13 @@ class MiniCPMVProcessor(ChatProcessor):
         """Tokens of the largest image: the overview and all slices."""
         return (self.image_config.max_slice_nums + 1) * self.query_num
 
-    def load_video(self, source, options: dict) -> Video:
-        """Raises ValueError: this version takes no videos."""
-        raise ValueError(NO_VIDEO.format(self.version))
-
     def _patchify_image(self, image: Image.Image) -> Patches:
         plan = plan_slices(*image.size, self.image_config)
         merged = replace(self.merged("image", plan.layout), grid=plan.grid)
         return Patches(image, rows_of_slices(image, plan, self.image_config), plan.layout, merged)
 
-    def layout_of(self, medium: Image.Image | Video) -> SliceLayout:
-        """Overview and slices of an image. Raises ValueError for a video where the version takes none."""
-        if isinstance(medium, Video):
-            raise ValueError(NO_VIDEO.format(self.version))
-        return plan_slices(medium.width, medium.height, self.image_config).layout
+    def _image_layout(self, image: Image.Image) -> SliceLayout:
+        return plan_slices(*image.size, self.image_config).layout
 
     def merged(self, kind: str, layout: SliceLayout, second_per_grid: float = 1.0) -> SlicedMedia:
         """query_num tokens per set; second_per_grid is not read."""
@@ -234,7 +213,6 @@ class MiniCPMVProcessor(ChatProcessor):
 class MiniCPMV2_0Processor(MiniCPMVProcessor):
     """Images only; no chat template."""
 
-    version = "2.0"
     template = (
         "{% for message in messages %}"
         "{{ {'user': '<用户>', 'assistant': '<AI>'}.get(message.role, '') + message.content }}"
@@ -245,13 +223,10 @@ class MiniCPMV2_0Processor(MiniCPMVProcessor):
 class MiniCPMV2_5Processor(MiniCPMVProcessor):
     """Images only, with Llama 3's template."""
 
-    version = "2.5"
-
 
 class MiniCPMV2_6Processor(MiniCPMVProcessor):
     """Images are numbered, videos are rows of frames."""
 
-    version = "2.6"
     numbers_images = True
     writes_bos = False
     frames = FrameConfig()
@@ -271,10 +246,8 @@ class MiniCPMV2_6Processor(MiniCPMVProcessor):
         if "num_frames" in options:
             wanted = check_positive_int(options["num_frames"], "num_frames")
             return load_video(source, sample=lambda total, _: middle_indices(total, wanted), limits=self.limits)
-        config = replace(self.video_config, **options)
-        return load_video(
-            source, sample=lambda total, source_fps: self.sample(total, source_fps, config), limits=self.limits
-        )
+        sample = partial(self.sample, config=replace(self.video_config, **options))
+        return load_video(source, sample=sample, limits=self.limits)
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
@@ -288,11 +261,8 @@ class MiniCPMV2_6Processor(MiniCPMVProcessor):
         layout = self.group(video, plan.tgt_sizes[0])
         return Patches(video, torch.cat(rows), layout, self.merged("video", layout))
 
-    def layout_of(self, medium: Image.Image | Video) -> SliceLayout:
-        """Overview and slices of an image, groups of a video's frames."""
-        if not isinstance(medium, Video):
-            return super().layout_of(medium)
-        return self.group(medium, self._plan_frame(medium).tgt_sizes[0])
+    def _video_layout(self, video: Video) -> SliceLayout:
+        return self.group(video, self._plan_frame(video).tgt_sizes[0])
 
     def _plan_frame(self, video: Video) -> SlicePlan:
         _, height, width, _ = video.frames.shape
@@ -325,14 +295,12 @@ class MiniCPMV2_6Processor(MiniCPMVProcessor):
 class MiniCPMV4_0Processor(MiniCPMV2_6Processor):
     """As 2.6, with a first token."""
 
-    version = "4.0"
     writes_bos = True
 
 
 class MiniCPMV4_5Processor(MiniCPMV2_6Processor):
     """Frames are packed, and each has its tenth of a second."""
 
-    version = "4.5"
     frames = FrameConfig(fps=3.0, max_frames=180, max_packing=3)
 
     @staticmethod

@@ -18,13 +18,11 @@ from transformers import PretrainedConfig
 
 from refvl.merge import MergedMedia
 from refvl.pixels.crops import CropConfig, CropLayout, plan_crops, rows_of_crops
-from refvl.pixels.media import Video
 from refvl.processors.chat import ChatProcessor, Patches, load_tokenizer
 
 MARKS = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
 NO_CROPS = CropLayout(0, 0)
 NO_VIDEO_ID = -1  # no token stands for a video
-NO_VIDEO = "videos: Step3-VL reads images only; give the frames of a video as images"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +40,8 @@ class CroppedMedia(MergedMedia):
 
 class Step3VLProcessor(ChatProcessor):
     """Sizes come from the config: the released folder has no preprocessor file. Layouts are `CropLayout`s."""
+
+    no_video = "videos: Step3-VL reads images only; give the frames of a video as images"
 
     def __init__(self, config: PretrainedConfig, tokenizer=None):
         """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
@@ -69,27 +69,17 @@ class Step3VLProcessor(ChatProcessor):
         plan = plan_crops(self.image_config.max_side, self.image_config.max_side, self.image_config)
         return self.merged("image", plan.layout).num_tokens
 
-    def layout_of(self, medium: Image.Image | Video) -> CropLayout:
-        """Rows and columns of crops. Raises ValueError for a video."""
-        if isinstance(medium, Video):
-            raise ValueError(NO_VIDEO)
-        return plan_crops(*medium.size, self.image_config).layout
-
-    def load_video(self, source, options: dict) -> Video:
-        """Raises ValueError."""
-        raise ValueError(NO_VIDEO)
+    def _image_layout(self, image: Image.Image) -> CropLayout:
+        return plan_crops(*image.size, self.image_config).layout
 
     def _patchify_image(self, image: Image.Image) -> Patches:
         pixel_values, layout = rows_of_crops(image, self.image_config)
         return Patches(image, pixel_values, layout, self.merged("image", layout))
 
-    def _patchify_video(self, video: Video) -> Patches:
-        raise ValueError(NO_VIDEO)
-
     def merged(self, kind: str, layout: CropLayout, second_per_grid: float = 1.0) -> CroppedMedia:
         """The squares of an image, in tokens. Raises ValueError for a video."""
         if kind != "image":
-            raise ValueError(NO_VIDEO)
+            raise ValueError(self.no_video)
         tokens = layout.crops * self.crop_tokens + self.image_tokens
         crop_side, image_side = (round(n**0.5) for n in (self.crop_tokens, self.image_tokens))
         return CroppedMedia(kind, (1, 1, tokens), layout=layout, crop_side=crop_side, image_side=image_side)

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import rich.console
 import typer
@@ -112,12 +112,11 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="the version")]
+
+
 @app.callback(epilog=f"{TRACEBACK}=1 in the environment shows the traceback of an error.")
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="the version")
-    ] = False,
-):
+def _options(version: Version = False):
     """Run a vision-language model, or look at what happens on the way."""
 
 
@@ -213,20 +212,14 @@ def bench(
     write: Annotated[bool, typer.Option(help="keep the result under data/measurements")] = False,
 ):
     """Measure on this machine; needs a clone of the repository."""
-    options: dict[str, Any] = {} if name == Benchmark.generated_ids else {"device": device}
-    options |= {} if repeats is None or name == Benchmark.generated_ids else {"repeats": repeats}
-    _benchmark(name.value).run(write=write, **options)
-
-
-def _benchmark(name: str):
-    """The module benchmarks/NAME.py, which lies beside the package and is not installed with it."""
     from refvl.paths import DATA, check_clone
 
     check_clone("`refvl bench`")
-    root = str(DATA.parent)
-    if root not in sys.path:
+    if (root := str(DATA.parent)) not in sys.path:
         sys.path.insert(0, root)
-    return importlib.import_module(f"benchmarks.{name}")
+    options = {"device": device} | ({} if repeats is None else {"repeats": repeats})
+    module = importlib.import_module(f"benchmarks.{name.value}")  # beside the package, not installed with it
+    module.run(write=write, **({} if name == Benchmark.generated_ids else options))
 
 
 def stage_table(run) -> Table:

@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from refvl.pipeline import VLM
 from refvl.pixels.crops import CropConfig, plan_crops
 from refvl.pixels.media import Video
 from refvl.pixels.patches import PatchConfig, count_tokens
-from refvl.pixels.slices import SliceConfig, count_sets, plan_slices
+from refvl.pixels.slices import count_sets, plan_slices
 
 BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the image that upstream plans with
 MAX_FRAMES_PER_VIDEO = 600
@@ -44,36 +43,22 @@ def plan_media(vlm: VLM, medium) -> MediaPlan:
     return MediaPlan(kind, size, becomes, layout, patches, tokens)
 
 
-@singledispatch
 def describe_layout(config: Any, medium, layout: Any, tokens: int) -> str:
     """What the preprocessing of `config` makes of a decoded medium, in words."""
-    raise TypeError(f"config: expected a PatchConfig, SliceConfig or CropConfig, got {type(config).__name__}")
-
-
-@describe_layout.register
-def _(config: PatchConfig, medium, layout: Any, tokens: int) -> str:
-    _, h, w = layout
-    return f"{w * config.patch_size} x {h * config.patch_size} px -> grid {layout}"
-
-
-@describe_layout.register
-def _(config: SliceConfig, medium, layout: Any, tokens: int) -> str:
+    if isinstance(config, PatchConfig):
+        _, h, w = layout
+        return f"{w * config.patch_size} x {h * config.patch_size} px -> grid {layout}"
+    if isinstance(config, CropConfig):
+        width, height = plan_crops(medium.width, medium.height, config).canvas
+        crops = f"{layout.rows} x {layout.columns} crops of {config.crop_size} px, " if layout.crops else ""
+        return f"{width} x {height} px -> {crops}overview of {config.image_size} px"
     if isinstance(medium, Video):
         (h, w), patches = layout[0].slices[0], sum(h * w for group in layout for h, w in group.slices)
         size = f"{w * config.patch_size} x {h * config.patch_size} px"
         return f"{size} in {count_sets(layout)} sets of frames, {patches / tokens:.3g} patches a token"
     plan = plan_slices(medium.width, medium.height, config)
-    overview = "overview {} x {} px".format(*plan.overview)
-    if plan.grid is None or plan.cell is None:
-        return overview
-    return overview + " and {} x {} slices of {} x {} px".format(*plan.grid, *plan.cell)
-
-
-@describe_layout.register
-def _(config: CropConfig, medium, layout: Any, tokens: int) -> str:
-    width, height = plan_crops(medium.width, medium.height, config).canvas
-    crops = f"{layout.rows} x {layout.columns} crops of {config.crop_size} px, " if layout.crops else ""
-    return f"{width} x {height} px -> {crops}overview of {config.image_size} px"
+    slices = " and {} x {} slices of {} x {} px".format(*plan.grid, *plan.cell) if plan.grid and plan.cell else ""
+    return "overview {} x {} px".format(*plan.overview) + slices
 
 
 def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
@@ -144,8 +129,12 @@ def describe(vlm: VLM, media=()) -> dict[str, str]:
         "context": f"{vlm.max_context:,} tokens",
         f"weights in {str(dtype).removeprefix('torch.')}": _bytes((encoder + language) * dtype.itemsize),
         "kv cache": f"{_bytes(kv_cache_bytes_per_token(text, dtype))} a token",
-        **_limits(vlm),
     }
+    if isinstance(config := vlm.processor.image_config, PatchConfig):
+        height, width = image_size_with_most_features(config)
+        rows["largest square picture"] = f"{width} x {height} px -> {count_tokens(height, width, config):,} tokens"
+    if vlm.processor.clip_sampling:
+        rows["clip sampling"] = vlm.processor.clip_sampling
     for i, plan in enumerate(plans):
         rows[f"{plan.kind} {i + 1}"] = (
             f"{plan.size} -> {plan.becomes} = {plan.patches:,} patches -> {plan.tokens:,} tokens"
@@ -157,17 +146,6 @@ def describe(vlm: VLM, media=()) -> dict[str, str]:
         total = (encoder + language) * dtype.itemsize + peak + cache
         rows["memory for these media"] = f"kv cache {_bytes(cache)}, tower activations about {_bytes(peak)}"
         rows["memory needed"] = f"about {_bytes(total)}"
-    return rows
-
-
-def _limits(vlm: VLM) -> dict[str, str]:
-    """The largest image, and how a video is sampled, for the processors that have such a rule."""
-    rows, config = {}, vlm.processor.image_config
-    if isinstance(config, PatchConfig):
-        height, width = image_size_with_most_features(config)
-        rows["largest square picture"] = f"{width} x {height} px -> {count_tokens(height, width, config):,} tokens"
-    if vlm.processor.clip_sampling:
-        rows["clip sampling"] = vlm.processor.clip_sampling
     return rows
 
 

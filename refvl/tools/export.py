@@ -10,10 +10,9 @@ one unfinished shard per rank.
 """
 
 import hashlib
-import json
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import islice
 from operator import itemgetter
@@ -30,16 +29,7 @@ from refvl.parallel import get_load_balance_assignment, torchrun_ranks
 from refvl.pipeline import VLM
 from refvl.pixels.media import load_image
 from refvl.tools.images import STAMP, ImageFile, digest_of, find_images, is_unchanged, read_stamp
-from refvl.tools.shards import (
-    MANIFEST,
-    SHARDS,
-    Encoded,
-    ShardWriter,
-    held_folder,
-    read_header,
-    speaking_of,
-    written_whole,
-)
+from refvl.tools.shards import SHARDS, Encoded, ShardWriter, held_folder, read_header, write_manifest
 from refvl.tools.shards import read_embeddings as read_embeddings  # public here, beside `encode_folder`
 
 BATCH_PATCHES = 2**14  # images are decoded and encoded together up to here
@@ -69,13 +59,12 @@ def encode_folder(
         own = _from_rank_0(deal, rank, world_size)[rank]
         unreadable: dict[str, str] = {}
         shards, waiting = ShardWriter(out, model, rank, shard_size), deque(own)
-        bar = tqdm(total=len(own), desc=f"encode, rank {rank}", unit="image", disable=not progress)
-        while waiting:
-            batch = _next_batch(waiting, shards.room)
-            shards.add(_encode_batch(vlm, batch, unreadable))
-            bar.update(len(batch))
-        shards.write()
-        bar.close()
+        with tqdm(total=len(own), desc=f"encode, rank {rank}", unit="image", disable=not progress) as bar:
+            while waiting:
+                batch = _next_batch(waiting, shards.room)
+                shards.add(_encode_batch(vlm, batch, unreadable))
+                bar.update(len(batch))
+            shards.write()
         return _finish(folder, out, model, unreadable, rank, world_size)
 
 
@@ -161,10 +150,8 @@ def _encode_batch(vlm: VLM, images: Sequence[ImageFile], unreadable: dict[str, s
             decoded[file.name] = _decode(vlm, file)
         except Exception as error:  # whatever a decoder raises, a lack of memory too: the others go on
             unreadable[file.name] = _reason(error)
-    try:
+    with suppress(Exception):  # which holds the batch's tensors; they are let go before the next attempt
         return _embed(vlm, decoded)
-    except Exception:
-        pass  # the error holds the batch's tensors; they are let go before the next attempt
     encoded: Encoded = {}
     for name, image in decoded.items():
         try:
@@ -201,34 +188,28 @@ def _reason(error: Exception) -> str:
 
 
 def _finish(folder: Path, out: Path, model: dict, unreadable: dict, rank: int, world_size: int) -> dict:
-    """When all ranks are done, rank 0 writes the manifest, and every rank returns it."""
+    """When all ranks are done, rank 0 writes the manifest, and every rank returns it.
+
+    Raises ValueError unless every image that is found then is accounted for.
+    """
     reasons = [unreadable]
     if world_size > 1:
         dist.all_gather_object(reasons := [{}] * world_size, unreadable)
 
-    def write_manifest() -> dict:
+    def account() -> dict:
         found = find_images(folder)
         images, unread = _finished(out, model, found), {name: why for own in reasons for name, why in own.items()}
-        manifest = model | {"images": {}, "unreadable": {}}
-        for name in sorted(image.name for image in found):
-            if name in images:
-                manifest["images"][name] = images[name]
-            elif name in unread:
-                manifest["unreadable"][name] = unread[name]
-        _check_complete(manifest, found)
-        with speaking_of(out), written_whole(out / MANIFEST) as partial:
-            partial.write_text(json.dumps(manifest, indent=1))
+        names = sorted(image.name for image in found)
+        if lacking := [name for name in names if name not in images and name not in unread]:
+            shown = ", ".join(lacking[:5]) + (", ..." if len(lacking) > 5 else "")
+            raise ValueError(
+                f"folder: {len(lacking)} of {len(names)} images came or changed during the run, or their shards were "
+                f"taken away: {shown}; the same command encodes them"
+            )
+        encoded = {name: images[name] for name in names if name in images}
+        unreadable = {name: unread[name] for name in names if name not in images}
+        manifest = model | {"images": encoded, "unreadable": unreadable}
+        write_manifest(out, manifest)
         return manifest
 
-    return _from_rank_0(write_manifest, rank, world_size)
-
-
-def _check_complete(manifest: dict, found: Sequence[ImageFile]) -> None:
-    """Raise ValueError unless every image that was found is accounted for."""
-    names = [image.name for image in found]
-    if lacking := [name for name in names if name not in manifest["images"] and name not in manifest["unreadable"]]:
-        shown = ", ".join(lacking[:5]) + (", ..." if len(lacking) > 5 else "")
-        raise ValueError(
-            f"folder: {len(lacking)} of {len(names)} images came or changed during the run, or their shards were taken "
-            f"away: {shown}; the same command encodes them"
-        )
+    return _from_rank_0(account, rank, world_size)

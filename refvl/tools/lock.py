@@ -11,7 +11,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 LOCK = "encode.lock"
@@ -35,44 +35,43 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def _take(path: Path) -> int | None:
-    """The lock file, held; None when it vanished on the way."""
+    """The lock file, held; None when it came or vanished on the way."""
+    is_new = not path.exists()
+    overtaken = FileExistsError if is_new else FileNotFoundError
     try:
-        file, is_new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
-    except FileExistsError:
-        try:
-            file, is_new = os.open(path, os.O_RDWR), False
-        except FileNotFoundError:
+        file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL) * is_new, 0o644)
+    except overtaken:
+        return None
+    with ExitStack() as unless_held:
+        unless_held.callback(os.close, file)
+        if not _hold(file, path, is_new):
             return None
-    try:
-        if _hold(file, path, is_new):
-            return file
-    except BaseException:
-        os.close(file)
-        raise
-    os.close(file)
-    return None
+        unless_held.pop_all()
+    return file
 
 
 def _hold(file: int, path: Path, is_new: bool) -> bool:
     """Take the kernel's lock and sign the file; False when it is no longer the one at `path`."""
-    owner = _owner(file)
+    told, here = _read(file), socket.gethostname()
+    owner = f"process {told.get('pid')} on {told.get('host')} since {told.get('since')}" if told else "another process"
+    way_out = f"out: {path} names {owner}, and from here nobody can tell whether it still runs; if not, remove the file"
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BlockingIOError(f"out: {path.parent} is being written by {owner}; wait for it to end") from None
     except OSError:  # a file system without locks: a file that exists is taken at its word
         if not is_new:
-            raise BlockingIOError(_remove_it(path, owner)) from None
+            raise BlockingIOError(way_out) from None
     try:
         if not os.path.samestat(os.fstat(file), path.stat()):
             return False
     except FileNotFoundError:
         return False
-    if not is_new and (told := _read(file)) and told.get("host") != socket.gethostname():
-        raise BlockingIOError(_remove_it(path, owner))
+    if (told := _read(file)) and told.get("host") != here:
+        raise BlockingIOError(way_out)
     since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(), 0)
+    os.pwrite(file, json.dumps({"host": here, "pid": os.getpid(), "since": since}).encode(), 0)
     return True
 
 
@@ -83,12 +82,3 @@ def _read(file: int) -> dict:
     except ValueError:
         return {}
     return told if isinstance(told, dict) else {}
-
-
-def _owner(file: int) -> str:
-    told = _read(file)
-    return f"process {told.get('pid')} on {told.get('host')} since {told.get('since')}" if told else "another process"
-
-
-def _remove_it(path: Path, owner: str) -> str:
-    return f"out: {path} names {owner}, and from here nobody can tell whether it still runs; if not, remove the file"

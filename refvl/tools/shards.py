@@ -32,6 +32,11 @@ def read_embeddings(out: str | Path, name: str) -> Tensor:
         return shard.get_tensor(name)
 
 
+def write_manifest(out: Path, manifest: dict) -> None:
+    with written_whole(out / MANIFEST) as partial:
+        partial.write_text(json.dumps(manifest, indent=1))
+
+
 @contextmanager
 def held_folder(out: Path) -> Iterator[None]:
     """`out`, made where it is missing, for this process alone, with an empty folder for files that are being written.
@@ -87,13 +92,10 @@ class ShardWriter:
         images = json.dumps({name: entry for name, (_, entry) in self.waiting.items()}, default=_plain)
         header = {"format": "pt", "model": json.dumps(self.model), "images": images}
         tensors = {name: x.clone(memory_format=torch.contiguous_format) for name, (x, _) in self.waiting.items()}
-        with speaking_of(self.out), written_whole(self._free_name()) as partial:
+        paths = (self.out / f"embeds-{self.rank:03}-{number:05}.safetensors" for number in count())
+        with written_whole(next(path for path in paths if not path.exists())) as partial:
             save_file(tensors, partial, header)
         self.waiting = {}
-
-    def _free_name(self) -> Path:
-        paths = (self.out / f"embeds-{self.rank:03}-{number:05}.safetensors" for number in count())
-        return next(path for path in paths if not path.exists())
 
 
 def _plain(group):
@@ -106,19 +108,20 @@ def _plain(group):
 def written_whole(path: Path) -> Iterator[Path]:
     """A new file to write to, which gets its name, and keeps it through a power cut, when it is on disk as a whole.
 
-    Raises FileExistsError when somebody else is writing the same file.
+    Raises OSError, naming the folder, when it cannot be written or somebody else is writing the same file.
     """
     partial = path.parent / UNFINISHED / path.name
-    open(partial, "xb").close()
-    mode = partial.stat().st_mode
-    try:
-        yield partial
-        partial.chmod(mode)  # safetensors puts a file of its own in place, which only its owner may read
-        _sync(partial)
-        partial.replace(path)
-        _sync(path.parent)
-    finally:
-        partial.unlink(missing_ok=True)
+    with speaking_of(path.parent):
+        open(partial, "xb").close()
+        mode = partial.stat().st_mode
+        try:
+            yield partial
+            partial.chmod(mode)  # safetensors puts a file of its own in place, which only its owner may read
+            _sync(partial)
+            partial.replace(path)
+            _sync(path.parent)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

@@ -385,7 +385,7 @@ def test_damaged_json_is_named(parts, name, file, content, tmp_path):
     folder = copy_of(parts(name).folder, tmp_path)
     config = families.read_config(folder)
     (folder / file).write_bytes(content.encode("latin-1"))
-    with pytest.raises(ValueError, match=rf"{file}: (expected a JSON object|not a JSON file)"):
+    with pytest.raises(ValueError, match=rf"{file}: (expected a JSON object|not valid JSON)"):
         families.load_processor(folder, config)
 
 

@@ -12,7 +12,7 @@ import torch
 from closeness import assert_agree, assert_differ
 from towers import randomize
 
-from refvl.encoders import SliceGroup
+from refvl.encoders import SiglipViT, SliceGroup
 from refvl.encoders.minicpmv import MiniCPMVEncoderConfig
 from refvl.families import FAMILIES, find_family
 
@@ -149,7 +149,7 @@ def test_a_transformers_config_will_do():
     from transformers import PretrainedConfig
 
     whole = PretrainedConfig(**config("4.5"), model_type="minicpmv")
-    assert find_family(whole).version == "4.5" and find_family(whole).encoder.from_config(whole).query_num == 4
+    assert find_family(whole).version == "4.5" and find_family(whole).encoder.from_config(whole).config.query_num == 4
     with pytest.raises(TypeError, match="config: expected a dict or a transformers config, got str"):
         MiniCPMVEncoderConfig.from_hf("2.6")
 
@@ -193,7 +193,7 @@ def test_layouts_are_normalised_and_hashable(encoder):
         ([((4, 5), (0, 3))], ValueError, r"layouts\[0\]\[1\]: every extent must be at least 1, got \(0, 3\)"),
         ([(4, 5)], ValueError, r"layouts\[0\]\[0\]: expected \(h, w\), got 4"),
         ([((1, 4, 5),)], ValueError, r"layouts\[0\]\[0\]: expected \(h, w\), got \(1, 4, 5\)"),
-        ([((4.0, 5),)], TypeError, r"layouts\[0\]\[0\]: expected two integers"),
+        ([((4.0, 5),)], TypeError, r"layouts\[0\]\[0\]: expected integers"),
         (7, TypeError, "layouts: expected a sequence of layouts, got int"),
         ([SliceGroup(((4, 5),))], TypeError, r"layouts\[0\]: expected a tuple of SliceGroups or \(h, w\)"),
         ([(SliceGroup(()),)], ValueError, r"layouts\[0\]\[0\]: expected at least one slice, got none"),
@@ -216,16 +216,29 @@ def test_times_are_for_4_5(version):
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
+TIMM_NAMES = {
+    "embeddings.patch_embedding": "patch_embed.proj", "embeddings.position_embedding.weight": "pos_embed",
+    "post_layernorm": "norm", "encoder.layers": "blocks", "layer_norm": "norm",
+    "self_attn.qkv": "attn.qkv", "self_attn.out_proj": "attn.proj",
+}  # fmt: skip
+
+
 def checkpoint(encoder):
-    """The encoder's weights under the names and shapes of a checkpoint: q, k, v apart, kernels as convolutions."""
+    """The encoder's weights under the names and shapes of a checkpoint: q, k, v apart but for timm's names (2.0),
+    kernels as convolutions.
+    """
+    is_timm = isinstance(encoder.vpm, SiglipViT)
     kernels = {f"vpm.{name}": shape for name, shape in encoder.vpm.kernels.items()}
     weights = {}
     for name, tensor in encoder.state_dict().items():
-        if ".self_attn.qkv." in name:
+        if ".self_attn.qkv." in name and not is_timm:
             for part, piece in zip("qkv", tensor.chunk(3), strict=True):
                 weights[name.replace(".qkv.", f".{part}_proj.")] = piece
         else:
-            weights[name] = tensor.reshape(kernels.get(name, tensor.shape))
+            tensor = tensor.reshape(kernels.get(name, tensor.shape))
+            for ours, theirs in TIMM_NAMES.items() if is_timm else ():
+                name = name.replace(ours, theirs)
+            weights[name] = tensor
     return weights
 
 

@@ -237,7 +237,7 @@ def test_every_weight_is_trained():
         ((1, 3, 14, 281), [(4, 5)], None, ValueError, "pixel_values: strips must be whole patches of 14 px, got 281"),
         ((1, 3, 28, 280), [(4, 5)], None, ValueError, "pixel_values: dimension 2 must be 14"),
         ((1, 3, 14, 280), [(0, 5)], None, ValueError, r"tgt_sizes\[0\]: every extent must be at least 1, got \(0, 5\)"),
-        ((1, 3, 14, 280), [(4, 5.0)], None, TypeError, r"tgt_sizes\[0\]: expected two integers"),
+        ((1, 3, 14, 280), [(4, 5.0)], None, TypeError, r"tgt_sizes\[0\]: expected integers"),
         ((1, 3, 14, 280), [(1, 4, 5)], None, ValueError, r"tgt_sizes\[0\]: expected \(h, w\)"),
         ((1, 3, 14, 280), 4, None, TypeError, r"tgt_sizes: expected a sequence of \(h, w\), got int"),
         ((1, 3, 14, 280), [(4, 5)], [(1, 19)], ValueError, "position_sizes: must hold as many patches per slice"),

@@ -54,9 +54,7 @@ def test_pictures_of_many_sizes_in_one_forward():
 
 def test_defaults_are_so400m():
     config = SiglipViTConfig()
-    assert (config.embed_dim, config.depth, config.head_dim, int(config.embed_dim * config.mlp_ratio)) == (
-        1152, 27, 72, 4304,
-    )  # fmt: skip
+    assert (config.hidden_size, config.depth, config.head_dim, config.intermediate_size) == (1152, 27, 72, 4304)
     named = {"vision_encoder": "vit_so400m_patch14_siglip_384.webli", "image_size": 448, "num_heads": 36}
     assert SiglipViTConfig.from_hf(named) == config
 

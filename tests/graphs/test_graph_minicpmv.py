@@ -141,7 +141,7 @@ def test_stale_metadata_would_show(manager_4_5):
             field.copy_(stale)
             assert_differ(captured.graph.replay()[: len(wanted)], wanted, manager.encoder, name)
             seen.append(name)
-    assert seen == ["position_ids", "cu_seqlens", "places", "cu_seqlens_k", "times"]
+    assert seen == ["cu_seqlens", "position_ids", "positions", "cu_seqlens_k", "times"]
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import json
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -18,7 +17,6 @@ from refvl.paths import DATA
 from refvl.pixels.slices import (
     SliceConfig,
     image_of_rows,
-    patch_strip,
     patchify_slices,
     plan_slices,
     slice_grid,
@@ -47,6 +45,11 @@ def noise(width: int, height: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
+def as_strip(rows):
+    """(L, 3*P*P) rows -> (3, P, L*P): the patches side by side, as the checkpoints' code has them; P is 14."""
+    return rows.unflatten(1, (3, 14, 14)).permute(1, 2, 0, 3).flatten(2)
+
+
 @pytest.mark.parametrize(("width", "height", "most", "grid", "tokens"), GOLDEN["slices"])
 def test_grids_and_token_counts_equal_golden(width, height, most, grid, tokens):
     config = SliceConfig(max_slice_nums=most)
@@ -61,14 +64,14 @@ def test_pixels_equal_transformers_bit_for_bit(processor, size):
     rows, tgt_sizes = patchify_slices(image, CONFIG)
     assert [list(size) for size in tgt_sizes] == expected["target_sizes"].tolist()
     assert list(slice_grid(*size, CONFIG) or (0, 0)) == expected["grids"][0][::-1]  # theirs: rows, columns
-    assert torch.equal(patch_strip(rows, 14), expected["pixel_values"][0])
+    assert torch.equal(as_strip(rows), expected["pixel_values"][0])
 
 
 @pytest.mark.parametrize("photo", PHOTOS, ids=lambda p: p.stem)
 def test_photographs_equal_transformers_bit_for_bit(processor, photo):
     image = Image.open(photo).convert("RGB")
     rows, _ = patchify_slices(photo, CONFIG)
-    assert torch.equal(patch_strip(rows, 14), processor(image, return_tensors="pt")["pixel_values"][0])
+    assert torch.equal(as_strip(rows), processor(image, return_tensors="pt")["pixel_values"][0])
 
 
 def test_version_4_6_as_it_is_rounds_to_four_patches():
@@ -135,12 +138,12 @@ def test_slices_run_row_by_row_and_tile_the_enlarged_picture():
 
 
 def test_rows_are_unfolded_patches_and_strips_hold_them_side_by_side():
-    """Oracle: torch's unfold, whose columns are patches."""
+    """Oracle: the axes of the pixels, cut and put in another order."""
     pixels = torch.randn(3, 28, 42)
     rows = slice_rows(pixels, 14)
-    assert torch.equal(rows, F.unfold(pixels[None], 14, stride=14)[0].T)
-    strip = patch_strip(rows, 14)
-    assert torch.equal(strip[:, :, 14:28], pixels[:, :14, 14:28])
+    blocks = pixels.unflatten(2, (3, 14)).unflatten(1, (2, 14))  # C, row, P, column, P
+    assert torch.equal(rows, blocks.permute(1, 3, 0, 2, 4).flatten(2).flatten(0, 1))
+    assert torch.equal(as_strip(rows)[:, :, 14:28], pixels[:, :14, 14:28])
 
 
 def test_a_slice_can_be_looked_at_again():
@@ -180,7 +183,6 @@ def test_a_folder_without_the_file_says_it_in_its_config(tmp_path):
         (lambda: SliceConfig.from_dict({"slice_mode": False}), "slice_mode: this preprocessing always has"),
         (lambda: slice_grid(0, 10, CONFIG), "width: must be at least 1"),
         (lambda: slice_rows(torch.zeros(3, 28, 30), 14), "pixels: sides must be multiples of patch_size=14"),
-        (lambda: patch_strip(torch.zeros(4, 3), 14), "rows: dimension 1 must be 588"),
         (lambda: image_of_rows(torch.zeros(4, 588), (2, 3), CONFIG), "rows: dimension 0 must be 6"),
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ import signal
 import stat
 import struct
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -265,7 +266,7 @@ def test_a_shard_is_written_as_soon_as_it_is_full(vlm, folder, tmp_path, monkeyp
     (folder / "1.bmp").write_bytes((folder / "1.bmp").read_bytes()[:200])
     seen, bars, encode = [], [], vlm.encode
 
-    class Bar:
+    class Bar(AbstractContextManager):
         def __init__(self, total, **options):
             self.total, self.steps = total, []
             bars.append(self)
@@ -273,7 +274,7 @@ def test_a_shard_is_written_as_soon_as_it_is_full(vlm, folder, tmp_path, monkeyp
         def update(self, step):
             self.steps.append(step)
 
-        def close(self):
+        def __exit__(self, *error):
             pass
 
     def encode_and_look(images, **options):

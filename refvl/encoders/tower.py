@@ -1,0 +1,174 @@
+"""What all encoders have in common: configs, where the weights are, how a plan gets there, and how weights are loaded.
+
+Each encoder is read in its own file. A config is a frozen dataclass on `TowerConfig`, an encoder a `Tower`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from math import prod
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from refvl.attention import available_backends, choose_backend
+from refvl.encoders.weights import config_values, load_strict
+
+Planned = TypeVar("Planned")
+
+
+class TowerConfig:
+    """The base of the configs: sizes that follow from other sizes, and how a config.json is read.
+
+    Fields carry the checkpoint's names: these are transformers' for CLIP and SigLIP.
+    """
+
+    __slots__ = ()
+    activation: ClassVar[str | None] = None  # what the tower is written for
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # other names of fields in checkpoints
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_channels: int
+    image_size: int
+    patch_size: int
+
+    def __post_init__(self):
+        if self.hidden_size % self.num_heads:
+            width, heads = map(self._theirs, ("hidden_size", "num_attention_heads"))
+            raise ValueError(f"{width}: must be a multiple of {heads}={self.num_heads}, got {self.hidden_size}")
+        self.check_image_size()
+
+    def check_image_size(self) -> None:
+        """Raise ValueError where the images of the position table are smaller than a patch."""
+        if self.image_size < self.patch_size:
+            name = self._theirs("image_size")
+            raise ValueError(f"{name}: must be at least patch_size={self.patch_size}, got {self.image_size}")
+
+    def _theirs(self, field: str) -> str:
+        """What checkpoints call a field."""
+        return next((alias for alias, name in self.aliases.items() if name == field), field)
+
+    @classmethod
+    def from_hf(cls, config) -> Self:
+        """From a transformers vision config, the dict in `config.json`, or either of the whole model's.
+
+        Unknown keys are ignored. Raises ValueError for another activation or sizes that do not go together.
+        """
+        values = config_values(config, cls, activation=cls.activation, aliases=cls.aliases)
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+    @property
+    def depth(self) -> int:
+        """Blocks of the tower."""
+        return self.num_hidden_layers
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """K."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        """(C, P, P): what one patch row holds, flattened."""
+        return (self.num_channels, self.patch_size, self.patch_size)
+
+    @property
+    def patch_values(self) -> int:
+        """Values in one patch row."""
+        return prod(self.patch_shape)
+
+    @property
+    def patch_kernel(self) -> tuple[int, ...]:
+        """The shape of the patch embedding in checkpoints, where it is a convolution."""
+        return (self.hidden_size, *self.patch_shape)
+
+
+class Tower(nn.Module):
+    """Patch rows in, embeddings out. An encoder adds its modules, `plan`, and what computes."""
+
+    config_class: ClassVar[Any]
+    plan_reads_weights: ClassVar[bool] = False  # True: a plan holds values of the weights and is stale when they change
+    config: Any  # of config_class
+
+    def __init__(self, config, *, attention: str = "auto"):
+        super().__init__()
+        self.config, self.attention = config, attention
+        self.skipped: list[str] = []  # checkpoint names that `load_weights` left out
+
+    @classmethod
+    def from_config(cls, config, *, attention: str = "auto", **extra) -> Self:
+        """Build from this tower's config, a transformers vision config, or the dict in `config.json`.
+
+        attention: a backend of `refvl.attention`, or "auto" for the best one on the device the pixels come from.
+        extra: other arguments of the constructor.
+        """
+        config = config if isinstance(config, cls.config_class) else cls.config_class.from_hf(config)
+        return cls(config, attention=attention, **extra)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @property
+    def head_dim(self) -> int:
+        """K."""
+        return self.config.head_dim
+
+    @property
+    def graph_attention(self) -> str:
+        """The backend for a capture: one whose shapes do not depend on the lengths of the segments."""
+        return "varlen" if "varlen" in available_backends(self.device, self.dtype, self.head_dim) else "masked"
+
+    def backend(self, attention: str | None, device: torch.device) -> str:
+        """The backend of `refvl.attention` for inputs on `device`; attention: what the call asks for, if anything."""
+        return choose_backend(attention or self.attention, device, self.dtype, self.head_dim)
+
+    def move(self, planned: Planned) -> Planned:
+        """A plan, made on the CPU, with every tensor in it on the tower's device."""
+        return _to_device(planned, self.device)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load (checkpoint name, tensor) pairs strictly; returns the names of the parameters that were filled.
+
+        Names are read as `rename` says; q, k, v fused or separate. Those that match `unused` are left out and listed in
+        `skipped`. All else that does not fit is listed in one ValueError, see `load_strict`.
+        """
+        self.skipped = []
+        return load_strict(
+            self, weights, rename=self.rename, fuse=("q", "k", "v"), kernels=self.kernels,
+            skip=self.unused, skipped=self.skipped,
+        )  # fmt: skip
+
+    def rename(self, name: str) -> str:
+        """The parameter that a checkpoint's tensor of this name fills."""
+        return name
+
+    @property
+    def kernels(self) -> dict[str, tuple[int, ...]]:
+        """Parameter -> its shape in checkpoints, where that is another: a convolution's kernel, kept as a matrix."""
+        return {}
+
+    @property
+    def unused(self) -> str:
+        """A regular expression: how checkpoint names begin of parts that this encoder does not have."""
+        return r"(?!)"
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple):
+        return tuple(_to_device(item, device) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _to_device(getattr(value, f.name), device) for f in fields(value)})
+    return value
