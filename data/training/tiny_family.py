@@ -57,6 +57,7 @@ class TinyFamily:
     sliced: bool = False  # whether an image becomes an overview and slices, whose order says where they are
     reads_places: bool = False  # whether the language model is to read from positions where a token is in an image
     reads_steps: bool = False  # ... and when, in a video
+    packs_frames: bool = False  # whether frames of a video share tokens, and carry temporal ids
     reads_times: bool = False  # whether the tower is to read from temporal ids when each frame was taken
     recipe: dict = {}  # noqa: RUF012  where its training differs from `train_tiny.Recipe`
     by_adam: tuple[str, ...] = ("embed_tokens", "lm_head")  # parts of names of matrices that Muon does not suit

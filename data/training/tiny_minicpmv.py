@@ -60,8 +60,8 @@ class TinyMiniCPMV(TinyFamily):
     by_adam = ("embed_tokens", "lm_head", "position_embedding", "resampler.query")
     prunable = False
     sliced = True
-    reads_times = True
-    recipe = {"see": 220, "steps": 2000}  # noqa: RUF012
+    packs_frames = True
+    recipe = {"see": 200, "steps": 1600}  # noqa: RUF012
 
     def config(self, tokenizer: Tokenizer) -> dict:
         """The dict of `config.json`, flat as released. The position table is for 112 x 112 px: it is sampled."""

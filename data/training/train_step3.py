@@ -27,8 +27,8 @@ LABELS = (1 + len(pages.LETTERS), 1 + len(pages.COLORS))
 class Recipe:
     """The defaults are those of the committed checkpoint. Counts of pages are per step and worker."""
 
-    steps: int = 1300
-    see: int = 250  # steps in which only the tower learns
+    steps: int = 1150
+    see: int = 230  # steps in which only the tower learns
     crowded: int = 5  # pages full of boxes, of which the tower learns to read crops
     pages: int = 8  # asked about with crops
     overviews: int = 8  # asked about without

@@ -283,7 +283,10 @@ def test_clips_are_refused(vlm, ask):
         (lambda i: {"image_grid_thw": None}, "pixel_values, image_grid_thw: give both or neither"),
         (lambda i: {"image_grid_thw": [(2, 2)]}, "pixel_values: dimension 0 must be 100, got 136"),
         (lambda i: {"image_grid_thw": [(2, 2), (0, 1)]}, r"image_grid_thw\[1\]: rows and columns are both positive"),
-        (lambda i: {"image_grid_thw": [(1, 2, 2)]}, r"image_grid_thw\[0\]: expected \(rows, columns\) of crops"),
+        (
+            lambda i: {"image_grid_thw": [(1, 2, 2)]},
+            r"image_grid_thw\[0\]: expected \(rows, columns\), got \(1",
+        ),
         (lambda i: {"input_ids": i["input_ids"][:, -8:]}, "no placeholders are left for these media"),
         (lambda i: {"input_ids": i["input_ids"].repeat(2, 1)}, "image placeholders too many"),
     ],

@@ -179,7 +179,7 @@ def test_the_demo_page_is_read(vlm):
     assert np.array_equal(np.asarray(load_image(PICTURE)), pages.render(page))
     set_crops(vlm, True)
     for question in (q for questions in pages.all_questions(page).values() for q in questions):
-        assert vlm.chat(question.text, images=[PICTURE], max_new_tokens=6) == question.answer
+        assert vlm.chat(question.text, images=[PICTURE], max_new_tokens=16) == question.answer
 
 
 def test_graphs_and_batches_answer_the_same(vlm):

@@ -120,7 +120,7 @@ def test_buffers_show_their_contents_and_shade_the_padding(filled):
 def test_buffers_default_to_all_tensors_and_take_axes(filled):
     panels = viz.plot_buffers(*filled)
     assert [panel.get_title().partition(":")[0] for panel in panels] == [
-        "cos", "sin", "cu_seqlens", "window_index", "reverse_index", "cu_window_seqlens",
+        "cu_seqlens", "cos", "sin", "window_index", "reverse_index", "cu_window_seqlens",
     ]  # fmt: skip
     _, given = plt.subplots(1, 2)
     assert viz.plot_buffers(*filled, ["cos", "sin"], ax=given).tolist() == given.tolist()

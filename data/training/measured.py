@@ -1,0 +1,39 @@
+"""The tables of data/README.md, made from data/measurements: `python -m data.training.measured` writes them anew."""
+
+import json
+import re
+
+from data.training.evaluate_tiny import GOALS, kinds_of
+from data.training.tiny_family import family_names, find_family
+from data.training.tiny_step3 import FAMILY as STEP3
+from refvl.paths import DATA
+
+README, BEGIN, END = DATA / "README.md", "<!-- measured: begin -->\n", "<!-- measured: end -->"
+
+
+def tables() -> str:
+    """Markdown: scenes by family, then pages with and without crops, in percent."""
+    families = [find_family(name) for name in family_names()]
+    measured = {family.folder.name: json.loads(family.measurements.read_text()) for family in families}
+    rows = [["question", *(f"`{name}`" for name in measured), "goal"], ["---"] * (len(measured) + 2)]
+    for kind in (kind for kind in GOALS if any(kind in kinds_of(family) for family in families)):
+        shares = [record["accuracy"].get(kind) for record in measured.values()]
+        least, most = GOALS[kind]
+        goal = f"at least {least:.0%}" if least else f"at most {most:.0%}"
+        rows.append([kind, *("-" if share is None else f"{share:.1%}" for share in shares), goal])
+    pages = json.loads(STEP3.measurements.read_text())["accuracy"]
+    crops = [["`tiny-step3`", "with crops", "overview only", "chance"], ["---"] * 4]
+    for kind, row in pages.items():
+        cells = (row.get(part) for part in ("crops", "overview_only", "chance"))
+        crops.append([kind, *("-" if share is None else f"{share:.1%}" for share in cells)])
+    return "\n\n".join("\n".join(f"| {' | '.join(row)} |" for row in table) for table in (rows, crops)) + "\n"
+
+
+def main():
+    text = README.read_text()
+    new = re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}{tables()}{END}", text, flags=re.DOTALL)
+    README.write_text(new)
+
+
+if __name__ == "__main__":
+    main()
