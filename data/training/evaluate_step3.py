@@ -41,10 +41,7 @@ def requests_for(kind: str, count: int, split: str = "test") -> list[tuple[pages
         else:
             of = {"other spellings": list(pages.PHRASES)[index % len(pages.PHRASES)], "not there": "missing"}
             [question] = pages.draw_questions(page, [of.get(kind, kind)], rng)
-        text = question.text
-        if kind == "other spellings":
-            how = {"british": bool(rng.random() < 0.5), "case": str(rng.choice(list(everyday.CASES)))}
-            text = everyday.rewrite(text, **how, mark=bool(rng.random() < 0.3))
+        text = everyday.respell(question.text, rng) if kind == "other spellings" else question.text
         requests.append((question, {"prompt": text, **media}))
     return requests
 

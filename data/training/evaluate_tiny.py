@@ -38,7 +38,6 @@ from refvl.trace import Trace
 RATES = (0.0, 0.1, 0.25, 0.5, 0.6, 0.75, 0.9)
 SHUFFLED = "change, seconds shuffled"
 SWAPPED, STILL_TRUE = "place, h and w swapped", "place, h and w swapped: the true one"
-TRANSPOSED = np.arange(9).reshape(3, 3).T.flatten()  # the place where each place is when h and w are swapped
 GOALS = {  # kind of question -> least and greatest share that is right
     **dict.fromkeys(scenes.MEASURED, (0.99, 1.0)),
     SHUFFLED: (0.99, 1.0),
@@ -161,9 +160,7 @@ def _respelled(kind: str, split: str, index: int) -> Request | None:
     request = _plain(("color", "shape", "place", "motion")[index % 4], split, index)
     if request is None:
         return None
-    rng = _rng(split, index)
-    how = {"british": bool(rng.random() < 0.5), "case": str(rng.choice(list(everyday.CASES)))}
-    text = everyday.rewrite(request.question.text, **how, mark=bool(rng.random() < 0.3))
+    text = everyday.respell(request.question.text, _rng(split, index))
     return replace(request, arguments=request.arguments | {"prompt": text})
 
 
@@ -201,10 +198,10 @@ def _swapped(kind: str, split: str, index: int) -> Request | None:
     scene = scenes.draw_scene(split, index)
     question = _pick(scene, "place", split, index)
     place = scenes.PLACES.index(question.answer)
-    if TRANSPOSED[place] == place:
+    if scenes.TRANSPOSED[place] == place:
         return None
     if kind == SWAPPED:
-        question = replace(question, answer=scenes.PLACES[TRANSPOSED[place]])
+        question = replace(question, answer=scenes.PLACES[scenes.TRANSPOSED[place]])
     return _request(
         index, question, media_of(scene), lambda _, trace: _replace_media(trace, lambda thw: thw[[0, 2, 1]])
     )
@@ -248,8 +245,7 @@ def _times_exchanged(kind: str, split: str, index: int) -> Request | None:
 def _slices_exchanged(kind: str, split: str, index: int) -> Request | None:
     """Slices in another order behind their overview, with their sizes and marks."""
     scene, order = scenes.draw_corners(split, index), _rng(split, index).permutation(4)
-    places = np.arange(len(scenes.PLACES))
-    places[np.array(scenes.CORNERS)[order]] = scenes.CORNERS  # slice i shows the quarter order[i]
+    places = scenes.places_of_slices(order)
     question = _pick(scene, "place", split, index)
     place = scenes.PLACES.index(question.answer)
     if places[place] == place:

@@ -175,6 +175,12 @@ def vary(text: str, rng: np.random.Generator) -> str:
     return rewrite(text, british=rng.random() < 0.5, case=_pick(rng, tuple(CASES)), mark=rng.random() < 0.5)
 
 
+def respell(text: str, rng: np.random.Generator) -> str:
+    """A question of the evaluation in another spelling: British, in other cases, mostly without its mark."""
+    british, case = bool(rng.random() < 0.5), str(rng.choice(list(CASES)))
+    return rewrite(text, british=british, case=case, mark=bool(rng.random() < 0.3))
+
+
 def rewrite(text: str, *, british: bool = False, case: str = "as is", mark: bool = True) -> str:
     """case: one of `CASES`; mark: with the question mark."""
     for american, spelling in BRITISH.items() if british else ():

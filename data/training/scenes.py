@@ -42,6 +42,7 @@ PLACES = (
     "middle left", "center", "middle right",
     "bottom left", "bottom center", "bottom right",
 )  # fmt: skip
+TRANSPOSED = np.arange(9).reshape(3, 3).T.flatten()  # the place where each place is when h and w are swapped
 CORNERS = (0, 2, 6, 8)  # places of the quarters of an image, in reading order
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # (dx, dy), y points down
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
@@ -132,6 +133,13 @@ def draw_corners(split: str, index: int) -> Scene:
         x, y = (float(SIDE * (0.25 + 0.5 * side) + rng.uniform(-2, 2)) for side in (quarter % 2, quarter // 2))
         things.append(replace(thing, place=CORNERS[quarter], center=(x, y)))
     return replace(scene, things=tuple(things))
+
+
+def places_of_slices(order) -> np.ndarray:
+    """(9,): the place that slices name for each place, when the quarter order[i] of an image comes as slice i."""
+    places = np.arange(len(PLACES))
+    places[np.array(CORNERS)[order]] = CORNERS
+    return places
 
 
 def is_held_out(tenths) -> bool:

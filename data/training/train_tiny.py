@@ -96,10 +96,8 @@ class Learner(nn.Module):
         self.probe = nn.Linear(self.vlm.lm_head.in_features, sum(self.labels))
         self.time_probe = nn.Linear(self.probe.in_features, movements) if "change" in family.clips else None
         self.clock_probe = nn.Linear(self.probe.in_features, 1) if family.reads_times else None
-        places, steps = (
-            len(scenes.PLACES) * family.reads_places,
-            scenes.FRAMES // 2 * (family.reads_steps or family.reads_times),
-        )
+        places = len(scenes.PLACES) * family.reads_places
+        steps = scenes.FRAMES // 2 * (family.reads_steps or family.reads_times)
         self.place_probe = nn.Linear(self.probe.in_features, places) if places else None
         self.step_probe = nn.Linear(self.probe.in_features, steps) if steps else None
         probes = (self.probe, self.time_probe, self.clock_probe, self.place_probe, self.step_probe)
@@ -339,8 +337,8 @@ class Trainer(run.Trainer):
         """Scenes as they are to be asked about, pixels, labels of their cells, and how the family shows them."""
         drawn, pixels, labels = self.pool.draw(sort, number * count, count)
         if sort == "corners" and rng.random() < SHUFFLED:
-            order, places = rng.permutation(4), np.arange(len(scenes.PLACES))
-            places[np.array(scenes.CORNERS)[order]] = scenes.CORNERS  # slice i shows the quarter order[i]
+            order = rng.permutation(4)
+            places = scenes.places_of_slices(order)
             return [at_places(s, places) for s in drawn], expose(pixels, rng), labels, {"order": order.tolist()}
         if sort == "motion" and self.family.packs_frames and not self.family.reads_times:
             times = tuple((np.arange(scenes.FRAMES) * rng.choice(FRAME_RATES)).tolist())
@@ -441,9 +439,9 @@ def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int) -
         shares |= _measure(model, builder, drawn, pixels, asked, kinds=kinds, name=name)
         shares |= _measure(model, builder, drawn, pixels, beside, name=f", {sort}", kinds=BESIDE)
         if sort == "picture" and family.reads_places:
-            order = np.arange(9).reshape(3, 3).T.flatten()
-            asked = [scenes.draw_questions(at_places(scene, order), ["place"], rng) for scene in drawn]
-            move = partial(move_places, order=order)
+            swapped = [at_places(scene, scenes.TRANSPOSED) for scene in drawn]
+            asked = [scenes.draw_questions(scene, ["place"], rng) for scene in swapped]
+            move = partial(move_places, order=scenes.TRANSPOSED)
             shares |= _measure(model, builder, drawn, pixels, asked, name=", h and w swapped", move=move)
         if sort == "motion" and family.reads_steps:
             back = [replace(scene, direction=scenes.OPPOSITE[scene.direction]) for scene in drawn]
@@ -457,8 +455,7 @@ def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int) -
                 shares |= _measure(model, builder, told, pixels[:, list(frames)], asked, name=name, shown=shown)
         if sort == "corners":
             order = [1, 0, 3, 2]
-            places = np.arange(9)
-            places[np.array(scenes.CORNERS)[order]] = scenes.CORNERS
+            places = scenes.places_of_slices(order)
             asked = [scenes.draw_questions(at_places(scene, places), ["place"], rng) for scene in drawn]
             shares |= _measure(model, builder, drawn, pixels, asked, name=", slices exchanged", shown={"order": order})
     return shares

@@ -33,6 +33,7 @@ def read_embeddings(out: str | Path, name: str) -> Tensor:
 
 
 def write_manifest(out: Path, manifest: dict) -> None:
+    """Put the manifest into the folder `out`, whole or not at all; raises OSError, naming the folder."""
     with written_whole(out / MANIFEST) as partial:
         partial.write_text(json.dumps(manifest, indent=1))
 
