@@ -7,24 +7,22 @@ every answer is compared with refvl's own. MiniCPM-V and Step3 need remote code,
 
 import argparse
 import base64
-import datetime
 import io
 import json
-from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 
 import refvl
+from benchmarks.report import environment, write_measurement
 from data.training import demo_scenes, photos, scenes
-from data.training.evaluate_tiny import requests_for, versions
+from data.training.evaluate_tiny import requests_for
 from data.training.run import digest
 from refvl.paths import DATA
 
 FOLDERS = ("tiny-qwen2_5_vl", "tiny-glm4v")
 EMBEDS = ("tiny-qwen2_5_vl",)  # for which vLLM takes embeddings
-RECORD = DATA / "measurements" / "vllm_serving.json"
 
 
 def data_url(pixels: np.ndarray) -> str:
@@ -89,7 +87,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", type=int, default=30, help="held-out scenes of each kind")
     parser.add_argument("--folder", choices=FOLDERS, help="only this one")
-    parser.add_argument("--write", type=Path, nargs="?", const=RECORD, help=f"JSON file (default {RECORD.name})")
+    parser.add_argument("--write", action="store_true", help="keep the result under data/measurements")
     args = parser.parse_args()
 
     import vllm
@@ -97,9 +95,9 @@ def main():
     results = {name: ask(name, args.n) for name in ([args.folder] if args.folder else FOLDERS)}
     print(json.dumps(results, indent=2))
     if args.write:
-        record = {"what": "answers of vLLM that are those of refvl, from the shipped folders, greedy, float32"}
-        record |= {"date": datetime.date.today().isoformat(), "versions": versions() | {"vllm": vllm.__version__}}
-        args.write.write_text(json.dumps(record | {"folders": results}, indent=2) + "\n")
+        what = "answers of vLLM that are those of refvl, from the shipped folders, greedy, float32"
+        record = {"what": what, **environment("cpu"), "vllm": vllm.__version__, "folders": results}
+        write_measurement("vllm_serving", record)
 
 
 if __name__ == "__main__":
