@@ -15,7 +15,7 @@ EXPECTED = [
     "00_image_to_text", "01_patches_and_windows", "02_mrope", "03_evs", "04_graph_capture", "05_graph_budgets",
     "06_glm", "07_minicpmv", "08_step3", "09_data_parallel", "10_four_encoders",
 ]  # fmt: skip
-PATHS = sorted(FOLDER.glob("*.ipynb"))
+PATHS = sorted(FOLDER.glob("[0-9]*.ipynb"))
 MAX_BYTES = 300_000
 INSTALL_LOG = re.compile(r"Successfully installed|Requirement already satisfied|Collecting \S+|Downloading \S+\.whl")
 

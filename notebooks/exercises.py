@@ -1,13 +1,25 @@
-"""The checks behind the notebooks' exercises: each says which element of a reader's result differs first.
+"""The notebooks' exercises: each check runs a reader's function on a few cases and says in one line how it went.
 
-A check takes the reader's function, runs it on a few cases beside refvl's own, and returns a line of praise, or
-raises AssertionError with the case, the place, what came and what was expected. A case has a name and arguments.
+    not yet   the function is still the stub: its body is `...`
+    wrong     the first case that differs: where, what came and what was expected
+    right     in how many cases
+
+No check raises, so that a notebook runs through whatever is still to do. What was right is remembered in a folder
+beside the notebooks (`progress`), and forgotten when it is tried again and is wrong.
 """
 
+import contextlib
+import dis
+import functools
+import html
+import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,13 +48,92 @@ from refvl.tools.costs import frames_that_fit, kv_cache_bytes_per_token
 
 PICTURE, PACKING = "{} x {} px (width x height)", "output_tokens={}, budgets={}, max_items={}"  # names of cases
 POSITIONS = ("positions", "delta")
+NOTEBOOKS = Path(__file__).resolve().parent
+DONE = NOTEBOOKS / ".progress"  # an empty file for every exercise that is done
+MARKS = {"not yet": "\N{WHITE CIRCLE}", "wrong": "\N{BALLOT X}", "right": "\N{CHECK MARK}"}
+EMPTY = {"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}  # instructions of a body that is only `...`
+
+
+class Wrong(Exception):
+    """What differs first."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How an exercise went, shown as one line."""
+
+    status: str  # one of MARKS
+    line: str
+
+    def __repr__(self) -> str:
+        return f"{MARKS[self.status]} {self.status}: {self.line}"
+
+    def _repr_html_(self) -> str:
+        return f"<b>{MARKS[self.status]} {self.status}</b>: <code>{html.escape(self.line)}</code>"
+
+
+def exercise(check: Callable[[Callable], str]) -> Callable[[Callable], Verdict]:
+    """A check as the notebooks call it; the plain one returns a line of praise, or raises `Wrong`."""
+
+    @functools.wraps(check)
+    def judged(function: Callable) -> Verdict:
+        verdict = _judge(check, function)
+        with contextlib.suppress(OSError):  # a folder that cannot be written remembers nothing
+            if verdict.status == "right":
+                DONE.mkdir(exist_ok=True)
+                (DONE / check.__name__).touch()
+            else:
+                (DONE / check.__name__).unlink(missing_ok=True)
+        return verdict
+
+    return judged
+
+
+def _judge(check: Callable, function: Callable) -> Verdict:
+    if hasattr(function, "__code__") and {step.opname for step in dis.get_instructions(function)} <= EMPTY:
+        return Verdict("not yet", f"{function.__name__} is to be written")
+    try:
+        return Verdict("right", check(function))
+    except Wrong as error:
+        return Verdict("wrong", str(error))
+    except Exception as error:  # the reader's, whatever it is: a line says enough
+        return Verdict("wrong", f"{function.__name__} raised {type(error).__name__}: {error}".splitlines()[0])
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Exercises of every notebook, and which of them are done; shown as a table."""
+
+    rows: list[tuple[str, str, bool]]  # notebook, exercise, done
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{MARKS['right' if done else 'not yet']} {book}: {name}" for book, name, done in self.rows)
+
+    def _repr_html_(self) -> str:
+        cells = [
+            f"<tr><td><a href='{book}.ipynb'>{book}</a></td><td>{name}</td>"
+            f"<td>{MARKS['right']} done</td></tr>" if done else
+            f"<tr><td><a href='{book}.ipynb'>{book}</a></td><td>{name}</td><td>{MARKS['not yet']} to do</td></tr>"
+            for book, name, done in self.rows
+        ]  # fmt: skip
+        return f"<table><tr><th>notebook</th><th>exercise</th><th></th></tr>{''.join(cells)}</table>"
+
+
+def progress() -> Progress:
+    """The exercises that the notebooks hold, in their order."""
+    rows = []
+    for path in sorted(NOTEBOOKS.glob("[0-9]*.ipynb")):
+        code = ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+        checks = dict.fromkeys(name for source in code for name in re.findall(r"exercises\.(check_\w+)\(", source))
+        rows += [(path.stem, name.removeprefix("check_").replace("_", " "), (DONE / name).exists()) for name in checks]
+    return Progress(rows)
 
 
 def _run(function: Callable, ours: Callable, cases: Mapping[str, Sequence], results: Sequence[str] = ()) -> str:
     """Both functions on the arguments of each case, the reader's on a copy; results: what the parts of a tuple are."""
     for case, arguments in cases.items():
         _check(case, function(*deepcopy(arguments)), ours(*arguments), results)
-    return f"right in {len(cases)} cases"
+    return f"in {len(cases)} cases"
 
 
 def _named(label: str, cases: Iterable[Sequence]) -> dict[str, Sequence]:
@@ -51,23 +142,23 @@ def _named(label: str, cases: Iterable[Sequence]) -> dict[str, Sequence]:
 
 
 def _check(case: str, got, want, results: Sequence[str] = ()) -> None:
-    """Raise AssertionError where `got` differs first from `want`; results: what the parts of a tuple are."""
+    """Raise Wrong where `got` differs first from `want`; results: what the parts of a tuple are."""
     if isinstance(want, Tensor):
         if difference := _first_difference(got, want):
-            raise AssertionError(f"{case}: {difference}")
+            raise Wrong(f"{case}: {difference}")
     elif results:
         if not isinstance(got, tuple) or len(got) != len(results):
-            raise AssertionError(f"{case}: expected ({', '.join(results)}), got {type(got).__name__}")
+            raise Wrong(f"{case}: expected ({', '.join(results)}), got {type(got).__name__}")
         for name, theirs, part in zip(results, got, want, strict=True):
             _check(f"{case}: {name}", theirs, part)
     elif isinstance(want, list):
         if not isinstance(got, Iterable):
-            raise AssertionError(f"{case}: expected a list, got {type(got).__name__}")
+            raise Wrong(f"{case}: expected a list, got {type(got).__name__}")
         for i, (theirs, element) in enumerate(zip(got := list(got), want, strict=False)):
             _check(f"{case}: element [{i}]", theirs, element)
         _check(f"{case}: number of elements", len(got), len(want))
     elif got != want:
-        raise AssertionError(f"{case}: should be {want}, got {got}")
+        raise Wrong(f"{case}: should be {want}, got {got}")
 
 
 def _first_difference(got, want: Tensor) -> str | None:
@@ -83,12 +174,14 @@ def _first_difference(got, want: Tensor) -> str | None:
     return f"element {list(place)} should be {want[place].item()}, got {got[place].item()}"
 
 
+@exercise
 def check_grid_positions(function: Callable) -> str:
     """`function(t, h, w, t_factor) -> (3, t*h*w)`: time (scaled, truncated), row and column of every merged token."""
     cases = [(1, 2, 3, 1.0), (1, 3, 2, 1.0), (3, 2, 2, 2.0), (4, 1, 2, 1.4), (5, 2, 1, 0.5)]
     return _run(function, grid_positions, _named("t={}, h={}, w={}, t_factor={}", cases))
 
 
+@exercise
 def check_mrope_positions(function: Callable) -> str:
     """`function(num_tokens, spans) -> (positions (3, L), delta)`; the spans come in the order of the prompt."""
     cases = {
@@ -102,6 +195,7 @@ def check_mrope_positions(function: Callable) -> str:
     return _run(function, get_mrope_input_positions, cases, POSITIONS)
 
 
+@exercise
 def check_retention_mask(function: Callable) -> str:
     """`function(video_embeds (M, D), merged_thw, q) -> (M,) bool`: what EVS keeps of a video."""
     moving = torch.randn(4 * 6, 8, generator=torch.Generator().manual_seed(0))
@@ -116,6 +210,7 @@ def check_retention_mask(function: Callable) -> str:
     return _run(function, lambda embeds, thw, q: compute_retention_mask(embeds, thw, 1, q), cases)
 
 
+@exercise
 def check_restrict_positions(function: Callable) -> str:
     """`function(positions (3, L), keep (L,)) -> (positions (3, K), delta)`: the layout of a pruned prompt."""
     positions, _ = get_mrope_input_positions(30, [MediaSpan(3, 5, 2, 2, 2.0)])
@@ -129,6 +224,7 @@ def check_restrict_positions(function: Callable) -> str:
     return _run(function, restrict_positions, cases, POSITIONS)
 
 
+@exercise
 def check_count_tokens(function: Callable) -> str:
     """`function(height, width) -> int`: merged tokens of an image with the limits of `PatchConfig()`."""
     sizes = [(56, 56), (427, 640), (300, 451), (41, 43), (10, 1000), (2000, 3000), (14, 14)]
@@ -136,6 +232,7 @@ def check_count_tokens(function: Callable) -> str:
     return _run(function, partial(count_tokens, config=PatchConfig()), cases)
 
 
+@exercise
 def check_merge_embeddings(function: Callable) -> str:
     """`function(text_embeds (L, D), spans, media_embeds) -> (L, D)`; the text embeddings given stay as they are."""
     text = torch.arange(20.0).view(10, 2)
@@ -150,9 +247,10 @@ def check_merge_embeddings(function: Callable) -> str:
         given = text.clone()
         _check(case, function(given, spans, media), merge_embeddings(text, spans, media))
         _check(f"{case}: the text embeddings were changed in place", given, text)
-    return f"right in {len(cases)} cases"
+    return f"in {len(cases)} cases"
 
 
+@exercise
 def check_patch_rows(function: Callable) -> str:
     """`function(pixels (T, C, H, W), config) -> (N, C*Tp*P*P)` in merge-block order; T is a multiple of Tp."""
     cases = {
@@ -166,6 +264,7 @@ def check_patch_rows(function: Callable) -> str:
     return _run(function, lambda pixels, config: patch_rows(pixels, config)[0], counted)
 
 
+@exercise
 def check_window_index(function: Callable) -> str:
     """`function(h, w, side) -> (h*w,)`: merged tokens of one frame in window order; sizes count merged tokens."""
 
@@ -176,6 +275,7 @@ def check_window_index(function: Callable) -> str:
     return _run(function, ours, _named("h={}, w={}, side={}", cases))
 
 
+@exercise
 def check_read_table(function: Callable) -> str:
     """`function(table (S*S, D), h, w) -> (h*w, D)`: each patch's nearest place, in merge-block order (2 x 2)."""
 
@@ -191,6 +291,7 @@ def check_read_table(function: Callable) -> str:
     return _run(function, ours, cases)
 
 
+@exercise
 def check_frame_sample(function: Callable) -> str:
     """`function(fps, total, duration) -> (indices, timestamps)`, lists, as GLM-4.1V samples up to 300 s at 2 fps."""
 
@@ -210,6 +311,7 @@ def check_frame_sample(function: Callable) -> str:
     return _run(function, ours, cases, ("indices", "timestamps"))
 
 
+@exercise
 def check_fill_buffer(function: Callable) -> str:
     """`function(buffer (capacity, ...), values (n, ...), rule)`: fills `buffer` in place, padding by `rule`."""
     rows = torch.arange(1.0, 7.0).view(3, 2)
@@ -225,9 +327,10 @@ def check_fill_buffer(function: Callable) -> str:
         fill_padded(want, values, rule, "values")
         function(buffer, values, rule)
         _check(case, buffer, want)
-    return f"right in {len(cases)} cases"
+    return f"in {len(cases)} cases"
 
 
+@exercise
 def check_replay(function: Callable) -> str:
     """`function(operations)`: runs recorded operations again, so that their outputs hold the new results."""
     cases = {
@@ -242,9 +345,10 @@ def check_replay(function: Callable) -> str:
             box.copy_(torch.tensor(values))
             function(graph.operations)
             _check(f"{case}, replayed on {values}", graph.output, forward(torch.tensor(values)))
-    return f"right in {len(cases)} cases"
+    return f"in {len(cases)} cases"
 
 
+@exercise
 def check_greedy_batches(function: Callable) -> str:
     """`function(output_tokens, budgets, max_items) -> list of Batch`, packed as policy "greedy" does."""
     cases = [
@@ -257,6 +361,7 @@ def check_greedy_batches(function: Callable) -> str:
     return _run(function, partial(plan_batches, policy="greedy"), _named(PACKING, cases))
 
 
+@exercise
 def check_smallest_budget_sum(function: Callable) -> str:
     """`function(output_tokens, budgets, max_items) -> int`: the smallest sum of budgets over all ways to share; every
     item fits the largest budget."""
@@ -274,6 +379,7 @@ def check_smallest_budget_sum(function: Callable) -> str:
     return _run(function, ours, _named(PACKING, cases))
 
 
+@exercise
 def check_crop_layout(function: Callable) -> str:
     """`function(width, height) -> (rows, columns)`: the crops of a Step3-VL image, (0, 0) without any."""
     sizes = [
@@ -283,6 +389,7 @@ def check_crop_layout(function: Callable) -> str:
     return _run(function, lambda width, height: plan_crops(width, height).layout, _named(PICTURE, sizes))
 
 
+@exercise
 def check_paired_batches(function: Callable) -> str:
     """`function(path_tokens, budgets, max_items) -> list of PairedBatch`, packed as `plan_paired_batches` does."""
     budgets = {"local": generate_budgets(81, 1296), "global": generate_budgets(169, 676)}
@@ -303,6 +410,7 @@ def check_paired_batches(function: Callable) -> str:
     return _run(function, plan_paired_batches, cases)
 
 
+@exercise
 def check_load_balance(function: Callable) -> str:
     """`function(sizes, num_gpus) -> (order, counts, loads)`: largest first, onto the least loaded rank."""
     cases = [
@@ -317,6 +425,7 @@ def check_load_balance(function: Callable) -> str:
     return _run(function, get_load_balance_assignment, named, ("order", "counts", "loads"))
 
 
+@exercise
 def check_restore_order(function: Callable) -> str:
     """`function(gathered (ranks * longest, D), tokens, order, counts)`: a list of (tokens, D), in the first order."""
     cases = [([2, 5, 1, 3], 2), ([5, 4, 2], 2), ([4, 4, 4], 3), ([6, 1], 4), ([3], 1)]
@@ -331,6 +440,7 @@ def check_restore_order(function: Callable) -> str:
     return _run(function, restore_order, named)
 
 
+@exercise
 def check_cache_bytes(function: Callable) -> str:
     """`function(config, dtype) -> bytes`: keys and values of all layers for one token; head_dim may be None."""
     names = ("num_hidden_layers", "num_key_value_heads", "head_dim", "hidden_size", "num_attention_heads")
@@ -340,6 +450,7 @@ def check_cache_bytes(function: Callable) -> str:
     return _run(function, kv_cache_bytes_per_token, _named("{}, {}", cases))
 
 
+@exercise
 def check_frames_that_fit(function: Callable) -> str:
     """`function(max_tokens, (height, width), config) -> frames`, 600 at most."""
     configs = {"Qwen2.5-VL": PatchConfig.for_video(), "GLM-4.1V": Glm4vPatchConfig.for_video()}
@@ -352,6 +463,7 @@ def check_frames_that_fit(function: Callable) -> str:
     return _run(function, frames_that_fit, cases)
 
 
+@exercise
 def check_slice_grid(function: Callable) -> str:
     """`function(width, height) -> (columns, rows)`, or None without slices: MiniCPM-V, 448 px, at most 9."""
     sizes = [
@@ -361,6 +473,7 @@ def check_slice_grid(function: Callable) -> str:
     return _run(function, partial(slice_grid, config=SliceConfig()), _named(PICTURE, sizes))
 
 
+@exercise
 def check_read_sets(function: Callable) -> str:
     """`function(q (Q, H, K), k (N, H, K), v (N, H, K), patches_per_set) -> (sets * Q, H, K)`: the same queries read
     the patches of each set, which lie end to end."""

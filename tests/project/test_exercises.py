@@ -5,10 +5,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import exercises
 import pytest
 import torch
 
-from refvl import exercises
 from refvl.graphs import PairedBatch, plan_batches, plan_paired_batches
 from refvl.graphs.buffers import fill_padded
 from refvl.merge import merge_embeddings
@@ -31,6 +31,13 @@ from refvl.tools.costs import frames_that_fit, kv_cache_bytes_per_token
 
 nbformat = pytest.importorskip("nbformat")
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+
+
+@pytest.fixture(autouse=True)
+def done(tmp_path, monkeypatch):
+    """What is done is remembered elsewhere."""
+    monkeypatch.setattr(exercises, "DONE", tmp_path / "progress")
+    return exercises.DONE
 
 
 def window_index(h, w, side):
@@ -212,7 +219,8 @@ def larger_area_first(width, height):
     ],
 )
 def test_the_library_passes(check, function):
-    assert re.fullmatch(r"right in \d+ cases", check(function))
+    verdict = check(function)
+    assert verdict.status == "right" and re.fullmatch(r"in \d+ cases", verdict.line), verdict
 
 
 @pytest.mark.parametrize(
@@ -237,7 +245,7 @@ def test_the_library_passes(check, function):
             r"200\].*: element \[0\]: should be Batch\(indices=\(0, 1\), budget=64\), got Batch\(indices=\(0,",
         ),
         (exercises.check_greedy_batches, lambda *_: [], r"\[30, 30, 200\].*: number of elements: should be 2, got 0"),
-        (exercises.check_greedy_batches, lambda *_: None, "expected a list, got NoneType"),
+        (exercises.check_greedy_batches, lambda tokens, *_: tokens.sort(), "expected a list, got NoneType"),
         (
             exercises.check_grid_positions,
             lambda t, h, w, f: grid_positions(t, h, w, int(f)),
@@ -329,13 +337,57 @@ def test_the_library_passes(check, function):
     ],
 )
 def test_the_first_difference_is_named(check, function, message):
-    with pytest.raises(AssertionError, match=message):
-        check(function)
+    verdict = check(function)
+    assert verdict.status == "wrong" and re.search(message, verdict.line), verdict
+    assert len(repr(verdict).splitlines()) == 1
+
+
+def test_a_stub_is_not_yet_wrong():
+    def with_a_docstring(h, w, side):
+        """The order (h * w,) of the tokens."""
+        ...  # your code here
+
+    def empty(h, w, side): ...
+
+    for stub in (with_a_docstring, empty):
+        verdict = exercises.check_window_index(stub)
+        assert repr(verdict) == f"{exercises.MARKS['not yet']} not yet: {stub.__name__} is to be written"
+
+
+def test_what_the_reader_raises_is_one_line():
+    def my_function(h, w, side):
+        raise IndexError(f"no window\nof side {side} <here>")
+
+    verdict = exercises.check_window_index(my_function)
+    assert (verdict.status, verdict.line) == ("wrong", "my_function raised IndexError: no window")
+    assert "<here>" not in exercises.Verdict("wrong", "<here>")._repr_html_()
+
+
+def test_progress_is_remembered_until_it_is_wrong_again(done):
+    """Oracle: the notebooks' own cells."""
+    assert not any(is_done for *_, is_done in exercises.progress().rows)
+    exercises.check_window_index(window_index)
+    assert [name for _, name, is_done in exercises.progress().rows if is_done] == ["window index"]
+    assert repr(exercises.progress()).count(exercises.MARKS["right"]) == 1
+    assert exercises.progress()._repr_html_().count("done") == 1
+    exercises.check_window_index(reading_order)
+    assert not list(done.iterdir())
+
+
+def test_progress_lists_every_exercise():
+    books = [path.stem for path in sorted(NOTEBOOKS.glob("[0-9]*.ipynb")) for _ in range(2)]
+    assert [book for book, *_ in exercises.progress().rows] == books
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(exercises, "DONE", tmp_path / "file" / "progress")
+    assert exercises.check_window_index(window_index).status == "right"
 
 
 def solutions() -> list[str]:
     """The code of every collapsed solution."""
-    notebooks = [nbformat.read(path, as_version=4) for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
+    notebooks = [nbformat.read(path, as_version=4) for path in sorted(NOTEBOOKS.glob("[0-9]*.ipynb"))]
     cells = [cell.source for notebook in notebooks for cell in notebook.cells]
     blocks = [re.findall(r"<details>.*?```python\n(.*?)```.*?</details>", source, re.S) for source in cells]
     return [code for found in blocks for code in found]
@@ -343,7 +395,7 @@ def solutions() -> list[str]:
 
 def test_solutions_are_found():
     """Every notebook has two exercises."""
-    assert len(solutions()) == 2 * len(list(NOTEBOOKS.glob("*.ipynb")))
+    assert len(solutions()) == 2 * len(list(NOTEBOOKS.glob("[0-9]*.ipynb")))
 
 
 @pytest.mark.parametrize("code", solutions())
