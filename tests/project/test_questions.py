@@ -84,3 +84,8 @@ def test_the_tower_s_width_has_no_groups_of_128():
     for name, width in (("3B", 3420), ("7B", 3420)):
         vision = json.loads((ROOT / f"data/configs/Qwen2.5-VL-{name}-Instruct.json").read_text())["vision_config"]
         assert vision["intermediate_size"] == width and width % 128 and width % 60 == 0 and vision["num_heads"] % 3
+
+
+def test_notebook_00_shows_the_same_table():
+    cells = json.loads((ROOT / "notebooks" / "00_image_to_text.ipynb").read_text())["cells"]
+    assert any(limit_table() in "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
