@@ -5,7 +5,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +85,8 @@ class Trace:
 
         def keep(layer, arguments, output) -> None:
             x = output[0] if isinstance(output, tuple) else output
-            if threading.get_ident() == thread and x.shape[-2] > 1:
+            is_prompt = isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and x.shape[-2] > 1
+            if is_prompt and threading.get_ident() == thread:
                 found.append(max_norm(x))
 
         layers = [layer for group in model.modules() if isinstance(group, nn.ModuleList) for layer in group]
@@ -116,8 +117,11 @@ class Trace:
     @property
     def stages(self) -> Stages:
         """What each stage made, for `refvl.compare`."""
+        media: dict[str, Sequence[Tensor | None]]
         media = {"patchify": [p.pixel_values for p in self.patches], "encode": self.embeds, "prune": self.keep_masks}
-        found = {f"{stage}/{i}": x for stage, items in media.items() for i, x in enumerate(items)}
+        found: dict[str, Tensor | None] = {
+            f"{stage}/{i}": x for stage, items in media.items() for i, x in enumerate(items)
+        }
         found |= {"merge/input_ids": self.input_ids, "merge/inputs_embeds": self.inputs_embeds}
         found |= {"merge/deepstack": self.deepstack, "positions/ids": self.positions}
         found |= {"decode tokens/token_ids": torch.tensor(self.token_ids)}
