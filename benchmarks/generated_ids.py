@@ -15,6 +15,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 import refvl
 from benchmarks.report import PrintedTable, Write, environment, write_measurement
 from refvl.paths import DATA
+from refvl.tools.upstream import transformers_inputs
 
 CHECKPOINT = DATA / "checkpoints" / "tiny-qwen2_5_vl"
 SCENE, PHOTOS = DATA / "pictures" / "scene.png", [DATA / "pictures" / f"{n}.jpg" for n in ("coffee", "chelsea")]
@@ -43,26 +44,6 @@ CASES = {
         {"type": "video", "video": str(CLIP)}, image(SCENE), text("What color is the circle in the picture?"),
     ],
 }  # fmt: skip
-
-
-def transformers_inputs(vlm: refvl.VLM, trace: refvl.Trace) -> dict:
-    """What transformers' `generate` takes, from the stages of a trace: ids, patch rows, grids."""
-    ids = trace.full_ids[None]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    inputs["mm_token_type_ids"] = (ids == vlm.token_ids["image"]).int() + 2 * (ids == vlm.token_ids["video"]).int()
-    for kind, rows, grid in (
-        ("image", "pixel_values", "image_grid_thw"),
-        ("video", "pixel_values_videos", "video_grid_thw"),
-    ):
-        found = [p for p in trace.patches if p.merged.kind == kind]
-        if found:
-            inputs[rows] = torch.cat([p.pixel_values for p in found])
-            inputs[grid] = torch.tensor([p.layout for p in found])
-    videos = [p for p in trace.patches if p.merged.kind == "video"]
-    if videos:
-        per_second = vlm.config.vision_config.tokens_per_second
-        inputs["second_per_grid_ts"] = torch.tensor([p.merged.t_factor / per_second for p in videos])
-    return inputs
 
 
 def compare(vlm: refvl.VLM, oracle, content: list[dict], new_tokens: int) -> list[dict]:

@@ -11,12 +11,12 @@ stage of the path from an image to text, are imported when they are first used: 
 import importlib
 
 __version__ = "0.1.0"
-__all__ = ["VLM", "Trace", "load"]
+__all__ = ["VLM", "Trace", "compare", "load"]
 # what type checkers and editors should see is in __init__.pyi
-_HOME = {"load": "refvl.loading", "VLM": "refvl.pipeline", "Trace": "refvl.trace"}
+_HOME = {"load": "refvl.loading", "VLM": "refvl.pipeline", "Trace": "refvl.trace", "compare": "refvl.comparison"}
 _ROOMS = (
-    "attention", "checkpoints", "contracts", "encoders", "families", "graphs", "language", "merge", "parallel",
-    "pipeline", "pixels", "positions", "processors", "tools", "viz",
+    "attention", "checkpoints", "comparison", "contracts", "encoders", "families", "graphs", "language", "merge",
+    "parallel", "pipeline", "pixels", "positions", "processors", "tools", "viz",
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 from refvl import attention as attention
 from refvl import checkpoints as checkpoints
+from refvl import comparison as comparison
 from refvl import contracts as contracts
 from refvl import encoders as encoders
 from refvl import families as families
@@ -13,6 +14,7 @@ from refvl import positions as positions
 from refvl import processors as processors
 from refvl import tools as tools
 from refvl import viz as viz
+from refvl.comparison import compare as compare
 from refvl.loading import load as load
 from refvl.pipeline import VLM as VLM
 from refvl.trace import Trace as Trace

@@ -101,6 +101,7 @@ class Processor(Protocol):
     image_config: Any  # how an image is prepared
     video_config: Any  # how a video is; None where the model takes none
     limits: MediaLimits  # of what is decoded; may be replaced
+    assumed: bool  # the limits on pixels are the class's defaults, because no file says them
     tokenizer: Any  # None: plans and counts, but makes no prompt
 
     def __init__(self, config: Any) -> None:

@@ -21,6 +21,7 @@ from refvl.language.minicpmv import MiniCPMTextModel, MiniCPMVConfig, MiniCPMVTe
 from refvl.language.model import CausalTextModel
 from refvl.language.step3_vl import Step3ForCausalLM
 from refvl.processors import glm4v, minicpmv, qwen2_5_vl, step3_vl
+from refvl.processors.chat import TOKENIZER_FILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ FAMILIES = (
     _minicpmv("4.0", encoders.MiniCPMV4_0Encoder, minicpmv.MiniCPMV4_0Processor, LlamaConfig),
     _minicpmv("4.5", encoders.MiniCPMV4_5Encoder, minicpmv.MiniCPMV4_5Processor, Qwen3Config),
 )  # fmt: skip
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # GLM-4.5V and GLM-4.6V share a model_type: the class that a folder's files name tells them apart
 GLM_PROCESSORS = {"Glm4vProcessor": glm4v.Glm4vProcessor, "Glm46VProcessor": glm4v.Glm46VProcessor}
 
@@ -174,6 +176,12 @@ def load_processor(folder: Path | None, config: PretrainedConfig) -> Processor:
     processor = find_family(config).processor
     if folder and processor is not glm4v.GlmgaProcessor:
         processor = GLM_PROCESSORS.get(glm4v.named_processor(folder) or "", processor)
-    if not folder or not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+    if not folder or not any((folder / name).is_file() for name in (*TOKENIZER_FILES, *PROCESSOR_FILES)):
         return processor(config)
     return processor.from_folder(folder, config)
+
+
+def processor_folder(config_file: Path) -> Path | None:
+    """Where the processor files of a config are: beside config.json; of NAME.json in the folder NAME, if any."""
+    folder = config_file.parent if config_file.name == "config.json" else config_file.with_suffix("")
+    return folder if folder.is_dir() else None

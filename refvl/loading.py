@@ -70,8 +70,9 @@ def load(
     if stored and folder is None:
         raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
     models = _load_models(folder if stored else None, config, attention, progress, place, model_kwargs)
-    with blame(f"{folder}: tokenizer or processor files cannot be read", WORDED):
-        processor = families.load_processor(folder, config)
+    beside = folder or (families.processor_folder(Path(path_or_id)) if isinstance(path_or_id, (str, Path)) else None)
+    with blame(f"{beside}: tokenizer or processor files cannot be read", WORDED):
+        processor = families.load_processor(beside, config)
     vlm = VLM(config, processor, *models)
     _add_stop_tokens(vlm)
     if graphs:

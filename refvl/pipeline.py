@@ -138,7 +138,8 @@ class VLM:
         if num_beams == 1:
             timer = TokenTimer(self.device)
             generate_kwargs["streamer"] = FanOut(timer, generate_kwargs.get("streamer"))
-            [trace.token_ids] = self._generate([trace], max_new_tokens, **generate_kwargs).sequences.tolist()
+            with trace.watch("prefill", self.language_model):
+                [trace.token_ids] = self._generate([trace], max_new_tokens, **generate_kwargs).sequences.tolist()
             trace.seconds["prefill"], trace.seconds["decode tokens"] = timer.prefill_and_decode()
         else:  # transformers tells no streamer of beams
             with trace.stage("generate"):
@@ -222,17 +223,21 @@ class VLM:
             trace.media = self.processor.decode(messages)
         with trace.stage("patchify"):
             trace.patches = self.processor.patchify(trace.media)
+        trace.keep_largest("patchify", [p.pixel_values for p in trace.patches])
         merged = [p.merged for p in trace.patches]
         for medium in merged:
             medium.check_pruning(q)
         rows, layouts = [p.pixel_values for p in trace.patches], [p.layout for p in trace.patches]
-        trace.embeds = self._encode(trace, rows, layouts)
+        with trace.watch("encode", self.encoder):
+            trace.embeds = self._encode(trace, rows, layouts)
+        trace.keep_largest("encode", trace.embeds)
         with trace.stage("prune"):
             trace.keep_masks = [m.keep_mask(e, q) for m, e in zip(merged, trace.embeds, strict=True)]
         with trace.stage("merge"):
             ids = self.processor.tokenize(messages, merged, allow_special_tokens=allow_special_tokens)
             trace.full_ids = torch.tensor(ids)
             self._merge(trace, merged)
+        trace.keep_largest("merge", [trace.inputs_embeds])
         with trace.stage("positions"):
             self._position(trace)
         return trace

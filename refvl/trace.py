@@ -1,23 +1,29 @@
 """What a run leaves behind: every stage's tensors, shapes and seconds."""
 
 import html
+import threading
 import time
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
+import refvl
+from refvl.comparison import Stages, is_grid
 from refvl.graphs.budgets import Batch, padding_waste
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import Video
 from refvl.positions import MediaSpan
 from refvl.processors.chat import Patches
 
+FLOAT16_LIMIT = torch.finfo(torch.float16).max  # 65,504
 LATER: Any = None  # what a field is until its stage of the run has filled it
 
 
@@ -48,20 +54,19 @@ class Trace:
     token_ids: list[int] = field(default_factory=list)  # generated
     text: str = ""
     seconds: dict[str, float] = field(default_factory=dict)  # per stage, in order
+    largest: dict[str, float] = field(default_factory=dict)  # magnitude, of what a stage's layers or itself put out
 
     def __repr__(self) -> str:
         """A line per stage: its name, shapes and seconds."""
-        lines = [f"  {stage:<14}{seconds:9.4f} s  {shapes}" for stage, shapes, seconds in self.rows()]
+        lines = [f"  {stage:<14}{s:9.4f} s  {self.magnitude(stage):>9}  {shapes}" for stage, shapes, s in self.rows()]
         return "\n".join([f"Trace of {self.text!r}, first token after {self.ttft:.3f} s", *lines])
 
     def _repr_html_(self) -> str:
         """The same as a table, for notebooks."""
-        cells = [(html.escape(stage), html.escape(shapes), f"{seconds:.4f}") for stage, shapes, seconds in self.rows()]
-        rows = "".join(
-            f"<tr><td>{stage}</td><td>{shapes}</td><td>{seconds}</td></tr>" for stage, shapes, seconds in cells
-        )
+        cells = [(stage, shapes, self.magnitude(stage), f"{seconds:.4f}") for stage, shapes, seconds in self.rows()]
+        rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
         caption = f"<caption>{html.escape(self.text)} (first token after {self.ttft:.3f} s)</caption>"
-        return f"<table>{caption}<tr><th>stage</th><th>shapes</th><th>seconds</th></tr>{rows}</table>"
+        return f"<table>{caption}<tr><th>stage</th><th>shapes</th><th>max |x|</th><th>seconds</th></tr>{rows}</table>"
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -69,6 +74,64 @@ class Trace:
         start = synchronized_time(self.device)
         yield
         self.seconds[name] = synchronized_time(self.device) - start
+
+    @contextmanager
+    def watch(self, stage: str, model: Any) -> Iterator[None]:
+        """Keep the largest magnitude that any layer of `model` puts out for more than one token; see `keep_largest`.
+
+        Only what this thread runs counts. A graph's replay runs no layers: what the stage left has to do there.
+        """
+        found, thread = list[Tensor](), threading.get_ident()
+
+        def keep(layer, arguments, output) -> None:
+            x = output[0] if isinstance(output, tuple) else output
+            is_prompt = isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and x.shape[-2] > 1
+            if is_prompt and threading.get_ident() == thread:
+                found.append(max_norm(x))
+
+        layers = [layer for group in model.modules() if isinstance(group, nn.ModuleList) for layer in group]
+        handles = [layer.register_forward_hook(keep) for layer in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.keep_largest(stage, found)
+
+    def keep_largest(self, stage: str, tensors: Iterable[Tensor]) -> None:
+        """Keep the largest magnitude in `tensors`; warn where float16 comes near its limit."""
+        found = [x for x in tensors if x.numel()]
+        if not found:
+            return
+        largest = torch.tensor([self.largest.get(stage, 0.0), *(float(max_norm(x)) for x in found)]).amax().item()
+        self.largest[stage] = largest
+        if any(x.dtype == torch.float16 for x in found) and not largest < FLOAT16_LIMIT / 2:
+            reached = f"{stage}: values reach {largest:,.0f}, and float16 ends at {FLOAT16_LIMIT:,.0f}"
+            warnings.warn(f"{reached}: answers may be nonsense ('!!!!'); load with dtype='bfloat16'", stacklevel=2)
+
+    def magnitude(self, stage: str) -> str:
+        """The largest magnitude of a stage in words, with a mark where float16 could not hold it."""
+        largest = self.largest.get(stage)
+        return "" if largest is None else f"{largest:.3g}" + "!" * (not largest < FLOAT16_LIMIT)
+
+    @property
+    def stages(self) -> Stages:
+        """What each stage made, for `refvl.compare`."""
+        media: dict[str, Sequence[Tensor | None]]
+        media = {"patchify": [p.pixel_values for p in self.patches], "encode": self.embeds, "prune": self.keep_masks}
+        found: dict[str, Tensor | None] = {
+            f"{stage}/{i}": x for stage, items in media.items() for i, x in enumerate(items)
+        }
+        found |= {"merge/input_ids": self.input_ids, "merge/inputs_embeds": self.inputs_embeds}
+        found |= {"merge/deepstack": self.deepstack, "positions/ids": self.positions}
+        found |= {"decode tokens/token_ids": torch.tensor(self.token_ids)}
+        made = {name: x.detach().cpu() for name, x in found.items() if x is not None and x.numel()}
+        grids = [layout if is_grid(layout) else None for layout in self.layouts]
+        return Stages(made, f"refvl {refvl.__version__}", grids)
+
+    def save(self, folder: str | Path) -> None:
+        """Write what each stage made, safetensors and a manifest, for `refvl.compare`; see `Stages.save`."""
+        self.stages.save(folder)
 
     @property
     def layouts(self) -> list:
@@ -142,6 +205,11 @@ class TokenTimer(BaseStreamer):
     def prefill_and_decode(self) -> tuple[float, float]:
         """Seconds to the first new token, and from there to the last."""
         return self.times[1] - self.times[0], self.times[-1] - self.times[1]
+
+
+def max_norm(x: Tensor) -> Tensor:
+    """The largest magnitude, nan where there is one; on the tensor's device."""
+    return torch.linalg.vector_norm(x.detach(), torch.inf)
 
 
 def synchronized_time(device: torch.device | None) -> float:

@@ -141,7 +141,7 @@ def load_language_model(
     """
     if not kwargs.get("quantization_config") and not _says_how_to_read(text_config):
         _check_headers(folder, text_config, model_class)
-    with _progress_bars(progress):
+    with progress_bars(progress):
         loaded: Any = model_class.from_pretrained(
             folder,
             config=text_config,
@@ -216,7 +216,7 @@ def _is_finite(weight: Tensor) -> bool:
 
 
 @contextmanager
-def _progress_bars(wanted: bool) -> Iterator[None]:
+def progress_bars(wanted: bool) -> Iterator[None]:
     """transformers' own switch is global: put it back afterwards."""
     were_on = logging.is_progress_bar_enabled()
     if not wanted:

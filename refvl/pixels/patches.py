@@ -159,6 +159,10 @@ class PatchConfig:
         budget = self.frame_budget(num_frames)
         return smart_resize(height, width, factor=self.factor, min_pixels=self.min_pixels, max_pixels=budget)
 
+    def frame_floor(self, num_frames: int) -> int:
+        """The smallest area one frame may have."""
+        return self.min_pixels
+
     def frame_budget(self, num_frames: int) -> int:
         """The largest area one frame may have in a video of `num_frames` (before padding)."""
         if not self.cap_pixels_per_frame:
@@ -185,12 +189,23 @@ class Glm4vPatchConfig(PatchConfig):
         return self.max_pixels // (self.temporal_patch_size * (self.patch_size * self.merge_size) ** 2)
 
     def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
-        """`smart_resize_video`; frames count as they are padded, in whole steps of the grid."""
-        step = self.temporal_patch_size
+        """`smart_resize_video` of the frames as they are padded."""
         return smart_resize_video(
-            math.ceil(num_frames / step) * step, height, width,
-            temporal_factor=step, factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels,
+            self.padded(num_frames), height, width, temporal_factor=self.temporal_patch_size,
+            factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels,
         )  # fmt: skip
+
+    def frame_floor(self, num_frames: int) -> int:
+        """The smallest area of each frame; for one frame, of an image."""
+        return math.ceil(self.min_pixels / self.padded(num_frames))
+
+    def frame_budget(self, num_frames: int) -> int:
+        """The largest area of each frame; for one frame, of an image."""
+        return self.max_pixels // self.padded(num_frames)
+
+    def padded(self, num_frames: int) -> int:
+        """Frames in whole steps of the grid."""
+        return math.ceil(num_frames / self.temporal_patch_size) * self.temporal_patch_size
 
 
 @dataclass(frozen=True, slots=True)

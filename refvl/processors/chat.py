@@ -28,6 +28,7 @@ from refvl.pixels.patches import PatchConfig, merged_grid, plan_grid, rows_of_im
 from refvl.processors.messages import as_messages, map_texts, media_of
 
 READ_TOKENIZER = partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters without a meaning
 
 
@@ -53,12 +54,13 @@ class ChatProcessor:
     video_config: Any  # how a video is; None where the model takes none
     no_video: ClassVar[str]  # what is said of a video then
     tokens_at_once: int = 1  # the encoder's tokens come in multiples of this
+    assumed: bool = False  # True: the limits on pixels are the class's defaults, because no file says them
     stop_token_ids: Sequence[int] = ()  # tokens that end an answer, besides those of generation_config.json
     messages = staticmethod(as_messages)  # (prompt, images, videos) -> checked messages
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
         """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
-        self.config, self.tokenizer = config, tokenizer
+        self.config, self.tokenizer, self.assumed = config, tokenizer, image_config is None
         self.image_config = image_config or self.patch_config()
         self.video_config = video_config or self.patch_config.for_video()
         self.token_ids = {"image": config.image_token_id, "video": config.video_token_id}
@@ -225,8 +227,11 @@ class ChatProcessor:
 def load_tokenizer(folder: Path, read: Callable[[Path], Any] = READ_TOKENIZER, template: str | None = None) -> Any:
     """The tokenizer of a checkpoint folder, by `read`, and its chat template; `template`: for a folder without one.
 
-    Code beside the weights is never run. Raises ValueError naming the file or folder.
+    None where the folder has no tokenizer. Code beside the weights is never run. Raises ValueError naming the file or
+    folder.
     """
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
     try:
         tokenizer = read(folder)
     except Exception as error:  # transformers and tokenizers raise all kinds of errors

@@ -53,7 +53,7 @@ class Glm4vProcessor(ChatProcessor):
     @property
     def clip_sampling(self) -> str:
         """The rule in words; `model_type` does not tell GLM-4.6V from GLM-4.5V, only a folder's files do."""
-        assumed = type(self) is Glm4vProcessor and self.tokenizer is None
+        assumed = type(self) is Glm4vProcessor and self.assumed
         note = " (assumed: without processor files GLM-4.6V looks like GLM-4.5V)" if assumed else ""
         return f"{self.variant}: {self.rule.format(self.video_config)}{note}"
 

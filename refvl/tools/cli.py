@@ -1,4 +1,4 @@
-"""`python -m refvl`: chat, trace, info, encode, bench. Whatever goes wrong is one line on stderr.
+"""`python -m refvl`: chat, trace, info, encode, compare, bench. Whatever goes wrong is one line on stderr.
 
 Exit status: 1 for an error, 2 for a command line that cannot be read, 130 after Ctrl-C, 143 after SIGTERM, and 141 when
 the reader of a pipe has gone.
@@ -6,6 +6,7 @@ the reader of a pipe has gone.
 
 import importlib
 import io
+import json
 import os
 import re
 import signal
@@ -40,6 +41,7 @@ Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower
 Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, flash, sdpa, masked")]
 
 
+Other = StrEnum("Other", ["transformers"])
 Benchmark = StrEnum("Benchmark", ["tower", "graphs", "evs_ttft", "generated_ids"])
 
 
@@ -142,11 +144,19 @@ def chat(
 def trace(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0,
+    with_: Annotated[Other | None, typer.Option("--with", help="run its own model as well, and compare")] = None,
+    save: Annotated[str | None, typer.Option(help="a new folder for every stage's tensors")] = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
     """The same run, with every stage's shapes and seconds."""
     _check_request(prompt, video, pruning_rate)
+    if with_ and pruning_rate:
+        raise ValueError(f"pruning_rate: must be 0 beside {with_.value}, which prunes nothing, got {pruning_rate}")
     model = _load(checkpoint, device, dtype, attention, graphs)
+    if with_:
+        from refvl.tools.upstream import check_recordable, record_transformers
+
+        check_recordable(model)
     run = model.trace(
         prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate
     )
@@ -154,21 +164,52 @@ def trace(
     console.print(stage_table(run))
     console.print(f"first token after {run.ttft:.3f} s")
     console.print(f"answer: {run.text}", markup=False)
+    if save:
+        run.save(save)
+    if with_:
+        print(refvl.compare(run, record_transformers(checkpoint, model, run, max_new_tokens=max_new_tokens)))
+
+
+@command()
+def compare(
+    a: Annotated[str, typer.Argument(help="a folder that `trace --save` wrote")],
+    b: Annotated[str, typer.Argument(help="another, of the same prompt and media")],
+    rtol: Annotated[float, typer.Option(help="tolerance, as a share of a stage's largest value")] = 1e-3,
+    atol: Annotated[float, typer.Option(help="tolerance besides")] = 0.0,
+):
+    """Two saved runs: the first stage that differs, how much, where, and what usually does that; then status 1."""
+    comparison = refvl.compare(a, b, rtol=rtol, atol=atol)
+    print(comparison)
+    raise SystemExit(1 if comparison.first else 0)
 
 
 @command()
 def info(
     checkpoint: Annotated[str, typer.Argument(help="a checkpoint folder, a hub id, or a config's JSON file")],
-    image: Images = None, video: Videos = None, dtype: Annotated[str, typer.Option(help="for memory")] = "bfloat16",
+    image: Images = None, video: Videos = None,
+    min_pixels: Annotated[int | None, typer.Option(help="instead of the checkpoint's")] = None,
+    max_pixels: Annotated[int | None, typer.Option(help="instead of the checkpoint's")] = None,
+    fps: Annotated[float | None, typer.Option(help="frames a second taken from a video file")] = None,
+    num_frames: Annotated[int | None, typer.Option(help="frames taken from a video file")] = None,
+    pruning_rate: PruningRate = 0.0, dtype: Annotated[str, typer.Option(help="for memory")] = "bfloat16",
+    as_json: Annotated[bool, typer.Option("--json", help="the numbers, for a program")] = False,
 ):  # fmt: skip
-    """Family, sizes, tokens for given media, and the memory needed. Reads no weights."""
+    """Family, sizes, tokens for given media step by step, and the memory needed. Reads no weights."""
     from refvl.loading import load
-    from refvl.tools.costs import describe
+    from refvl.tools.costs import costs, describe, set_pixel_limits
 
+    sampling = {name: value for name, value in (("fps", fps), ("num_frames", num_frames)) if value is not None}
+    _check_request("", video, pruning_rate, **sampling)
     model = load(checkpoint, weights="random", device="meta", dtype=dtype)
-    media = model.processor.decode(model.processor.messages("", image or (), video or ()))
+    set_pixel_limits(model.processor, min_pixels=min_pixels, max_pixels=max_pixels)
+    parts = [{"type": "image", "image": file} for file in image or ()]
+    parts += [{"type": "video", "video": file} | sampling for file in video or ()]
+    media = model.processor.decode([{"role": "user", "content": parts}])
+    if as_json:
+        print(json.dumps(costs(model, media, pruning_rate=pruning_rate), indent=2))
+        return
     table = Table(show_header=False, title=checkpoint)
-    for row in describe(model, media).items():
+    for row in describe(model, media, pruning_rate=pruning_rate).items():
         table.add_row(*row)
     Console().print(table)
 
@@ -225,9 +266,10 @@ def bench(
 def stage_table(run) -> Table:
     """A `Trace` as a table of stages, shapes and seconds."""
     table = Table("stage", "shapes", title="the path")
+    table.add_column("max |x|", justify="right")
     table.add_column("seconds", justify="right")
     for stage, shapes, seconds in run.rows():
-        table.add_row(stage, shapes, f"{seconds:.4f}")
+        table.add_row(stage, shapes, run.magnitude(stage), f"{seconds:.4f}")
     return table
 
 
@@ -240,8 +282,8 @@ def _load(checkpoint: str, device: str, dtype: str, attention: str, graphs: bool
     return load(checkpoint, device=device, dtype=dtype, attention=attention, graphs=graphs, progress=progress)
 
 
-def _check_request(prompt: str, video: list[str] | None, pruning_rate: float) -> None:
-    """What can be said before a model is loaded."""
+def _check_request(prompt: str, video: list[str] | None, pruning_rate: float, **sampling) -> None:
+    """What can be said before a model is loaded; sampling: options of videos that were given."""
     from refvl.checks import check_pruning_rate
 
     check_pruning_rate(pruning_rate, "pruning_rate")
@@ -249,6 +291,8 @@ def _check_request(prompt: str, video: list[str] | None, pruning_rate: float) ->
         prompt.encode()
     except UnicodeEncodeError:
         raise ValueError(f"prompt: expected text in UTF-8, got {prompt!r}") from None
+    if sampling and not video:
+        raise ValueError(f"{next(iter(sampling))}: samples video files, and none was given")
     if pruning_rate and not video:
         print("refvl: --pruning-rate prunes videos, and none was given: nothing is pruned", file=sys.stderr)
 

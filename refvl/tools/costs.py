@@ -1,37 +1,82 @@
 """What a model costs before it is loaded: parameters, memory, tokens - from the config and sizes alone."""
 
-from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+from PIL import Image
 from torch import nn
 
-from refvl.contracts import Encoder
+from refvl.contracts import Encoder, Processor
 from refvl.pipeline import VLM
 from refvl.pixels.crops import CropConfig, plan_crops
 from refvl.pixels.media import Video
 from refvl.pixels.patches import PatchConfig, count_tokens
 from refvl.pixels.slices import count_sets, plan_slices
+from refvl.positions import compute_retained_tokens_count
+from refvl.trace import layout_text
 
 BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the image that upstream plans with
+LARGER_THAN_ANY_CUT = 4096  # px, the side of a picture that gets as many slices or crops as a square one can
 MAX_FRAMES_PER_VIDEO = 600
+
+
+class LimitKey(NamedTuple):
+    """A key of a checkpoint's files that decides how many tokens a medium takes."""
+
+    families: str
+    medium: str  # "image" or "video"
+    file: str
+    key: str  # with dots between the levels
+    limits: str
+
+
+def _limit_keys(families: str, medium: str, file: str, **keys: str) -> list[LimitKey]:
+    return [LimitKey(families, medium, file, key.replace("__", "."), limits) for key, limits in keys.items()]
+
+
+_IMAGE, _VIDEO, _CONFIG = "preprocessor_config.json", "video_preprocessor_config.json", "config.json"
+LIMIT_KEYS: list[LimitKey] = [  # for a video the image's file counts where there is none of its own
+    *_limit_keys("Qwen2.5-VL", "image", _IMAGE, max_pixels="area of an image", min_pixels="area of an image",
+                 size__longest_edge="the same as max_pixels, which goes first; an area, despite its name",
+                 size__shortest_edge="the same as min_pixels, likewise"),
+    *_limit_keys("Qwen2.5-VL", "video", _VIDEO, max_pixels="area of each frame", min_pixels="area of each frame",
+                 fps="frames sampled a second", max_frames="frames sampled"),
+    *_limit_keys("GLM", "image", _IMAGE, size__longest_edge="twice the area: an image counts as two frames",
+                 size__shortest_edge="twice the area"),
+    *_limit_keys("GLM", "video", _VIDEO, size__longest_edge="area of all frames together",
+                 size__shortest_edge="area of all frames together", fps="frames sampled a second (not GLM-4.6V)"),
+    *_limit_keys("MiniCPM-V", "image", _IMAGE, max_slice_nums="slices besides the overview",
+                 scale_resolution="side of a square as large as a slice"),
+    *_limit_keys("MiniCPM-V", "image", _CONFIG, slice_config__max_slice_nums="the same, if the file above is silent"),
+    *_limit_keys("MiniCPM-V", "video", _VIDEO, fps="frames sampled a second", max_frames="sets of query tokens"),
+    *_limit_keys("Step3-VL", "image", _CONFIG, vision_config__image_size="side of the overview"),
+]  # fmt: skip
+
+
+def limit_table(families: str | None = None) -> str:
+    """`LIMIT_KEYS` as a table in Markdown; families: only of these."""
+    rows = [row for row in LIMIT_KEYS if families in (None, row.families)]
+    lines = [f"| {row.families} | {row.medium} | {row.file} | `{row.key}` | {row.limits} |" for row in rows]
+    return "\n".join(["| family | of | file | key | what it limits |", "|---|---|---|---|---|", *lines])
 
 
 @dataclass(frozen=True, slots=True)
 class MediaPlan:
-    """What an image or a video becomes. `patches` go through the encoder, `tokens` through the language model."""
+    """What an image or a video becomes. `patches` go through the encoder, `kept` of `tokens` the language model."""
 
     kind: str
     size: str  # as decoded
-    becomes: str  # size and grid after resizing
+    becomes: str  # limit, size and grid of the resizing
     layout: Hashable  # (t, h, w) in patches for Qwen and GLM
     patches: int
     tokens: int
+    kept: int  # after pruning
 
 
-def plan_media(vlm: VLM, medium) -> MediaPlan:
-    """Plan a decoded image (PIL) or a `Video`."""
+def plan_media(vlm: VLM, medium, pruning_rate: float = 0.0) -> MediaPlan:
+    """Plan a decoded image (PIL) or a `Video`, which EVS prunes. Raises ValueError where it cannot be pruned."""
     if isinstance(medium, Video):
         frames, height, width = medium.frames.shape[:3]
         kind, size = "video", f"{frames} frames of {width} x {height} px"
@@ -39,15 +84,26 @@ def plan_media(vlm: VLM, medium) -> MediaPlan:
         kind, size = "image", f"{medium.width} x {medium.height} px"
     layout = vlm.processor.layout_of(medium)
     patches, tokens, _ = vlm.encoder.item_size(layout)
-    becomes = describe_layout(vlm.processor.image_config, medium, layout, tokens)
-    return MediaPlan(kind, size, becomes, layout, patches, tokens)
+    becomes = describe_layout(vlm.processor, medium, layout, tokens)
+    merged = vlm.processor.merged(kind, layout)
+    merged.check_pruning(pruning_rate)
+    t, h, w = merged.thw
+    kept = compute_retained_tokens_count(h * w, t, pruning_rate) if kind == "video" and pruning_rate else tokens
+    return MediaPlan(kind, size, becomes, layout, patches, tokens, kept)
 
 
-def describe_layout(config: Any, medium, layout: Any, tokens: int) -> str:
-    """What the preprocessing of `config` makes of a decoded medium, in words."""
+def describe_layout(processor: Processor, medium, layout: Any, tokens: int) -> str:
+    """What the preprocessing makes of a decoded medium, step by step."""
+    config = processor.image_config
     if isinstance(config, PatchConfig):
-        _, h, w = layout
-        return f"{w * config.patch_size} x {h * config.patch_size} px -> grid {layout}"
+        is_video, (t, h, w) = isinstance(medium, Video), layout
+        config = processor.video_config if is_video else config
+        frames, height, width = medium.frames.shape[:3] if is_video else (1, medium.height, medium.width)
+        least, most = config.frame_floor(frames), config.frame_budget(frames)
+        limit = f"at least {least:,} px" if height * width < least else f"at most {most:,} px"
+        each, steps = (" a frame", f"{t} x ") if is_video else ("", "")
+        size = f"{w * config.patch_size} x {h * config.patch_size} px"
+        return f"{limit}{each} -> {size} -> {steps}{w} x {h} patches"
     if isinstance(config, CropConfig):
         width, height = plan_crops(medium.width, medium.height, config).canvas
         crops = f"{layout.rows} x {layout.columns} crops of {config.crop_size} px, " if layout.crops else ""
@@ -114,39 +170,90 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
     return patches * (5 * encoder.config.num_heads * encoder.config.head_dim + width) * encoder.dtype.itemsize
 
 
-def describe(vlm: VLM, media=()) -> dict[str, str]:
-    """Rows for a table: family, sizes, tokens and memory of `media`; `vlm` may live on `meta`."""
-    tower, text = vlm.encoder.config, vlm.language_model.config
-    dtype = vlm.encoder.dtype
-    encoder, language = parameter_count(vlm.encoder), parameter_count(vlm.language_model)
-    plans = [plan_media(vlm, medium) for medium in media]
-    rows = {
+def costs(vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0) -> dict[str, Any]:
+    """Every number that `describe` words, ready for JSON: parameters, tokens, px, bytes; `vlm` may live on `meta`.
+
+    media: decoded, see `VLM.processor.decode`. pruning_rate: of EVS on videos, [0, 1). `activation_bytes` is an
+    estimate of the tower's peak while it encodes that medium alone; in `memory_bytes` it encodes all at once.
+    """
+    dtype, processor = vlm.encoder.dtype, vlm.processor
+    per_token = kv_cache_bytes_per_token(vlm.language_model.config, dtype)
+
+    def cost(plan: MediaPlan) -> dict[str, Any]:
+        activations = encoder_activation_bytes(vlm.encoder, plan.patches)
+        cache = {"kv_cache_bytes": plan.kept * per_token, "activation_bytes": activations}
+        return asdict(plan) | {"layout": layout_text(plan.layout)} | cache
+
+    limits = processor.image_config if isinstance(processor.image_config, PatchConfig) else None
+    height, width = image_size_with_most_features(limits) if limits else (LARGER_THAN_ANY_CUT, LARGER_THAN_ANY_CUT)
+    parameters = {"encoder": parameter_count(vlm.encoder), "language_model": parameter_count(vlm.language_model)}
+    planned = [cost(plan_media(vlm, medium, pruning_rate)) for medium in media]
+    weights = sum(parameters.values()) * dtype.itemsize
+    together = encoder_activation_bytes(vlm.encoder, sum(medium["patches"] for medium in planned))
+    return {
         "family": vlm.family.name,
-        "vision tower": f"{tower.depth} blocks of width {tower.num_heads * tower.head_dim}, {tower.num_heads} heads: "
-        f"{_count(encoder)}",
-        "language model": f"{text.num_hidden_layers} layers of width {text.hidden_size}, "
-        f"{text.num_attention_heads} heads ({text.num_key_value_heads} kv): {_count(language)}",
-        "context": f"{vlm.max_context:,} tokens",
-        f"weights in {str(dtype).removeprefix('torch.')}": _bytes((encoder + language) * dtype.itemsize),
-        "kv cache": f"{_bytes(kv_cache_bytes_per_token(text, dtype))} a token",
+        "dtype": str(dtype).removeprefix("torch."),
+        "parameters": parameters,
+        "weights_bytes": weights,
+        "context": vlm.max_context,
+        "kv_cache_bytes_per_token": per_token,
+        "min_pixels": limits and limits.min_pixels,
+        "max_pixels": limits and limits.max_pixels,
+        "limits_assumed": processor.assumed,
+        "largest_square_picture": cost(plan_media(vlm, Image.new("L", (width, height)))),
+        "media": planned,
+        "memory_bytes": weights + together + sum(medium["kv_cache_bytes"] for medium in planned),
     }
-    if isinstance(config := vlm.processor.image_config, PatchConfig):
-        height, width = image_size_with_most_features(config)
-        rows["largest square picture"] = f"{width} x {height} px -> {count_tokens(height, width, config):,} tokens"
+
+
+def describe(vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0) -> dict[str, str]:
+    """`costs` in words, as rows for a table."""
+    found, tower, text = costs(vlm, media, pruning_rate=pruning_rate), vlm.encoder.config, vlm.language_model.config
+    parameters, largest = found["parameters"], found["largest_square_picture"]
+    rows = {
+        "family": found["family"],
+        "vision tower": f"{tower.depth} blocks of width {tower.num_heads * tower.head_dim}, {tower.num_heads} heads: "
+        f"{_count(parameters['encoder'])}",
+        "language model": f"{text.num_hidden_layers} layers of width {text.hidden_size}, "
+        f"{text.num_attention_heads} heads ({text.num_key_value_heads} kv): {_count(parameters['language_model'])}",
+        "context": f"{found['context']:,} tokens",
+        f"weights in {found['dtype']}": _bytes(found["weights_bytes"]),
+        "kv cache": f"{_bytes(found['kv_cache_bytes_per_token'])} a token",
+        "largest square picture": f"{largest['becomes']} -> {largest['tokens']:,} tokens"
+        + " (assumed: no file says the limits)" * found["limits_assumed"],
+        "a server reserves": f"for it, about {_bytes(largest['activation_bytes'])} of tower activations and "
+        f"{_bytes(largest['kv_cache_bytes'])} of key-value cache",
+    }
     if vlm.processor.clip_sampling:
         rows["clip sampling"] = vlm.processor.clip_sampling
-    for i, plan in enumerate(plans):
-        rows[f"{plan.kind} {i + 1}"] = (
-            f"{plan.size} -> {plan.becomes} = {plan.patches:,} patches -> {plan.tokens:,} tokens"
+    for i, medium in enumerate(found["media"]):
+        kept = f", {medium['kept']:,} kept" * (medium["kept"] < medium["tokens"])
+        rows[f"{medium['kind']} {i + 1}"] = (
+            f"{medium['size']} -> {medium['becomes']} -> {medium['tokens']:,} tokens{kept}; "
+            f"key-value cache {_bytes(medium['kv_cache_bytes'])}"
         )
-    if plans:
-        patches, tokens = sum(p.patches for p in plans), sum(p.tokens for p in plans)
-        peak = encoder_activation_bytes(vlm.encoder, patches)
-        cache = tokens * kv_cache_bytes_per_token(text, dtype)
-        total = (encoder + language) * dtype.itemsize + peak + cache
-        rows["memory for these media"] = f"kv cache {_bytes(cache)}, tower activations about {_bytes(peak)}"
-        rows["memory needed"] = f"about {_bytes(total)}"
+    if found["media"]:
+        rows["memory needed"] = f"about {_bytes(found['memory_bytes'])}, tower activations included"
     return rows
+
+
+def set_pixel_limits(processor: Processor, *, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
+    """Other limits for images and videos, as keyword arguments of transformers' `AutoProcessor.from_pretrained` do.
+
+    Raises ValueError, naming the argument, for families that count no pixels, and for a minimum above the maximum.
+    """
+    limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+    given = {name: value for name, value in limits.items() if value is not None}
+    if given and not isinstance(processor.image_config, PatchConfig):
+        raise ValueError(f"{next(iter(given))}: this family cuts pictures by other limits: {_fields(processor)}")
+    if given:
+        processor.image_config = replace(processor.image_config, **given)
+        processor.video_config = replace(processor.video_config, **given)
+
+
+def _fields(processor: Processor) -> str:
+    """The sizes in `image_config`, in words."""
+    return ", ".join(f"{name}={value}" for name, value in asdict(processor.image_config).items() if type(value) is int)
 
 
 def _count(parameters: int) -> str:

@@ -80,8 +80,9 @@ def test_a_trace_says_what_happened(vlm):
     trace = vlm.trace("What color is the circle?", images=[SCENE], max_new_tokens=4)
     text, table = repr(trace), trace._repr_html_()
     for stage, shapes, seconds in trace.rows():
-        assert f"{stage:<14}{seconds:9.4f} s  {shapes}" in text
-        assert f"<tr><td>{stage}</td><td>{shapes}</td><td>{seconds:.4f}</td></tr>" in table
+        largest = trace.magnitude(stage)
+        assert f"{stage:<14}{seconds:9.4f} s  {largest:>9}  {shapes}" in text
+        assert f"<tr><td>{stage}</td><td>{shapes}</td><td>{largest}</td><td>{seconds:.4f}</td></tr>" in table
     assert text.startswith(f"Trace of {trace.text!r}") and table.count("<tr>") == len(trace.seconds) + 1
 
 

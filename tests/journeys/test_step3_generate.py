@@ -133,7 +133,7 @@ def test_prompt_lengths_equal_golden(case):
     ids = processor.expand(1, medium)
     assert len(ids) == case["num_tokens"] and ids.count(1) == medium.num_tokens
     assert ids.count(12) == case["num_newlines"]
-    line = describe_layout(processor.image_config, image, layout, medium.num_tokens)
+    line = describe_layout(processor, image, layout, medium.num_tokens)
     assert f"{layout.rows} x {layout.columns} crops of 504 px" in line or not layout.crops
 
 

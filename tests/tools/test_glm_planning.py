@@ -123,4 +123,6 @@ def test_sides_of_glm_ga_are_multiples_of_what_its_files_ask():
 def test_info_says_how_clips_are_sampled_and_when_it_assumes(model_type, words):
     rows = describe(refvl.load(glm_config(model_type), weights="random", device="meta"))
     assert rows["clip sampling"].startswith(words) and ("assumed" in words) == ("assumed" in rows["clip sampling"])
-    assert rows["largest square picture"] == "2408 x 2408 px -> 7,396 tokens"  # 86 * 86 of at most 15000 / 2
+    assert (
+        " 2408 x 2408 px -> 172 x 172 patches -> 7,396 tokens" in rows["largest square picture"]
+    )  # 86 * 86 of at most 15000 / 2

@@ -1,0 +1,289 @@
+"""Why two runs differ: the stages of both on disk or in memory, and the first that is not the same.
+
+    trace.save(folder)          stages.safetensors, one tensor per name, and manifest.json, which says what they are
+    refvl.compare(a, b)         traces or such folders -> the first stage beyond tolerance, how much, where, and why
+
+A name is "stage/what", such as "encode/0" for the first medium. `Trace.stages` has refvl's; other software can write
+the same folders (`refvl.tools.upstream`, `benchmarks/record_vllm.py`), with as many of the stages as it has.
+"""
+
+import html
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from math import isqrt, prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from refvl.checks import check_number, read_json
+from refvl.positions.rotary import merge_block_coordinates
+
+FORMAT, TENSORS, MANIFEST = "refvl stages 1", "stages.safetensors", "manifest.json"
+STAGES = {"patchify": 2, "encode": 2, "prune": 1, "merge": None, "positions": 2, "decode tokens": 1}  # dimensions
+ROUNDING = 0.03  # of the norm: what a tower in bfloat16 is off by, and hardly a wrong one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stages:
+    """What each stage of a run made: tensors by "stage/what", in order of the path.
+
+    source: which software. layouts: of each medium, (t, h, w) in patches, or None where it is no grid.
+    """
+
+    tensors: dict[str, Tensor]
+    source: str
+    layouts: list = field(default_factory=list)
+
+    def save(self, folder: str | Path) -> None:
+        """Write `folder`, which must not exist or be empty, in one step: other readers see nothing or everything.
+
+        Raises FileExistsError for a folder that holds files.
+        """
+        folder = Path(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in self.tensors.items()}
+        shapes = {name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in tensors.items()}
+        about = {"format": FORMAT, "source": self.source, "layouts": self.layouts, "tensors": shapes}
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            save_file(tensors, unfinished / TENSORS)
+            (unfinished / MANIFEST).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+            unfinished.chmod(0o755)  # mkdtemp's are for the owner alone
+            unfinished.replace(folder)
+        except OSError as error:
+            if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+                raise FileExistsError(f"folder: {folder} holds files already; name another") from error
+            raise
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Stages":
+        """A folder that `save` wrote. Raises FileNotFoundError or ValueError, naming the file, for anything else."""
+        file, manifest = Path(folder) / TENSORS, Path(folder) / MANIFEST
+        if missing := [path.name for path in (manifest, file) if not path.is_file()]:
+            raise FileNotFoundError(f"{folder}: holds no saved stages ({missing[0]} is missing)")
+        about = read_json(manifest)
+        promised, layouts = about.get("tensors"), about.get("layouts")
+        if about.get("format") != FORMAT or not isinstance(promised, dict) or not isinstance(layouts, list):
+            raise ValueError(f"{manifest}: is no manifest of saved stages (format {FORMAT!r})")
+        try:
+            with safe_open(file, framework="pt") as stored:
+                found = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{file}: truncated or not a safetensors file ({error})") from error
+        shapes = {name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in found.items()}
+        if shapes != promised:
+            names = sorted(name for name in {*shapes, *promised} if shapes.get(name) != promised.get(name))
+            raise ValueError(f"{file}: does not hold what {MANIFEST} says of {names[0]!r}")
+        for name, x in found.items():
+            stage, _, what = name.partition("/")
+            if stage not in STAGES or not what:
+                raise ValueError(f"{manifest}: {name!r} belongs to none of the stages {list(STAGES)}")
+            if x.ndim not in ((STAGES[stage],) if STAGES[stage] else (1, 2)) or x.is_complex():
+                raise ValueError(f"{file}: {name!r} cannot be a {x.dtype} of shape {tuple(x.shape)}")
+        grids = [tuple(x) if is_grid(x) else None for x in layouts]
+        return cls({name: found[name] for name in promised}, str(about.get("source")), grids)
+
+
+def is_grid(layout: Any) -> bool:
+    """Whether a layout is (t, h, w), as Qwen's and GLM's are."""
+    return isinstance(layout, (list, tuple)) and len(layout) == 3 and all(type(x) is int and x > 0 for x in layout)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Difference:
+    """One tensor of both runs: the largest difference, beside the largest value, and what is beyond tolerance."""
+
+    name: str
+    differs: bool
+    largest: float = 0.0
+    scale: float = 0.0  # largest magnitude in b
+    beyond: str = ""  # how many rows, and where the first is
+    cause: str = ""  # what usually makes such a difference
+
+    def __str__(self) -> str:
+        if not self.differs:
+            return f"same, within {self.largest:.1e} of {self.scale:.3g}"
+        return f"DIFFERS: by {self.largest:.3g} of {self.scale:.3g}; {self.beyond}"
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Comparison:
+    """Two runs beside each other; `first` is the first tensor that differs, None where they are the same."""
+
+    a: str
+    b: str
+    rows: list[Difference]
+    not_in_both: list[str]
+
+    @property
+    def first(self) -> Difference | None:
+        return next((row for row in self.rows if row.differs), None)
+
+    @property
+    def stage(self) -> str | None:
+        """The first stage that differs."""
+        return self.first.name.split("/")[0] if self.first else None
+
+    @property
+    def verdict(self) -> str:
+        """The answer in a sentence."""
+        if self.first is None:
+            return "the same, as far as both were recorded"
+        return f"first difference: {self.first.name}; usual cause: {self.first.cause}"
+
+    def __repr__(self) -> str:
+        lines = [f"  {row.name:<24}{row}" for row in self.rows]
+        lines += [f"  {name:<24}not recorded by both" for name in self.not_in_both]
+        return "\n".join([f"{self.a} beside {self.b}", *lines, self.verdict])
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        cells = [(row.name, str(row)) for row in self.rows] + [
+            (name, "not recorded by both") for name in self.not_in_both
+        ]
+        rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>" for name, text in cells)
+        caption = html.escape(f"{self.a} beside {self.b}: {self.verdict}")
+        return f"<table><caption>{caption}</caption><tr><th>stage</th><th>difference</th></tr>{rows}</table>"
+
+
+def compare(a: Any, b: Any, *, rtol: float = 1e-3, atol: float = 0.0) -> Comparison:
+    """Two runs, each a `Trace`, `Stages` or a folder saved by either: where they first differ, and what does that.
+
+    A value differs when |a - b| > atol + rtol * the largest magnitude of its tensor in b: the default lets float32
+    round and sees bfloat16. Integers and masks must be equal, nan and inf stand in the same places. What only one side
+    recorded is listed, not judged. Raises TypeError or ValueError naming the argument, also where nothing is shared.
+    """
+    for name, tolerance in (("rtol", rtol), ("atol", atol)):
+        if not check_number(tolerance, name) >= 0:
+            raise ValueError(f"{name}: must be 0 or more, got {tolerance}")
+    ours, theirs = _stages(a, "a"), _stages(b, "b")
+    names = [name for name in ours.tensors if name in theirs.tensors]
+    if not names:
+        raise ValueError(f"a, b: {ours.source} and {theirs.source} have recorded no stage in common")
+    order = list(STAGES)
+    names.sort(key=lambda name: order.index(name.split("/")[0]))  # stable: within a stage as they were recorded
+    rows = [_difference(name, ours, theirs, rtol, atol) for name in names]
+    return Comparison(ours.source, theirs.source, rows, sorted(ours.tensors.keys() ^ theirs.tensors.keys()))
+
+
+def _stages(run: Any, name: str) -> Stages:
+    if isinstance(run, (str, Path)):
+        return Stages.load(run)
+    stages = getattr(run, "stages", run)
+    if not isinstance(stages, Stages):
+        raise TypeError(f"{name}: expected a Trace, Stages or a folder of saved stages, got {type(run).__name__}")
+    return stages
+
+
+def _difference(name: str, ours: Stages, theirs: Stages, rtol: float, atol: float) -> Difference:
+    a, b = ours.tensors[name], theirs.tensors[name]
+    if a.shape != b.shape:
+        shapes = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
+        return Difference(name, True, float("nan"), float("nan"), shapes, _cause_of_shapes(name))
+    exact = not a.is_floating_point() and not b.is_floating_point()
+    x, y = (a.double(), b.double()) if exact else (a.float(), b.float())
+    same = (x == y) | (x.isnan() & y.isnan())  # also inf
+    apart = torch.where(same, 0.0, (x - y).abs().nan_to_num(nan=torch.inf))
+    scale = float(torch.where(y.isfinite(), y, 0.0).abs().max()) if y.numel() else 0.0
+    wrong = apart > (0 if exact else atol + rtol * scale)
+    if not wrong.any():
+        return Difference(name, False, float(apart.max()) if apart.numel() else 0.0, scale)
+    by_row = wrong.T if name.startswith("positions/") else wrong
+    rows = by_row.reshape(len(by_row), -1).any(1)
+    place = _place(name, int(rows.int().argmax()), ours.layouts, len(rows))
+    beyond = f"{int(rows.sum())} of {len(rows)} rows, the first at {place}"
+    cause = f"precision: {a.dtype} beside {b.dtype}".replace("torch.", "") if _rounded(a, b) else _cause(name, x, y)
+    return Difference(name, True, float(apart.max()), scale, beyond, cause)
+
+
+def _rounded(a: Tensor, b: Tensor) -> bool:
+    """Whether the dtypes explain it: another one, and a difference as small as that."""
+    return a.dtype != b.dtype and float((a.float() - b.float()).norm()) < ROUNDING * float(b.float().norm())
+
+
+def _place(name: str, row: int, layouts: list, rows: int) -> str:
+    """Which patch or token a row is."""
+    stage, what = name.split("/", 1)
+    unit = "patch" if stage == "patchify" else "token"
+    if not what.isdecimal():
+        return f"{unit} {row}"
+    grid = layouts[int(what)] if int(what) < len(layouts) else None
+    m = isqrt(prod(grid) // rows) if grid else 0  # patches along a side of a row's square
+    if not grid or not m or m * m * rows != prod(grid) or any(side % 2 for side in grid[1:]):
+        return f"medium {int(what) + 1}, {unit} {row}"
+    t, within = divmod(row, rows // grid[0])
+    if m == 1:
+        h, w = merge_block_coordinates([(1, *grid[1:])])[within].tolist()
+    else:
+        h, w = divmod(within, grid[2] // m)
+    return f"medium {int(what) + 1}, {unit} (t {t}, row {h}, column {w})"
+
+
+def _cause_of_shapes(name: str) -> str:
+    return {
+        "patchify": "resize: other limits (min_pixels, max_pixels), or another picture",
+        "encode": "resize: other limits; or another merge size",
+        "prune": "another number of tokens before pruning",
+        "merge": "tokens: chat template, tokenizer, number of placeholders, or pruning",
+        "positions": "tokens: another prompt",
+        "decode tokens": "another number of new tokens",
+    }[name.split("/")[0]]
+
+
+def _cause(name: str, x: Tensor, y: Tensor) -> str:
+    """What usually makes two tensors of one shape differ like this."""
+    stage, what = name.split("/", 1)
+    if stage == "prune":
+        return "pruning: another rule or rate, or embeddings that almost tie"
+    if stage == "decode tokens":
+        return "weights or kernels of the text model; two tokens that almost tie"
+    if what == "input_ids":
+        return "tokens: chat template or tokenizer"
+    if stage == "positions":
+        return _cause_of_positions(x, y)
+    if not (x.isfinite().all() and y.isfinite().all()):
+        return "overflow: inf or nan, as beyond 65,504 in float16"
+    if stage == "patchify":
+        if _is_permuted(x, y):
+            return "order: the patch rows (merge blocks, or line by line)"
+        return _cause_of_pixels(x, y)
+    if float((x - y).norm()) < ROUNDING * float(y.norm()):
+        return "precision: a tower in bfloat16 or float16, TF32, or other kernels"
+    if _is_permuted(x, y):
+        return "order: the same rows elsewhere (a window order that was not undone, media exchanged)"
+    return "weights; or positions and attention inside the tower" if stage == "encode" else "weights of the embedding"
+
+
+def _is_permuted(x: Tensor, y: Tensor) -> bool:
+    """Whether the rows are the same in another order, judged by one random number for each."""
+    direction = torch.randn(x.shape[1], dtype=x.dtype, generator=torch.Generator().manual_seed(0))
+    a, b = (x @ direction).sort().values, (y @ direction).sort().values
+    return bool((a - b).abs().max() < 1e-3 * b.abs().max())
+
+
+def _cause_of_pixels(x: Tensor, y: Tensor) -> str:
+    """Where y is a multiple of x plus a constant in every channel, colours were normalised differently."""
+    if x.shape[1] % 3 == 0:
+        x, y = (rows.reshape(len(rows), 3, -1).transpose(0, 1).reshape(3, -1) for rows in (x, y))
+        centred = x - x.mean(1, keepdim=True), y - y.mean(1, keepdim=True)
+        slope = (centred[0] * centred[1]).sum(1) / centred[0].square().sum(1).clamp(min=1e-12)
+        rest = centred[1] - slope[:, None] * centred[0]
+        if rest.abs().max() < 1e-3 * y.abs().max():
+            return "normalisation: mean, std or scale of a channel"
+    return "resize: another filter, antialiasing or decoder; or another order of the channels"
+
+
+def _cause_of_positions(x: Tensor, y: Tensor) -> str:
+    """(3, L) each: where all axes are moved by the same, what stands behind a medium is."""
+    moved = x - y
+    if (moved == moved[:1]).all():
+        return "positions: what a medium costs the text behind it (max(h, w), or its largest position + 1)"
+    return "positions: order of the axes, seconds between frames, or text numbered without media"

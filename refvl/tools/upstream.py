@@ -1,0 +1,94 @@
+"""The stages of transformers' own model, recorded by hooks, for `refvl.compare`: why do the two differ?
+
+transformers prepares the pictures (its Pillow backend) and runs tower, merge, positions and text model on what it made.
+It is given refvl's prompt, and refvl's patch rows of clips, because its video processor samples files by itself and
+needs torchvision: neither is recorded.
+"""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from refvl.comparison import Stages
+from refvl.language.model import progress_bars
+from refvl.pipeline import VLM
+from refvl.pixels.media import Video
+from refvl.processors.glm4v import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor
+from refvl.processors.qwen2_5_vl import Qwen2_5_VLProcessor
+from refvl.trace import Trace
+
+IMAGE_PROCESSORS: dict[type, str] = {
+    Qwen2_5_VLProcessor: "Qwen2VLImageProcessorPil", Glm4vProcessor: "Glm4vImageProcessorPil",
+    Glm46VProcessor: "Glm46VImageProcessorPil", GlmgaProcessor: "GlmgaImageProcessorPil",
+}  # fmt: skip
+
+
+def check_recordable(vlm: VLM) -> None:
+    """Raise ValueError for families whose model transformers does not have."""
+    if type(vlm.processor) not in IMAGE_PROCESSORS:
+        raise ValueError(f"with: transformers' own model is recorded for Qwen2.5-VL and GLM, not for {vlm.family.name}")
+
+
+def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:
+    """The prompt and pixels of a trace, as `generate` of transformers takes them: before pruning."""
+    kinds = vlm.processor.placeholders(trace.full_ids)
+    is_video, is_glm = kinds == vlm.token_ids["video"], isinstance(vlm.processor, Glm4vProcessor)
+    ids = torch.where(is_video, vlm.token_ids["image"], trace.full_ids) if is_glm else trace.full_ids
+    types = (kinds == vlm.token_ids["image"]).int() + 2 * is_video.int()
+    inputs = {"input_ids": ids[None], "mm_token_type_ids": types[None], "attention_mask": torch.ones_like(ids)[None]}
+    for kind, rows, grid in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        if found := [p for p in trace.patches if p.merged.kind == kind]:
+            inputs[rows] = torch.cat([p.pixel_values for p in found])
+            inputs[grid] = torch.tensor([p.layout for p in found])
+    videos = [p for p in trace.patches if p.merged.kind == "video"]
+    if videos and not is_glm:
+        per_second = vlm.config.vision_config.tokens_per_second
+        inputs["second_per_grid_ts"] = torch.tensor([p.merged.t_factor / per_second for p in videos])
+    return inputs
+
+
+@torch.inference_mode()
+def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_tokens: int = 128) -> Stages:
+    """What transformers makes of the media and the prompt of a refvl trace, with the weights of the same checkpoint.
+
+    In the dtype and on the device of `vlm`; `trace` must not be pruned. Raises ValueError for other families.
+    """
+    check_recordable(vlm)
+    prepare = getattr(transformers, IMAGE_PROCESSORS[type(vlm.processor)]).from_pretrained(path_or_id)
+    with progress_bars(False):
+        model: Any = AutoModelForImageTextToText.from_pretrained(path_or_id, dtype=vlm.encoder.dtype)
+    model.to(vlm.device).eval()
+    inputs, places = transformers_inputs(vlm, trace), range(len(trace.media))
+    videos = [i for i in places if isinstance(trace.media[i], Video)]
+    images = [i for i in places if i not in videos]
+    source, layouts, found = f"transformers {transformers.__version__}", list(trace.layouts), dict[str, Tensor]()
+    if images:
+        prepared = prepare(images=[trace.media[i] for i in images], return_tensors="pt")
+        inputs |= {name: prepared[name] for name in ("pixel_values", "image_grid_thw")}
+        rows = prepared["pixel_values"].split(prepared["image_grid_thw"].prod(1).tolist())
+        found |= {f"patchify/{i}": x for i, x in zip(images, rows, strict=True)}
+        if prepared["image_grid_thw"].tolist() != [list(trace.layouts[i]) for i in images]:
+            return Stages(found, source, layouts)  # the prompt has other numbers of placeholders
+    encoded, merged = list[Tensor](), list[dict]()
+    hooks = [
+        model.model.visual.register_forward_hook(lambda _, __, output: encoded.append(output.pooler_output)),
+        model.model.language_model.register_forward_pre_hook(lambda _, __, kw: merged.append(kw), with_kwargs=True),
+    ]
+    on_device = {name: x.to(vlm.device) for name, x in inputs.items()}
+    ids = model.generate(**on_device, max_new_tokens=max_new_tokens, do_sample=False)
+    for hook in hooks:
+        hook.remove()
+    for kind, members in (("image", images), ("video", videos)):  # their order of running the tower
+        if members:
+            tokens = inputs[f"{kind}_grid_thw"].prod(1) // vlm.encoder.config.spatial_merge_size**2
+            found |= {f"encode/{i}": x for i, x in zip(members, encoded.pop(0).split(tokens.tolist()), strict=True)}
+    found["merge/inputs_embeds"] = merged[0]["inputs_embeds"][0]
+    found["positions/ids"] = merged[0]["position_ids"][-3:, 0]
+    found["decode tokens/token_ids"] = ids[0, inputs["input_ids"].shape[1] :]
+    return Stages({name: x.cpu() for name, x in found.items()}, source, layouts)

@@ -1,0 +1,398 @@
+"""`refvl.compare`, saved stages, and the stages of transformers' model. Oracles: differences planted one at a time, and
+transformers' model on the same weights, which a run without one equals.
+"""
+
+import json
+import sys
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+import refvl
+from refvl.comparison import MANIFEST, TENSORS, Stages
+from refvl.paths import DATA
+from refvl.pixels import patches
+from refvl.positions import upstream
+from refvl.tools import cli
+from refvl.tools.upstream import record_transformers
+
+QWEN, GLM = DATA / "checkpoints" / "tiny-qwen2_5_vl", DATA / "checkpoints" / "tiny-glm4v"
+SCENE, PHOTO, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "coffee.jpg", DATA / "clips" / "scene.mp4"
+ASKED = {"prompt": "What color is the circle?", "images": [SCENE, PHOTO], "max_new_tokens": 3}
+MOVING = {"prompt": "Which way does the circle move?", "videos": [CLIP], "max_new_tokens": 3}
+
+
+def load(folder=QWEN, **options):
+    return refvl.load(folder, device="cpu", progress=False, **options)
+
+
+@pytest.fixture(scope="module")
+def run():
+    return load().trace(**ASKED)
+
+
+@pytest.fixture(scope="module")
+def theirs(run):
+    return record_transformers(str(QWEN), load(), run, max_new_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def clip_run():
+    return load().trace(**MOVING)
+
+
+# --- the same run -----------------------------------------------------------------------------------------------------
+
+
+def test_refvl_and_transformers_are_the_same_stage_by_stage(run, theirs):
+    comparison = refvl.compare(run, theirs)
+    assert comparison.first is comparison.stage is None and "same" in comparison.verdict
+    names = [row.name for row in comparison.rows]
+    media = [f"{stage}/{i}" for stage in ("patchify", "encode") for i in (0, 1)]
+    assert names == [*media, "merge/inputs_embeds", "positions/ids", "decode tokens/token_ids"]
+    assert comparison.not_in_both == ["merge/input_ids"]  # transformers is given refvl's
+
+
+@pytest.mark.parametrize("asked", [ASKED | {"images": [PHOTO]}, MOVING], ids=["image", "clip"])
+def test_glm_is_recorded_too(asked):
+    vlm = load(GLM)
+    trace = vlm.trace(**asked)
+    comparison = refvl.compare(trace, record_transformers(str(GLM), vlm, trace, max_new_tokens=3))
+    assert comparison.first is None and {"encode/0", "positions/ids"} <= {row.name for row in comparison.rows}
+
+
+# --- five planted differences -----------------------------------------------------------------------------------------
+
+
+def test_a_bilinear_resize_is_found(monkeypatch, theirs):
+    def bilinear(image, config):
+        height, width = config.fit(image.height, image.width)
+        return image.resize((width, height), Image.Resampling.BILINEAR)
+
+    monkeypatch.setattr(patches, "resize_image", bilinear)
+    first = refvl.compare(load().trace(**ASKED), theirs).first
+    assert first.name == "patchify/1" and first.cause.startswith("resize"), "the scene needs no resize, the photo does"
+    assert "of 48 rows, the first at medium 2, patch (t 0, row " in first.beyond
+
+
+def test_a_swapped_mean_is_found(theirs):
+    vlm = load()
+    config = vlm.processor.image_config
+    vlm.processor.image_config = replace(config, image_mean=config.image_mean[::-1])
+    first = refvl.compare(vlm.trace(**ASKED), theirs).first
+    assert first.name == "patchify/0" and first.cause.startswith("normalisation")
+    moved = abs(config.image_mean[0] - config.image_mean[2]) / min(config.image_std[0], config.image_std[2])
+    assert first.largest == pytest.approx(moved, rel=1e-5)
+    assert first.beyond == "36 of 36 rows, the first at medium 1, patch (t 0, row 0, column 0)"
+
+
+def test_a_window_order_that_is_not_undone_is_found(monkeypatch, theirs):
+    vlm = load()
+    plan = vlm.encoder.plan
+
+    def forgetful(layouts):
+        metadata = plan(layouts)
+        return replace(metadata, reverse_index=torch.arange(len(metadata.reverse_index)))
+
+    monkeypatch.setattr(vlm.encoder, "plan", forgetful)
+    run = vlm.trace(**ASKED)
+    first = refvl.compare(run, theirs).first
+    assert first.name == "encode/0" and first.cause.startswith("order")
+    order = plan([(1, 6, 6)]).window_index
+    row, column = divmod(int((order != torch.arange(9)).int().argmax()), 3)
+    assert first.beyond.endswith(f"the first at medium 1, token (t 0, row {row}, column {column})")
+
+
+def test_positions_that_cost_the_larger_side_are_found(monkeypatch, clip_run):
+    vlm = load()
+    monkeypatch.setattr(vlm.language_model, "positions", lambda n, spans: upstream.larger_side_positions(n, spans)[0])
+    first = refvl.compare(vlm.trace(**MOVING), clip_run).first
+    assert first.name == "positions/ids" and first.cause.startswith("positions: what a medium costs")
+    [span] = clip_run.spans
+    assert first.beyond.endswith(f"the first at token {span.offset + span.num_tokens}"), "the text behind the clip"
+
+
+def test_a_tower_in_bfloat16_is_found(theirs):
+    vlm = load()
+    vlm.encoder.to(torch.bfloat16)
+    first = refvl.compare(vlm.trace(**ASKED), theirs).first
+    assert first.name == "encode/0" and first.cause == "precision: bfloat16 beside float32"
+
+
+def test_a_tower_that_computed_in_bfloat16_is_found_in_float32_rows(run, theirs):
+    """As where a server writes float32: the dtype no longer tells."""
+    vlm = load()
+    vlm.encoder.to(torch.bfloat16)
+    rows = {f"encode/{i}": x.float() for i, x in enumerate(vlm.encode(ASKED["images"]))}
+    first = refvl.compare(Stages(run.stages.tensors | rows, "x", run.layouts), theirs).first
+    assert first.name == "encode/0" and first.cause.startswith("precision: a tower in bfloat16")
+
+
+# --- other differences ------------------------------------------------------------------------------------------------
+
+
+def changed(run, **tensors) -> Stages:
+    """The stages of a run with some exchanged: names with _ for /."""
+    return Stages(run.stages.tensors | {n.replace("__", "/"): x for n, x in tensors.items()}, "changed", run.layouts)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "cause"),
+    [
+        ("patchify/0", lambda x: x.flip(0), "order: the patch rows"),
+        ("patchify/1", lambda x: x[:-4], "resize: other limits"),
+        ("patchify/1", lambda x: 2 * x, "normalisation"),
+        (
+            "encode/1",
+            lambda x: x + torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) * x.std(),
+            "weights",
+        ),
+        ("encode/0", lambda x: x.index_fill(0, torch.tensor([4]), torch.inf), "overflow"),
+        ("encode/0", lambda x: x.index_fill(0, torch.tensor([4]), torch.nan), "overflow"),
+        ("encode/0", lambda x: x[:-1], "resize"),
+        ("merge/input_ids", lambda x: x.clone().index_fill_(0, torch.tensor([7]), 1), "tokens"),
+        ("merge/inputs_embeds", lambda x: x.flip(0), "order"),
+        ("positions/ids", lambda x: x[[0, 2, 1]], "positions: order of the axes"),
+        ("decode tokens/token_ids", lambda x: x + 1, "weights or kernels of the text model"),
+    ],
+)
+def test_each_difference_has_its_usual_cause(run, name, change, cause):
+    after = run.stages.tensors[name]
+    first = refvl.compare(changed(run, **{name.replace("/", "__"): change(after)}), run).first
+    assert first.name == name and first.cause.startswith(cause), first
+
+
+def test_the_tolerance_is_a_share_of_the_largest_value(run):
+    embeds = run.embeds[0]
+    scale = float(embeds.abs().max())
+    for share, differs in ((0.9e-3, False), (1.1e-3, True)):
+        comparison = refvl.compare(changed(run, encode__0=embeds + share * scale), run, rtol=1e-3)
+        assert (comparison.stage == "encode") == differs
+    assert refvl.compare(changed(run, encode__0=embeds + 0.5), run, rtol=0, atol=0.51).first is None
+    ids = run.stages.tensors["decode tokens/token_ids"]
+    assert refvl.compare(changed(run, **{"decode tokens__token_ids": ids + 1}), run, rtol=1).stage == "decode tokens"
+
+
+def test_both_forms_name_the_difference_and_escape_it(run):
+    other = Stages(run.stages.tensors | {"encode/0": run.embeds[0] * 2}, "<b>", [])
+    comparison = refvl.compare(other, run)
+    assert "encode/0" in repr(comparison) and "DIFFERS" in repr(comparison) and comparison.verdict in repr(comparison)
+    table = comparison._repr_html_()
+    assert "&lt;b&gt;" in table and "<b>" not in table and table.count("<tr>") == 1 + len(comparison.rows)
+    assert "token 0" in comparison.first.beyond or "medium 1" in comparison.first.beyond
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((3, None), {}, TypeError, "a: expected a Trace, Stages or a folder of saved stages, got int"),
+        ((None, 3), {}, TypeError, "b: expected a Trace"),
+        ((None, Stages({}, "empty")), {}, ValueError, "have recorded no stage in common"),
+        ((None, None), {"rtol": -1}, ValueError, "rtol: must be 0 or more, got -1"),
+        ((None, None), {"atol": float("nan")}, ValueError, "atol: must be 0 or more, got nan"),
+        ((None, None), {"rtol": "1"}, TypeError, "rtol: expected a number"),
+        (("nowhere", None), {}, FileNotFoundError, "nowhere: holds no saved stages"),
+    ],
+)
+def test_wrong_arguments_are_named(run, arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        refvl.compare(*(run if x is None else x for x in arguments), **options)
+
+
+# --- on disk ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_what_is_compared(run, clip_run, tmp_path):
+    for name, trace in {"image": run, "clip": clip_run}.items():
+        trace.save(tmp_path / "deep" / name)
+        loaded = Stages.load(tmp_path / "deep" / name)
+        assert refvl.compare(trace, tmp_path / "deep" / name, rtol=0).first is None
+        assert loaded.layouts == trace.layouts and loaded.source == f"refvl {refvl.__version__}"
+        assert list(loaded.tensors) == list(trace.stages.tensors)
+    half = Stages({"encode/0": run.embeds[0].to(torch.bfloat16)}, "half")
+    half.save(tmp_path / "half")
+    assert Stages.load(tmp_path / "half").tensors["encode/0"].dtype == torch.bfloat16
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "half"], "nothing unfinished is left"
+
+
+def test_a_pruned_run_is_saved_with_its_masks(tmp_path):
+    trace = load().trace(**MOVING, pruning_rate=0.5)
+    trace.save(tmp_path / "pruned")
+    loaded = Stages.load(tmp_path / "pruned").tensors
+    assert torch.equal(loaded["prune/0"], trace.keep_masks[0]) and len(loaded["positions/ids"][0]) == len(
+        trace.input_ids
+    )
+
+
+def test_a_folder_that_holds_files_is_left_alone(run, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious").write_text("x")
+    (tmp_path / "file").write_text("x")
+    for name in ("full", "file"):
+        with pytest.raises(FileExistsError, match=f"folder: .*{name} holds files already"):
+            run.save(tmp_path / name)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "full", "precious"]
+    (tmp_path / "empty").mkdir()
+    run.save(tmp_path / "empty")
+    assert Stages.load(tmp_path / "empty").tensors
+
+
+def test_a_write_that_fails_leaves_nothing(run, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("refvl.comparison.save_file", fail)
+    with pytest.raises(OSError, match="no space left"):
+        run.save(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def rewrite(folder, **changes) -> None:
+    values = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(values | changes))
+
+
+def resave(folder, tensors) -> None:
+    save_file(tensors, folder / TENSORS)
+    rewrite(folder, tensors={n: [str(x.dtype).removeprefix("torch."), *x.shape] for n, x in tensors.items()})
+
+
+HOSTILE = {
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), "manifest.json is missing"),
+    "no tensors": (lambda f: (f / TENSORS).unlink(), "stages.safetensors is missing"),
+    "a folder for a file": (lambda f: [(f / TENSORS).unlink(), (f / TENSORS).mkdir()], "stages.safetensors is missing"),
+    "no JSON": (lambda f: (f / MANIFEST).write_text("{"), "not valid JSON"),
+    "a list": (lambda f: (f / MANIFEST).write_text("[]"), "expected a JSON object"),
+    "deep JSON": (lambda f: (f / MANIFEST).write_text("[" * 100_000), "not valid JSON"),
+    "another format": (lambda f: rewrite(f, format="x"), "is no manifest of saved stages"),
+    "tensors a list": (lambda f: rewrite(f, tensors=[]), "is no manifest of saved stages"),
+    "layouts a word": (lambda f: rewrite(f, layouts="x"), "is no manifest of saved stages"),
+    "another shape": (
+        lambda f: rewrite(f, tensors={"encode/0": ["float32", 1]}),
+        "does not hold what manifest.json says",
+    ),
+    "truncated": (
+        lambda f: (f / TENSORS).write_bytes((f / TENSORS).read_bytes()[:-9]),
+        "truncated or not a safetensors",
+    ),
+    "a pickle": (lambda f: (f / TENSORS).write_bytes(b"\x80\x04N."), "truncated or not a safetensors"),
+    "another stage": (lambda f: resave(f, {"think/0": torch.ones(2)}), "'think/0' belongs to none of the stages"),
+    "no name": (lambda f: resave(f, {"encode": torch.ones(2)}), "'encode' belongs to none of the stages"),
+    "flat": (lambda f: resave(f, {"encode/0": torch.ones(2)}), "'encode/0' cannot be a torch.float32 of shape (2,)"),
+    "a number": (lambda f: resave(f, {"merge/x": torch.ones(())}), "'merge/x' cannot be a torch.float32 of shape ()"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_folder_is_refused_in_a_sentence(run, tmp_path, kind):
+    damage, message = HOSTILE[kind]
+    run.save(tmp_path / "run")
+    damage(tmp_path / "run")
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        refvl.compare(tmp_path / "run", run)
+    assert message in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "layouts", [[], [[0, 0, 0]], [[1, 6]], ["x", None], [[10**9, 2, 2]], [[1, 7, 6]], [[-1, 6, 6]]]
+)
+def test_layouts_that_do_not_fit_are_not_believed(run, tmp_path, layouts):
+    run.save(tmp_path / "run")
+    rewrite(tmp_path / "run", layouts=layouts)
+    for name in ("patchify/0", "encode/0"):
+        other = changed(run, **{name.replace("/", "__"): run.stages.tensors[name] + 1})
+        row = refvl.compare(tmp_path / "run", other).first
+        assert row.name == name and "the first at medium 1, " in row.beyond and "(t" not in row.beyond
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shell(monkeypatch, capsys):
+    """Run `refvl ARGUMENTS` in this process; returns (exit status, stdout, stderr)."""
+
+    def shell(*arguments):
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr(sys, "argv", ["refvl", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code or 0, *capsys.readouterr()
+
+    return shell
+
+
+def test_one_command_says_why_the_two_differ(shell, tmp_path):
+    status, out, _ = shell(
+        "trace", QWEN, ASKED["prompt"], "-i", SCENE, "--with", "transformers", "--save", tmp_path / "a"
+    )
+    assert status == 0 and "beside transformers" in out and "the same, as far as both were recorded" in out
+    assert shell("compare", tmp_path / "a", tmp_path / "a")[0] == 0
+    rows = Stages.load(tmp_path / "a")
+    Stages(rows.tensors | {"encode/0": rows.tensors["encode/0"].flip(0)}, "b", rows.layouts).save(tmp_path / "b")
+    status, out, err = shell("compare", tmp_path / "a", tmp_path / "b")
+    assert status == 1 and "first difference: encode/0; usual cause: order" in out and err == ""
+    assert shell("compare", tmp_path / "a", tmp_path / "b", "--atol", 1e9)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "nowhere", "nowhere"], "nowhere: holds no saved stages"),
+        (
+            ["trace", DATA / "checkpoints" / "tiny-step3", "Hi", "--with", "transformers"],
+            "Qwen2.5-VL and GLM, not for Step3-VL",
+        ),
+        (
+            ["trace", QWEN, "Hi", "-v", CLIP, "--with", "transformers", "--pruning-rate", 0.5],
+            "pruning_rate: must be 0 beside",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(shell, arguments, message):
+    status, out, err = shell(*arguments)
+    assert (status, out, err.count("\n")) == (1, "", 1) and message in err
+
+
+# --- the largest magnitude --------------------------------------------------------------------------------------------
+
+
+def test_every_stage_keeps_its_largest_magnitude():
+    """Oracle: hooks of this test on the same layers."""
+    vlm, seen = load(), {"encode": [], "prefill": []}
+    layers = {"encode": vlm.encoder.blocks, "prefill": vlm.language_model.model.layers}
+    for stage, blocks in layers.items():
+        for block in blocks:
+            block.register_forward_hook(
+                lambda _, __, out, stage=stage: seen[stage].append(out[0] if isinstance(out, tuple) else out)
+            )
+    trace = vlm.trace(**ASKED)
+    prompt = [x for x in seen["prefill"] if x.shape[-2] > 1]
+    assert trace.largest["prefill"] == max(float(x.abs().max()) for x in prompt)
+    assert trace.largest["encode"] == max(float(x.abs().max()) for x in [*seen["encode"], *trace.embeds])
+    assert trace.largest["patchify"] == max(float(p.pixel_values.abs().max()) for p in trace.patches)
+    assert trace.largest["merge"] == float(trace.inputs_embeds.abs().max())
+    assert f"{trace.largest['encode']:.3g}" in repr(trace) and "max |x|" in trace._repr_html_()
+    assert not vlm.encoder.blocks[0]._forward_hooks.keys() - {next(iter(vlm.encoder.blocks[0]._forward_hooks))}
+
+
+def test_float16_near_its_limit_is_warned_of_and_only_there():
+    def overflowing(dtype):
+        vlm = load(dtype=dtype)
+        with torch.no_grad():
+            vlm.encoder.blocks[1].mlp.down_proj.bias.fill_(40_000.0)
+        return vlm
+
+    with pytest.warns(UserWarning, match=r"encode: values reach 4\d,\d{3}, and float16 ends at 65,504.*bfloat16"):
+        overflowing("float16").trace("Hi", images=[SCENE], max_new_tokens=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "!" not in overflowing("float32").trace("Hi", images=[SCENE], max_new_tokens=1).magnitude("encode")
+    trace = refvl.Trace()
+    trace.keep_largest("encode", [torch.tensor([70_000.0])])
+    trace.keep_largest("merge", [torch.tensor([float("nan"), 1.0])])
+    assert (trace.magnitude("encode"), trace.magnitude("merge")) == ("7e+04!", "nan!")

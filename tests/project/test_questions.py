@@ -1,0 +1,91 @@
+"""docs/questions.md: what it points to is there, and what it says is so. Oracles: files, notebooks, tests, sums."""
+
+import ast
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from refvl.pixels.patches import PatchConfig
+from refvl.tools.costs import limit_table
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "questions.md").read_text()
+SECTIONS = re.findall(r"^## (\d+)\. (.+?)\n(.*?)(?=^## )", TEXT, re.S | re.M)
+
+
+def headings(notebook: Path) -> set[str]:
+    cells = json.loads(notebook.read_text())["cells"]
+    lines = [line for cell in cells if cell["cell_type"] == "markdown" for line in "".join(cell["source"]).splitlines()]
+    return {line.lstrip("#").strip() for line in lines if line.startswith("#")}
+
+
+def test_every_question_has_an_answer_a_place_and_threads():
+    assert [int(number) for number, _, _ in SECTIONS] == list(range(1, 16))
+    for _, question, body in SECTIONS:
+        answer, places, threads = re.fullmatch(
+            r"\n(.+?)\n\nShown in:\n\n(.+?)\n\nThreads: (.+?)\n\n", body, re.S
+        ).groups()
+        assert len(answer) > 60 and places.startswith("- ") and re.search(r"\w/[\w-]+#\d+", threads), question
+
+
+def test_links_lead_to_files_and_their_sections():
+    links = re.findall(r'\]\((\.\./[^)]+)\)(?:, "([^"]+)")?', TEXT)
+    assert len(links) > 15
+    for target, section in links:
+        path = (ROOT / "docs" / target).resolve()
+        assert path.is_file(), target
+        assert not section or section in headings(path), (target, section)
+
+
+def test_tests_that_are_named_exist():
+    named = set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", TEXT))
+    assert len(named) > 10
+    for file, name in named:
+        functions = {f.name for f in ast.parse((ROOT / file).read_text()).body if isinstance(f, ast.FunctionDef)}
+        assert not name or name in functions, (file, name)
+
+
+COMMANDS = re.findall(r"^- `((?:python|torchrun) .+)`$", TEXT, re.M)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_have_the_options_and_files_they_name(command):
+    """Oracle: the command line's own parser, and the repository."""
+    import typer
+
+    from refvl.tools.cli import app
+
+    words = shlex.split(command)
+    name, *arguments = words[words.index("refvl") + 1 :]
+    known = {option for p in typer.main.get_command(app).commands[name].params for option in p.opts}
+    assert {word for word in arguments if word.startswith("--")} <= known
+    assert [word for word in arguments if word.startswith("data/") and not (ROOT / word).exists()] == []
+
+
+def test_the_table_of_limits_is_the_library_s():
+    assert limit_table() in TEXT
+
+
+def test_a_thin_strip_keeps_one_token_of_width():
+    """By hand, in a budget of 20 tokens: sides shrink by 1.124, 639 px to 20 tokens of 28 px, 31 px to less than one.
+
+    And 332 x 27 px round to 12 tokens and to 1.
+    """
+    config = PatchConfig(max_pixels=20 * 28 * 28)
+    assert config.fit(639, 31) == (560, 28) and int(31 / (31 * 639 / config.max_pixels) ** 0.5 / 28) == 0
+    assert PatchConfig().fit(27, 332) == (28, 336)
+
+
+def test_the_tower_s_width_has_no_groups_of_128():
+    """And its heads no three equal parts. Oracle: the released shapes."""
+    for name, width in (("3B", 3420), ("7B", 3420)):
+        vision = json.loads((ROOT / f"data/configs/Qwen2.5-VL-{name}-Instruct.json").read_text())["vision_config"]
+        assert vision["intermediate_size"] == width and width % 128 and width % 60 == 0 and vision["num_heads"] % 3
+
+
+def test_notebook_00_shows_the_same_table():
+    cells = json.loads((ROOT / "notebooks" / "00_image_to_text.ipynb").read_text())["cells"]
+    assert any(limit_table() in "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")

@@ -1,0 +1,246 @@
+"""`refvl info` and `refvl.tools.costs`: the limits that count, and what they make of media.
+
+Oracles: transformers' image processors and refvl's own runs on the same files, sums written out by hand.
+"""
+
+import json
+import sys
+
+import pytest
+from checkpoint_factory import glm_config, make_checkpoint
+from PIL import Image
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+import refvl
+from refvl.paths import DATA
+from refvl.tools import cli
+from refvl.tools.costs import LIMIT_KEYS, costs, describe, plan_media, set_pixel_limits
+
+CONFIGS, TINY, CLIP = DATA / "configs", DATA / "checkpoints", DATA / "clips" / "bigbuckbunny.mp4"
+UPSTREAM = {"Qwen2.5-VL": Qwen2VLImageProcessorPil, "GLM": Glm4vImageProcessorPil}
+FOLDERS = {
+    "Qwen2.5-VL": "tiny-qwen2_5_vl",
+    "GLM": "tiny-glm4v",
+    "MiniCPM-V": "tiny-minicpmv-4_5",
+    "Step3-VL": "tiny-step3",
+}
+
+
+def planner(source):
+    return refvl.load(source, weights="random", device="meta")
+
+
+@pytest.fixture
+def info(monkeypatch, capsys):
+    """Run `refvl info ARGUMENTS` in this process; returns (exit status, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setenv("COLUMNS", "400")
+        monkeypatch.setattr(sys, "argv", ["refvl", "info", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+# --- limits of the releases -------------------------------------------------------------------------------------------
+
+
+def test_the_steps_are_printed(info, tmp_path):
+    """By hand: 4000 / 28 rounds to 143, 3000 / 28 to 107; 143 * 107 tokens of 56 KiB in 28 layers of 4 heads of 128."""
+    Image.new("RGB", (4000, 3000)).save(tmp_path / "large.png")
+    status, out, _ = info(CONFIGS / "Qwen2.5-VL-7B-Instruct.json", "--image", tmp_path / "large.png")
+    assert status == 0
+    steps = "4000 x 3000 px -> at most 12,845,056 px -> 4004 x 2996 px -> 286 x 214 patches -> 15,301 tokens; "
+    assert f"{steps}key-value cache {143 * 107 * 28 * 2 * 4 * 128 * 2 / 2**20:.1f} MiB" in out
+    assert "at most 12,845,056 px -> 3584 x 3584 px -> 256 x 256 patches -> 16,384 tokens" in out
+    assert "a server reserves" in out and "assumed" not in out
+
+
+@pytest.mark.parametrize("folder", sorted(path for path in CONFIGS.iterdir() if path.is_dir()), ids=lambda p: p.name)
+def test_released_files_give_what_transformers_makes_of_them(folder):
+    """Oracle: the family's image processor of transformers, reading the same file; grids and so token counts agree."""
+    vlm = planner(CONFIGS / f"{folder.name}.json")
+    upstream = UPSTREAM[vlm.family.name[:3] if vlm.family.name.startswith("GLM") else vlm.family.name]
+    assert not vlm.processor.assumed
+    for size in [(4000, 3000), (31, 639), (5000, 5000)]:
+        image = Image.new("RGB", size)
+        [grid] = upstream.from_pretrained(folder)(images=[image], return_tensors="pt")["image_grid_thw"].tolist()
+        plan = plan_media(vlm, image)
+        assert plan.layout == tuple(grid) and plan.tokens == grid[1] * grid[2] // 4
+
+
+def test_where_a_release_is_not_known_info_says_so():
+    known = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
+    for name in sorted(path.stem for path in CONFIGS.glob("*.json")):
+        vlm = planner(CONFIGS / f"{name}.json")
+        counts_pixels = vlm.family.name.startswith(("Qwen", "GLM"))  # the others' configs say how they cut
+        row = describe(vlm)["largest square picture"]
+        assert ("assumed" in row) == vlm.processor.assumed == (counts_pixels and name not in known), name
+
+
+@pytest.mark.parametrize("name", sorted(FOLDERS.values()))
+def test_a_folder_and_its_own_config_agree(name, scene=DATA / "pictures" / "rocket.jpg"):
+    rows = []
+    for source in (TINY / name, TINY / name / "config.json"):
+        vlm = planner(source)
+        rows.append(describe(vlm, vlm.processor.decode(vlm.processor.messages("", [scene]))))
+    assert rows[0] == rows[1]
+    assert "assumed" not in str(rows)
+
+
+def test_a_folder_without_a_tokenizer_keeps_its_limits(tmp_path):
+    """Weights beside a preprocessor file alone: the limits are the file's, and only prompts are refused."""
+    folder = make_checkpoint(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).unlink()
+    vlm, whole = refvl.load(folder, progress=False), make_checkpoint(tmp_path / "whole")
+    assert vlm.processor.image_config == refvl.load(whole, progress=False).processor.image_config
+    with pytest.raises(ValueError, match="a tokenizer needs a checkpoint folder"):
+        vlm.chat("Hi")
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+PHOTO = DATA / "pictures" / "coffee.jpg"
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen2_5_vl", "tiny-glm4v"])
+def test_options_change_the_plan_as_they_change_a_run(info, name):
+    """Oracle: what a model with the same limits encodes of the same files, and how many tokens its prompt keeps."""
+    options = ["--max-pixels", 60_000, "--min-pixels", 20_000, "--fps", 1, "--pruning-rate", 0.5]
+    status, out, _ = info(TINY / name, "-i", PHOTO, "-i", DATA / "pictures/scene.png", "-v", CLIP, *options, "--json")
+    numbers = json.loads(out)
+    vlm = refvl.load(TINY / name, device="cpu", progress=False)
+    set_pixel_limits(vlm.processor, max_pixels=60_000, min_pixels=20_000)
+    video = {"type": "video", "video": CLIP, "fps": 1.0}
+    pictures = [{"type": "image", "image": file} for file in (PHOTO, DATA / "pictures/scene.png")]
+    content = [*pictures, video, {"type": "text", "text": "What?"}]
+    trace = vlm.trace([{"role": "user", "content": content}], pruning_rate=0.5, max_new_tokens=1)
+    assert status == 0
+    assert [medium["tokens"] for medium in numbers["media"]] == [len(e) for e in trace.embeds]
+    assert [m["kept"] for m in numbers["media"]][2] == int(trace.keep_masks[2].sum()) < numbers["media"][2]["tokens"]
+    assert numbers == json.loads(json.dumps(costs(cli_model(name), trace.media, pruning_rate=0.5)))
+
+
+def cli_model(name: str):
+    """The model that the command line plans with: in bfloat16, with the limits of the options."""
+    vlm = refvl.load(TINY / name, weights="random", device="meta", dtype="bfloat16")
+    set_pixel_limits(vlm.processor, max_pixels=60_000, min_pixels=20_000)
+    return vlm
+
+
+def test_a_number_of_frames_is_taken(info):
+    _, out, _ = info(TINY / "tiny-qwen2_5_vl", "--video", CLIP, "--num-frames", 6, "--json")
+    assert json.loads(out)["media"][0]["size"] == "6 frames of 320 x 180 px"
+
+
+def test_a_small_picture_is_enlarged_and_the_step_says_so():
+    """By hand: 84 x 84 px grow to 5 x 5 tokens, the least above 20,000 px, and GLM counts each frame twice."""
+    for name, least, tokens in (("tiny-qwen2_5_vl", 20_000, 36), ("tiny-glm4v", 10_000, 16)):
+        row = describe(cli_model(name), [Image.new("RGB", (84, 84))])["image 1"]
+        assert row.startswith(f"84 x 84 px -> at least {least:,} px -> ") and f" -> {tokens} tokens;" in row, row
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tiny-step3", "--max-pixels", "9"], "max_pixels: this family cuts pictures by other limits: image_size="),
+        (
+            ["tiny-minicpmv-4_5", "--min-pixels", "9"],
+            "min_pixels: this family cuts pictures by other limits: max_slice",
+        ),
+        (["tiny-qwen2_5_vl", "--max-pixels", "9"], "min_pixels: must not exceed max_pixels=9"),
+        (["tiny-qwen2_5_vl", "--max-pixels", "0"], "max_pixels: must be at least 1, got 0"),
+        (["tiny-qwen2_5_vl", "--fps", "2"], "fps: samples video files, and none was given"),
+        (["tiny-qwen2_5_vl", "--num-frames", "2"], "num_frames: samples video files, and none was given"),
+        (["tiny-qwen2_5_vl", "--video", str(CLIP), "--fps", "0"], "fps: must be a finite number above 0"),
+        (["tiny-qwen2_5_vl", "--video", str(CLIP), "--num-frames", "2", "--fps", "1"], "fps, num_frames: give one"),
+        (["tiny-minicpmv-4_5", "--video", str(CLIP), "--pruning-rate", "0.5"], "pruning_rate: must be 0 for MiniCPM-V"),
+        (["tiny-qwen2_5_vl", "--pruning-rate", "1"], "pruning_rate: a pruning rate lies in [0, 1), got 1.0"),
+    ],
+)
+def test_a_wrong_option_is_one_line(info, arguments, message):
+    status, out, err = info(TINY / arguments[0], *arguments[1:])
+    assert (status, out, err.count("\n")) == (1, "", 1) and message in err, err
+
+
+# --- which key counts where -------------------------------------------------------------------------------------------
+
+CHANGED = {  # a value that changes the number of tokens of the photo or the clip
+    "max_pixels": 8_000, "min_pixels": 700_000, "size.longest_edge": 20_000, "size.shortest_edge": 700_000, "fps": 0.5,
+    "max_frames": 4, "max_slice_nums": 2, "scale_resolution": 112, "slice_config.max_slice_nums": 2,
+    "vision_config.image_size": 112,
+}  # fmt: skip
+RAISED = {"min_pixels": "max_pixels", "size.shortest_edge": "size.longest_edge"}  # a minimum needs room above it
+
+
+def edit(file, key: str, value) -> None:
+    values = json.loads(file.read_text())
+    *parents, last = key.split(".")
+    place = values
+    for parent in parents:
+        place = place.setdefault(parent, {})
+    place[last] = value
+    file.write_text(json.dumps(values))
+
+
+def tokens_with(folder, row, value) -> int:
+    """Tokens of the photo or the clip when `row.key` is `value`; files in the folder change."""
+    if row.key.startswith("size."):  # goes second
+        for name in ("min_pixels", "max_pixels"):
+            edit(folder / row.file, name, None)
+    if row.key in RAISED:
+        edit(folder / row.file, RAISED[row.key], 2_000_000)
+    if row.file == "config.json" and row.families == "MiniCPM-V":
+        edit(folder / "preprocessor_config.json", "max_slice_nums", None)
+    edit(folder / row.file, row.key, value)
+    vlm = planner(folder)
+    source = {"images": [PHOTO]} if row.medium == "image" else {"videos": [CLIP]}
+    return plan_media(vlm, vlm.processor.decode(vlm.processor.messages("", **source))[0]).tokens
+
+
+def copy_of(family: str, tmp_path):
+    """The shipped checkpoint without its weights."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for file in (TINY / FOLDERS[family]).iterdir():
+        if file.suffix in (".json", ".jinja"):
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("row", LIMIT_KEYS, ids=lambda row: f"{row.families} {row.medium} {row.key}")
+def test_every_key_of_the_table_counts_where_it_says(row, tmp_path):
+    """Oracle: the plan with the key changed, and transformers' image processor, where it reads the same file."""
+    folder = copy_of(row.families, tmp_path)
+    values = json.loads((folder / row.file).read_text())
+    for part in row.key.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    before = tokens_with(folder, row, values)
+    after = tokens_with(folder, row, CHANGED[row.key])
+    assert after != before, "the key does not count"
+    if row.medium == "image" and row.families in UPSTREAM:
+        theirs = UPSTREAM[row.families].from_pretrained(folder)(images=[Image.open(PHOTO)], return_tensors="pt")
+        assert theirs["image_grid_thw"].prod() // 4 == after
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in LIMIT_KEYS if r.families in UPSTREAM], ids=lambda r: f"{r.families} {r.key}"
+)
+def test_in_config_json_no_limit_on_pixels_counts(row, tmp_path):
+    folder = copy_of(row.families, tmp_path)
+    media = {"images": [PHOTO]} if row.medium == "image" else {"videos": [CLIP]}
+    counts = []
+    for _ in range(2):
+        vlm = planner(folder)
+        counts.append(plan_media(vlm, vlm.processor.decode(vlm.processor.messages("", **media))[0]).tokens)
+        edit(folder / "config.json", row.key, CHANGED[row.key])
+    assert counts[0] == counts[1]
+
+
+def test_a_config_that_is_no_file_is_planned_with_defaults():
+    vlm = planner(glm_config("glm4v"))
+    assert vlm.processor.assumed and "(assumed: no file says the limits)" in describe(vlm)["largest square picture"]
