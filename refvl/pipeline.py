@@ -39,6 +39,7 @@ from refvl.language.streaming import FanOut, stream_text
 from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
 from refvl.positions import restrict_positions
 from refvl.trace import TokenTimer, Trace
+from refvl.watch import LanguageWatch, TowerWatch
 
 MAX_PATCHES_PER_FORWARD = 2**16  # longer encodes run in several forwards, with a progress bar
 NOT_IN_TEXT = (  # options of `generate` whose results an answer in text cannot hold
@@ -106,12 +107,13 @@ class VLM:
         generate_kwargs: options of transformers' `generate` that lead to one answer in text (`num_beams`,
         `stop_strings`, `streamer`, ...). Errors: see `trace`.
         """
-        if not check_flag(stream, "stream"):
+        streams = check_flag(stream, "stream")
+        self._check_options("chat", generate_kwargs | {"stream": stream})
+        if not streams:
             return self.trace(
                 prompt, images=images, videos=videos, max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
                 allow_special_tokens=allow_special_tokens, **generate_kwargs,
             ).text  # fmt: skip
-        self._check_options("chat", generate_kwargs | {"stream": stream})
         trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
         return self._stream(trace, max_new_tokens, generate_kwargs)
 
@@ -124,27 +126,52 @@ class VLM:
         max_new_tokens: int = 128,
         pruning_rate: float = 0.0,
         allow_special_tokens: bool = False,
+        attentions: bool = False,
+        hidden_states: bool = False,
         **generate_kwargs,
     ) -> Trace:
         """The same run as `chat` with every stage kept, and the seconds each took.
 
+        attentions, hidden_states: keep the weights of all heads, and what passes between blocks, of tower and language
+        model (see `Trace`). Both run eagerly for it, on the same weights, also where graphs are captured; for long
+        prompts that is much memory: layers * heads * tokens^2.
         With beams, prefill and decoding are one stage. Raises FileNotFoundError for missing files and ValueError or
         TypeError, naming the argument, for media that cannot be read, placeholders that do not match the media, a
         pruning rate outside [0, 1), a prompt longer than the context, and options of `generate` that do not exist or
         do not lead to one answer in text.
         """
         num_beams = self._check_options("trace", generate_kwargs)
-        trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
+        wanted = {
+            "attentions": check_flag(attentions, "attentions"),
+            "hidden_states": check_flag(hidden_states, "hidden_states"),
+        }
+        if not any(wanted.values()):
+            trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
+            self._answer(trace, max_new_tokens, num_beams, **generate_kwargs)
+            return trace
+        if num_beams != 1:
+            raise ValueError(f"num_beams: must be 1 with attentions or hidden_states, got {num_beams}")
+        tower, language = TowerWatch(self.encoder, **wanted), LanguageWatch(self.language_model, **wanted)
+        watched = VLM(self.config, self.processor, tower.encoder, language.language_model)
+        trace = watched._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
+        output = watched._answer(trace, max_new_tokens, num_beams, **(generate_kwargs | language.options))
+        tower.fill(trace)
+        language.fill(trace, output)
+        return trace
+
+    def _answer(self, trace: Trace, max_new_tokens: int, num_beams: int, **generate_kwargs) -> GenerateOutput:
+        """Generate, and tell the trace tokens, text and seconds."""
         if num_beams == 1:
             timer = TokenTimer(self.device)
             generate_kwargs["streamer"] = FanOut(timer, generate_kwargs.get("streamer"))
-            [trace.token_ids] = self._generate([trace], max_new_tokens, **generate_kwargs).sequences.tolist()
+            output = self._generate([trace], max_new_tokens, **generate_kwargs)
             trace.seconds["prefill"], trace.seconds["decode tokens"] = timer.prefill_and_decode()
         else:  # transformers tells no streamer of beams
             with trace.stage("generate"):
-                [trace.token_ids] = self._generate([trace], max_new_tokens, **generate_kwargs).sequences.tolist()
+                output = self._generate([trace], max_new_tokens, **generate_kwargs)
+        [trace.token_ids] = output.sequences.tolist()
         trace.text = self.processor.text(trace.token_ids)
-        return trace
+        return output
 
     def chat_batch(
         self,

@@ -27,6 +27,10 @@ class Trace:
 
     L_full counts the prompt before pruning, L what the language model saw. D is the language model's width, and W that
     of the encoder's rows: D, or D * (1 + k) where the text model takes k deeper features of the tower (deepstack).
+
+    attentions and hidden_states, of language model and tower, are filled only when asked for. Q counts the tokens that
+    were read: L of the prompt and all new ones but the last; token_ids[k] was chosen after row L - 1 + k. N counts the
+    patch rows of all media, end to end in the order of `patches`.
     """
 
     device: torch.device | None = None  # whose queued work the clock waits for
@@ -48,6 +52,10 @@ class Trace:
     token_ids: list[int] = field(default_factory=list)  # generated
     text: str = ""
     seconds: dict[str, float] = field(default_factory=dict)  # per stage, in order
+    attentions: list[Tensor] = field(default_factory=list)  # language model, per layer (H, Q, Q): query, key
+    hidden_states: list[Tensor] = field(default_factory=list)  # (Q, D) into layer 0, out of each; the last is normed
+    tower_attentions: list[list] = field(default_factory=list)  # per block: a `SegmentAttention` of every segment
+    tower_hidden_states: list[Tensor] = field(default_factory=list)  # (N, E) into block 0, out of each
 
     def __repr__(self) -> str:
         """A line per stage: its name, shapes and seconds."""
