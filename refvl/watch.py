@@ -3,6 +3,8 @@
     share_weights      a module once more, on the same weights
     TowerWatch         an encoder copied like that, with hooks; what they kept fills a trace
     LanguageWatch      a language model likewise
+    media_attention    what a new token takes from each token of a picture or clip
+    probabilities      of every word of the vocabulary, where each new token was chosen
     SegmentAttention   what the rows of one window, frame, slice or square of the tower take from each other
 
 The hooks are on the copies, so no other call runs through them, in no thread; no forward knows of them, and graphs,
@@ -87,6 +89,32 @@ class LanguageWatch:
             trace.attentions = [_square(steps) for steps in zip(*output.attentions, strict=True)]
         if output.hidden_states is not None:
             trace.hidden_states = [torch.cat(steps, dim=1)[0] for steps in zip(*output.hidden_states, strict=True)]
+
+
+def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
+    """(layers, H, M): what new token `token` takes, while it is chosen, from each token of a medium; 0 from pruned ones.
+
+    trace: with attentions. Raises ValueError where it has none, and for media and tokens that are not there.
+    """
+    if not trace.attentions:
+        raise ValueError("trace: has no attentions; ask for them by trace(..., attentions=True)")
+    for name, value, count in (("medium", medium, len(trace.patches)), ("token", token, len(trace.token_ids))):
+        if not 0 <= value < count:
+            raise ValueError(f"{name}: must lie in [0, {count}), got {value}")
+    runs = [len(patches.merged.runs) for patches in trace.patches]
+    spans = trace.spans[sum(runs[:medium]) : sum(runs[: medium + 1])]
+    places = torch.cat([torch.arange(span.offset, span.offset + span.num_tokens) for span in spans])
+    keys = (trace.keep.cumsum(0) - 1).clamp(min=0)[places]  # where each token of the full prompt is among those kept
+    taken = torch.stack([weights[:, len(trace.input_ids) - 1 + token] for weights in trace.attentions])
+    return taken[..., keys] * trace.keep[places].to(taken)
+
+
+@torch.inference_mode()
+def probabilities(language_model: CausalTextModel, trace: Trace) -> Tensor:
+    """(T, vocabulary) before each of T new tokens; trace: with hidden states. Raises ValueError where it has none."""
+    if not trace.hidden_states:
+        raise ValueError("trace: has no hidden states; ask for them by trace(..., hidden_states=True)")
+    return language_model.lm_head(trace.hidden_states[-1][len(trace.input_ids) - 1 :]).float().softmax(-1)
 
 
 class _WatchedSegments:
