@@ -92,7 +92,7 @@ class LanguageWatch:
 
 
 def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
-    """(layers, H, M): what new token `token` takes, while it is chosen, from each token of a medium; 0 from pruned ones.
+    """(layers, H, M): what new token `token`, while it is chosen, takes from each token of a medium; 0 if pruned.
 
     trace: with attentions. Raises ValueError where it has none, and for media and tokens that are not there.
     """

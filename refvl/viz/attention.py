@@ -52,7 +52,9 @@ def plot_attention(
     return ax
 
 
-def plot_states(colors_HW3, *, segments_HW=None, patch: tuple[int, int] | None = None, title: str = "", ax=None) -> Axes:
+def plot_states(
+    colors_HW3, *, segments_HW=None, patch: tuple[int, int] | None = None, title: str = "", ax=None
+) -> Axes:
     """A colour per patch (rows, columns, 3) uint8. segments_HW, patch: as of `plot_attention`."""
     rows, columns, _ = np.shape(colors_HW3)
     ax = image_axes(ax, title, figsize=(3, 3 * rows / columns + 0.5))

@@ -10,8 +10,8 @@ export default explorer(view => {
   const size = () => [asked().grid[1] * cell(), asked().grid[0] * cell()];
   const columns = () => asked().grid[1] / merge();
   const share = byte => byte / 255, percent = byte => `${Math.round(100 * share(byte))} %`;
-  const slice = (array, ...place) => {  // the innermost axis of an array at the other axes' `place`
-    const length = array.shape.at(-1);
+  const slice = (array, ...place) => {  // an array at `place` of its first axes
+    const length = array.shape.slice(place.length).reduce((a, b) => a * b, 1);
     const start = place.reduce((sum, index, axis) => sum * array.shape[axis] + index, 0) * length;
     return array.subarray(start, start + length);
   };
@@ -162,10 +162,8 @@ export default explorer(view => {
   return {
     count: () => asked().patches.length / 2,
     read: () => {
-      const patches = Array.from({ length: asked().patches.length / 2 }, (_, patch) => patch);
-      return {
-        question: view.place("question"), token: token(), weights: weights(), segments: segments(), tower: patches.map(tower),
-      };
+      const all = slice(asked().tower, view.place("block"), view.place("tower_head"));
+      return { question: view.place("question"), token: token(), weights: weights(), segments: segments(), tower: all };
     },
   };
 });

@@ -17,7 +17,7 @@ LABELS = {
     "question": "question", "token": "new token", "layer": "layer", "head": "head", "block": "block of the tower",
     "tower_head": "its head",
 }  # fmt: skip
-KINDS = {name: "menu" for name in ("question", "token", "head", "tower_head")}
+MENUS = ("question", "token", "head", "tower_head")
 
 
 class AttentionExplorer(Explorer):
@@ -51,14 +51,24 @@ class AttentionExplorer(Explorer):
             "block": list(range(len(first.tower_attentions))),
             "tower_head": ["mean", *range(len(first.tower_attentions[0][0].weights))],
         }
-        controls = [Control(name, LABELS[name], options, kind=KINDS.get(name, "slider")) for name, options in offered.items()]
+        controls = [
+            Control(name, LABELS[name], options, kind="menu" if name in MENUS else "slider")
+            for name, options in offered.items()
+        ]
         every = itertools.product(*offered.values())
         shorter = min(len(w.answer) for w in watched) < offered["token"][-1]
         return {
             "controls": controls,
             "shared": {"questions": [self._shown(w) for w in watched], "merge": watched[0].merge},
             "states": [s for s in every if s[1] <= len(self.watched[s[0]].answer)] if shorter else None,
-            "start": (offered["question"][0], 1, len(offered["layer"]) // 2, "mean", len(offered["block"]) // 2, "mean"),
+            "start": (
+                offered["question"][0],
+                1,
+                len(offered["layer"]) // 2,
+                "mean",
+                len(offered["block"]) // 2,
+                "mean",
+            ),
         }
 
     def _shown(self, w: Watched) -> dict[str, Any]:
@@ -108,9 +118,9 @@ class AttentionExplorer(Explorer):
         looked = mean_first(media_attention(w.trace, token=o["token"] - 1)[o["layer"]])[_place(o["head"])]
         heads = "all heads on average" if o["head"] == "mean" else f"head {o['head']}"
         return (
-            f'Asked "{w.prompt}", the model answers "{w.trace.text}"; choosing "{w.answer[o["token"] - 1]}", {heads} of '
-            f"layer {o['layer']} give {float(looked.sum()):.0%} of the attention to the picture, {float(looked.max()):.0%} "
-            f"to one of its {len(looked)} tokens."
+            f'Asked "{w.prompt}", the model answers "{w.trace.text}"; choosing "{w.answer[o["token"] - 1]}", {heads} '
+            f"of layer {o['layer']} give {float(looked.sum()):.0%} of the attention to the picture, "
+            f"{float(looked.max()):.0%} to one of its {len(looked)} tokens."
         )
 
     def _middle(self) -> int:

@@ -150,9 +150,8 @@ export default explorer(view => {
   return {
     count,
     read: () => ({
-      picture: view.place("picture"), stage: stage(), norms: at_stage(shown().norms, stage()),
-      segments: at_stage(shown().segments, stage()),
-      colors: Array.from({ length: count() }, (_, i) => at_stage(shown().colors, stage()).subarray(3 * i, 3 * i + 3)),
+      picture: view.place("picture"), stage: stage(), colors: at_stage(shown().colors, stage()),
+      norms: at_stage(shown().norms, stage()), segments: at_stage(shown().segments, stage()),
     }),
   };
 });

@@ -47,7 +47,10 @@ class TowerExplorer(Explorer):
         colors = project_colors([torch.stack(w.trace.tower_hidden_states) for w in watched])
         token_colors = project_colors([w.trace.embeds[0] for w in watched])
         return {
-            "controls": [Control("picture", "picture", list(questions), kind="menu"), Control("stage", "after", stages)],
+            "controls": [
+                Control("picture", "picture", list(questions), kind="menu"),
+                Control("stage", "after", stages),
+            ],
             "shared": {
                 "pictures": [self._shown(*each) for each in zip(watched, colors, token_colors, strict=True)],
                 "merge": watched[0].merge,
@@ -115,7 +118,7 @@ def _name(block: int, segments: Tensor) -> str:
 
 
 def project_colors(states: list[Tensor]) -> list[np.ndarray]:
-    """(..., E) states -> (..., 3) uint8: red, green and blue are the first three principal components of all of them."""
+    """(..., E) states -> (..., 3) uint8: red, green and blue are the first three principal components of all."""
     all_NE = torch.cat([state.flatten(0, -2) for state in states]).double()
     mean = all_NE.mean(0)
     directions = torch.linalg.eigh((all_NE - mean).T @ (all_NE - mean)).eigenvectors[:, -3:].flip(1)  # (E, 3)
