@@ -16,7 +16,7 @@ __all__ = ["VLM", "Trace", "load"]
 _HOME = {"load": "refvl.loading", "VLM": "refvl.pipeline", "Trace": "refvl.trace"}
 _ROOMS = (
     "attention", "checkpoints", "contracts", "encoders", "families", "graphs", "language", "merge", "parallel",
-    "pipeline", "pixels", "positions", "processors", "tools", "viz",
+    "pipeline", "pixels", "positions", "processors", "tools", "viz", "watch",
 )  # fmt: skip
 
 

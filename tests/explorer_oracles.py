@@ -74,13 +74,14 @@ def evs(explorer, state: tuple) -> dict:
     question, q = state
     number = [clip["name"] for clip in explorer.clips].index(question)
     shared = explorer.clips[number]["shared"]
-    video = explorer.clips[number]["frames"]
-    trace = explorer.model.trace(shared["prompt"], videos=[video], pruning_rate=q, hidden_states=True)
+    trace = explorer.model.trace(
+        shared["prompt"], videos=[explorer.clips[number]["video"]], pruning_rate=q, hidden_states=True
+    )
     keep = compute_retention_mask(trace.embeds[0], shared["thw"], 1, q)
     positions, delta = restrict_positions(trace.full_positions, trace.keep)
     logits = explorer.model.language_model.lm_head(trace.hidden_states[-1][len(trace.input_ids) - 1]).detach()
     chances = dict(enumerate(logits.softmax(-1).tolist()))
-    words = {explorer.model.processor.tokenizer.decode([token]).strip(): p for token, p in chances.items()}
+    words = {explorer.model.processor.tokenizer.decode([token]).replace(" ", "␣"): p for token, p in chances.items()}
     return {
         "keep": keep, "kept": trace.keep, "positions": positions, "delta": delta, "tokens": len(trace.input_ids),
         "answer": trace.text, "chances": [round(words[word], 4) for word in shared["words"]], "clip": number,

@@ -32,12 +32,12 @@ class AttentionExplorer(Explorer):
     def __init__(self, model, questions: Mapping[str, tuple[str, Any]]):
         self.model = model
         super().__init__(**self._table(questions))
-        self.selected = self._middle()
+        self.selected = next(iter(self.watched.values())).looked_at_most
 
     def ask(self, questions: Mapping[str, tuple[str, Any]]) -> None:
         """Ask the model again, name -> (prompt, image), and show that instead."""
         self.fill(**self._table(questions))
-        self.selected = self._middle()
+        self.selected = next(iter(self.watched.values())).looked_at_most
 
     def _table(self, questions) -> dict[str, Any]:
         watched = watch_all(self.model, questions)
@@ -122,11 +122,6 @@ class AttentionExplorer(Explorer):
             f"of layer {o['layer']} give {float(looked.sum()):.0%} of the attention to the picture, "
             f"{float(looked.max()):.0%} to one of its {len(looked)} tokens."
         )
-
-    def _middle(self) -> int:
-        """The first patch of the token in the middle of the picture."""
-        w = next(iter(self.watched.values()))
-        return len(w.patches) // w.merge**2 // 2 * w.merge**2
 
 
 def _place(head: str | int) -> int:

@@ -2,7 +2,7 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const GAP = 8, WIDE = 520, CHART = 190, LEFT = 30;
+  const GAP = 8, WIDE = 520, CHART = 190, LEFT = 40, RIGHT = 80;
   const clip = () => view.shared.clips[view.row.clip], thw = () => clip().thw;
   const per_frame = () => thw()[1] * thw()[2], count = () => thw()[0] * per_frame();
   const columns = () => Math.min(5, thw()[0]), lines = () => Math.ceil(thw()[0] / columns());
@@ -101,6 +101,7 @@ export default explorer(view => {
     },
   });
 
+  const last_rate = () => clip().rates.at(-1), per_rate = () => (WIDE - LEFT - RIGHT) / last_rate();
   const tones = () => ["highlight", "h", "t", "w"].map(name => view.colors[name]);
   view.canvas({
     name: () => clip().words.length
@@ -108,21 +109,21 @@ export default explorer(view => {
       : "no model was asked: viz.explore_evs takes one",
     size: () => [WIDE, clip().words.length ? CHART : 1],
     drag(x) {
-      const wanted = (x - LEFT) / (WIDE - LEFT - 80), far = k => Math.abs(clip().rates[k] - wanted);
+      const wanted = (x - LEFT) / per_rate(), far = k => Math.abs(clip().rates[k] - wanted);
       const near = clip().rates.reduce((best, _, k) => (far(k) < far(best) ? k : best), 0);
       view.choose("q", clip().options[near]);
     },
     draw(pen, width, height) {
       if (!clip().words.length) return;
-      const across = q => LEFT + q * (width - LEFT - 80), high = p => height - 24 - p * (height - 36);
+      const across = q => LEFT + q * per_rate(), high = p => height - 24 - p * (height - 36);
       pen.font = "11px system-ui, sans-serif"; pen.fillStyle = view.colors.muted; pen.strokeStyle = view.colors.line;
       pen.textBaseline = "middle"; pen.textAlign = "right"; pen.lineWidth = 1;
       for (const p of [0, 0.5, 1]) {
-        pen.fillText(percent(p), LEFT + 2, high(p) - (p ? -7 : 7));
-        pen.beginPath(); pen.moveTo(LEFT, high(p)); pen.lineTo(across(1), high(p)); pen.stroke();
+        pen.fillText(percent(p), LEFT - 4, high(p));
+        pen.beginPath(); pen.moveTo(LEFT, high(p)); pen.lineTo(across(last_rate()), high(p)); pen.stroke();
       }
       pen.textAlign = "center"; pen.textBaseline = "bottom";
-      for (const q of [0, 0.25, 0.5, 0.75]) pen.fillText(`q = ${q}`, across(q) + 12, height - 4);
+      for (const q of [0, 0.2, 0.4, 0.6, 0.8]) if (q <= last_rate()) pen.fillText(`q = ${q}`, across(q), height - 4);
       const here = across(view.option("q"));
       pen.strokeStyle = view.colors.ink; pen.lineWidth = 2; pen.setLineDash([4, 3]);
       pen.beginPath(); pen.moveTo(here, high(1)); pen.lineTo(here, high(0)); pen.stroke(); pen.setLineDash([]);
@@ -133,7 +134,7 @@ export default explorer(view => {
         pen.beginPath(); pen.arc(here, high(view.row.chances[i]), 4.5, 0, 7); pen.fill();
       });
       pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = "bold 12px system-ui, sans-serif";
-      clip().words.forEach((word, i) => { pen.fillStyle = tones()[i]; pen.fillText(word.slice(0, 10), across(1) + 6, 14 + 18 * i); });
+      clip().words.forEach((word, i) => { pen.fillStyle = tones()[i]; pen.fillText(word.slice(0, 10), across(last_rate()) + 6, 14 + 18 * i); });
     },
   });
 

@@ -14,7 +14,6 @@ from refvl.checks import Grid
 from refvl.positions import MediaSpan, compute_retention_mask, get_mrope_input_positions, restrict_positions
 from refvl.viz.evs import plot_keep_mask
 from refvl.viz.explorers.base import Control, Explorer, module, photo
-from refvl.viz.explorers.watched import word_of
 from refvl.watch import probabilities
 
 RATES = [round(0.05 * i, 2) for i in range(20)]
@@ -31,12 +30,21 @@ class EvsExplorer(Explorer):
         """clips: as `clip_asked` or `clip_of_embeddings` make them, each with a name."""
         self.model = model
         super().__init__(**self._table(clips, q))
+        self.selected = self._moved()
 
     def ask(self, clips: Mapping[str, tuple[str, Any]], *, q: float = 0.5) -> None:
         """Ask the model again, name -> (prompt, clip), and show that instead."""
         if self.model is None:
             raise ValueError("model: this explorer was made from embeddings alone; viz.explore_evs takes a model")
         self.fill(**self._table([clip_asked(self.model, name, *clip) for name, clip in clips.items()], q))
+        self.selected = self._moved()
+
+    def _moved(self) -> int:
+        """The first token that is kept for what changed: after the first step, all of which stays."""
+        row = self.row(self.index)
+        _, h, w = self.clips[row["clip"]]["shared"]["thw"]
+        later = row["keep"][h * w :].nonzero().flatten()
+        return h * w + int(later[0]) if len(later) else 0
 
     def _table(self, clips: list[dict[str, Any]], q: float) -> dict[str, Any]:
         self.clips = clips
@@ -111,8 +119,9 @@ def clip_asked(model, name: str, prompt: str, clip) -> dict[str, Any]:
     is_clip = torch.zeros(len(full.full_ids), dtype=torch.bool)
     for span in full.spans:
         is_clip[span.offset : span.offset + span.num_tokens] = True
-    words = [word_of(model, token) for token in likely.tolist()]
-    return _clip(name, video.frames, thw, full.full_positions, is_clip, rows, prompt=prompt, words=words)
+    words = [model.processor.tokenizer.decode([token]).replace(" ", "␣") for token in likely.tolist()]
+    clip = _clip(name, video.frames, thw, full.full_positions, is_clip, rows, prompt=prompt, words=words)
+    return clip | {"video": video}
 
 
 def _row(keep_M: Tensor, keep_L: Tensor, full_positions: Tensor) -> dict[str, Any]:

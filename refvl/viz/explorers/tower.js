@@ -135,7 +135,7 @@ export default explorer(view => {
       });
       pen.fillStyle = view.colors.muted; pen.font = "11px system-ui, sans-serif";
       pen.textAlign = "left"; pen.textBaseline = "top";
-      pen.fillText(`looked at for "${shown().word}"`, left, 0.6 * size()[1] + 3);
+      pen.fillText(`looked at: "${shown().word.slice(0, 6)}"`, left, 0.6 * size()[1] + 3);
     },
   });
 

@@ -32,12 +32,12 @@ class TowerExplorer(Explorer):
     def __init__(self, model, questions: Mapping[str, tuple[str, Any]]):
         self.model = model
         super().__init__(**self._table(questions))
-        self.selected = self._middle()
+        self.selected = next(iter(self.watched.values())).looked_at_most
 
     def ask(self, questions: Mapping[str, tuple[str, Any]]) -> None:
         """Ask the model again, name -> (prompt, image), and show that instead."""
         self.fill(**self._table(questions))
-        self.selected = self._middle()
+        self.selected = next(iter(self.watched.values())).looked_at_most
 
     def _table(self, questions) -> dict[str, Any]:
         watched = watch_all(self.model, questions)
@@ -106,11 +106,6 @@ class TowerExplorer(Explorer):
             f'The {len(norms)} patches of the picture asked "{w.prompt}" (answer: {w.trace.text}), after '
             f"{self.options['stage']}: their states have norms of {float(norms.min()):.1f} to {float(norms.max()):.1f}."
         )
-
-    def _middle(self) -> int:
-        """The first patch of the token that the answer looks at most."""
-        w = next(iter(self.watched.values()))
-        return int(media_attention(w.trace).mean(1)[-1].argmax()) * w.merge**2
 
 
 def _name(block: int, segments: Tensor) -> str:

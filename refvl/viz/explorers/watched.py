@@ -12,7 +12,7 @@ from torch import Tensor
 from refvl.pixels.media import load_image
 from refvl.positions import merge_block_coordinates
 from refvl.trace import Trace
-from refvl.watch import SegmentAttention, probabilities
+from refvl.watch import SegmentAttention, media_attention, probabilities
 
 MAX_PATCHES = 400  # of a picture: every patch's attention to every other one is kept
 
@@ -40,6 +40,11 @@ class Watched:
         for number, (rows, _) in enumerate(self.trace.tower_attentions[block]):
             numbers[rows] = number
         return numbers
+
+    @property
+    def looked_at_most(self) -> int:
+        """The first patch of the token that the first new token takes most from, in the last layer."""
+        return int(media_attention(self.trace)[-1].mean(0).argmax()) * self.merge**2
 
     def on_grid(self, values_N: Tensor) -> Tensor:
         """(rows, columns, ...) of one value per patch."""
@@ -72,7 +77,8 @@ def _watch(model, name: str, prompt: str, image) -> Watched:
 
 def word_of(model, token: int) -> str:
     """A token as one reads it."""
-    return model.processor.tokenizer.decode([token]).strip() or "space"
+    text = model.processor.tokenizer.decode([token])
+    return text.strip() or repr(text)[1:-1]
 
 
 def dense(segments: list[SegmentAttention]) -> Tensor:
