@@ -23,8 +23,8 @@ def windows(explorer, state: tuple) -> dict:
 
 
 @cache
-def watched(model, prompt: str, picture):
-    return model.trace(prompt, images=[picture], attentions=True, hidden_states=True)
+def watched(model, asked):
+    return model.trace(asked.prompt, images=[asked.picture], attentions=True, hidden_states=True)
 
 
 def segments_of(trace, block: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ def of_head(weights: torch.Tensor, head) -> torch.Tensor:
 def attention(explorer, state: tuple) -> dict:
     question, token, layer, head, block, tower_head = state
     asked = explorer.watched[question]
-    trace = watched(explorer.model, asked.prompt, asked.picture)
+    trace = watched(explorer.model, asked)
     read = len(trace.input_ids) + token - 1  # tokens that are there when this one is chosen
     tower = torch.zeros(len(trace.tower_attentions[block][0].weights), *[len(trace.patches[0].pixel_values)] * 2)
     for rows, weights in trace.tower_attentions[block]:
@@ -58,7 +58,7 @@ def attention(explorer, state: tuple) -> dict:
 
 def tower(explorer, state: tuple) -> dict:
     picture, stage = state
-    traces = [watched(explorer.model, asked.prompt, asked.picture) for asked in explorer.watched.values()]
+    traces = [watched(explorer.model, asked) for asked in explorer.watched.values()]
     number, after = list(explorer.watched).index(picture), explorer.controls[1]["options"].index(stage)
     trace = traces[number]
     none = torch.zeros(len(trace.patches[0].pixel_values), dtype=torch.int64)

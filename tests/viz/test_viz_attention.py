@@ -107,12 +107,13 @@ def test_an_explorer_asks_again(model):
     assert '"blue"' in explorer.describe()
 
 
-def test_explorers_refuse_what_they_cannot_draw(model):
+def test_explorers_refuse_what_they_cannot_draw(model, monkeypatch):
     pytest.importorskip("anywidget")
+    monkeypatch.setattr("refvl.viz.explorers.watched.MAX_PATCHES", 30)
     with pytest.raises(ValueError, match="questions: expected at least one"):
         viz.explore_attention(model, {})
-    with pytest.raises(ValueError, match=r"questions\['large'\]: its picture has \d+ patches, drawn are 400"):
-        viz.explore_tower(model, {"large": ("Why?", np.zeros((900, 900, 3), dtype=np.uint8))})
+    with pytest.raises(ValueError, match=r"questions\['large'\]: its picture has 36 patches, at most 30 are drawn"):
+        viz.explore_tower(model, {"large": ("Why?", SCENE)})
     other = refvl.load(DATA / "checkpoints" / "tiny-minicpmv-4_5", device="cpu", progress=False)
     with pytest.raises(ValueError, match="model: this explorer draws grids of patches, which MiniCPM-V 4.5 does not"):
         viz.explore_attention(other, {"one": ("Why?", SCENE)})

@@ -67,7 +67,8 @@ def _watch(model, name: str, prompt: str, image) -> Watched:
     picture = load_image(image)
     grid = model.processor.layout_of(picture)[1:]
     if grid[0] * grid[1] > MAX_PATCHES:
-        raise ValueError(f"questions[{name!r}]: its picture has {grid[0] * grid[1]} patches, drawn are {MAX_PATCHES}")
+        count = grid[0] * grid[1]
+        raise ValueError(f"questions[{name!r}]: its picture has {count} patches, at most {MAX_PATCHES} are drawn")
     trace = model.trace(prompt, images=[picture], attentions=True, hidden_states=True)
     chances = probabilities(model.language_model, trace)
     answer = [word_of(model, token) for token in trace.token_ids]
