@@ -36,6 +36,7 @@ from refvl.viz.minicpmv import (
 from refvl.viz.parallel import explore_assignment, plot_assignment, plot_gather, plot_speed_up
 from refvl.viz.patches import explore_resize, plot_patch_rows, plot_patches
 from refvl.viz.positions import (
+    explore_mrope,
     explore_positions,
     plot_clip_positions,
     plot_place_answers,
@@ -53,6 +54,7 @@ __all__ = [
     "explore_crops",
     "explore_evs",
     "explore_keep_mask",
+    "explore_mrope",
     "explore_packing",
     "explore_positions",
     "explore_resize",

@@ -9,6 +9,7 @@ from refvl.pixels.patches import PatchConfig
 from refvl.viz.attention import explore_attention, explore_tower
 from refvl.viz.evs import explore_evs
 from refvl.viz.explorers.base import Explorer
+from refvl.viz.positions import explore_mrope, explore_positions
 from refvl.viz.windows import explore_windows
 
 SCENE, ROCKET, CLIP = (DATA / "pictures" / "scene.png", DATA / "pictures" / "rocket.jpg", DATA / "clips" / "scene.mp4")
@@ -17,6 +18,8 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
     "windows": lambda: explore_windows(
         {name: DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")}, PatchConfig()
     ),
+    "positions": explore_positions,
+    "mrope": explore_mrope,
     "attention": lambda: explore_attention(
         small_model(),
         {
