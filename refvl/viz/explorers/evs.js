@@ -111,7 +111,7 @@ export default explorer(view => {
     drag(x) {
       const wanted = (x - LEFT) / per_rate(), far = k => Math.abs(clip().rates[k] - wanted);
       const near = clip().rates.reduce((best, _, k) => (far(k) < far(best) ? k : best), 0);
-      view.choose("q", clip().options[near]);
+      view.choose("q", view.options("q").indexOf(clip().rates[near]));
     },
     draw(pen, width, height) {
       if (!clip().words.length) return;

@@ -61,9 +61,7 @@ class EvsExplorer(Explorer):
         first = len(clips) == 1  # then there is no clip to choose
         return {
             "controls": controls[first:], "rows": list(states.values()), "states": [state[first:] for state in states],
-            "shared": {"clips": [clip["shared"] | {"options": [*map(controls[1].options.index, clip["rows"])]}
-                                 for clip in clips]},
-            "start": start[first:],
+            "shared": {"clips": [clip["shared"] for clip in clips]}, "start": start[first:],
         }  # fmt: skip
 
     def figure(self) -> Figure:
