@@ -10,6 +10,7 @@ positions         positions/mrope    (3, L) for every token, restricted to what 
 prefill, decode   language/          embeddings + positions -> token ids -> text
 """
 
+import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -152,7 +153,8 @@ class VLM:
         if num_beams != 1:
             raise ValueError(f"num_beams: must be 1 with attentions or hidden_states, got {num_beams}")
         tower, language = TowerWatch(self.encoder, **wanted), LanguageWatch(self.language_model, **wanted)
-        watched = VLM(self.config, self.processor, tower.encoder, language.language_model)
+        watched = copy.copy(self)  # whatever else a model has, but no graphs: a replay hands nothing out
+        watched.encoder, watched.language_model, watched.graphs = tower.encoder, language.language_model, None
         trace = watched._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
         output = watched._answer(trace, max_new_tokens, num_beams, **(generate_kwargs | language.options))
         tower.fill(trace)

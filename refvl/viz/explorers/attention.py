@@ -61,14 +61,7 @@ class AttentionExplorer(Explorer):
             "controls": controls,
             "shared": {"questions": [self._shown(w) for w in watched], "merge": watched[0].merge},
             "states": [s for s in every if s[1] <= len(self.watched[s[0]].answer)] if shorter else None,
-            "start": (
-                offered["question"][0],
-                1,
-                len(offered["layer"]) // 2,
-                "mean",
-                len(offered["block"]) // 2,
-                "mean",
-            ),
+            "start": (next(iter(questions)), 1, len(offered["layer"]) // 2, "mean", len(offered["block"]) // 2, "mean"),
         }
 
     def _shown(self, w: Watched) -> dict[str, Any]:

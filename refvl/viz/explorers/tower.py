@@ -72,7 +72,7 @@ class TowerExplorer(Explorer):
             "segments": torch.stack([torch.zeros(len(w.patches)), *map(w.segments, range(len(colors) - 1))]).int(),
             "pixels": tiles[tuple(w.patches.T.numpy())].transpose(0, 3, 1, 2),  # (N, 3, P, P)
             "values": config.patch_values, "offset": trace.spans[0].offset, "tokens": token_colors,
-            "token_norms": trace.embeds[0].float().norm(dim=-1), "looked": as_bytes(looked),
+            "looked": as_bytes(looked),
         }  # fmt: skip
 
     def row(self, index: int) -> dict[str, Any]:
