@@ -42,7 +42,7 @@ lab: $(STAMP) ## trust the shipped notebooks, so that their explorers live, and 
 
 notebooks: $(STAMP) ## run the notebooks and keep their outputs
 	OMP_NUM_THREADS=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=True \
-	  --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
+	  --ExecutePreprocessor.record_timing=False notebooks/[0-9]*.ipynb
 
 site: $(STAMP) ## the notebooks and explorers as pages that need neither kernel nor network, in site/
 	OMP_NUM_THREADS=1 $(BIN)/python -m refvl.tools.site

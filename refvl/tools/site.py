@@ -81,7 +81,7 @@ def build(out: Path) -> dict[str, int]:
     from refvl.viz.explorers.gallery import GALLERY
 
     check_clone("the site")
-    paths = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    paths = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
     pages = {f"notebooks/{path.stem}.html": notebook_page(path) for path in paths}
     pages |= {f"explorers/{name}.html": explorer_page(make()) for name, make in GALLERY.items()}
     pages["index.html"] = index_page(paths, {name: explorer_title(pages, name) for name in GALLERY})

@@ -15,7 +15,7 @@ EXPECTED = [
     "00_image_to_text", "01_patches_and_windows", "02_mrope", "03_evs", "04_graph_capture", "05_graph_budgets",
     "06_glm", "07_minicpmv", "08_step3", "09_data_parallel", "10_four_encoders",
 ]  # fmt: skip
-PATHS = sorted(FOLDER.glob("*.ipynb"))
+PATHS = sorted(FOLDER.glob("[0-9]*.ipynb"))
 MAX_BYTES = 300_000
 WIDGETS = "application/vnd.jupyter.widget-state+json"
 INSTALL_LOG = re.compile(r"Successfully installed|Requirement already satisfied|Collecting \S+|Downloading \S+\.whl")
@@ -109,3 +109,8 @@ def test_first_cell_asks_and_last_cell_leads_on(path):
 @each_notebook
 def test_no_machine_path_is_printed(path):
     assert re.findall(r"/(?:home|root|tmp|Users|work)/\w+", path.read_text()) == []
+
+
+def test_the_index_leads_to_every_notebook():
+    [cell] = read(FOLDER / "index.ipynb").cells
+    assert re.findall(r"\]\((.*?)\)", cell.source) == [path.name for path in PATHS]
