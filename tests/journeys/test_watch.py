@@ -168,7 +168,7 @@ def test_tower_equals_transformers(family, monkeypatch):
 @torch.no_grad()
 def test_towers_without_rotary_equal_the_formula(models, name):
     """Oracle: softmax(q k / sqrt(K)) in float64 over the rows of a segment, head by head, from the kept states."""
-    encoder = randomize(share_weights(models(name).encoder), 0.08)
+    encoder = randomize(deepcopy(models(name).encoder), 0.08)
     layouts = {"step3": [(1, 2), (0, 0)]}.get(name, [((2, 3), (3, 3)), ((4, 2), (1, 3))])
     watch, trace = TowerWatch(encoder, **BOTH), Trace(metadata=[encoder.plan(layouts[:1]), encoder.plan(layouts[1:])])
     for layout, metadata in zip(layouts, trace.metadata, strict=True):  # as a long encode, in two forwards
