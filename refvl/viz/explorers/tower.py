@@ -13,6 +13,7 @@ from refvl.pixels.patches import unpatchify
 from refvl.viz.attention import plot_states
 from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.explorers.watched import Watched, as_bytes, watch_all
+from refvl.viz.style import HIGHLIGHT
 from refvl.watch import media_attention
 
 COMMON = 0.98  # share of the values that the colours tell apart; the others are cut off
@@ -94,7 +95,7 @@ class TowerExplorer(Explorer):
         names = self.controls[1]["options"]
         norms = self.shared["pictures"][row["picture"]]["norms"]
         right.plot(norms.numpy(force=True), color="0.8", lw=1)
-        right.plot(norms[:, patch].numpy(force=True), lw=3, label=f"patch {patch}")
+        right.plot(norms[:, patch].numpy(force=True), color=HIGHLIGHT, lw=3, label=f"patch {patch}")
         right.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
         right.set(title="norm of each patch's state", ylabel="norm")
         right.legend(fontsize=8)
