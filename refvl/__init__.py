@@ -16,7 +16,7 @@ __all__ = ["VLM", "Trace", "compare", "load"]
 _HOME = {"load": "refvl.loading", "VLM": "refvl.pipeline", "Trace": "refvl.trace", "compare": "refvl.comparison"}
 _ROOMS = (
     "attention", "checkpoints", "comparison", "contracts", "encoders", "families", "graphs", "language", "merge",
-    "parallel", "pipeline", "pixels", "positions", "processors", "tools", "viz",
+    "parallel", "pipeline", "pixels", "positions", "processors", "tools", "viz", "watch",
 )  # fmt: skip
 
 

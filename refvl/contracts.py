@@ -81,6 +81,13 @@ class Encoder(PlansAndEncodes, Protocol):
     def from_config(cls, config, *, attention: str = "auto") -> Any:
         """Built from its own config, a transformers config, or the dict in config.json; without weights."""
 
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        """The tower's, each called with (N, E) and what its attention needs, a `Segments` among it."""
+
+    def block_rows(self, metadata: Any) -> list[Tensor]:
+        """For each time that a forward runs the blocks, the patch row at each place of their input; -1: none."""
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load (checkpoint name, tensor) pairs strictly; the names of the parameters that were filled."""
 

@@ -10,6 +10,7 @@ positions         positions/mrope    (3, L) for every token, restricted to what 
 prefill, decode   language/          embeddings + positions -> token ids -> text
 """
 
+import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ from refvl.language.streaming import FanOut, stream_text
 from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
 from refvl.positions import restrict_positions
 from refvl.trace import TokenTimer, Trace
+from refvl.watch import LanguageWatch, TowerWatch
 
 MAX_PATCHES_PER_FORWARD = 2**16  # longer encodes run in several forwards, with a progress bar
 NOT_IN_TEXT = (  # options of `generate` whose results an answer in text cannot hold
@@ -106,12 +108,13 @@ class VLM:
         generate_kwargs: options of transformers' `generate` that lead to one answer in text (`num_beams`,
         `stop_strings`, `streamer`, ...). Errors: see `trace`.
         """
-        if not check_flag(stream, "stream"):
+        streams = check_flag(stream, "stream")
+        self._check_options("chat", generate_kwargs | {"stream": stream})
+        if not streams:
             return self.trace(
                 prompt, images=images, videos=videos, max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
                 allow_special_tokens=allow_special_tokens, **generate_kwargs,
             ).text  # fmt: skip
-        self._check_options("chat", generate_kwargs | {"stream": stream})
         trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
         return self._stream(trace, max_new_tokens, generate_kwargs)
 
@@ -124,28 +127,54 @@ class VLM:
         max_new_tokens: int = 128,
         pruning_rate: float = 0.0,
         allow_special_tokens: bool = False,
+        attentions: bool = False,
+        hidden_states: bool = False,
         **generate_kwargs,
     ) -> Trace:
         """The same run as `chat` with every stage kept, and the seconds each took.
 
+        attentions, hidden_states: keep the weights of all heads, and what passes between blocks, of tower and language
+        model (see `Trace`). Both run eagerly for it, on the same weights, also where graphs are captured; for long
+        prompts that is much memory: layers * heads * tokens^2.
         With beams, prefill and decoding are one stage. Raises FileNotFoundError for missing files and ValueError or
         TypeError, naming the argument, for media that cannot be read, placeholders that do not match the media, a
         pruning rate outside [0, 1), a prompt longer than the context, and options of `generate` that do not exist or
         do not lead to one answer in text.
         """
         num_beams = self._check_options("trace", generate_kwargs)
-        trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
+        wanted = {
+            "attentions": check_flag(attentions, "attentions"),
+            "hidden_states": check_flag(hidden_states, "hidden_states"),
+        }
+        if not any(wanted.values()):
+            trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens, is_measured=True)
+            self._answer(trace, max_new_tokens, num_beams, **generate_kwargs)
+            return trace
+        if num_beams != 1:
+            raise ValueError(f"num_beams: must be 1 with attentions or hidden_states, got {num_beams}")
+        tower, language = TowerWatch(self.encoder, **wanted), LanguageWatch(self.language_model, **wanted)
+        watched = copy.copy(self)  # whatever else a model has, but no graphs: a replay hands nothing out
+        watched.encoder, watched.language_model, watched.graphs = tower.encoder, language.language_model, None
+        trace = watched._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens, is_measured=True)
+        output = watched._answer(trace, max_new_tokens, num_beams, **(generate_kwargs | language.options))
+        tower.fill(trace)
+        language.fill(trace, output)
+        return trace
+
+    def _answer(self, trace: Trace, max_new_tokens: int, num_beams: int, **generate_kwargs) -> GenerateOutput:
+        """Generate, and tell the trace tokens, text and seconds."""
         if num_beams == 1:
             timer = TokenTimer(self.device)
             generate_kwargs["streamer"] = FanOut(timer, generate_kwargs.get("streamer"))
             with trace.watch("prefill", self.language_model):
-                [trace.token_ids] = self._generate([trace], max_new_tokens, **generate_kwargs).sequences.tolist()
+                output = self._generate([trace], max_new_tokens, **generate_kwargs)
             trace.seconds["prefill"], trace.seconds["decode tokens"] = timer.prefill_and_decode()
         else:  # transformers tells no streamer of beams
             with trace.stage("generate"):
-                [trace.token_ids] = self._generate([trace], max_new_tokens, **generate_kwargs).sequences.tolist()
+                output = self._generate([trace], max_new_tokens, **generate_kwargs)
+        [trace.token_ids] = output.sequences.tolist()
         trace.text = self.processor.text(trace.token_ids)
-        return trace
+        return output
 
     def chat_batch(
         self,
@@ -213,11 +242,12 @@ class VLM:
         )  # fmt: skip
 
     def _prefill_inputs(
-        self, prompt, images=(), videos=(), pruning_rate: float = 0.0, allow_special_tokens: bool = False
-    ) -> Trace:
+        self, prompt, images=(), videos=(), pruning_rate: float = 0.0, allow_special_tokens: bool = False, *,
+        is_measured: bool = False,
+    ) -> Trace:  # fmt: skip
         """Every stage up to what the language model is given."""
         q = check_pruning_rate(pruning_rate, "pruning_rate")
-        trace = Trace(device=self.check_runnable())
+        trace = Trace(device=self.check_runnable(), is_measured=is_measured)
         messages = self.processor.messages(prompt, images, videos)
         with trace.stage("decode media"):
             trace.media = self.processor.decode(messages)
@@ -228,7 +258,7 @@ class VLM:
         for medium in merged:
             medium.check_pruning(q)
         rows, layouts = [p.pixel_values for p in trace.patches], [p.layout for p in trace.patches]
-        with trace.watch("encode", self.encoder):
+        with trace.watch("encode", self.encoder if self.graphs is None else None):
             trace.embeds = self._encode(trace, rows, layouts)
         trace.keep_largest("encode", trace.embeds)
         with trace.stage("prune"):

@@ -33,6 +33,10 @@ class Trace:
 
     L_full counts the prompt before pruning, L what the language model saw. D is the language model's width, and W that
     of the encoder's rows: D, or D * (1 + k) where the text model takes k deeper features of the tower (deepstack).
+
+    attentions and hidden_states, of language model and tower, are filled only when asked for. Q counts the tokens that
+    were read: L of the prompt and all new ones but the last; token_ids[k] was chosen after row L - 1 + k. N counts the
+    patch rows of all media, end to end in the order of `patches`.
     """
 
     device: torch.device | None = None  # whose queued work the clock waits for
@@ -54,7 +58,12 @@ class Trace:
     token_ids: list[int] = field(default_factory=list)  # generated
     text: str = ""
     seconds: dict[str, float] = field(default_factory=dict)  # per stage, in order
+    is_measured: bool = False  # whether `largest` is kept
     largest: dict[str, float] = field(default_factory=dict)  # magnitude, of what a stage's layers or itself put out
+    attentions: list[Tensor] = field(default_factory=list)  # language model, per layer (H, Q, Q): query, key
+    hidden_states: list[Tensor] = field(default_factory=list)  # (Q, D) into layer 0, out of each; the last is normed
+    tower_attentions: list[list] = field(default_factory=list)  # per block: a `SegmentAttention` of every segment
+    tower_hidden_states: list[Tensor] = field(default_factory=list)  # (N, E) into block 0, out of each
 
     def __repr__(self) -> str:
         """A line per stage: its name, shapes and seconds."""
@@ -79,8 +88,12 @@ class Trace:
     def watch(self, stage: str, model: Any) -> Iterator[None]:
         """Keep the largest magnitude that any layer of `model` puts out for more than one token; see `keep_largest`.
 
-        Only what this thread runs counts. A graph's replay runs no layers: what the stage left has to do there.
+        Only what this thread runs counts. model: None where graphs run, which must not record this; what the stage
+        left has to do there.
         """
+        if model is None or not self.is_measured:
+            yield
+            return
         found, thread = list[Tensor](), threading.get_ident()
 
         def keep(layer, arguments, output) -> None:
@@ -101,7 +114,7 @@ class Trace:
     def keep_largest(self, stage: str, tensors: Iterable[Tensor]) -> None:
         """Keep the largest magnitude in `tensors`; warn where float16 comes near its limit."""
         found = [x for x in tensors if x.numel()]
-        if not found:
+        if not found or not self.is_measured:
             return
         largest = torch.tensor([self.largest.get(stage, 0.0), *(float(max_norm(x)) for x in found)]).amax().item()
         self.largest[stage] = largest

@@ -21,7 +21,7 @@ Shape suffixes: N patches, M tokens, E the tower's width, D the language model's
 Upstream: `MiniCPMV2_0` ... `MiniCPMV4_5` (vLLM).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -171,6 +171,15 @@ class SliceEncoder(Tower):
         """
         slices, sets = sum(len(group.slices) for group in layout), count_sets(layout)
         return sum(h * w for group in layout for h, w in group.slices), sets * self.config.query_num, slices - sets
+
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        """The tower's."""
+        return self.vpm.encoder["layers"].children()
+
+    def block_rows(self, metadata: MiniCPMVMetadata) -> list[Tensor]:
+        """The tower's."""
+        return self.vpm.block_rows(metadata.vision)
 
     def plan(self, layouts) -> MiniCPMVMetadata:
         """Everything that depends on the layouts: the metadata of the tower and of the resampler."""

@@ -143,6 +143,10 @@ class Qwen2_5_VisionTransformer(GridEncoder):
             x_NE = block(x_NE, metadata.cos, metadata.sin, segments, backend)
         return self.merger(clamp_overflow(x_NE))[metadata.reverse_index]  # (M, D)
 
+    def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
+        """Windows one after the other."""
+        return [self._permute_blocks(rows, metadata.window_index) for rows in super().block_rows(metadata)]
+
     def _permute_blocks(self, x_N: Tensor, index_M: Tensor) -> Tensor:
         """Reorder (N, ...) by whole merge blocks of m * m rows."""
         return x_N.unflatten(0, (-1, self.config.block_size))[index_M].flatten(0, 1)

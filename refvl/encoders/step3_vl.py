@@ -22,10 +22,12 @@ H heads, K head dimension. Upstream: `Step3VisionTransformer` and `Step3VLForCon
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.attention import Segments
@@ -206,6 +208,17 @@ class Step3VisionEncoder(Tower):
             num_images=len(layouts),
         )
         return self.move(metadata)
+
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        """The tower's."""
+        return self.vision_model.transformer["layers"].children()
+
+    def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
+        """Crops and overviews are run one after the other, the class tokens of each square in front."""
+        stacks = zip((metadata.local_rows, metadata.global_rows), self.paths.values(), strict=True)
+        squares = [rows.view(-1, path.side**2) for rows, path in stacks if len(rows)]
+        return [F.pad(rows, (CLASS_TOKENS, 0), value=-1).flatten() for rows in squares]
 
     def position_embeds(self, side: int) -> Tensor:
         """(1 + side^2, E): the position table for squares of side x side patches."""

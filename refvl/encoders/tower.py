@@ -137,6 +137,10 @@ class Tower(nn.Module):
         """A plan, made on the CPU, with every tensor in it on the tower's device."""
         return _to_device(planned, self.device)
 
+    def block_rows(self, metadata: Any) -> list[Tensor]:
+        """For each time that a forward runs the blocks, the patch row at each place of their input; -1: none."""
+        return [torch.arange(int(metadata.cu_seqlens[-1]), device=self.device)]
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load (checkpoint name, tensor) pairs strictly; returns the names of the parameters that were filled.
 

@@ -107,7 +107,12 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
+        return CausalLMOutputWithPast(
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
 
 
 class SequentialTextModel(CausalTextModel):

@@ -30,6 +30,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
+from transformers.utils.output_capturing import capture_outputs
 
 from refvl.checks import check_positive_int
 from refvl.language.model import SequentialTextModel
@@ -138,7 +139,10 @@ class Step3TextAttention(nn.Module):
         self.wq = nn.Linear(config.share_q_dim, heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=False)
 
-    def forward(self, x_BLD: Tensor, cos_sin: tuple[Tensor, Tensor], mask, past_key_values=None, **kwargs) -> Tensor:
+    def forward(
+        self, x_BLD: Tensor, cos_sin: tuple[Tensor, Tensor], mask, past_key_values=None, **kwargs
+    ) -> tuple[Tensor, Tensor | None]:
+        """What is added to x (B, L, D), and the weights (B, H, L, all keys) where the implementation has them."""
         q_BLR = self.inter_norm(self.q_proj(x_BLD))
         q_BHLK, k_B1LK, v_B1LK = (
             x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -148,8 +152,8 @@ class Step3TextAttention(nn.Module):
         if past_key_values is not None:  # from here on L of keys and values counts what came before, too
             k_B1LK, v_B1LK = past_key_values.update(k_B1LK, v_B1LK, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        out_BLHK, _ = attend(self, q_BHLK, k_B1LK, v_B1LK, mask, scaling=self.head_dim**-0.5, **kwargs)
-        return self.o_proj(out_BLHK.flatten(2))
+        out_BLHK, weights = attend(self, q_BHLK, k_B1LK, v_B1LK, mask, scaling=self.head_dim**-0.5, **kwargs)
+        return self.o_proj(out_BLHK.flatten(2)), weights
 
 
 class Step3TextMLP(nn.Module):
@@ -224,7 +228,8 @@ class Step3TextDecoderLayer(nn.Module):
             self.mlp = Step3TextMLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x_BLD: Tensor, cos_sin: tuple[Tensor, Tensor], mask, past_key_values=None, **kwargs) -> Tensor:
-        x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), cos_sin, mask, past_key_values, **kwargs)
+        attended_BLD, _ = self.self_attn(self.input_layernorm(x_BLD), cos_sin, mask, past_key_values, **kwargs)
+        x_BLD = x_BLD + attended_BLD
         y_BLD = self.post_attention_layernorm(x_BLD)
         return x_BLD + (self.share_expert(y_BLD) + self.moe(y_BLD) if self.use_moe else self.mlp(y_BLD))
 
@@ -239,6 +244,7 @@ class Step3TextModel(PreTrainedModel):
     _supports_attention_backend = True
     _no_split_modules = ["Step3TextDecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": Step3TextDecoderLayer, "attentions": Step3TextAttention}  # noqa: RUF012
 
     def __init__(self, config: Step3TextConfig):
         super().__init__(config)
@@ -254,6 +260,7 @@ class Step3TextModel(PreTrainedModel):
         if isinstance(module, ExpertLinear):
             init.normal_(module.weight, std=self.config.initializer_range)
 
+    @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -262,13 +269,12 @@ class Step3TextModel(PreTrainedModel):
         attention_mask: Tensor | None = None,
         past_key_values=None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """(B, L) ids or (B, L, D) embeddings -> hidden states (B, L, D).
 
         position_ids: (B, L), by default those behind the cache. attention_mask: (B, cached + L), 0 for padding.
-        output_hidden_states: also what each layer is given, and the result last, as in transformers' models.
+        kwargs: `output_hidden_states` and `output_attentions` (with eager attention), as in transformers' models.
         Raises ValueError unless exactly one of input_ids and inputs_embeds is given.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -286,16 +292,10 @@ class Step3TextModel(PreTrainedModel):
             past_key_values=past_key_values,
             position_ids=position_ids,
         )
-        cos_sin, given = rotary_cos_sin(position_ids, self.config, x_BLD.dtype), []
+        cos_sin = rotary_cos_sin(position_ids, self.config, x_BLD.dtype)
         for layer in self.layers:
-            given.append(x_BLD)
             x_BLD = layer(x_BLD, cos_sin, mask, past_key_values, **kwargs)
-        x_BLD = self.norm(x_BLD)
-        return BaseModelOutputWithPast(
-            last_hidden_state=x_BLD,
-            past_key_values=past_key_values,
-            hidden_states=(*given, x_BLD) if output_hidden_states else None,
-        )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x_BLD), past_key_values=past_key_values)
 
 
 def rotary_cos_sin(position_ids: Tensor, config: Step3TextConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,8 @@
 """Figures: static `plot_*(..., ax=None) -> Axes` and interactive `explore_*(...)`. viz computes nothing itself."""
 
+from refvl.viz.attention import explore_attention, explore_tower, plot_attention, plot_states
 from refvl.viz.evs import (
+    explore_evs,
     explore_keep_mask,
     plot_accuracy_curve,
     plot_dissimilarity,
@@ -34,6 +36,7 @@ from refvl.viz.minicpmv import (
 from refvl.viz.parallel import explore_assignment, plot_assignment, plot_gather, plot_speed_up
 from refvl.viz.patches import explore_resize, plot_patch_rows, plot_patches
 from refvl.viz.positions import (
+    explore_mrope,
     explore_positions,
     plot_clip_positions,
     plot_place_answers,
@@ -47,16 +50,21 @@ from refvl.viz.windows import explore_windows, plot_attention_segments, plot_win
 
 __all__ = [
     "explore_assignment",
+    "explore_attention",
     "explore_crops",
+    "explore_evs",
     "explore_keep_mask",
+    "explore_mrope",
     "explore_packing",
     "explore_positions",
     "explore_resize",
     "explore_slices",
     "explore_timeline",
+    "explore_tower",
     "explore_windows",
     "plot_accuracy_curve",
     "plot_assignment",
+    "plot_attention",
     "plot_attention_segments",
     "plot_buffers",
     "plot_clip_positions",
@@ -89,6 +97,7 @@ __all__ = [
     "plot_slices",
     "plot_speed_up",
     "plot_stage_timings",
+    "plot_states",
     "plot_time_shift",
     "plot_timelines",
     "plot_waste",

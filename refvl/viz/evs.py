@@ -4,11 +4,12 @@ plot_keep_mask         frames of a video, the pruned tokens covered
 plot_dissimilarity     how much each token changed since the frame before
 plot_pruned_positions  the full layout of a prompt above the layout of what is kept
 plot_accuracy_curve    accuracy and time to the first token against the pruning rate
-explore_keep_mask      the keep mask while the pruning rate changes
+explore_keep_mask      the keep mask and the positions while the pruning rate changes
+explore_evs            the same with a model's answer at every rate
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,9 +18,12 @@ from matplotlib.colors import to_rgba
 from torch import Tensor
 
 from refvl.checks import Grid, check_shape
-from refvl.positions import MediaSpan, compute_retention_mask, restrict_positions
+from refvl.positions import MediaSpan, restrict_positions
 from refvl.viz.positions import grid_of_axes, kind_of, plot_positions, shade_tokens
-from refvl.viz.style import HIGHLIGHT, KEPT, PRUNED, SEQUENCE_CMAP, axes_or_new, interactive
+from refvl.viz.style import HIGHLIGHT, KEPT, PRUNED, SEQUENCE_CMAP, axes_or_new
+
+if TYPE_CHECKING:
+    from refvl.viz.explorers.evs import EvsExplorer
 
 _COVER = 0.86  # opacity of what covers a pruned token
 
@@ -159,17 +163,18 @@ def plot_accuracy_curve(
     return ax
 
 
-def draw_keep_mask(q: float, frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid) -> Axes:
-    """What `explore_keep_mask` draws: the tokens that EVS keeps of a video at pruning rate q."""
-    keep_M = compute_retention_mask(embeds_MD, merged_thw, 1, q)
-    return plot_keep_mask(frames, keep_M, merged_thw, title=f"q = {q:g}")[0]
+def explore_keep_mask(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid, *, q: float = 0.5) -> "EvsExplorer":
+    """The tokens that stay, and their positions, while the pruning rate changes; it starts at q. Needs anywidget.
+
+    frames, merged_thw: as in `plot_keep_mask`; embeds_MD: (M, D). `explore_evs` shows the answer as well.
+    """
+    from refvl.viz.explorers.evs import EvsExplorer, clip_of_embeddings
+
+    return EvsExplorer([clip_of_embeddings(frames, embeds_MD, merged_thw)], q=q)
 
 
-def explore_keep_mask(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid, *, q: float = 0.5):
-    """A slider over the pruning rate. Arguments as in `plot_keep_mask`; embeds_MD: (M, D). Needs ipywidgets."""
-    import ipywidgets
+def explore_evs(model, clips: Mapping[str, tuple[str, Any]], *, q: float = 0.5) -> "EvsExplorer":
+    """The same for clips and a question about each, name -> (prompt, clip), with the answer at every rate."""
+    from refvl.viz.explorers.evs import EvsExplorer, clip_asked
 
-    return interactive(
-        partial(draw_keep_mask, frames=frames, embeds_MD=embeds_MD, merged_thw=merged_thw),
-        q=ipywidgets.FloatSlider(value=q, min=0, max=0.95, step=0.05, description="q", continuous_update=False),
-    )
+    return EvsExplorer([clip_asked(model, name, *clip) for name, clip in clips.items()], model=model, q=q)

@@ -21,6 +21,8 @@ from refvl.encoders import SliceGroup, Step3VisionConfig, Step3VisionEncoder
 from refvl.families import FAMILIES
 from refvl.graphs import DualPathGraphManager, EncoderGraphManager
 from refvl.graphs.buffers import PAD_RULES, metadata_tensors
+from refvl.trace import Trace
+from refvl.watch import TowerWatch
 
 ENCODERS = {family.version: family.encoder for family in FAMILIES if family.version}
 
@@ -278,6 +280,30 @@ def test_every_weight_is_trained(case):
     encoder = deepcopy(built(case))
     encoder(rows_for(case, case.small), case.small).square().sum().backward()
     assert [name for name, p in encoder.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+@every_case
+@torch.no_grad()
+def test_blocks_can_be_watched(case):
+    """A watched copy gives the same embeddings; in each block every patch stands in one segment, its weights sum to 1.
+
+    Segments never hold patches of two items. That the weights are right is tested in tests/journeys/test_watch.py.
+    """
+    encoder, rows = built(case), rows_for(case, case.mixed)
+    watch, trace = TowerWatch(encoder, attentions=True, hidden_states=True), Trace(metadata=[encoder.plan(case.mixed)])
+    assert torch.equal(watch.encoder(rows, metadata=trace.metadata[0]), encoder(rows, case.mixed))
+    watch.fill(trace)
+    counts = torch.tensor([count for count, _, _ in sizes_of(encoder, case.mixed)])
+    item_of = torch.arange(len(counts)).repeat_interleave(counts)
+    assert len(trace.tower_attentions) == len(trace.tower_hidden_states) - 1 == encoder.config.depth
+    for segments in trace.tower_attentions:
+        patches = torch.cat([segment.rows for segment in segments])
+        assert sorted(patches[patches >= 0].tolist()) == list(range(len(rows)))
+        for places, weights in segments:
+            assert len(item_of[places[places >= 0]].unique()) == 1
+            assert weights.shape == (encoder.config.num_heads, len(places), len(places))
+            assert_agree(weights.sum(-1), torch.ones(weights.shape[:2]), len(places))
+    assert {len(state) for state in trace.tower_hidden_states} == {len(rows)}
 
 
 # --- one item's nan stays its own -------------------------------------------------------------------------------------

@@ -139,11 +139,15 @@ def test_all_dense_model_is_llama_with_a_low_rank_query():
         weights[name.replace(found, names[found]) if found else name] = tensor
     llama.load_state_dict(weights)
     ids = torch.arange(20).view(2, 10)
-    expected, found = (m(input_ids=ids, output_hidden_states=True).hidden_states for m in (llama, model))
-    assert len(found) == len(expected) == 4 and model(input_ids=ids).hidden_states is None
-    for ours, theirs in zip(found, expected, strict=True):
-        assert_agree(ours, theirs, model)
-    assert_agree(model(input_ids=ids).last_hidden_state, expected[-1], model)
+    for m in (llama, model):
+        m.set_attn_implementation("eager")
+    expected, found = (m(input_ids=ids, output_hidden_states=True, output_attentions=True) for m in (llama, model))
+    assert len(found.hidden_states) == len(expected.hidden_states) == 4 and len(found.attentions) == 3
+    assert model(input_ids=ids).hidden_states is None and model(input_ids=ids).attentions is None
+    for name in ("hidden_states", "attentions"):
+        for ours, theirs in zip(found[name], expected[name], strict=True):
+            assert_agree(ours, theirs, model)
+    assert_agree(model(input_ids=ids).last_hidden_state, expected.hidden_states[-1], model)
 
 
 @pytest.mark.parametrize("pieces", [(9,), (8, 1), (3, 4, 2), (1,) * 9])

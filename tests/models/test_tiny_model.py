@@ -17,6 +17,7 @@ from data.training.tiny_model import PromptBuilder, TinyModel, row_mask
 from data.training.tiny_qwen2_5_vl import FAMILY
 from refvl.pixels import patches
 from refvl.positions import MediaSpan, get_mrope_input_positions
+from refvl.watch import media_attention
 
 FOLDER, WEIGHTS = FAMILY.folder, FAMILY.folder / "model.safetensors"
 FIRST = 100_000
@@ -240,3 +241,26 @@ def test_the_demo_files_are_the_demo_scenes_and_are_answered(model, clip):
     for kind in ("motion", "color") if clip else ("color", "shape", "place"):
         for question in scenes.all_questions(scene)[kind]:
             assert model.chat(question.text, **media, max_new_tokens=8) == question.answer
+
+
+def test_the_answer_looks_at_the_place_asked_about(model):
+    """Asked for the colour at a place, the last layer takes most from that place's token; chance is one in nine."""
+    found = shares = 0
+    for place, picture, question in _colors_at_places(40):
+        trace = model.trace(question.text, images=[picture], max_new_tokens=2, attentions=True)
+        looked = media_attention(trace)[-1].mean(0)  # heads averaged
+        found, shares = found + (int(looked.argmax()) == place), shares + float(looked[place])
+    assert found >= BAR * 40 and shares > 0.5 * 40
+
+
+def _colors_at_places(count: int):
+    """(place, picture, question) of scenes with a question for the colour of what is somewhere."""
+    for index in range(FIRST, FIRST + 10 * count):
+        scene = scenes.draw_scene("test", index)
+        asked = [q for q in scenes.all_questions(scene)["color_at"] if q.answer in scenes.COLORS]
+        if asked:
+            place = max((p for p in scenes.PLACES if p in asked[0].text), key=len)
+            yield scenes.PLACES.index(place), scenes.render(scene), asked[0]
+            count -= 1
+        if not count:
+            return

@@ -20,7 +20,6 @@ from refvl.positions import (
     restrict_positions,
     vision_rotary_cos_sin,
 )
-from refvl.viz.evs import draw_keep_mask
 from refvl.viz.style import AXIS_COLORS, TOKEN_COLORS
 
 THW = (3, 2, 4)  # merged
@@ -219,17 +218,6 @@ def png(view) -> bytes:
     return bytes(view.children[-1].value)
 
 
-def test_sliders_redraw_the_keep_mask():
-    pytest.importorskip("ipywidgets")
-    view = viz.explore_keep_mask(FRAMES, EMBEDS, THW, q=0.5)
-    first = png(view)
-    assert first.startswith(b"\x89PNG")
-    view.children[0].value = 0.9
-    assert png(view) != first
-    view.children[0].value = 0.5
-    assert png(view) == first
-
-
 def test_sliders_redraw_the_positions():
     pytest.importorskip("ipywidgets")
     view = viz.explore_positions(second_per_grid=1.0, side=3)
@@ -240,11 +228,22 @@ def test_sliders_redraw_the_positions():
     assert len(seen) == 3
 
 
-@pytest.mark.parametrize("q", [0.0, 0.5, 0.95])
-def test_the_slider_over_q_draws_what_evs_keeps(q):
-    """The callback itself: exceptions inside a widget do not fail a notebook."""
-    ax = draw_keep_mask(q, FRAMES, EMBEDS, THW)
-    assert ax.figure.get_suptitle() == f"q = {q:g}: {max(8, int(24 * (1 - q)))} of 24 tokens kept"
+def test_the_keep_mask_explorer_needs_no_model():
+    """Oracle: `compute_retention_mask` at every rate; of rates that keep the same tokens the smallest is offered."""
+    pytest.importorskip("anywidget")
+    explorer = viz.explore_keep_mask(FRAMES, EMBEDS, THW, q=0.5)
+    assert explorer.options == {"q": 0.5}
+    kept = [int(compute_retention_mask(EMBEDS, THW, 1, q / 20).sum()) for q in range(20)]
+    rates = [q / 20 for q in range(20) if kept.index(kept[q]) == q]
+    assert explorer.states == [(q,) for q in rates] and len(rates) > 5
+    for index, (q,) in enumerate(explorer.states):
+        row = explorer.row(index)
+        assert torch.equal(row["keep"], compute_retention_mask(EMBEDS, THW, 1, q))
+        assert row["positions"].shape == (3, row["tokens"]) and row["tokens"] == int(row["keep"].sum())
+        explorer.index = index
+        assert f"keeps {row['tokens']} of {len(EMBEDS)} tokens" in explorer.describe()
+    with pytest.raises(ValueError, match="model: this explorer was made from embeddings alone"):
+        explorer.ask({"again": ("Why?", FRAMES)})
 
 
 @pytest.mark.parametrize(("seconds", "side"), [(0.1, 1), (1.0, 4), (5.0, 10)])

@@ -1,0 +1,90 @@
+"""Who attends to whom: in the language model over a picture's tokens, in the tower over its patches.
+
+plot_attention      a picture, each of its cells shaded by what it is given
+plot_states         a map of the rows of a state, in colours of a projection
+explore_attention   where an answer looks, and where each patch does
+explore_tower       one patch from its pixels to its token
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Rectangle
+from torch import Tensor
+
+from refvl.checks import check_shape
+from refvl.viz.style import HIGHLIGHT, image_axes
+
+if TYPE_CHECKING:
+    from refvl.viz.explorers.attention import AttentionExplorer
+    from refvl.viz.explorers.tower import TowerExplorer
+
+_OPACITY = 0.75  # of the cell that is given most
+
+
+def plot_attention(
+    picture, weights_HW: Tensor, *, patch: tuple[int, int] | None = None, segments_HW=None, title: str = "", ax=None
+) -> Axes:
+    """A picture whose cells are the darker, the more attention they get; with few cells, the percentages too.
+
+    picture: a PIL image or (height, width, 3) array. weights_HW: (rows, columns), a share per cell. patch: the (row,
+    column) that attends, framed. segments_HW: (rows, columns) numbers; a line stands between cells of different ones.
+    """
+    rows, columns = check_shape(weights_HW, ("rows", "columns"), "weights_HW").shape
+    weights = weights_HW.float().numpy(force=True)
+    ax = image_axes(ax, title, figsize=(4.2, 4.2 * rows / columns + 0.6))
+    ax.imshow(picture, extent=(0, columns, rows, 0))
+    shade = np.empty((rows, columns, 4))
+    shade[..., :3], shade[..., 3] = to_rgb(HIGHLIGHT), _OPACITY * weights / max(weights.max(), 1e-9)
+    ax.imshow(shade, extent=(0, columns, rows, 0), interpolation="nearest")
+    if max(rows, columns) <= 8:
+        for (row, column), weight in np.ndenumerate(weights):
+            ax.text(column + 0.5, row + 0.5, f"{weight:.0%}", ha="center", va="center", fontsize=9,
+                    bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1})  # fmt: skip
+    if segments_HW is not None:
+        ax.add_collection(LineCollection(borders(segments_HW), colors="white", linewidths=2.5), autolim=False)
+    if patch is not None:
+        ax.add_patch(Rectangle(patch[::-1], 1, 1, fill=False, edgecolor="black", linewidth=3))
+    return ax
+
+
+def plot_states(
+    colors_HW3, *, segments_HW=None, patch: tuple[int, int] | None = None, title: str = "", ax=None
+) -> Axes:
+    """A colour per patch (rows, columns, 3) uint8. segments_HW, patch: as of `plot_attention`."""
+    rows, columns, _ = np.shape(colors_HW3)
+    ax = image_axes(ax, title, figsize=(3, 3 * rows / columns + 0.5))
+    ax.imshow(colors_HW3, extent=(0, columns, rows, 0), interpolation="nearest")
+    if segments_HW is not None:
+        ax.add_collection(LineCollection(borders(segments_HW), colors="white", linewidths=2), autolim=False)
+    if patch is not None:
+        ax.add_patch(Rectangle(patch[::-1], 1, 1, fill=False, edgecolor=HIGHLIGHT, linewidth=3))
+    return ax
+
+
+def borders(segments_HW) -> list[list[tuple[int, int]]]:
+    """Lines ((x, y), (x, y)) between neighbouring cells of different segments."""
+    segments = np.asarray(segments_HW)
+    below = [[(x, y + 1), (x + 1, y + 1)] for y, x in np.argwhere(np.diff(segments, axis=0))]
+    return below + [[(x + 1, y), (x + 1, y + 1)] for y, x in np.argwhere(np.diff(segments, axis=1))]
+
+
+def explore_attention(model, questions: Mapping[str, tuple[str, Any]]) -> "AttentionExplorer":
+    """Where an answer looks, by token, layer and head, and where each patch does, by block and head. Needs anywidget.
+
+    model: one of Qwen's or GLM's families. questions: name -> (prompt, image).
+    """
+    from refvl.viz.explorers.attention import AttentionExplorer
+
+    return AttentionExplorer(model, questions)
+
+
+def explore_tower(model, questions: Mapping[str, tuple[str, Any]]) -> "TowerExplorer":
+    """One patch from its pixels through every block to its token. Arguments as of `explore_attention`."""
+    from refvl.viz.explorers.tower import TowerExplorer
+
+    return TowerExplorer(model, questions)

@@ -1,0 +1,169 @@
+// The prompt and the picture under a new token's attention, every layer and head at once, and a patch's attention in
+// the tower with the borders of its windows.
+import { explorer } from "./shared.js";
+
+export default explorer(view => {
+  const W = 300, BARS = 60;
+  const asked = () => view.shared.questions[view.place("question")];
+  const token = () => view.place("token"), merge = () => view.shared.merge;
+  const cell = () => W / Math.max(...asked().grid);
+  const size = () => [asked().grid[1] * cell(), asked().grid[0] * cell()];
+  const columns = () => asked().grid[1] / merge();
+  const share = byte => byte / 255, percent = byte => `${Math.round(100 * share(byte))} %`;
+  const slice = (array, ...place) => {  // an array at `place` of its first axes
+    const length = array.shape.slice(place.length).reduce((a, b) => a * b, 1);
+    const start = place.reduce((sum, index, axis) => sum * array.shape[axis] + index, 0) * length;
+    return array.subarray(start, start + length);
+  };
+  const language = (layer, head) => slice(asked().language, token(), layer, head).subarray(0, asked().length + token());
+  const weights = () => language(view.place("layer"), view.place("head"));
+  const picture = all => all.subarray(asked().span[0], asked().span[0] + asked().span[1]);
+  const tower = patch => slice(asked().tower, view.place("block"), view.place("tower_head"), patch);
+  const segments = () => slice(asked().segments, view.place("block"));
+  const corner = patch => [asked().patches[2 * patch + 1] * cell(), asked().patches[2 * patch] * cell()];
+  const token_of = patch => Math.floor(patch / merge() ** 2);  // rows are in merge-block order
+  const sum = values => values.reduce((a, b) => a + b, 0);
+
+  function at(x, y) {
+    const column = Math.floor(x / cell()), row = Math.floor(y / cell()), { patches } = asked();
+    for (let i = 0; i < patches.length; i += 2) if (patches[i] === row && patches[i + 1] === column) return i / 2;
+    return -1;
+  }
+  function step(item, dx, dy) {
+    const [x, y] = corner(item), c = cell();
+    return at(x + c / 2 + dx * c, y + c / 2 + dy * c);
+  }
+  function shade(pen, x, y, side, byte, most) {
+    pen.globalAlpha = 0.8 * byte / Math.max(1, most);
+    pen.fillStyle = view.colors.highlight; pen.fillRect(x, y, side, side);
+    pen.globalAlpha = 1;
+  }
+  function label(pen, text, x, y) {
+    pen.font = "bold 12px system-ui, sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
+    pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(text, x, y);
+    pen.fillStyle = "#fff"; pen.fillText(text, x, y);
+  }
+  function frame(pen, patch, side, color) {
+    const [x, y] = corner(patch);
+    pen.strokeStyle = "#fff"; pen.lineWidth = 5; pen.strokeRect(x, y, side, side);
+    pen.strokeStyle = color; pen.lineWidth = 2.5; pen.strokeRect(x, y, side, side);
+  }
+
+  view.canvas({
+    name: () => `"${asked().prompt}" Choosing "${asked().answer[token()]}" (${Math.round(100 * asked().chances[token()])} %), ` +
+      `layer ${view.option("layer")}, head ${view.option("head")}: ${percent(sum(picture(weights())))} to the picture`,
+    size, at, step,
+    draw(pen, width, height) {
+      pen.drawImage(asked().photo, 0, 0, width, height);
+      const looked = picture(weights()), most = Math.max(...looked), side = merge() * cell();
+      looked.forEach((byte, t) => shade(pen, (t % columns()) * side, Math.floor(t / columns()) * side, side, byte, most));
+      if (side >= 40) looked.forEach((byte, t) =>
+        label(pen, percent(byte), (t % columns() + 0.5) * side, (Math.floor(t / columns()) + 0.5) * side));
+      if (view.item >= 0) frame(pen, token_of(view.item) * merge() ** 2, side, view.colors.highlight);
+    },
+  });
+
+  view.canvas({
+    name: () => {
+      const inside = segments().filter(s => s === segments()[0]).length < segments().length ? "windows" : "the whole picture";
+      return `tower, block ${view.option("block")} (${inside}), head ${view.option("tower_head")}: ` +
+        (view.item < 0 ? "point at a patch" : `what patch ${view.item} takes from the others`);
+    },
+    size, at, step,
+    draw(pen, width, height) {
+      pen.drawImage(asked().photo, 0, 0, width, height);
+      const c = cell(), seen = view.item < 0 ? [] : tower(view.item), most = Math.max(...seen);
+      seen.forEach((byte, patch) => shade(pen, ...corner(patch), c, byte, most));
+      pen.beginPath(); pen.strokeStyle = "#ffffff90"; pen.lineWidth = 0.5;
+      for (let x = c; x < width - 1; x += c) { pen.moveTo(x, 0); pen.lineTo(x, height); }
+      for (let y = c; y < height - 1; y += c) { pen.moveTo(0, y); pen.lineTo(width, y); }
+      pen.stroke();
+      for (const [color, thickness] of [["#000", 5], ["#fff", 3]]) {  // where the neighbour is in another window
+        pen.beginPath(); pen.strokeStyle = color; pen.lineWidth = thickness;
+        segments().forEach((segment, patch) => {
+          const [x, y] = corner(patch), right = step(patch, 1, 0), below = step(patch, 0, 1);
+          if (right >= 0 && segments()[right] !== segment) { pen.moveTo(x + c, y); pen.lineTo(x + c, y + c); }
+          if (below >= 0 && segments()[below] !== segment) { pen.moveTo(x, y + c); pen.lineTo(x + c, y + c); }
+        });
+        pen.stroke();
+      }
+      if (view.item >= 0) frame(pen, view.item, c, "#000");
+    },
+  });
+
+  const LEFT = 46, TOP = 18, GAP = 4;
+  const shape = () => asked().language.shape, small = () => (W - LEFT) / shape()[2];
+  view.canvas({
+    name: () => `every layer and head: the picture's tokens, by their share of "${asked().answer[token()]}"`,
+    size: () => [W, TOP + shape()[1] * small() * size()[1] / size()[0]],
+    drag(x, y) {
+      const head = Math.floor((x - LEFT) / small()), layer = Math.floor((y - TOP) / (small() * size()[1] / size()[0]));
+      if (head < 0 || head >= shape()[2] || layer < 0 || layer >= shape()[1]) return;
+      view.choose("layer", layer); view.choose("head", head);
+    },
+    draw(pen) {
+      const high = small() * size()[1] / size()[0], rows = asked().grid[0] / merge();
+      pen.fillStyle = view.colors.muted; pen.font = "11px system-ui, sans-serif"; pen.textBaseline = "middle";
+      for (let head = 0; head < shape()[2]; head++) {
+        pen.textAlign = "center"; pen.fillStyle = view.colors.muted;
+        pen.fillText(head ? head - 1 : "mean", LEFT + (head + 0.5) * small(), TOP / 2);
+        for (let layer = 0; layer < shape()[1]; layer++) {
+          const x = LEFT + head * small(), y = TOP + layer * high, looked = picture(language(layer, head));
+          const wide = (small() - GAP) / columns(), tall = (high - GAP) / rows;
+          pen.fillStyle = view.colors.empty; pen.fillRect(x, y, small() - GAP, high - GAP);
+          looked.forEach((byte, t) => {
+            pen.globalAlpha = share(byte); pen.fillStyle = view.colors.highlight;
+            pen.fillRect(x + (t % columns()) * wide, y + Math.floor(t / columns()) * tall, wide, tall);
+          });
+          pen.globalAlpha = 1;
+          if (layer === view.place("layer") && head === view.place("head")) {
+            pen.strokeStyle = view.colors.ink; pen.lineWidth = 2; pen.strokeRect(x, y, small() - GAP, high - GAP);
+          }
+          if (!head) {
+            pen.textAlign = "left"; pen.fillStyle = view.colors.muted;
+            pen.fillText(`layer ${layer}`, 0, y + high / 2);
+          }
+        }
+      }
+    },
+  });
+
+  view.canvas({
+    name: () => `where the whole prompt is looked at: ${asked().words.filter(Boolean).slice(0, asked().length).join(" ")}`,
+    caption: () => "the attention over the whole prompt: text, and the picture's tokens",
+    size: () => [2 * W + 24, BARS + 84],
+    draw(pen, width) {
+      const all = weights(), wide = width / all.length, [first, count] = asked().span, most = Math.max(...all);
+      all.forEach((byte, i) => {
+        const inside = i >= first && i < first + count;
+        pen.fillStyle = view.item >= 0 && i === first + token_of(view.item) ? view.colors.highlight
+          : view.colors[inside ? "image" : "text"];
+        const high = BARS * byte / Math.max(1, most);
+        pen.fillRect(i * wide + 1, BARS - high, Math.max(1, wide - 2), high);
+        pen.fillRect(i * wide + 1, BARS, Math.max(1, wide - 2), 2);
+        if (wide < 9) return;
+        pen.save(); pen.translate((i + 0.5) * wide, BARS + 6); pen.rotate(Math.PI / 2);
+        pen.font = "11px system-ui, sans-serif"; pen.textAlign = "left"; pen.textBaseline = "middle";
+        pen.fillStyle = view.colors.ink;
+        pen.fillText(inside ? i - first : asked().words[i].slice(0, 14), 0, 0); pen.restore();
+      });
+    },
+  });
+
+  view.readout(() => {
+    const t = token_of(view.item), [row, column] = asked().patches.slice(2 * view.item, 2 * view.item + 2), seen = tower(view.item);
+    const best = seen.indexOf(Math.max(...seen)), other = asked().patches.slice(2 * best, 2 * best + 2);
+    const own = sum(seen.filter((_, i) => segments()[i] === segments()[view.item]));
+    return `patch ${view.item} at (${row}, ${column}) is in token ${t} of the picture, which gets ${percent(picture(weights())[t])} ` +
+      `when "${asked().answer[token()]}" is chosen; the answer: ${asked().text}\n` +
+      `in block ${view.option("block")} it takes most, ${percent(seen[best])}, from patch (${other[0]}, ${other[1]}), ` +
+      `and ${percent(Math.min(255, own))} from its own window`;
+  });
+  return {
+    count: () => asked().patches.length / 2,
+    read: () => {
+      const all = slice(asked().tower, view.place("block"), view.place("tower_head"));
+      return { question: view.place("question"), token: token(), weights: weights(), segments: segments(), tower: all };
+    },
+  };
+});

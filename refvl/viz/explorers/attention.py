@@ -1,0 +1,122 @@
+"""Where does it look: what each new token takes from the prompt, and each patch from the picture."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.figure import Figure
+
+from refvl.viz.attention import plot_attention
+from refvl.viz.explorers.base import Control, Explorer, module, photo
+from refvl.viz.explorers.watched import Watched, as_bytes, dense, mean_first, watch_all, word_of
+from refvl.watch import media_attention
+
+LABELS = {
+    "question": "question", "token": "new token", "layer": "layer", "head": "head", "block": "block of the tower",
+    "tower_head": "its head",
+}  # fmt: skip
+MENUS = ("question", "token", "head", "tower_head")
+
+
+class AttentionExplorer(Explorer):
+    """Attention of the answer over the picture by layer and head, and of each patch by block and head of the tower.
+
+    Items are patches, numbered as the rows of the tower's input.
+    """
+
+    _esm = module("attention")
+    title = "Where does it look"
+
+    def __init__(self, model, questions: Mapping[str, tuple[str, Any]]):
+        self.model = model
+        super().__init__(**self._table(questions))
+        self.selected = next(iter(self.watched.values())).looked_at_most
+
+    def ask(self, questions: Mapping[str, tuple[str, Any]]) -> None:
+        """Ask the model again, name -> (prompt, image), and show that instead."""
+        self.fill(**self._table(questions))
+        self.selected = next(iter(self.watched.values())).looked_at_most
+
+    def _table(self, questions) -> dict[str, Any]:
+        watched = watch_all(self.model, questions)
+        self.watched = dict(zip(questions, watched, strict=True))
+        first = watched[0].trace
+        offered = {
+            "question": list(questions),
+            "token": list(range(1, max(len(w.answer) for w in watched) + 1)),
+            "layer": list(range(len(first.attentions))),
+            "head": ["mean", *range(len(first.attentions[0]))],
+            "block": list(range(len(first.tower_attentions))),
+            "tower_head": ["mean", *range(len(first.tower_attentions[0][0].weights))],
+        }
+        controls = [
+            Control(name, LABELS[name], options, kind="menu" if name in MENUS else "slider")
+            for name, options in offered.items()
+        ]
+        every = itertools.product(*offered.values())
+        shorter = min(len(w.answer) for w in watched) < offered["token"][-1]
+        return {
+            "controls": controls,
+            "shared": {"questions": [self._shown(w) for w in watched], "merge": watched[0].merge},
+            "states": [s for s in every if s[1] <= len(self.watched[s[0]].answer)] if shorter else None,
+            "start": (next(iter(questions)), 1, len(offered["layer"]) // 2, "mean", len(offered["block"]) // 2, "mean"),
+        }
+
+    def _shown(self, w: Watched) -> dict[str, Any]:
+        """What all states of one question draw from; shares as bytes."""
+        trace, [span] = w.trace, w.trace.spans
+        before = len(trace.input_ids) - 1
+        rows_LHTQ = torch.stack([weights[:, before:] for weights in trace.attentions])
+        read = [*trace.input_ids.tolist(), *trace.token_ids[:-1]]
+        return {
+            "photo": photo(w.picture), "grid": w.grid, "patches": w.patches, "prompt": w.prompt, "text": trace.text,
+            "answer": w.answer, "chances": w.chances, "span": [span.offset, span.num_tokens], "length": before + 1,
+            "words": ["" if span.offset <= i < span.offset + span.num_tokens else word_of(self.model, token)
+                      for i, token in enumerate(read)],
+            "language": as_bytes(mean_first(rows_LHTQ.transpose(0, 1)).permute(2, 1, 0, 3)),  # (T, layers, 1 + H, Q)
+            "tower": as_bytes(torch.stack([mean_first(dense(block)) for block in trace.tower_attentions])),
+            "segments": torch.stack([w.segments(block) for block in range(len(trace.tower_attentions))]),
+        }  # fmt: skip
+
+    def row(self, index: int) -> dict[str, Any]:
+        question, token, layer, head, block, tower_head = self.states[index]
+        number = list(self.watched).index(question)
+        shown = self.shared["questions"][number]
+        return {
+            "question": number, "token": token - 1,
+            "weights": shown["language"][token - 1, layer, _place(head), : shown["length"] + token - 1],
+            "tower": shown["tower"][block, _place(tower_head)], "segments": shown["segments"][block],
+        }  # fmt: skip
+
+    def figure(self) -> Figure:
+        o, w = self.options, self.watched[self.options["question"]]
+        h, width = (side // w.merge for side in w.grid)
+        looked = mean_first(media_attention(w.trace, token=o["token"] - 1)[o["layer"]])[_place(o["head"])]
+        figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 4.6), layout="constrained")
+        title = f'{w.prompt}\n"{w.answer[o["token"] - 1]}": layer {o["layer"]}, head {o["head"]}'
+        plot_attention(w.picture, looked.reshape(h, width), title=title, ax=left)
+        weights = mean_first(dense(w.trace.tower_attentions[o["block"]]))[_place(o["tower_head"])]
+        patch = max(self.selected, 0)
+        plot_attention(
+            w.picture, w.on_grid(weights[patch]), patch=tuple(w.patches[patch].tolist()),
+            segments_HW=w.on_grid(w.segments(o["block"])),
+            title=f"patch {patch} of the tower\nblock {o['block']}, head {o['tower_head']}", ax=right,
+        )  # fmt: skip
+        return figure
+
+    def describe(self) -> str:
+        o, w = self.options, self.watched[self.options["question"]]
+        looked = mean_first(media_attention(w.trace, token=o["token"] - 1)[o["layer"]])[_place(o["head"])]
+        heads = "all heads on average" if o["head"] == "mean" else f"head {o['head']}"
+        return (
+            f'Asked "{w.prompt}", the model answers "{w.trace.text}"; choosing "{w.answer[o["token"] - 1]}", {heads} '
+            f"of layer {o['layer']} give {float(looked.sum()):.0%} of the attention to the picture, "
+            f"{float(looked.max()):.0%} to one of its {len(looked)} tokens."
+        )
+
+
+def _place(head: str | int) -> int:
+    """Where a head stands in what `mean_first` gives."""
+    return 0 if head == "mean" else int(head) + 1

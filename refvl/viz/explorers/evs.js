@@ -1,0 +1,150 @@
+// The frames of a clip with pruned tokens covered, the positions of what is left, and what the model says at this rate.
+import { explorer } from "./shared.js";
+
+export default explorer(view => {
+  const GAP = 8, WIDE = 520, CHART = 190, LEFT = 40, RIGHT = 80;
+  const clip = () => view.shared.clips[view.row.clip], thw = () => clip().thw;
+  const per_frame = () => thw()[1] * thw()[2], count = () => thw()[0] * per_frame();
+  const columns = () => Math.min(5, thw()[0]), lines = () => Math.ceil(thw()[0] / columns());
+  const frame_width = () => Math.min(180, (760 - GAP) / columns());
+  const cell = () => { const [first] = clip().frames, w = frame_width(); return [w / thw()[2], w * first.height / first.width / thw()[1]]; };
+  const corner = token => {
+    const step = Math.floor(token / per_frame()), [w, h] = cell(), inside = token % per_frame();
+    return [(step % columns()) * (frame_width() + GAP) + (inside % thw()[2]) * w,
+      Math.floor(step / columns()) * (thw()[1] * h + GAP + 14) + 14 + Math.floor(inside / thw()[2]) * h];
+  };
+  const place = token => { let seen = -1; return clip().is_clip.findIndex(yes => yes && ++seen === token); };  // in the prompt
+  const percent = x => `${Math.round(100 * x)} %`;
+  const sum = values => values.reduce((a, b) => a + b, 0);
+
+  function at(x, y) {
+    for (let token = 0; token < count(); token++) {
+      const [left, top] = corner(token), [w, h] = cell();
+      if (x >= left && x < left + w && y >= top && y < top + h) return token;
+    }
+    return -1;
+  }
+  view.canvas({
+    name: () => `${clip().prompt || "a clip"}: at q = ${view.option("q")} EVS keeps ${sum(view.row.keep)} of ${count()} tokens`,
+    size: () => [columns() * (frame_width() + GAP), lines() * (thw()[1] * cell()[1] + GAP + 14)],
+    at,
+    step: (item, dx, dy) => {
+      const step = Math.floor(item / per_frame()), inside = item % per_frame(), x = inside % thw()[2] + dx;
+      if (x >= 0 && x < thw()[2]) {
+        const next = inside + dx + dy * thw()[2];
+        return next >= 0 && next < per_frame() ? step * per_frame() + next : -1;
+      }
+      return item + dx * (per_frame() - thw()[2] + 1);  // over to the next frame, same row
+    },
+    draw(pen) {
+      const [w, h] = cell();
+      for (let step = 0; step < thw()[0]; step++) {
+        const [x, y] = corner(step * per_frame()), kept = view.row.keep.subarray(step * per_frame(), (step + 1) * per_frame());
+        pen.drawImage(clip().frames[step], x, y, frame_width(), thw()[1] * h);
+        pen.font = "11px system-ui, sans-serif"; pen.textAlign = "left"; pen.textBaseline = "bottom";
+        pen.fillStyle = view.colors.muted; pen.fillText(`step ${step}: ${sum(kept)} kept`, x, y - 1);
+      }
+      view.row.keep.forEach((keep, token) => {
+        const [x, y] = corner(token);
+        if (keep) { pen.strokeStyle = view.colors.kept; pen.lineWidth = 2; pen.strokeRect(x + 1.5, y + 1.5, w - 3, h - 3); return; }
+        pen.globalAlpha = 0.86; pen.fillStyle = view.colors.empty; pen.fillRect(x, y, w, h); pen.globalAlpha = 1;
+      });
+      if (view.item < 0) return;
+      const [x, y] = corner(view.item);
+      pen.strokeStyle = view.colors.highlight; pen.lineWidth = 4; pen.strokeRect(x + 1, y + 1, w - 2, h - 2);
+    },
+  });
+
+  const length = () => clip().is_clip.length, most = () => Math.max(...clip().positions);
+  view.canvas({
+    name: () => `positions: ${view.row.tokens} of ${length()} prompt tokens are left, at the positions they had; delta ${view.row.delta}`,
+    size: () => [WIDE, CHART],
+    at: x => {
+      const i = Math.floor((x - LEFT) / (WIDE - LEFT) * length());
+      return clip().is_clip[i] ? sum(clip().is_clip.subarray(0, i)) : -1;
+    },
+    draw(pen, width, height) {
+      const wide = (width - LEFT) / length(), high = value => height - 22 - value / Math.max(1, most()) * (height - 40);
+      pen.font = "11px system-ui, sans-serif"; pen.textBaseline = "middle"; pen.textAlign = "right"; pen.fillStyle = view.colors.muted;
+      for (const value of [0, most()]) pen.fillText(value, LEFT - 5, high(value));
+      pen.textAlign = "left"; pen.fillText("token of the prompt; a gap is a pruned one", LEFT, height - 6);
+      ["t", "h", "w"].forEach((axis, i) => {
+        pen.fillStyle = view.colors[axis]; pen.fillText(axis, LEFT + 16 * i, 8);
+        view.row.kept.forEach((kept, token) => {
+          if (!kept) return;
+          const side = 7 - 2 * i;  // where axes agree, the later lies on the earlier
+          pen.fillRect(LEFT + (token + 0.5) * wide - side / 2, high(clip().positions[i * length() + token]) - side / 2, side, side);
+        });
+      });
+      if (view.item < 0) return;
+      pen.strokeStyle = view.colors.highlight; pen.lineWidth = 2;
+      pen.strokeRect(LEFT + place(view.item) * wide, 16, wide, height - 36);
+    },
+  });
+
+  view.canvas({
+    name: () => "what is left: tokens of the clip, tokens of the prompt, pairs that attend in a layer",
+    size: () => [240, 90],
+    draw(pen, width) {
+      const full = length(), left = view.row.tokens;
+      [["clip", sum(view.row.keep), count()], ["prompt", left, full], ["pairs", left * (left + 1) / 2, full * (full + 1) / 2]]
+        .forEach(([name, now, before], i) => {
+          const y = 30 * i + 4;
+          pen.fillStyle = view.colors.empty; pen.fillRect(56, y, width - 56, 18);
+          pen.fillStyle = view.colors.kept; pen.fillRect(56, y, (width - 56) * now / before, 18);
+          pen.font = "12px system-ui, sans-serif"; pen.textBaseline = "middle"; pen.fillStyle = view.colors.ink;
+          pen.textAlign = "left"; pen.fillText(name, 0, y + 9);
+          pen.font = "bold 12px system-ui, sans-serif"; pen.textAlign = "right"; pen.lineWidth = 3;
+          pen.strokeStyle = view.colors.surface; pen.strokeText(`${now} of ${before}`, width - 5, y + 9);
+          pen.fillText(`${now} of ${before}`, width - 5, y + 9);
+        });
+    },
+  });
+
+  const last_rate = () => clip().rates.at(-1), per_rate = () => (WIDE - LEFT - RIGHT) / last_rate();
+  const tones = () => ["highlight", "h", "t", "w"].map(name => view.colors[name]);
+  view.canvas({
+    name: () => clip().words.length
+      ? `the model says "${view.row.answer}"; its first word, at every q: ${clip().words.map((w, i) => `${w} ${percent(view.row.chances[i])}`).join(", ")}`
+      : "no model was asked: viz.explore_evs takes one",
+    size: () => [WIDE, clip().words.length ? CHART : 1],
+    drag(x) {
+      const wanted = (x - LEFT) / per_rate(), far = k => Math.abs(clip().rates[k] - wanted);
+      const near = clip().rates.reduce((best, _, k) => (far(k) < far(best) ? k : best), 0);
+      view.choose("q", view.options("q").indexOf(clip().rates[near]));
+    },
+    draw(pen, width, height) {
+      if (!clip().words.length) return;
+      const across = q => LEFT + q * per_rate(), high = p => height - 24 - p * (height - 36);
+      pen.font = "11px system-ui, sans-serif"; pen.fillStyle = view.colors.muted; pen.strokeStyle = view.colors.line;
+      pen.textBaseline = "middle"; pen.textAlign = "right"; pen.lineWidth = 1;
+      for (const p of [0, 0.5, 1]) {
+        pen.fillText(percent(p), LEFT - 4, high(p));
+        pen.beginPath(); pen.moveTo(LEFT, high(p)); pen.lineTo(across(last_rate()), high(p)); pen.stroke();
+      }
+      pen.textAlign = "center"; pen.textBaseline = "bottom";
+      for (const q of [0, 0.2, 0.4, 0.6, 0.8]) if (q <= last_rate()) pen.fillText(`q = ${q}`, across(q), height - 4);
+      const here = across(view.option("q"));
+      pen.strokeStyle = view.colors.ink; pen.lineWidth = 2; pen.setLineDash([4, 3]);
+      pen.beginPath(); pen.moveTo(here, high(1)); pen.lineTo(here, high(0)); pen.stroke(); pen.setLineDash([]);
+      clip().words.forEach((word, i) => {
+        pen.strokeStyle = pen.fillStyle = tones()[i]; pen.lineWidth = 2.5; pen.beginPath();
+        clip().rates.forEach((q, k) => pen.lineTo(across(q), high(clip().curves[k][i])));
+        pen.stroke();
+        pen.beginPath(); pen.arc(here, high(view.row.chances[i]), 4.5, 0, 7); pen.fill();
+      });
+      pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = "bold 12px system-ui, sans-serif";
+      clip().words.forEach((word, i) => { pen.fillStyle = tones()[i]; pen.fillText(word.slice(0, 10), across(last_rate()) + 6, 14 + 18 * i); });
+    },
+  });
+
+  view.readout(() => {
+    const i = place(view.item), [t, h, w] = [0, 1, 2].map(axis => clip().positions[axis * length() + i]);
+    const step = Math.floor(view.item / per_frame()), inside = view.item % per_frame();
+    return `token ${view.item} of the clip: step ${step}, row ${Math.floor(inside / thw()[2])}, column ${inside % thw()[2]}; ` +
+      `${view.row.keep[view.item] ? "kept" : "pruned"} at q = ${view.option("q")}\n` +
+      `token ${i} of the full prompt, at position (t, h, w) = (${t}, ${h}, ${w})` +
+      (view.row.keep[view.item] ? `, now number ${sum(view.row.kept.subarray(0, i))} of the prompt` : "");
+  });
+  return { count };
+});

@@ -1,0 +1,128 @@
+"""One patch through the tower: its pixels, its row, every block, the merger, its token."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from refvl.pixels.patches import unpatchify
+from refvl.viz.attention import plot_states
+from refvl.viz.explorers.base import Control, Explorer, module, photo
+from refvl.viz.explorers.watched import Watched, as_bytes, watch_all
+from refvl.viz.style import HIGHLIGHT
+from refvl.watch import media_attention
+
+COMMON = 0.98  # share of the values that the colours tell apart; the others are cut off
+
+
+class TowerExplorer(Explorer):
+    """What becomes of each patch of a picture, state by state of the tower.
+
+    Colours are the first three principal components of all patches' states, of all pictures and blocks together, so
+    that a colour means the same everywhere; those of the tokens, which are wider, are of their own. Items are patches,
+    numbered as the rows of the tower's input.
+    """
+
+    _esm = module("tower")
+    title = "One patch through the tower"
+
+    def __init__(self, model, questions: Mapping[str, tuple[str, Any]]):
+        self.model = model
+        super().__init__(**self._table(questions))
+        self.selected = next(iter(self.watched.values())).looked_at_most
+
+    def ask(self, questions: Mapping[str, tuple[str, Any]]) -> None:
+        """Ask the model again, name -> (prompt, image), and show that instead."""
+        self.fill(**self._table(questions))
+        self.selected = next(iter(self.watched.values())).looked_at_most
+
+    def _table(self, questions) -> dict[str, Any]:
+        watched = watch_all(self.model, questions)
+        self.watched = dict(zip(questions, watched, strict=True))
+        blocks = [_name(i, watched[0].segments(i)) for i in range(len(watched[0].trace.tower_attentions))]
+        stages = ["patch embedding", *blocks]
+        colors = project_colors([torch.stack(w.trace.tower_hidden_states) for w in watched])
+        token_colors = project_colors([w.trace.embeds[0] for w in watched])
+        return {
+            "controls": [
+                Control("picture", "picture", list(questions), kind="menu"),
+                Control("stage", "after", stages),
+            ],
+            "shared": {
+                "pictures": [self._shown(*each) for each in zip(watched, colors, token_colors, strict=True)],
+                "merge": watched[0].merge,
+            },
+            "start": (next(iter(questions)), stages[len(stages) // 2]),
+        }
+
+    def _shown(self, w: Watched, colors: np.ndarray, token_colors: np.ndarray) -> dict[str, Any]:
+        """What all states of one picture draw from."""
+        trace, config = w.trace, self.model.processor.image_config
+        [frame, *_] = unpatchify(trace.patches[0].pixel_values, (1, *w.grid), config)
+        size = config.patch_size
+        tiles = frame.reshape(w.grid[0], size, w.grid[1], size, 3).transpose(0, 2, 1, 3, 4)
+        looked = media_attention(trace).mean(1)[-1]  # (M,) of the first new token in the last layer, all heads
+        return {
+            "photo": photo(w.picture), "grid": w.grid, "patches": w.patches, "prompt": w.prompt, "answer": trace.text,
+            "word": w.answer[0], "colors": colors,  # (stages, N, 3)
+            "norms": torch.stack([state.float().norm(dim=-1) for state in trace.tower_hidden_states]),
+            "segments": torch.stack([torch.zeros(len(w.patches)), *map(w.segments, range(len(colors) - 1))]).int(),
+            "pixels": tiles[tuple(w.patches.T.numpy())].transpose(0, 3, 1, 2),  # (N, 3, P, P)
+            "values": config.patch_values, "offset": trace.spans[0].offset, "tokens": token_colors,
+            "looked": as_bytes(looked),
+        }  # fmt: skip
+
+    def row(self, index: int) -> dict[str, Any]:
+        picture, stage = self.states[index]
+        number, after = list(self.watched).index(picture), self.controls[1]["options"].index(stage)
+        shown = self.shared["pictures"][number]
+        return {"picture": number, "stage": after} | {
+            name: shown[name][after] for name in ("colors", "norms", "segments")
+        }
+
+    def figure(self) -> Figure:
+        w, row = self.watched[self.options["picture"]], self.row(self.index)
+        patch = max(self.selected, 0)
+        place = tuple(w.patches[patch].tolist())
+        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(9, 3.6), layout="constrained")
+        plot_states(np.asarray(w.picture), title=w.prompt, ax=left)
+        colors, segments = w.on_grid(torch.from_numpy(row["colors"])).numpy(), w.on_grid(row["segments"])
+        plot_states(colors, segments_HW=segments, patch=place, title=f"after {self.options['stage']}", ax=middle)
+        names = self.controls[1]["options"]
+        norms = self.shared["pictures"][row["picture"]]["norms"]
+        right.plot(norms.numpy(force=True), color="0.8", lw=1)
+        right.plot(norms[:, patch].numpy(force=True), color=HIGHLIGHT, lw=3, label=f"patch {patch}")
+        right.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
+        right.set(title="norm of each patch's state", ylabel="norm")
+        right.legend(fontsize=8)
+        return figure
+
+    def describe(self) -> str:
+        w, norms = self.watched[self.options["picture"]], self.row(self.index)["norms"]
+        return (
+            f'The {len(norms)} patches of the picture asked "{w.prompt}" (answer: {w.trace.text}), after '
+            f"{self.options['stage']}: their states have norms of {float(norms.min()):.1f} to {float(norms.max()):.1f}."
+        )
+
+
+def _name(block: int, segments: Tensor) -> str:
+    return f"block {block} ({'windows' if segments.any() else 'whole picture'})"
+
+
+def project_colors(states: list[Tensor]) -> list[np.ndarray]:
+    """(..., E) states -> (..., 3) uint8: red, green and blue are the first three principal components of all."""
+    all_NE = torch.cat([state.flatten(0, -2) for state in states]).double()
+    mean = all_NE.mean(0)
+    directions = torch.linalg.eigh((all_NE - mean).T @ (all_NE - mean)).eigenvectors[:, -3:].flip(1)  # (E, 3)
+    largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
+    directions = directions * largest.sign()  # either sign is right: the largest entry is positive
+    low, high = torch.quantile((all_NE - mean) @ directions, torch.tensor([1 - COMMON, COMMON]).double(), dim=0)
+    return [
+        (((state.double() - mean) @ directions - low) / (high - low).clamp(min=1e-9)).clamp(0, 1).mul(255).round()
+        .to(torch.uint8).numpy(force=True)
+        for state in states
+    ]  # fmt: skip

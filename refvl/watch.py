@@ -1,0 +1,175 @@
+"""What `VLM.trace(..., attentions=True, hidden_states=True)` keeps: who attends to whom, what passes between blocks.
+
+    share_weights      a module once more, on the same weights
+    TowerWatch         an encoder copied like that, with hooks; what they kept fills a trace
+    LanguageWatch      a language model likewise
+    media_attention    what a new token takes from each token of a picture or clip
+    probabilities      of every word of the vocabulary, where each new token was chosen
+    SegmentAttention   what the rows of one window, frame, slice or square of the tower take from each other
+
+The hooks are on the copies, so no other call runs through them, in no thread; no forward knows of them, and graphs,
+whose replays hand nothing out, are left alone. The towers' weights come from the queries and keys that their attention
+is given, those of the language model from transformers, which has them with eager attention only.
+
+Shape suffixes: N patch rows, E tower width, H heads, K head dimension, S rows of a segment; Q queries and T keys of a
+step of generation.
+"""
+
+import copy
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.generation.utils import GenerateOutput
+
+from refvl.attention import Segments
+from refvl.language.model import CausalTextModel
+from refvl.trace import Trace
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class SegmentAttention(NamedTuple):
+    """The attention inside one segment of a block."""
+
+    rows: Tensor  # (S,) int64 patch rows, media end to end in the order of `Trace.patches`; -1: a class token
+    weights: Tensor  # (H, S, S): query, key; over the keys they sum to 1
+
+
+def share_weights(module: Module) -> Module:
+    """A copy with modules, hooks and configs of its own, and the same tensors."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+
+
+class TowerWatch:
+    """An encoder on shared weights, `encoder`, that keeps what the blocks of its tower do in the forwards to come."""
+
+    def __init__(self, encoder: Any, *, attentions: bool, hidden_states: bool):
+        self.encoder = share_weights(encoder)
+        blocks = list(self.encoder.blocks)
+        self.segments = [list[list[Tensor]]() for _ in blocks if attentions]  # per block and run of the blocks
+        self.states = [list[Tensor]() for _ in range(len(blocks) + 1) if hidden_states]
+        if attentions:
+            for block, kept in zip(blocks, self.segments, strict=True):
+                block.register_forward_pre_hook(partial(_watch_segments, kept))
+        if hidden_states:
+            blocks[0].register_forward_pre_hook(lambda _, args: self.states[0].append(args[0]))
+            for block, states in zip(blocks, self.states[1:], strict=True):
+                block.register_forward_hook(partial(_keep_output, states))
+
+    def fill(self, trace: Trace) -> None:
+        """`tower_attentions` and `tower_hidden_states`, by the plans in the trace's `metadata`, one per forward."""
+        rows, start = list[Tensor](), 0  # per run of the blocks, the patch row at each place, counted over all forwards
+        for metadata in trace.metadata:
+            runs = self.encoder.block_rows(metadata)
+            rows += [torch.where(places < 0, places, places + start) for places in runs]
+            start += sum(int((places >= 0).sum()) for places in runs)
+        if rows:
+            trace.tower_attentions = [_by_segment(runs, rows) for runs in self.segments]
+            trace.tower_hidden_states = [_in_patch_order(runs, rows) for runs in self.states]
+
+
+class LanguageWatch:
+    """A language model on shared weights, `language_model`, whose `generate` hands out more: `options` ask for it."""
+
+    def __init__(self, language_model: CausalTextModel, *, attentions: bool, hidden_states: bool):
+        self.language_model = share_weights(language_model)
+        self.options = {"output_attentions": attentions, "output_hidden_states": hidden_states}
+        if attentions:
+            self.language_model.set_attn_implementation("eager")
+
+    def fill(self, trace: Trace, output: GenerateOutput) -> None:
+        """`attentions` and `hidden_states`; transformers gives each per token, and all of the prompt's at once."""
+        if output.attentions is not None:
+            trace.attentions = [_square(steps) for steps in zip(*output.attentions, strict=True)]
+        if output.hidden_states is not None:
+            trace.hidden_states = [torch.cat(steps, dim=1)[0] for steps in zip(*output.hidden_states, strict=True)]
+
+
+def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
+    """(layers, H, M): what new token `token`, while it is chosen, takes from each token of a medium; 0 if pruned.
+
+    trace: with attentions. Raises ValueError where it has none, and for media and tokens that are not there.
+    """
+    if not trace.attentions:
+        raise ValueError("trace: has no attentions; ask for them by trace(..., attentions=True)")
+    for name, value, count in (("medium", medium, len(trace.patches)), ("token", token, len(trace.token_ids))):
+        if not 0 <= value < count:
+            raise ValueError(f"{name}: must lie in [0, {count}), got {value}")
+    runs = [len(patches.merged.runs) for patches in trace.patches]
+    spans = trace.spans[sum(runs[:medium]) : sum(runs[: medium + 1])]
+    places = torch.cat([torch.arange(span.offset, span.offset + span.num_tokens) for span in spans])
+    keys = (trace.keep.cumsum(0) - 1).clamp(min=0)[places]  # where each token of the full prompt is among those kept
+    taken = torch.stack([weights[:, len(trace.input_ids) - 1 + token] for weights in trace.attentions])
+    return taken[..., keys] * trace.keep[places].to(taken)
+
+
+@torch.inference_mode()
+def probabilities(language_model: CausalTextModel, trace: Trace) -> Tensor:
+    """(T, vocabulary) before each of T new tokens; trace: with hidden states. Raises ValueError where it has none."""
+    if not trace.hidden_states:
+        raise ValueError("trace: has no hidden states; ask for them by trace(..., hidden_states=True)")
+    return language_model.lm_head(trace.hidden_states[-1][len(trace.input_ids) - 1 :]).float().softmax(-1)
+
+
+class _WatchedSegments:
+    """Stands for the `Segments` that a block is given, and keeps the weights of each of them."""
+
+    def __init__(self, segments: Segments, kept: list[list[Tensor]]):
+        self.segments, self.kept = segments, kept
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.segments, name)
+
+    def attend(self, q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, backend: str) -> Tensor:
+        lengths = self.segments.cu_seqlens.diff().tolist()
+        pairs = zip(q_NHK.split(lengths), k_NHK.split(lengths), strict=True)
+        self.kept.append([attention_weights(q_SHK, k_SHK) for q_SHK, k_SHK in pairs])
+        return self.segments.attend(q_NHK, k_NHK, v_NHK, backend)
+
+
+def attention_weights(q_SHK: Tensor, k_SHK: Tensor) -> Tensor:
+    """(H, S, S): the softmax, in float32 as transformers' eager attention has it, of products over sqrt(K)."""
+    scores_HSS = q_SHK.transpose(0, 1) @ k_SHK.permute(1, 2, 0) * q_SHK.shape[-1] ** -0.5
+    return scores_HSS.softmax(-1, dtype=torch.float32).to(q_SHK.dtype)
+
+
+def _watch_segments(kept: list[list[Tensor]], block: nn.Module, args: tuple) -> tuple:
+    return tuple(_WatchedSegments(arg, kept) if isinstance(arg, Segments) else arg for arg in args)
+
+
+def _keep_output(states: list[Tensor], block: nn.Module, args: tuple, output: Tensor) -> None:
+    states.append(output)
+
+
+def _by_segment(runs: list[list[Tensor]], rows: list[Tensor]) -> list[SegmentAttention]:
+    return [
+        SegmentAttention(*pair)
+        for weights, places in zip(runs, rows, strict=True)
+        for pair in zip(places.split([w.shape[-1] for w in weights]), weights, strict=True)
+    ]
+
+
+def _in_patch_order(runs: list[Tensor], rows: list[Tensor]) -> Tensor:
+    """(N, E), class tokens left out."""
+    state, places = torch.cat(runs), torch.cat(rows)
+    is_patch = places >= 0
+    return state[is_patch][places[is_patch].argsort()]
+
+
+def _square(steps: Sequence[Tensor]) -> Tensor:
+    """Weights (1, H, Q, T) of the prompt and of each new token -> (H, all Q, all Q), zero for keys not yet there.
+
+    T may be less than all keys so far (a sliding window: the last ones) or more (a static cache: room behind them).
+    """
+    total, seen, rows = sum(step.shape[2] for step in steps), 0, []
+    for step in steps:
+        seen += step.shape[2]
+        weights_HQT = step[0, :, :, :seen]
+        rows.append(F.pad(weights_HQT, (seen - weights_HQT.shape[-1], total - seen)))
+    return torch.cat(rows, dim=1)

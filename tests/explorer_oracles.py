@@ -1,0 +1,184 @@
+"""What every explorer of the gallery has to show in a state, computed again by refvl's functions without its table."""
+
+from functools import cache
+
+import numpy as np
+import torch
+
+from refvl.pixels.media import load_image
+from refvl.pixels.patches import plan_grid
+from refvl.positions import compute_retention_mask, get_window_index, merge_block_coordinates, restrict_positions
+from refvl.viz.explorers.mrope import QUERY, SECTIONS
+from refvl.viz.explorers.tower import project_colors
+from refvl.viz.patches import with_token_budget
+
+
+def windows(explorer, state: tuple) -> dict:
+    name, budget, size = state
+    picture = load_image(explorer.images[name])
+    grid = plan_grid(picture.height, picture.width, with_token_budget(explorer.config, budget))
+    index, lengths = get_window_index([grid], window_size=size)
+    return {
+        "photo": list(explorer.images).index(name), "grid": grid[1:], "patches": merge_block_coordinates([grid]),
+        "window_index": index, "cu_window_seqlens": lengths,
+    }  # fmt: skip
+
+
+def positions(explorer, state: tuple) -> dict:
+    """The rule read token by token: text counts on all axes, a medium starts where the text stopped, text goes on after
+    the largest position. The other conventions change what a step lasts, or where text goes on."""
+    *sizes, convention = state
+    prompt, family = explorer.prompt(*sizes), sizes[0]
+    starts = {span.offset: (span, kind) for span, kind in zip(prompt.spans, prompt.kinds, strict=True)}
+    rows = {"positions": [], "other": []}
+    places, kinds, extents = [], [], []
+    for which, rule in (("positions", "nothing"), ("other", convention)):
+        token = follows = 0
+        while token < len(prompt.ids):
+            span, kind = starts.get(token, (None, ""))
+            if span is None:
+                rows[which].append((follows,) * 3)
+                token, follows = token + 1, follows + 1
+                continue
+            factor = span.t_factor
+            if "whole seconds" in rule and span.t > 1:
+                factor = 2.0 * int(span.t_factor / 2)
+            thw = [(t, h, w) for t in range(span.t) for h in range(span.h) for w in range(span.w)]
+            rows[which] += [(follows + int(t * factor), follows + h, follows + w) for t, h, w in thw]
+            costs = {"larger side": max(span.h, span.w), "its width": span.w}
+            cost = next((cost for part, cost in costs.items() if part in rule), None)
+            follows += max(int((span.t - 1) * factor) + 1, span.h, span.w) if cost is None else cost
+            token += span.num_tokens
+    for token in range(len(prompt.ids)):
+        inside = [(s, k) for s, k in starts.values() if s.offset <= token < s.offset + s.num_tokens]
+        kinds.append({"": 0, "image": 1, "video": 2}[inside[0][1] if inside else ""])
+        place, extent = (0, 0, 0), (1, 1, 1)
+        for span, kind in inside:
+            t, rest = divmod(token - span.offset, span.h * span.w)
+            before = sum(s.t for s, k in starts.values() if k == kind == "video" and s.offset < span.offset)
+            total = sum(s.t for s, k in starts.values() if k == "video") if kind == "video" else 1
+            place, extent = (before + t, *divmod(rest, span.w)), (total, span.h, span.w)
+        places.append(place)
+        extents.append(extent)
+    found = {name: np.array(row).T for name, row in rows.items()}
+    if "bfloat16" in convention:  # eight bits: from 256 on every second, from 512 on every fourth, ties to even
+        step = 2.0 ** np.maximum(np.floor(np.log2(np.maximum(found["other"], 1))) - 7, 0)
+        found["other"] = (np.round(found["other"] / step) * step).astype(int)
+    deltas = {name: int(row.max()) + 1 - row.shape[1] for name, row in found.items()}
+    tokenizer = explorer.processors[family].tokenizer
+    return {
+        "positions": found["positions"], "delta": deltas["positions"],
+        "words": np.array([explorer.shared["words"].index(tokenizer.decode([int(i)])) for i in prompt.ids]),
+        "kinds": np.array(kinds), "places": np.array(places), "extents": np.array(extents),
+        "other": None if convention == "nothing" else found["other"],
+        "other_delta": None if convention == "nothing" else deltas["other"],
+    }  # fmt: skip
+
+
+def mrope(explorer, state: tuple) -> dict:
+    """The definition in float64: plane i turns by position / theta^(i / planes), the score is the mean cosine."""
+    (sections, interleaved), theta, *key = SECTIONS[state[0]], *state[1:]
+    planes = sum(sections)
+    if interleaved:  # t, h, w in turns while h and w have planes left, then t
+        axes = [i % 3 if i % 3 and i // 3 < sections[i % 3] else 0 for i in range(planes)]
+    else:
+        axes = [0] * sections[0] + [1] * sections[1] + [2] * sections[2]
+    turn = np.array([theta ** (-i / planes) for i in range(planes)])
+    angles, query = np.array(key)[axes] * turn, np.array(list(QUERY.values()))[axes] * turn
+    cosines = np.cos(angles - query) / planes
+    parts = np.array([cosines[np.array(axes) == axis].sum() for axis in range(3)])
+    return {"axes": np.array(axes), "cos": np.cos(angles), "sin": np.sin(angles), "parts": parts, "score": parts.sum()}
+
+
+def assert_agree(got, wanted, name: str = "row") -> None:
+    """Nested numbers and texts are the same, whatever holds them; numbers with a fraction as 32 bits tell them.
+
+    A float32 has 24 bits; angles of up to 16 rad take 4 of them, sums of up to 64 terms 6: 1e-5 of the largest is left
+    with room to spare for other processors.
+    """
+    if isinstance(wanted, dict):
+        assert got.keys() == wanted.keys(), name
+        for key in wanted:
+            assert_agree(got[key], wanted[key], f"{name}[{key!r}]")
+    elif isinstance(wanted, list | tuple) and any(isinstance(item, dict | str) or np.ndim(item) for item in wanted):
+        assert len(got) == len(wanted), name
+        for i, (one, other) in enumerate(zip(got, wanted, strict=True)):
+            assert_agree(one, other, f"{name}[{i}]")
+    elif isinstance(wanted, str) or wanted is None:
+        assert got == wanted, name
+    else:
+        found, right = np.asarray(got, dtype=np.float64).ravel(), np.asarray(wanted, dtype=np.float64).ravel()
+        assert found.shape == right.shape, name
+        whole = np.asarray(wanted).dtype.kind in "biu"
+        np.testing.assert_allclose(found, right, rtol=0, atol=0 if whole else 1e-5 * max(1, np.abs(right).max()))
+
+
+@cache
+def watched(model, asked):
+    return model.trace(asked.prompt, images=[asked.picture], attentions=True, hidden_states=True)
+
+
+def segments_of(trace, block: int) -> torch.Tensor:
+    """(N,) by going through the windows patch by patch."""
+    numbers = torch.zeros(len(trace.patches[0].pixel_values), dtype=torch.int64)
+    for number, (rows, _) in enumerate(trace.tower_attentions[block]):
+        for patch in rows.tolist():
+            numbers[patch] = number
+    return numbers
+
+
+def of_head(weights: torch.Tensor, head) -> torch.Tensor:
+    return (255 * (weights.mean(0) if head == "mean" else weights[head])).round().int()
+
+
+def attention(explorer, state: tuple) -> dict:
+    question, token, layer, head, block, tower_head = state
+    asked = explorer.watched[question]
+    trace = watched(explorer.model, asked)
+    read = len(trace.input_ids) + token - 1  # tokens that are there when this one is chosen
+    tower = torch.zeros(len(trace.tower_attentions[block][0].weights), *[len(trace.patches[0].pixel_values)] * 2)
+    for rows, weights in trace.tower_attentions[block]:
+        for query, patch in enumerate(rows.tolist()):
+            tower[:, patch, rows] = weights[:, query]
+    return {
+        "question": list(explorer.watched).index(question), "token": token - 1,
+        "weights": of_head(trace.attentions[layer][:, read - 1, :read], head), "tower": of_head(tower, tower_head),
+        "segments": segments_of(trace, block),
+    }  # fmt: skip
+
+
+def tower(explorer, state: tuple) -> dict:
+    picture, stage = state
+    traces = [watched(explorer.model, asked) for asked in explorer.watched.values()]
+    number, after = list(explorer.watched).index(picture), explorer.controls[1]["options"].index(stage)
+    trace = traces[number]
+    none = torch.zeros(len(trace.patches[0].pixel_values), dtype=torch.int64)
+    return {
+        "picture": number, "stage": after,
+        "colors": project_colors([torch.stack(t.tower_hidden_states) for t in traces])[number][after],
+        "norms": trace.tower_hidden_states[after].float().norm(dim=-1),
+        "segments": segments_of(trace, after - 1) if after else none,
+    }  # fmt: skip
+
+
+def evs(explorer, state: tuple) -> dict:
+    question, q = state
+    number = [clip["name"] for clip in explorer.clips].index(question)
+    shared = explorer.clips[number]["shared"]
+    trace = explorer.model.trace(
+        shared["prompt"], videos=[explorer.clips[number]["video"]], pruning_rate=q, hidden_states=True
+    )
+    keep = compute_retention_mask(trace.embeds[0], shared["thw"], 1, q)
+    positions, delta = restrict_positions(trace.full_positions, trace.keep)
+    logits = explorer.model.language_model.lm_head(trace.hidden_states[-1][len(trace.input_ids) - 1]).detach()
+    chances = dict(enumerate(logits.softmax(-1).tolist()))
+    words = {explorer.model.processor.tokenizer.decode([token]).replace(" ", "␣"): p for token, p in chances.items()}
+    return {
+        "keep": keep, "kept": trace.keep, "positions": positions, "delta": delta, "tokens": len(trace.input_ids),
+        "answer": trace.text, "chances": [round(words[word], 4) for word in shared["words"]], "clip": number,
+    }  # fmt: skip
+
+
+ORACLES = {
+    "windows": windows, "positions": positions, "mrope": mrope, "attention": attention, "tower": tower, "evs": evs,
+}  # fmt: skip

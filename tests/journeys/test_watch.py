@@ -1,0 +1,242 @@
+"""What `trace(..., attentions=True, hidden_states=True)` keeps.
+
+Oracles: of the language model transformers' text model with eager attention, given the whole conversation at once
+(Step3's is refvl's own, which tests/language compares with Llama); of the towers of Qwen and GLM transformers' towers,
+their eager attention overheard; of the others the softmax written out.
+"""
+
+import functools
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_step3_checkpoint
+from checkpoint_factory_minicpmv import VERSIONS, make_minicpmv_checkpoint
+from closeness import assert_agree, roundings
+from torch import Tensor
+from towers import CLASSES, frames_of, random_patches, random_rows, randomize, same_weights, transformers_tower
+from transformers import AutoModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen2_vl.modeling_qwen2_vl import eager_attention_forward
+
+import refvl
+from refvl.trace import Trace
+from refvl.watch import TowerWatch, share_weights
+
+RANDOM = np.random.default_rng(0)
+WIDE = RANDOM.integers(0, 256, (84, 196, 3), dtype=np.uint8)
+TALL = RANDOM.integers(0, 256, (112, 60, 3), dtype=np.uint8)
+MOVING = RANDOM.integers(0, 256, (6, 90, 120, 3), dtype=np.uint8)
+BOTH = {"attentions": True, "hidden_states": True}
+CLIPS = ("qwen2_5_vl", "glm4v", "glm4v_moe", "glm_ocr", "4.0", "4.5")
+FAMILIES = ["qwen2_5_vl", "glm4v", "glm4v_moe", "glm_ocr", "step3", "2.0", "4.0", "4.5"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """name -> a model with random weights, made when it is first asked for."""
+
+    @functools.cache
+    def make(name: str):
+        folder = tmp_path_factory.mktemp("watch") / name
+        folder.mkdir()
+        if name == "qwen2_5_vl":
+            make_checkpoint(folder)
+        elif name == "step3":
+            make_step3_checkpoint(folder)
+        elif name in VERSIONS:
+            make_minicpmv_checkpoint(folder, name)
+        else:
+            make_glm_checkpoint(folder, name, "Glm46VProcessor" if name == "glm_ocr" else "Glm4vProcessor")
+        return refvl.load(folder, device="cpu", progress=False)
+
+    return make
+
+
+@functools.cache
+def watched(model, name: str) -> Trace:
+    """Two pictures of different shapes and, where there are clips, one that is pruned where it can be."""
+    clip = {"videos": [MOVING]} if name in CLIPS else {}
+    rate = {"pruning_rate": 0.5} if clip and name not in VERSIONS else {}
+    return model.trace("Which?", images=[WIDE, TALL], max_new_tokens=6, min_new_tokens=4, **clip, **rate, **BOTH)
+
+
+def assert_weights_agree(actual: Tensor, expected: Tensor, steps: int) -> None:
+    """A weight is off by at most as much as its score is, and the smallest weight tells how large scores are."""
+    assert_agree(actual, expected, steps, scale=-float(expected[expected > 0].log().min()))
+
+
+# ---------------------------------------------------------------------------------------------- language model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_language_model_equals_transformers(models, name):
+    """One forward of transformers' text model over prompt and answer, against prefill and steps with a cache."""
+    model = models(name)
+    trace, text = watched(model, name), model.language_model
+    oracle = AutoModel.from_config(deepcopy(text.config), attn_implementation="eager").eval()
+    oracle.load_state_dict(text.model.state_dict())
+    answer, length = torch.tensor(trace.token_ids[:-1]), len(trace.input_ids)
+    embeds = torch.cat([trace.inputs_embeds, text.get_input_embeddings()(answer)])  # scaled in MiniCPM-V 2.0
+    steps = trace.positions[:, -1:] + 1 + torch.arange(len(answer))
+    positions = torch.cat([trace.positions, steps], dim=1)[:, None]
+    positions = positions if model.family.name.startswith(("Qwen", "GLM")) else positions[0]
+    want = oracle(
+        inputs_embeds=embeds[None], position_ids=positions, use_cache=False,
+        output_attentions=True, output_hidden_states=True,
+    )  # fmt: skip
+    queries = length + len(answer)
+    assert {tuple(a.shape) for a in trace.attentions} == {(text.config.num_attention_heads, queries, queries)}
+    assert len(trace.attentions) + 1 == len(trace.hidden_states) == text.config.num_hidden_layers + 1
+    if trace.keep_masks[-1] is not None:
+        assert length < len(trace.full_ids)
+    for ours, theirs in zip(trace.attentions, want.attentions, strict=True):
+        assert_weights_agree(ours, theirs[0], roundings(oracle))
+        assert not ours.triu(1).any()
+    for ours, theirs in zip(trace.hidden_states, want.hidden_states, strict=True):
+        assert_agree(ours, theirs[0], roundings(oracle))
+
+
+@pytest.mark.parametrize(
+    ("text_config", "options"),
+    [({}, {"cache_implementation": "static"}), ({"use_sliding_window": True, "sliding_window": 9}, {})],
+    ids=["static cache", "sliding window"],
+)
+def test_keys_stand_at_their_tokens_whatever_the_cache(tmp_path, text_config, options):
+    """Oracle: transformers' one pass. A static cache has room behind the keys, a window drops the first ones."""
+    more = {"max_window_layers": 0, "layer_types": ["sliding_attention"] * 3} if text_config else {}
+    model = refvl.load(make_checkpoint(tmp_path, text_config=text_config | more), device="cpu", progress=False)
+    trace = model.trace("Which?", images=[TALL], max_new_tokens=6, min_new_tokens=4, attentions=True, **options)
+    text = model.language_model
+    oracle = AutoModel.from_config(deepcopy(text.config), attn_implementation="eager").eval()
+    oracle.load_state_dict(text.model.state_dict())
+    answer = torch.tensor(trace.token_ids[:-1])
+    embeds = torch.cat([trace.inputs_embeds, oracle.embed_tokens(answer)])
+    positions = torch.cat([trace.positions, trace.positions[:, -1:] + 1 + torch.arange(len(answer))], dim=1)
+    with torch.no_grad():
+        want = oracle(inputs_embeds=embeds[None], position_ids=positions[:, None], output_attentions=True)
+    for ours, theirs in zip(trace.attentions, want.attentions, strict=True):
+        assert_weights_agree(ours, theirs[0], roundings(oracle))
+    assert (trace.attentions[0][:, -1] == 0).any() == bool(text_config)
+
+
+# ------------------------------------------------------------------------------------------------------- towers
+
+GRIDS = [(1, 8, 12), (3, 6, 10), (1, 2, 2)]
+
+
+def eager_attention(kept: list[Tensor]):
+    """An attention for transformers' towers: their eager one, its weights kept."""
+
+    def attend(module, query, key, value, attention_mask, scaling, **kwargs):
+        out, weights = eager_attention_forward(module, query, key, value, attention_mask, scaling, **kwargs)
+        kept.append(weights[0])
+        return out, weights
+
+    return attend
+
+
+@pytest.mark.parametrize("family", sorted(CLASSES))
+@torch.no_grad()
+def test_tower_equals_transformers(family, monkeypatch):
+    """Segment by segment and block by block; their rows are told apart by what the patch embedding makes of them."""
+    config, kept = CLASSES[family].config_class.tiny(), list[Tensor]()
+    theirs = transformers_tower(family, config, std=0.08)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "overheard", eager_attention(kept))
+    theirs.config._attn_implementation = "overheard"
+    watch = TowerWatch(same_weights(family, theirs, config), **BOTH)
+    patches, trace = random_patches(GRIDS, config), Trace(metadata=[watch.encoder.plan(GRIDS)])
+    want = theirs(patches, torch.tensor(frames_of(GRIDS)), output_hidden_states=True)
+    watch.encoder(patches, metadata=trace.metadata[0])
+    watch.fill(trace)
+    steps, kept_ = roundings(theirs), iter(kept)
+    order = torch.cdist(trace.tower_hidden_states[0], want.hidden_states[0]).argmin(1)  # where their rows are
+    assert sorted(order.tolist()) == list(range(len(patches)))
+    assert torch.equal(order, torch.arange(len(patches))) == (family != "qwen2_5_vl")
+    for block in trace.tower_attentions:
+        assert torch.equal(order[torch.cat([rows for rows, _ in block])], torch.arange(len(patches)))
+        for _, weights in block:
+            assert_weights_agree(weights, next(kept_), steps)
+    assert next(kept_, None) is None
+    for ours, state in zip(trace.tower_hidden_states[:-1], want.hidden_states, strict=False):
+        assert_agree(ours, state[order], steps)
+
+
+@pytest.mark.parametrize("name", ["step3", "2.0", "4.5"])
+@torch.no_grad()
+def test_towers_without_rotary_equal_the_formula(models, name):
+    """Oracle: softmax(q k / sqrt(K)) in float64 over the rows of a segment, head by head, from the kept states."""
+    encoder = randomize(deepcopy(models(name).encoder), 0.08)
+    layouts = {"step3": [(1, 2), (0, 0)]}.get(name, [((2, 3), (3, 3)), ((4, 2), (1, 3))])
+    watch, trace = TowerWatch(encoder, **BOTH), Trace(metadata=[encoder.plan(layouts[:1]), encoder.plan(layouts[1:])])
+    for layout, metadata in zip(layouts, trace.metadata, strict=True):  # as a long encode, in two forwards
+        [layout] = encoder.check_layouts([layout])
+        watch.encoder(random_rows(encoder.item_size(layout)[0], encoder.config.patch_values), metadata=metadata)
+    watch.fill(trace)
+    for block, segments, state in zip(
+        encoder.blocks, trace.tower_attentions, trace.tower_hidden_states[:-1], strict=True
+    ):
+        for rows, weights in segments:
+            is_patch = rows >= 0  # class tokens are no patches: without them the ratios of the weights are known
+            weights = weights[:, is_patch][:, :, is_patch]
+            expected = slow_weights(block, state[rows[is_patch]])
+            assert_weights_agree(weights / weights.sum(-1, keepdim=True), expected, roundings(encoder))
+
+
+def slow_weights(block, x_SE: Tensor) -> Tensor:
+    """(H, S, S) float64 of a SigLIP or Step3 block; Step3 norms what attention gives, not what it is given."""
+    attention = block.self_attn
+    step3 = hasattr(attention, "qkv_proj")
+    q, k, _ = (attention.qkv_proj if step3 else attention.qkv)(x_SE if step3 else block.layer_norm1(x_SE)).chunk(3, -1)
+    heads = zip(q.double().chunk(attention.num_heads, -1), k.double().chunk(attention.num_heads, -1), strict=True)
+    return torch.stack([(q @ k.T / q.shape[1] ** 0.5).softmax(-1) for q, k in heads])
+
+
+# --------------------------------------------------------------------------------------------------- the border
+
+
+def test_a_run_that_is_watched_is_the_same_run(models):
+    """Oracle: the run without, and the model afterwards: no hook, no other attention, no tensor of its own."""
+    model = models("qwen2_5_vl")
+    options = {"images": [TALL], "videos": [MOVING], "pruning_rate": 0.5, "max_new_tokens": 6}
+    before = model.trace("Which?", **options)
+    for asked in (BOTH, {"attentions": True}, {"hidden_states": True}):
+        trace = model.trace("Which?", **options, **asked)
+        assert trace.token_ids == before.token_ids and trace.text == before.text
+        assert all(torch.equal(a, b) for a, b in zip(trace.embeds, before.embeds, strict=True))
+        assert bool(trace.attentions) == bool(trace.tower_attentions) == ("attentions" in asked)
+        assert bool(trace.hidden_states) == bool(trace.tower_hidden_states) == ("hidden_states" in asked)
+    assert not (before.attentions or before.hidden_states or before.tower_attentions or before.tower_hidden_states)
+    modules = [*model.encoder.modules(), *model.language_model.modules()]
+    assert not any(module._forward_pre_hooks for module in modules)
+    assert not any(module._forward_hooks for module in model.encoder.modules())  # transformers' stay, and sleep
+    assert model.language_model.config._attn_implementation == "sdpa"
+    copy = share_weights(model.language_model)
+    pairs = zip(copy.parameters(), model.language_model.parameters(), strict=True)
+    assert all(a is b for a, b in pairs) and not set(modules) & set(copy.modules())
+
+
+def test_graphs_are_left_alone(models, tmp_path):
+    """A replay hands nothing out: a watched run is eager, and the next one replays again."""
+    model = refvl.load(make_checkpoint(tmp_path), device="cpu", progress=False, graphs=True)
+    usual, trace = model.trace("Which?", images=[TALL]), model.trace("Which?", images=[TALL], attentions=True)
+    assert usual.graph_batches and not trace.graph_batches
+    assert trace.tower_attentions and trace.text == usual.text
+    assert model.trace("Which?", images=[TALL]).graph_batches
+
+
+def test_without_media_there_is_no_tower_to_watch(models):
+    trace = models("qwen2_5_vl").trace("Which?", max_new_tokens=3, **BOTH)
+    assert trace.attentions and trace.hidden_states and not (trace.tower_attentions or trace.tower_hidden_states)
+
+
+def test_what_cannot_be_watched_is_refused(models):
+    model = models("qwen2_5_vl")
+    with pytest.raises(ValueError, match="num_beams: must be 1 with attentions or hidden_states, got 2"):
+        model.trace("Which?", attentions=True, num_beams=2)
+    with pytest.raises(TypeError, match="hidden_states: expected True or False, got str"):
+        model.trace("Which?", hidden_states="all")
+    with pytest.raises(ValueError, match="attentions"):
+        model.chat("Which?", attentions=True)
