@@ -14,8 +14,8 @@ from refvl import positions as positions
 from refvl import processors as processors
 from refvl import tools as tools
 from refvl import viz as viz
-from refvl.comparison import compare as compare
 from refvl import watch as watch
+from refvl.comparison import compare as compare
 from refvl.loading import load as load
 from refvl.pipeline import VLM as VLM
 from refvl.trace import Trace as Trace
