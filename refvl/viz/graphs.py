@@ -41,7 +41,7 @@ def plot_recording(graph: TraceGraph, buffers: Mapping[str, Tensor], *, ax: Axes
     ax = axes_or_new(ax, figsize=(10, 0.24 * len(rows) + 1.4))
     ax.plot([rows[kind] for kind in kinds], "|", color="0.65", ms=7)
     for (name, tensors), color in zip(buffers.items(), STAGE_COLORS, strict=False):
-        readers = [i for i, operation in enumerate(graph.operations) if _reads(operation, tensors)]
+        readers = [i for i, operation in enumerate(graph.operations) if operation.reads(*tree_leaves(tensors))]
         ax.plot(readers, [rows[kinds[i]] for i in readers], "o", color=color, ms=5, label=f"reads {name}")
     ax.set_yticks(range(len(rows)), [f"{kind}  ({kinds.count(kind)})" for kind in rows], size=8)
     ax.set(xlabel="position in the recording", title=f"{len(kinds)} recorded operations", ylim=(len(rows) - 0.4, -0.6))
@@ -54,12 +54,6 @@ def _kind(operation: Operation) -> str:
     """`aten.mul.Tensor` -> `mul`; very long names are cut."""
     name = str(operation.function).split(".")[1].strip("_")
     return name if len(name) <= 24 else f"{name[:23]}…"
-
-
-def _reads(operation: Operation, buffers) -> bool:
-    memory = {buffer.untyped_storage().data_ptr() for buffer in tree_leaves(buffers)}
-    tensors = [leaf for leaf in tree_leaves((operation.args, operation.kwargs)) if isinstance(leaf, Tensor)]
-    return any(tensor.untyped_storage().data_ptr() in memory for tensor in tensors)
 
 
 def plot_buffers(buffers, planned, names: Sequence[str] | None = None, *, ax=None) -> np.ndarray:
