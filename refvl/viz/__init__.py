@@ -17,11 +17,13 @@ from refvl.viz.glm4v import (
     plot_timelines,
 )
 from refvl.viz.graphs import (
+    explore_graph,
     explore_packing,
     plot_buffers,
     plot_packing,
     plot_recording,
     plot_replay_timings,
+    plot_stale_errors,
     plot_waste,
 )
 from refvl.viz.minicpmv import (
@@ -48,6 +50,7 @@ from refvl.viz.windows import explore_windows, plot_attention_segments, plot_win
 __all__ = [
     "explore_assignment",
     "explore_crops",
+    "explore_graph",
     "explore_keep_mask",
     "explore_packing",
     "explore_positions",
@@ -89,6 +92,7 @@ __all__ = [
     "plot_slices",
     "plot_speed_up",
     "plot_stage_timings",
+    "plot_stale_errors",
     "plot_time_shift",
     "plot_timelines",
     "plot_waste",

@@ -1,0 +1,50 @@
+"""The arithmetic of one image, and of one video, in all families at their true sizes: `python -m benchmarks.families`.
+
+Counted, not timed: what the tower and the prefill multiply and add, for images of growing side and videos of growing
+length, sampled as each family does. Only the medium is counted, not the words around it. With --write the result goes
+to data/measurements/families.json. Divided by what a device computes in a second it is a time that no run can be below.
+"""
+
+import typer
+from PIL import Image
+
+from benchmarks.graphs import PEAK
+from benchmarks.report import PrintedTable, Write, write_measurement
+from refvl.loading import load
+from refvl.paths import DATA
+from refvl.tools.arithmetic import encoder_operations, prefill_operations
+from refvl.tools.costs import blank_clip, plan_media
+
+CONFIGS = {
+    "Qwen2.5-VL": "Qwen2.5-VL-7B-Instruct", "GLM-4.1V": "GLM-4.1V-9B-Thinking",
+    "MiniCPM-V 4.5": "MiniCPM-V-4_5", "Step3-VL": "Step3",
+}  # fmt: skip
+SIDES = (112, 224, 448, 672, 896, 1344, 1792, 2240, 2688, 3584)  # px
+SECONDS = (2, 5, 10, 20, 40, 80, 160)
+CLIP_SIZE = (640, 360)  # px
+
+
+def run(write: Write = False) -> None:
+    """Arithmetic per family, by size of an image and length of a video."""
+    columns = {"family": "<14", "medium": "<20", "tokens": ">7", "tower": ">9", "prefill": ">9"}
+    rows, table = [], PrintedTable("operations, 10^12", columns)
+    for family, config in CONFIGS.items():
+        model = load(DATA / f"configs/{config}.json", weights="random", device="meta", progress=False)
+        media = {("image", side): Image.new("RGB", (side, side)) for side in SIDES}
+        if model.processor.video_config is not None:
+            media |= {("video", seconds): blank_clip(model, seconds, *CLIP_SIZE) for seconds in SECONDS}
+        for (kind, size), medium in media.items():
+            plan = plan_media(model, medium)
+            work = {
+                "tower": encoder_operations(model.encoder, [plan.layout]),
+                "prefill": prefill_operations(model.language_model, plan.tokens),
+            }
+            rows.append({"family": family, "kind": kind, "size": size, "tokens": plan.tokens, **work})
+            what = f"{kind} of {size} {'px' if kind == 'image' else 's'}"
+            table.add(family, what, plan.tokens, *(f"{operations / 1e12:.2f}" for operations in work.values()))
+    if write:
+        write_measurement("families", {"configs": CONFIGS, "clip_size": CLIP_SIZE, "peak": PEAK, "rows": rows})
+
+
+if __name__ == "__main__":
+    typer.run(run)

@@ -1,0 +1,108 @@
+"""Graph step-through: the recorded operations of a tower, what each reads, and a buffer that is not refilled."""
+
+import itertools
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from refvl.graphs import EncoderGraphManager, TraceGraph, replay_stale
+from refvl.graphs.recorder import Operation
+from refvl.pipeline import VLM
+from refvl.trace import Trace
+from refvl.viz.explorers.base import Control, Explorer, module, photo
+from refvl.viz.graphs import kind_of_operation, plot_stale_errors
+
+NONE = "none: all are refilled"
+
+
+class GraphExplorer(Explorer):
+    """Items are the recorded operations, in order. Two images of a Qwen2.5-VL run one after the other through a graph.
+
+    The embeddings of every stale replay are handed to the language model, which answers the question about `image`.
+    """
+
+    _esm = module("graph")
+    title = "Graph step-through"
+
+    def __init__(self, model: VLM, before, image, question: str, *, max_new_tokens: int = 16):
+        first, run = model.trace(question, images=[before], max_new_tokens=1), model.trace(question, images=[image])
+        (patches,), (_, h, w) = run.patches, run.patches[0].merged.thw
+        budget = 2 ** (max(len(embeds) for embeds in (*first.embeds, *run.embeds)) - 1).bit_length()
+        manager = EncoderGraphManager(model.encoder, budgets=[budget], max_frames=1, backend="trace", progress=False)
+        manager.capture()
+        captured = manager.captured[budget]
+        assert isinstance(captured.graph, TraceGraph)
+        self.operations, self.question, self.grid = captured.graph.operations, question, (h, w)
+        buffers = captured.buffers
+        replays = replay_stale(captured, _batch(first), _batch(run))
+        rows = []
+        for replay in replays.values():
+            embeds = replay.outputs[: h * w]
+            answer, probability = _answer(model, run, embeds)
+            rows.append(
+                {
+                    "operations": _levels(replay.errors),
+                    "tokens": ((embeds - run.embeds[0]).norm(dim=1) / run.embeds[0].norm(dim=1)).view(h, w),
+                    "answer": answer,
+                    "probability": round(probability, 4),
+                }
+            )
+        shared = {
+            "question": question,
+            "right": rows[0]["answer"],
+            "photos": {"before": photo(first.media[0], side=160), "image": photo(run.media[0], side=160)},
+            "buffers": [{"name": name, "shape": list(buffer.shape)} for name, buffer in buffers.items()],
+            "groups": group_operations(self.operations, model.encoder),
+            "kinds": [kind_of_operation(operation) for operation in self.operations],
+            "shapes": [" ".join(map(str, operation.outputs[0].shape)) or "1" for operation in self.operations],
+            "reads": np.array([[operation.reads(b) for b in buffers.values()] for operation in self.operations]),
+        }
+        controls = [Control("stale", "buffer not refilled", [NONE, *buffers], kind="menu")]
+        super().__init__(controls, rows, shared=shared, start=("window_index",))
+        self.selected = int(np.argmax(shared["reads"][:, list(buffers).index("window_index")]))
+
+    def figure(self) -> Figure:
+        figure, axes = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained", width_ratios=(3, 1))
+        plot_stale_errors(self.row(self.index), self.shared["groups"], title=self.describe(), ax=axes)
+        return figure
+
+    def describe(self) -> str:
+        stale, row, right = self.options["stale"], self.row(self.index), self.row(0)
+        what = "With every buffer refilled" if stale == NONE else f"With {stale} not refilled"
+        asked = f"{what}, the model answers {row['answer']!r} to {self.question!r}"
+        return f"{asked} (right: {right['answer']!r})." if row["answer"] != right["answer"] else f"{asked}."
+
+
+def group_operations(operations: Sequence[Operation], encoder: torch.nn.Module) -> list[dict]:
+    """Consecutive operations of one part of the tower: its name, and how many; `""` is what the tower does itself."""
+    names = {id(part): name for name, part in encoder.named_modules()}
+    parts = [names[id(operation.module)].split(".") for operation in operations]
+    blocks = [".".join(part[: 1 + (part[0] == "blocks")]) for part in parts]
+    return [{"name": name, "count": len(list(group))} for name, group in itertools.groupby(blocks)]
+
+
+def _batch(run: Trace) -> tuple[Tensor, object]:
+    """(patch rows, plan) of a run on one image."""
+    return run.patches[0].pixel_values, run.metadata[0]
+
+
+def _levels(errors: Sequence[float]) -> np.ndarray:
+    """Relative errors on a logarithmic scale in 255 steps: 0 for none, 1 for 1e-4 and less, 255 for 1 and more."""
+    values = np.nan_to_num(np.array(errors), nan=1.0, posinf=1.0)
+    steps = np.clip(1 + 254 * (np.log10(values.clip(min=1e-9)) + 4) / 4, 1, 255)
+    return np.where(values > 0, steps, 0).astype(np.uint8)
+
+
+def _answer(model: VLM, run: Trace, embeds: Tensor) -> tuple[str, float]:
+    """What the model says with these embeddings of the image, and the probability of its first token."""
+    ids = run.full_ids[None]
+    output = model.generate(
+        ids, image_embeds=[embeds], image_grid_thw=run.layouts, max_new_tokens=16,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    answer = model.processor.text(output.sequences[0, ids.shape[1] :].tolist())
+    return answer, float(output.logits[0][0].softmax(-1).max())
