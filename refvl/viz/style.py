@@ -11,13 +11,29 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-AXIS_COLORS = {"t": "#d1495b", "h": "#00798c", "w": "#edae49"}  # time, height, width
-TOKEN_COLORS = {"text": "#c9ced6", "image": "#3d5a80", "video": "#8d5a97"}
-KEPT, PRUNED = "#2a9d8f", "#e9e9e9"
+# One palette for figures and explorers. With the surface, text (ink, muted) has a contrast of at least 4.5, marks of 3;
+# the three axes, and the three kinds of token, stay apart for colour-blind readers. `empty` is the absence of a mark.
+THEMES = {
+    "light": {
+        "surface": "#ffffff", "ink": "#1c1c1c", "muted": "#5a6069", "line": "#8a8f98", "empty": "#e9e9e9",
+        "t": "#b3264a", "h": "#0072a8", "w": "#c08400",
+        "text": "#868e99", "image": "#2f7ed8", "video": "#8a1f6b", "kept": "#1b7f74", "highlight": "#d95f02",
+    },
+    "dark": {
+        "surface": "#111111", "ink": "#e8e8e8", "muted": "#a9b1bc", "line": "#747c88", "empty": "#30343a",
+        "t": "#f2728f", "h": "#4fb3e8", "w": "#f0c05a",
+        "text": "#79828f", "image": "#7cc0ff", "video": "#c45fd6", "kept": "#3dbfae", "highlight": "#ff9a3d",
+    },
+}  # fmt: skip
+_LIGHT = THEMES["light"]
+AXIS_COLORS = {axis: _LIGHT[axis] for axis in "thw"}  # time, height, width
+TOKEN_COLORS = {kind: _LIGHT[kind] for kind in ("text", "image", "video")}
+KEPT, PRUNED = _LIGHT["kept"], _LIGHT["empty"]
 UNUSED: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.6", "hatch": "////", "linewidth": 0}  # padding, waiting
 STAGE_COLORS = color_sequences["tab10"]
 SEQUENCE_CMAP = "viridis"  # order along a sequence, first to last
-HIGHLIGHT = "#ff7f0e"  # what a figure points at
+SEQUENCE_RANGES = {"light": (0.0, 0.85), "dark": (0.25, 1.0)}  # the part of it that stands out from the surface
+HIGHLIGHT = _LIGHT["highlight"]  # what a figure points at
 
 
 def notebook_figures(dpi: int = 80) -> None:
@@ -35,14 +51,29 @@ def notebook_figures(dpi: int = 80) -> None:
 
 def encode_if_lighter(kind: str, figure: Figure) -> bytes | None:
     """The figure as "png" or "jpeg", or None when the other one is smaller."""
+    picture = _rendered(figure)
+    buffer = io.BytesIO()
+    picture.save(buffer, "jpeg", quality=72, optimize=True)
+    encoded = {"png": _png(picture), "jpeg": buffer.getvalue()}
+    sizes = {name: len(data) for name, data in encoded.items()}
+    return encoded[kind] if kind == min(sizes, key=sizes.__getitem__) else None
+
+
+def png_of(figure: Figure) -> bytes:
+    """The figure as PNG of few colours, also where JPEG would be lighter."""
+    return _png(_rendered(figure))
+
+
+def _rendered(figure: Figure) -> Image.Image:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", bbox_inches="tight")
-    picture = Image.open(buffer).convert("RGB")
-    encoded = {"png": io.BytesIO(), "jpeg": io.BytesIO()}
-    picture.quantize(128, dither=Image.Dither.NONE).save(encoded["png"], "png", optimize=True)
-    picture.save(encoded["jpeg"], "jpeg", quality=72, optimize=True)
-    sizes = {name: len(data.getvalue()) for name, data in encoded.items()}
-    return encoded[kind].getvalue() if kind == min(sizes, key=sizes.__getitem__) else None
+    return Image.open(buffer).convert("RGB")
+
+
+def _png(picture: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    picture.quantize(128, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
+    return buffer.getvalue()
 
 
 def axes_or_new(ax: Axes | None, *, figsize: tuple[float, float] = (6, 4)) -> Axes:

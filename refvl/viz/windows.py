@@ -1,6 +1,7 @@
 """Windows: which tokens share one, in what order they come, which see each other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -14,8 +15,11 @@ from torch import Tensor
 from refvl.checks import check_shape
 from refvl.pixels.patches import PatchConfig
 from refvl.positions import get_window_index, invert_permutation
-from refvl.viz.patches import draw_grid, show_resized, with_token_budget, write_numbers
-from refvl.viz.style import PRUNED, SEQUENCE_CMAP, axes_or_new, interactive
+from refvl.viz.patches import draw_grid, show_resized, write_numbers
+from refvl.viz.style import PRUNED, SEQUENCE_CMAP, SEQUENCE_RANGES, axes_or_new
+
+if TYPE_CHECKING:
+    from refvl.viz.explorers.windows import WindowsExplorer
 
 
 def plot_windows(
@@ -57,7 +61,7 @@ def segment_numbers(cu_seqlens: Tensor) -> Tensor:
 
 def sequence_colors(count: int) -> np.ndarray:
     """(count, 3) colours from first to last."""
-    return plt.get_cmap(SEQUENCE_CMAP)(np.linspace(0, 0.85, max(count, 1)))[:, :3]
+    return plt.get_cmap(SEQUENCE_CMAP)(np.linspace(*SEQUENCE_RANGES["light"], max(count, 1)))[:, :3]
 
 
 def _outline_windows(ax: Axes, window_HW: Tensor, step: int) -> list[tuple[float, float]]:
@@ -122,15 +126,15 @@ def plot_attention_segments(
     return ax
 
 
-def explore_windows(image, config: PatchConfig, *, max_tokens: int = 512, window_sizes: Sequence[int] = (56, 112, 224)):
-    """Sliders over the pixel budget, in merged tokens, and the side of a window. Needs ipywidgets."""
-    import ipywidgets
+def explore_windows(
+    image, config: PatchConfig, *, max_tokens: int = 512, window_sizes: Sequence[int] = (56, 112, 224, 448)
+) -> "WindowsExplorer":
+    """Patches, merge blocks and windows while the pixel budget and the side of a window change. Needs anywidget.
 
-    def draw(budget: int, window_size: int) -> Axes:
-        return plot_windows(image, with_token_budget(config, budget), window_size=window_size)
+    image: anything `load_image` takes, or a dict of several by name. max_tokens: the largest budget, in merged tokens.
+    window_sizes: pixels; a size that gives the same windows as a smaller one is left out.
+    """
+    from refvl.viz.explorers.windows import WindowsExplorer
 
-    budget = ipywidgets.IntSlider(
-        value=max_tokens // 4, min=4, max=max_tokens, step=4, description="max tokens", continuous_update=False
-    )
-    side = ipywidgets.SelectionSlider(options=list(window_sizes), value=112, description="window, px")
-    return interactive(draw, budget=budget, window_size=side)
+    images = image if isinstance(image, Mapping) else {"photo": image}
+    return WindowsExplorer(images, config, max_tokens=max_tokens, window_sizes=window_sizes)

@@ -208,15 +208,11 @@ def test_resize_slider_redraws_with_the_budget():
     assert png(view) == before  # a function of the slider alone
 
 
-def test_window_sliders_redraw():
-    view = viz.explore_windows(WIDE, CONFIG, max_tokens=128, window_sizes=(56, 112))
-    budget, side, _ = view.children
-    seen = {png(view)}
-    side.value = 56
-    seen.add(png(view))
-    budget.value = 12
-    seen.add(png(view))
-    assert len(seen) == 3 and not plt.get_fignums()
+def test_windows_are_explored_under_every_budget_and_size_that_differ():
+    """280 x 196 px: 10 x 7 merged tokens at most; windows of 448 px hold all of them, like those of 280."""
+    explorer = viz.explore_windows(WIDE, CONFIG, max_tokens=128, window_sizes=(56, 112, 280, 448))
+    assert {size for _, _, size in explorer.states} == {56, 112, 280}
+    assert {budget for _, budget, _ in explorer.states} <= set(range(4, 71)) and explorer.options["window"] == 112
 
 
 @pytest.mark.parametrize("tokens", [1, 12, 500])

@@ -1,0 +1,49 @@
+"""Explorers: Python computes a table, one plain ES module draws it, in Jupyter and on a page without a kernel.
+
+How to write one, NAME, in four steps; `windows.py` and `windows.js` are the example:
+
+1. `NAME.py`, a subclass of `Explorer` whose `__init__` fills the table with numbers of refvl's functions:
+
+       class NameExplorer(Explorer):
+           _esm = module("NAME")
+           title = "What it is"
+
+           def __init__(self, ...):
+               super().__init__(
+                   [Control("budget", "max tokens", [64, 128, 256]), Control("window", "window, px", [56, 112])],
+                   rows,              # a dict per state: all that is drawn there, and only that
+                   shared={...},      # what all states draw; pictures by `photo(image)`
+                   start=(128, 112),  # an option per control: the middle of the story
+               )
+
+           def figure(self):          # the state shown as a matplotlib Figure, by plot_* functions
+           def describe(self):        # the state shown as one plain sentence: alt text, and what a terminal prints
+
+   Values are nested lists and dicts, numbers, strings, arrays and tensors; equal arrays are kept once. The states are
+   all combinations of options, the last control fastest. Where combinations repeat others or do not exist, name those
+   that do: `states=[(64, 56), (128, 56), (128, 112)]`. A control then offers the options that exist with those of the
+   controls before it. An explorer too large for a dict per state overrides `row(index)` and draws from `shared`.
+   `fill` replaces the table later. Public is a function `viz.explore_NAME(...)` beside the `plot_*` functions of the
+   subject, which imports the class when it is called: `refvl.viz` itself does without anywidget.
+
+2. `NAME.js`, which looks numbers up and draws them, and computes none; `shared.js` says what it can use.
+
+3. One line in `gallery.GALLERY`: the explorer on files of the repository. It becomes a page and is tested.
+
+4. One line in `tests/explorer_oracles.py`: what `row(index)` has to be, computed again without the table.
+
+In the next cell, `explorer.index` (which state), `explorer.options` (its options by name) and `explorer.selected` (the
+item clicked or reached by arrow keys, -1 for none) say where the reader is; setting `index` or `selected` moves the
+view. `page(explorer)` is the same as one HTML file that needs neither kernel nor network.
+"""
+
+try:
+    import anywidget  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("explorers need anywidget: pip install 'refvl[notebooks]'", name="anywidget") from error
+
+from refvl.viz.explorers.base import Control, Explorer, module, photo
+from refvl.viz.explorers.page import host, page
+from refvl.viz.explorers.windows import WindowsExplorer
+
+__all__ = ["Control", "Explorer", "WindowsExplorer", "host", "module", "page", "photo"]

@@ -1,0 +1,189 @@
+"""What all explorers share: states, a table that travels to the browser, a picture for places without scripts."""
+
+import base64
+import io
+import itertools
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import matplotlib.pyplot as plt
+import numpy as np
+import traitlets
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from refvl.pixels.media import load_image
+from refvl.viz.style import SEQUENCE_CMAP, SEQUENCE_RANGES, THEMES, png_of
+
+FOLDER = Path(__file__).parent
+
+
+def palette() -> dict[str, dict]:
+    """The colours of each theme, and 32 along a sequence, first to last."""
+    ramp = {name: plt.get_cmap(SEQUENCE_CMAP)(np.linspace(*limits, 32)) for name, limits in SEQUENCE_RANGES.items()}
+    return {name: colors | {"sequence": [to_hex(c) for c in ramp[name]]} for name, colors in THEMES.items()}
+
+
+def module(name: str) -> str:
+    """The source of `name`.js as one ES module: `shared.js` stands where it is imported."""
+    shared = re.sub(r"^export ", "", (FOLDER / "shared.js").read_text(), flags=re.M)
+    own = (FOLDER / f"{name}.js").read_text()
+    return re.sub(r'^import .* from "\./shared\.js";\n', lambda _: shared, own, count=1, flags=re.M)
+
+
+def photo(image, *, side: int = 400) -> str:
+    """A picture for the table: a `data:` address of a WebP whose longer side has at most `side` pixels."""
+    picture = load_image(image).convert("RGB")
+    picture.thumbnail((side, side))
+    buffer = io.BytesIO()
+    picture.save(buffer, "webp", quality=70, method=6)
+    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A slider, a menu (`kind="menu"`), or a slider that can also play (`kind="player"`), over a list of options.
+
+    options: numbers or strings, in order, each once. label: what stands before the control, with the unit.
+    """
+
+    name: str
+    label: str
+    options: Sequence
+    kind: str = "slider"
+
+
+class Explorer(anywidget.AnyWidget):
+    """A table of states and what draws it; see `refvl.viz.explorers` for how to write one.
+
+    index: the state shown. selected: the item that the reader chose in it, -1 for none; what items are is up to the
+    subclass. Both are set by the reader and by Python. Raises ValueError for states and rows that do not fit.
+    """
+
+    title = "Explorer"
+
+    index = traitlets.Int(0).tag(sync=True)
+    selected = traitlets.Int(-1).tag(sync=True)
+    controls = traitlets.List().tag(sync=True)
+    table = traitlets.Dict().tag(sync=True)
+    palette = traitlets.Dict().tag(sync=True)
+    name = traitlets.Unicode().tag(sync=True)
+
+    def __init__(
+        self,
+        controls: Sequence[Control],
+        rows: Sequence[Mapping[str, Any]] = (),
+        *,
+        shared: Mapping[str, Any] | None = None,
+        states: Sequence[tuple] | None = None,
+        start: tuple | None = None,
+    ):
+        super().__init__(palette=palette(), name=self.title)
+        self.fill(controls, rows, shared=shared, states=states, start=start)
+
+    def fill(self, controls, rows=(), *, shared=None, states=None, start=None) -> None:
+        """Replace the table, on the screen too; arguments as of the class."""
+        offered = [list(control.options) for control in controls]
+        every = list(itertools.product(*offered)) if states is None else [tuple(state) for state in states]
+        if rows and len(rows) != len(every):
+            raise ValueError(f"rows: expected one for each of {len(every)} states, got {len(rows)}")
+        start = every[len(every) // 2] if start is None else tuple(start)
+        if start not in every:
+            raise ValueError(f"start: {start} is not a state; states are {every[0]} to {every[-1]}")
+        table = Packed()
+        packed = {"rows": [table.pack(dict(row)) for row in rows], "shared": table.pack(dict(shared or {}))}
+        places = [[option.index(value) for option, value in zip(offered, state, strict=True)] for state in every]
+        self._states, self._rows, self._shared = every, list(rows), dict(shared or {})
+        with self.hold_sync(), self.hold_trait_notifications():
+            self.selected, self.index = -1, every.index(start)
+            self.controls = [asdict(c) | {"options": o} for c, o in zip(controls, offered, strict=True)]
+            self.table = packed | {
+                "arrays": table.arrays(), "data": table.data(), "states": None if states is None else places
+            }  # fmt: skip
+
+    @traitlets.validate("index")
+    def _check_index(self, proposal) -> int:
+        if not 0 <= proposal["value"] < len(self._states):
+            raise traitlets.TraitError(f"index: expected 0 to {len(self._states) - 1}, got {proposal['value']}")
+        return proposal["value"]
+
+    @property
+    def states(self) -> list[tuple]:
+        """The options of every state, one per control."""
+        return self._states
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options shown, by name of their control."""
+        return {c["name"]: option for c, option in zip(self.controls, self._states[self.index], strict=True)}
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What all states draw."""
+        return self._shared
+
+    def row(self, index: int) -> dict[str, Any]:
+        """What the state `index` draws."""
+        return dict(self._rows[index])
+
+    def figure(self) -> Figure:
+        """The state shown, as a figure that needs no script."""
+        raise NotImplementedError(f"{type(self).__name__}.figure")
+
+    def describe(self) -> str:
+        """The state shown, as one sentence."""
+        return f"{self.title}: " + ", ".join(f"{c['label']} {self.options[c['name']]}" for c in self.controls) + "."
+
+    def _repr_mimebundle_(self, **kwargs):
+        """The widget; where it cannot run, its figure; where there are no pictures, a sentence."""
+        data, metadata = super()._repr_mimebundle_(**kwargs)
+        figure = self.figure()
+        picture = base64.b64encode(png_of(figure)).decode()
+        plt.close(figure)
+        text = self.describe()
+        return data | {"image/png": picture, "text/plain": text}, metadata | {"image/png": {"alt": text}}
+
+
+class Packed:
+    """Nested values for the browser: arrays become {"array": number}, each different one kept once and compressed."""
+
+    def __init__(self):
+        self._arrays: dict[tuple, int] = {}  # (dtype, shape, bytes) to its number
+
+    def pack(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self.pack(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.pack(item) for item in value]
+        if isinstance(value, Tensor):
+            value = value.numpy(force=True)
+        if isinstance(value, np.ndarray) and value.ndim:
+            value = value.astype(_dtype(value))
+            key = (value.dtype.str[1:], value.shape, value.tobytes())
+            return {"array": self._arrays.setdefault(key, len(self._arrays))}
+        return value.item() if isinstance(value, np.generic | np.ndarray) else value
+
+    def arrays(self) -> list[dict]:
+        return [{"dtype": dtype, "shape": shape} for dtype, shape, _ in self._arrays]
+
+    def data(self) -> bytes:
+        """The arrays one after the other, each from a multiple of four bytes on."""
+        return zlib.compress(b"".join(data + bytes(-len(data) % 4) for _, _, data in self._arrays), 9)
+
+
+def _dtype(value: np.ndarray) -> str:
+    """The smallest type that JavaScript has an array of and that holds the values; floats keep 32 bits."""
+    if value.dtype.kind == "f":
+        return "<f4"
+    low, high = (int(value.min()), int(value.max())) if value.size else (0, 0)
+    for dtype in ("<u1", "<i2", "<u2", "<i4"):
+        limits = np.iinfo(dtype)
+        if limits.min <= low and high <= limits.max:
+            return dtype
+    raise ValueError(f"table: integers of {low} to {high} do not fit into 32 bits")

@@ -1,0 +1,263 @@
+// What all explorers share: controls from the table, canvases that mouse, touch, keyboard and screen readers can use,
+// themes, and the traits `index` and `selected`. A module looks numbers up and draws them:
+//
+//   import { explorer } from "./shared.js";
+//   export default explorer(view => {
+//     const cell = 12;
+//     view.canvas({                                     // any number of them, side by side
+//       name: () => "merged tokens of the image",        // for screen readers
+//       size: () => [view.row.columns * cell, view.row.rows * cell],
+//       draw(pen) { pen.fillStyle = view.colors.h; pen.fillRect(0, 0, cell, cell); },
+//       at: (x, y) => Math.floor(x / cell),              // the item at a point, -1 for none; makes it hover and click
+//       step: (item, dx, dy) => item + dx,               // where an arrow key leads; out of range stays
+//       drag: (x, y) => view.choose("budget", 3),        // instead of a click, where pulling moves a control
+//     });
+//     view.readout(() => `token ${view.item}`);          // says what the item is, below; called when item >= 0
+//     return { count: () => 12, read: () => view.row };  // how many items there are; the numbers behind the pictures
+//   });
+//
+// view.row, view.shared: the table of the state, arrays as typed arrays with a `shape`; pictures are `Image`s.
+// view.option(name): the option of a control. view.place(name): its number. view.choose(name, number): move it.
+// view.item: the item under the pointer, or the selected one, or -1. view.select(item): select it.
+// view.colors: the palette of the theme, `viz.style.THEMES`; `sequence(x)` is for order, 0 to 1.
+
+const STYLE = `
+.refvl { color: var(--ink); background: var(--surface); font: 14px/1.4 system-ui, sans-serif; padding: 8px; }
+.refvl .controls, .refvl .pictures { display: flex; flex-wrap: wrap; gap: 8px 24px; align-items: flex-start; }
+.refvl .controls { margin-bottom: 8px; }
+.refvl label { display: flex; gap: 8px; align-items: center; }
+.refvl label > output { min-width: 6ch; font-variant-numeric: tabular-nums; }
+.refvl input[type=range] { width: 180px; accent-color: var(--h); }
+.refvl select, .refvl button { font: inherit; color: inherit; background: var(--surface); border: 1px solid var(--line); }
+.refvl canvas { max-width: 100%; outline-offset: 2px; touch-action: manipulation; }
+.refvl :focus-visible { outline: 2px solid var(--highlight); }
+.refvl figure { margin: 0; max-width: 100%; } .refvl figcaption { contain: inline-size; color: var(--muted); font-size: 12px; }
+.refvl .readout { display: block; min-height: 2.8em; margin-top: 8px; white-space: pre-line; }`;
+const ARRAYS = { u1: Uint8Array, i2: Int16Array, u2: Uint16Array, i4: Int32Array, f4: Float32Array };
+const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+
+const make = (tag, properties = {}, ...children) => {
+  const node = Object.assign(document.createElement(tag), properties);
+  node.append(...children);
+  return node;
+};
+
+// The table with arrays and pictures in place of what stood for them.
+async function unpack({ rows, shared, states, arrays, data }, controls) {
+  const inflated = new Blob([data]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const bytes = await new Response(inflated).arrayBuffer();
+  let offset = 0;
+  const typed = arrays.map(({ dtype, shape }) => {
+    const array = new ARRAYS[dtype](bytes, offset, shape.reduce((a, b) => a * b, 1));
+    offset += Math.ceil(array.byteLength / 4) * 4;
+    return Object.assign(array, { shape });
+  });
+  const waiting = [];
+  const revive = value => {
+    if (typeof value === "string" && value.startsWith("data:image/")) {
+      const picture = Object.assign(new Image(), { src: value });
+      waiting.push(picture.decode());
+      return picture;
+    }
+    if (Array.isArray(value)) return value.map(revive);
+    if (value === null || typeof value !== "object") return value;
+    if ("array" in value) return typed[value.array];
+    return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, revive(item)]));
+  };
+  const every = controls.reduce((all, c) => all.flatMap(s => c.options.map((_, i) => [...s, i])), [[]]);
+  const table = { rows: rows.map(revive), shared: revive(shared), states: states ?? every };
+  await Promise.all(waiting);
+  return table;
+}
+
+const plain = value => ArrayBuffer.isView(value) || Array.isArray(value) ? Array.from(value, plain)
+  : value && typeof value === "object" ? Object.fromEntries(Object.entries(value).map(([k, v]) => [k, plain(v)])) : value;
+
+const same = (a, b, length) => { for (let i = 0; i < length; i++) if (a[i] !== b[i]) return false; return true; };
+
+// The numbers of the options that `control` offers in `state`: those that exist with the controls before it.
+const offered = (states, state, control) =>
+  [...new Set(states.filter(s => same(s, state, control)).map(s => s[control]))].sort((a, b) => a - b);
+
+// The state with `value` at `control`: as `wish` before it, and as near to it as there is after it.
+function nearest(states, wish, control, value) {
+  let best = -1, least = Infinity;
+  states.forEach((s, i) => {
+    if (!same(s, wish, control) || s[control] !== value) return;
+    const far = s.slice(control + 1).reduce((sum, v, k) => 100 * sum + Math.abs(v - wish[control + 1 + k]), 0);
+    if (far < least) [best, least] = [i, far];
+  });
+  return best;
+}
+
+function themes(palette, redraw) {
+  const query = matchMedia("(prefers-color-scheme: dark)");
+  const name = () => {
+    const lab = document.body.dataset.jpThemeLight;
+    return (lab ? lab === "false" : query.matches) ? "dark" : "light";
+  };
+  const observer = new MutationObserver(redraw);
+  observer.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light"] });
+  query.addEventListener("change", redraw);
+  const stop = () => { observer.disconnect(); query.removeEventListener("change", redraw); };
+  const colors = () => {
+    const { sequence, ...plain } = palette[name()], last = sequence.length - 1;
+    return { ...plain, sequence: x => sequence[Math.round(Math.min(1, Math.max(0, x)) * last)] };
+  };
+  return { colors, stop };
+}
+
+// A slider or menu over the options that exist; `update` puts it where the state is.
+function controller(view, number, { label, options, kind }) {
+  const menu = kind === "menu", widget = make(menu ? "select" : "input", menu ? {} : { type: "range", min: 0, step: 1 });
+  const shown = make("output"), node = make("label", {}, label, widget, menu ? "" : shown);
+  let available = [];
+  widget.setAttribute("aria-label", label);
+  widget.addEventListener("input", () => view.choose(number, available[+widget.value]));
+  const update = () => {
+    available = offered(view.states, view.state, number);
+    if (menu) widget.replaceChildren(...available.map((o, i) => make("option", { value: i, textContent: options[o] })));
+    else widget.max = available.length - 1;
+    widget.disabled = available.length < 2;
+    widget.value = available.indexOf(view.state[number]);
+    shown.value = options[view.state[number]];
+    widget.setAttribute("aria-valuetext", shown.value);
+  };
+  if (kind !== "player") return { node, update, stop() {} };
+  const button = make("button", { type: "button", textContent: "▶" });
+  button.setAttribute("aria-label", `play: ${label}`);
+  let timer = 0;
+  const stop = () => { clearInterval(timer); timer = 0; button.textContent = "▶"; };
+  const next = () => {
+    if (+widget.value >= available.length - 1) return stop();
+    view.choose(number, available[+widget.value + 1]);
+  };
+  button.addEventListener("click", () => {
+    if (timer) return stop();
+    if (+widget.value === available.length - 1) view.choose(number, available[0]);
+    timer = setInterval(next, 700);
+    button.textContent = "⏸";
+  });
+  node.append(button);
+  return { node, update, stop };
+}
+
+// A canvas in CSS pixels, sharp on every screen.
+function surface(view, { name, caption, size, draw, at, step, drag }) {
+  const canvas = make("canvas"), text = make("figcaption"), node = make("figure", {}, canvas, text);
+  const point = event => {
+    const box = canvas.getBoundingClientRect(), [width, height] = size();
+    return [((event.clientX - box.left) * width) / box.width, ((event.clientY - box.top) * height) / box.height];
+  };
+  const valid = item => (item >= 0 && item < view.count() ? item : -1);
+  if (at || drag) {
+    canvas.addEventListener("pointermove", event => {
+      if (drag && event.buttons) return drag(...point(event));
+      if (at) view.hover(valid(at(...point(event))));
+    });
+    canvas.addEventListener("pointerleave", () => view.hover(-1));
+    canvas.addEventListener("pointerdown", event => {
+      if (drag) { canvas.setPointerCapture(event.pointerId); return drag(...point(event)); }
+      view.select(valid(at(...point(event))));
+    });
+  }
+  if (at || step) canvas.tabIndex = 0;
+  if (step) canvas.addEventListener("keydown", event => {
+    if (event.key === "Escape") view.select(-1);
+    const arrow = ARROWS[event.key];
+    if (!arrow) return;
+    event.preventDefault();
+    const next = view.selected < 0 ? 0 : step(view.selected, ...arrow);
+    if (valid(next) >= 0) view.select(next);
+  });
+  canvas.setAttribute("role", step ? "application" : "img");
+  const update = () => {
+    const [width, height] = size(), scale = devicePixelRatio || 1, pen = canvas.getContext("2d");
+    Object.assign(canvas, { width: Math.round(width * scale), height: Math.round(height * scale) });
+    canvas.style.width = `${width}px`;
+    canvas.setAttribute("aria-label", name() + (step ? "; arrow keys move" : ""));
+    text.textContent = caption?.() ?? name();
+    pen.scale(scale, scale);
+    pen.font = "12px system-ui, sans-serif";
+    draw(pen, width, height);
+  };
+  return { node, update };
+}
+
+export function explorer(build) {
+  return { async render({ model, el }) {
+    const root = make("div", { className: "refvl" }), controls = make("div", { className: "controls" });
+    const pictures = make("div", { className: "pictures" }), said = make("output", { className: "readout" });
+    root.setAttribute("role", "group");
+    root.setAttribute("aria-label", model.get("name"));
+    said.setAttribute("aria-live", "polite");
+    root.append(make("style", { textContent: STYLE }), controls, pictures, said);
+
+    let seen, table, wish, ours, hovered = -1, say = () => "", canvases = [], widgets = [], frame = 0;
+    const theme = themes(model.get("palette"), () => later());
+    const view = {
+      get state() { return table.states[model.get("index")]; },
+      get states() { return table.states; },
+      get row() { return table.rows[model.get("index")]; },
+      get shared() { return table.shared; },
+      get selected() { return Math.min(model.get("selected"), view.count() - 1); },
+      get item() { return hovered >= 0 && hovered < view.count() ? hovered : view.selected; },
+      number: name => model.get("controls").findIndex(c => c.name === name),
+      place: name => view.state[view.number(name)],
+      option: name => model.get("controls")[view.number(name)].options[view.place(name)],
+      choose(control, value) {
+        const number = typeof control === "string" ? view.number(control) : control;
+        const index = nearest(table.states, wish.map((v, i) => (i < number ? view.state[i] : v)), number, value);
+        if (index < 0 || index === model.get("index")) return;
+        [wish[number], ours] = [value, index];
+        model.set("index", index);
+        model.save_changes();
+        later();
+      },
+      select(item) { if (item !== model.get("selected")) { model.set("selected", item); model.save_changes(); later(); } },
+      hover(item) { if (item !== hovered) { hovered = item; later(); } },
+      canvas(parts) { const made = surface(view, parts); canvases.push(made); pictures.append(made.node); },
+      readout(f) { say = f; },
+      count: () => 0, read: () => view.row,
+    };
+    const load = async () => {
+      const source = model.get("table"), list = model.get("controls");
+      const fresh = await unpack(source, list);
+      if (source !== model.get("table")) return;  // a newer one is on its way
+      [table, seen, hovered] = [fresh, source, -1];
+      wish = [...view.state];
+      widgets.forEach(w => w.stop());
+      widgets = list.map((control, number) => controller(view, number, control));
+      controls.replaceChildren(...widgets.map(w => w.node));
+    };
+    const draw = () => {
+      frame = 0;
+      if (model.get("table") !== seen) return;
+      if (view.selected < 0 && hovered >= view.count()) hovered = -1;
+      view.colors = theme.colors();
+      for (const [key, value] of Object.entries(view.colors)) root.style.setProperty(`--${key}`, value);
+      [...widgets, ...canvases].forEach(part => part.update());
+      said.value = view.item >= 0 ? say() : "";
+      root.dataset.index = model.get("index");  // drawn
+    };
+    const later = () => { frame ||= requestAnimationFrame(draw); };
+    const changed = async () => {
+      if (model.get("table") !== seen) await load();
+      if (model.get("index") !== ours) wish = [...view.state];  // moved from outside
+      later();
+    };
+    await load();
+    Object.assign(view, build(view));
+    root.read = () => plain(view.read());  // for tests
+    const events = ["change:index", "change:selected", "change:table"];
+    events.forEach(event => model.on(event, changed));
+    draw();
+    el.append(root);
+    return () => {
+      events.forEach(event => model.off(event, changed));
+      widgets.forEach(w => w.stop());
+      cancelAnimationFrame(frame);
+      theme.stop();
+    };
+  } };
+}

@@ -1,0 +1,132 @@
+// The image with patches, blocks and windows; where the permutation takes its tokens; the mask; a patch's angles.
+import { explorer } from "./shared.js";
+
+export default explorer(view => {
+  const W = 440, BAND = 130, side = 260;
+  const grid = () => view.row.grid;
+  const cell = () => W / Math.max(...grid());
+  const tokens = () => view.row.window_index.length;
+  const block = () => view.shared.merge ** 2;
+  const token = () => (view.item < 0 ? -1 : Math.floor(view.item / block()));  // rows are in merge-block order
+  const place = t => view.row.window_index.indexOf(t);
+  const windows = () => view.row.cu_window_seqlens.length - 1;
+  const borders = () => Array.from(view.row.cu_window_seqlens, n => n / block());
+  const window = t => borders().findIndex(n => n > place(t)) - 1;
+  const color = k => view.colors.sequence(windows() < 2 ? 0.5 : k / (windows() - 1));
+  const corner = patch => [view.row.patches[2 * patch + 1] * cell(), view.row.patches[2 * patch] * cell()];
+
+  const number = (pen, n, x, y) => {
+    pen.font = "bold 13px system-ui, sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
+    pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(n, x, y);
+    pen.fillStyle = "#fff"; pen.fillText(n, x, y);
+  };
+
+  function at(x, y) {
+    const column = Math.floor(x / cell()), row = Math.floor(y / cell()), { patches } = view.row;
+    for (let i = 0; i < patches.length; i += 2) if (patches[i] === row && patches[i + 1] === column) return i / 2;
+    return -1;
+  }
+  view.canvas({
+    name: () => `${grid().join(" x ")} patches, ${tokens()} merged tokens, ${windows()} windows`,
+    size: () => [grid()[1] * cell(), grid()[0] * cell()],
+    at,
+    step(item, dx, dy) {
+      const [x, y] = corner(item), c = cell();
+      return at(x + c / 2 + dx * c, y + c / 2 + dy * c);
+    },
+    draw(pen, width, height) {
+      const c = cell(), m = view.shared.merge, edges = borders(), middle = [];
+      pen.drawImage(view.shared.photos[view.row.photo], 0, 0, width, height);
+      for (let k = 0; k < windows(); k++) {
+        const inside = view.row.window_index.slice(edges[k], edges[k + 1]);
+        const [x, y] = corner(inside[0] * block()), [right, bottom] = corner(inside.at(-1) * block());
+        pen.globalAlpha = k === (token() < 0 ? -1 : window(token())) ? 0.7 : 0.4;
+        pen.fillStyle = color(k);
+        pen.fillRect(x, y, right - x + m * c, bottom - y + m * c);
+        pen.globalAlpha = 1;
+        pen.strokeStyle = "#fff"; pen.lineWidth = 2.5;
+        pen.strokeRect(x, y, right - x + m * c, bottom - y + m * c);
+        middle.push([(x + right + m * c) / 2, (y + bottom + m * c) / 2]);
+      }
+      const lines = (step, thickness) => {
+        pen.beginPath(); pen.strokeStyle = "#ffffffa0"; pen.lineWidth = thickness;
+        for (let x = step; x < width - 1; x += step) { pen.moveTo(x, 0); pen.lineTo(x, height); }
+        for (let y = step; y < height - 1; y += step) { pen.moveTo(0, y); pen.lineTo(width, y); }
+        pen.stroke();
+      };
+      lines(c, 0.3); lines(m * c, 0.9);
+      if (windows() <= 40) middle.forEach(([x, y], k) => number(pen, k, x, y));
+      if (view.item < 0) return;
+      const [bx, by] = corner(token() * block()), [x, y] = corner(view.item);
+      pen.strokeStyle = view.colors.highlight; pen.lineWidth = 3;
+      pen.strokeRect(bx, by, m * c, m * c);
+      pen.fillStyle = view.colors.highlight; pen.fillRect(x, y, c, c);
+    },
+  });
+
+  view.canvas({
+    name: () => "reading order above, window order below: x[window_index]",
+    size: () => [side, BAND],
+    at: x => Math.floor((x / side) * tokens()) * block(),
+    draw(pen, width, height) {
+      const step = width / tokens(), index = view.row.window_index, edges = borders();
+      let k = 0;
+      index.forEach((t, i) => {
+        while (edges[k + 1] <= i) k++;
+        const chosen = t === token();
+        pen.strokeStyle = pen.fillStyle = chosen ? view.colors.highlight : color(k);
+        pen.lineWidth = chosen ? 3 : Math.min(1, step / 2);
+        pen.fillRect(t * step, 0, Math.max(step, chosen ? 3 : 0), 14);
+        pen.fillRect(i * step, height - 14, Math.max(step, chosen ? 3 : 0), 14);
+        pen.beginPath(); pen.moveTo((t + 0.5) * step, 14); pen.lineTo((i + 0.5) * step, height - 14); pen.stroke();
+      });
+    },
+  });
+
+  view.canvas({
+    name: () => "who sees whom, in window order",
+    size: () => [side, side],
+    at: (x, y) => view.row.window_index[Math.floor((y / side) * tokens())] * block(),
+    draw(pen, width, height) {
+      const edges = borders(), step = width / tokens();
+      pen.fillStyle = view.colors.empty; pen.fillRect(0, 0, width, height);
+      for (let k = 0; k < windows(); k++) {
+        pen.fillStyle = color(k);
+        pen.fillRect(edges[k] * step, edges[k] * step, (edges[k + 1] - edges[k]) * step, (edges[k + 1] - edges[k]) * step);
+      }
+      if (token() < 0) return;
+      const k = window(token());
+      pen.fillStyle = view.colors.highlight;
+      pen.fillRect(edges[k] * step, place(token()) * step, (edges[k + 1] - edges[k]) * step, Math.max(step, 2));
+    },
+  });
+
+  view.canvas({
+    name: () => "the patch's rotary angles: planes that turn with its row (first line) and its column (second)",
+    size: () => [W, 56],
+    draw(pen, width) {
+      const planes = view.shared.cos.shape[1], step = width / planes, radius = step / 2 - 2;
+      if (view.item < 0) { pen.fillStyle = view.colors.muted; pen.fillText("point at a patch", 4, 30); return; }
+      ["h", "w"].forEach((axis, line) => {
+        const position = view.row.patches[2 * view.item + line];
+        for (let p = 0; p < planes; p++) {
+          const i = position * planes + p, x = (p + 0.5) * step, y = 14 + 28 * line;
+          pen.lineWidth = 1; pen.strokeStyle = view.colors.line;
+          pen.beginPath(); pen.arc(x, y, radius, 0, 7); pen.stroke();
+          pen.lineWidth = 2.5; pen.strokeStyle = view.colors[axis];
+          pen.beginPath(); pen.moveTo(x, y);
+          pen.lineTo(x + radius * view.shared.cos[i], y - radius * view.shared.sin[i]); pen.stroke();
+        }
+      });
+    },
+  });
+
+  view.readout(() => {
+    const t = token(), [row, column] = view.row.patches.slice(2 * view.item, 2 * view.item + 2);
+    return `row ${view.item}: patch (${row}, ${column}) of the grid, in merge block ${t}\n` +
+      `merged token ${t} is number ${place(t)} in window order, in window ${window(t)} of ${windows()}`;
+  });
+  return {
+    count: () => view.row.patches.length / 2,
+  };
+});

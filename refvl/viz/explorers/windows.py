@@ -1,0 +1,94 @@
+"""Patches and windows: the rows of an image, the windows they attend in, the permutation, and their angles."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from refvl.checks import Grid
+from refvl.pixels.media import load_image
+from refvl.pixels.patches import PatchConfig, plan_grid
+from refvl.positions import get_window_index, merge_block_coordinates, vision_rotary_cos_sin
+from refvl.viz.explorers.base import Control, Explorer, module, photo
+from refvl.viz.patches import with_token_budget
+from refvl.viz.windows import plot_attention_segments, plot_windows
+
+HEAD_DIM = 80  # of the released tower: 20 planes turn with the row, 20 with the column
+
+
+class WindowsExplorer(Explorer):
+    """Patches, merge blocks and windows of images at every grid that a budget up to `max_tokens` leads to.
+
+    Items are patches, numbered as the rows of the tower's input; the budgets are the smallest that lead to each grid.
+    """
+
+    _esm = module("windows")
+    title = "Patches and windows"
+
+    def __init__(
+        self, images: Mapping[str, object], config: PatchConfig, *, max_tokens: int, window_sizes: Sequence[int]
+    ):
+        self.images = {name: load_image(image) for name, image in images.items()}
+        self.config = config
+        found = {
+            (name, budget, size): row | {"photo": number}
+            for number, (name, image) in enumerate(self.images.items())
+            for budget, grid in distinct_grids(image, config, max_tokens).items()
+            for size, row in distinct_windows(grid, config, window_sizes).items()
+        }
+        budgets, sizes = (sorted({state[i] for state in found}) for i in (1, 2))
+        controls = [
+            Control("photo", "image", list(images), kind="menu"),
+            Control("budget", "max tokens", budgets),
+            Control("window", "window, px", sizes),
+        ]
+        longest = max(max(row["grid"]) for row in found.values())
+        cos, sin = vision_rotary_cos_sin([(1, longest, 1)], head_dim=HEAD_DIM, spatial_merge_size=1)  # one column
+        shared = {
+            "photos": [photo(image) for image in self.images.values()],
+            "merge": config.merge_size, "cos": cos[:, : HEAD_DIM // 4], "sin": sin[:, : HEAD_DIM // 4],
+        }  # fmt: skip
+        super().__init__(controls, list(found.values()), shared=shared, states=list(found), start=_middle(found))
+
+    def figure(self) -> Figure:
+        options, row = self.options, self.row(self.index)
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained", width_ratios=(1.2, 1))
+        config = with_token_budget(self.config, options["budget"])
+        plot_windows(self.images[options["photo"]], config, window_size=options["window"], ax=left)
+        plot_attention_segments(row["cu_window_seqlens"] // config.merge_size**2, ax=right)
+        return figure
+
+    def describe(self) -> str:
+        options, row = self.options, self.row(self.index)
+        (h, w), windows = row["grid"], len(row["cu_window_seqlens"]) - 1
+        return (
+            f"An image cut into {h} x {w} patches and {len(row['window_index'])} merged tokens, which attend in "
+            f"{windows} window{'s' * (windows > 1)} of at most {options['window']} px."
+        )
+
+
+def distinct_grids(image, config: PatchConfig, max_tokens: int) -> dict[int, Grid]:
+    """Each grid (1, h, w) of the image under the smallest budget, in merged tokens, that leads to it."""
+    budgets: dict[Grid, int] = {}
+    for budget in range(4, max_tokens + 1):
+        budgets.setdefault(plan_grid(image.height, image.width, with_token_budget(config, budget)), budget)
+    return {budget: grid for grid, budget in budgets.items()}
+
+
+def distinct_windows(grid: Grid, config: PatchConfig, sizes: Sequence[int]) -> dict[int, dict]:
+    """What each size of a window draws; of sizes with the same windows, the smallest."""
+    rows: dict[tuple, tuple[int, dict]] = {}
+    patches = merge_block_coordinates([grid], spatial_merge_size=config.merge_size)
+    for size in sorted(sizes):
+        index, lengths = get_window_index(
+            [grid], window_size=size, patch_size=config.patch_size, spatial_merge_size=config.merge_size
+        )
+        row = {"grid": grid[1:], "patches": patches, "window_index": index, "cu_window_seqlens": lengths}
+        rows.setdefault((*index.tolist(), *lengths.tolist()), (size, row))
+    return dict(rows.values())
+
+
+def _middle(states) -> tuple:
+    """The first image, about a quarter of the largest budget, windows as in the released models."""
+    first, largest = next(iter(states))[0], max(budget for _, budget, _ in states)
+    return min((s for s in states if s[0] == first), key=lambda s: (abs(s[1] - largest // 4), abs(s[2] - 112)))

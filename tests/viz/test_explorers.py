@@ -1,0 +1,231 @@
+"""The contract of explorers: every one of the gallery passes, by one line in `explorer_oracles.ORACLES`.
+
+Oracle of the tables: refvl's functions, called again for a sample of states. What a browser makes of them is tested in
+`tests/browser/`.
+"""
+
+import base64
+import io
+import itertools
+import json
+import random
+import re
+import zlib
+from functools import cache
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import numpy as np
+import pytest
+from PIL import Image
+
+pytest.importorskip("anywidget")
+
+import traitlets
+from explorer_oracles import ORACLES
+
+from refvl.viz.explorers import Control, Explorer, module, page, photo
+from refvl.viz.explorers.gallery import GALLERY
+
+MAX_PAGE, MAX_PICTURE = 150_000, 120_000  # bytes
+make = cache(lambda name: GALLERY[name]())
+each_explorer = pytest.mark.parametrize("name", GALLERY)
+
+
+def plain(value):
+    """Nested numbers as JSON has them, floats with 32 bits."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "dtype") and np.ndim(value):
+        value = np.asarray(value)
+        return value.astype(np.float32).tolist() if value.dtype.kind == "f" else value.astype(int).tolist()
+    return value.item() if hasattr(value, "item") else value
+
+
+def sample(explorer, count: int = 6) -> list[int]:
+    """Numbers of states: the first, the last, the one shown, and some between."""
+    states = range(len(explorer.states))
+    return sorted({0, states[-1], explorer.index, *random.Random(0).choices(states, k=count)})
+
+
+def unpacked(explorer, value):
+    """The table as the browser reads it; the loop is that of `unpack` in shared.js."""
+    data, arrays, offset = zlib.decompress(explorer.table["data"]), [], 0
+    for entry in explorer.table["arrays"]:
+        array = np.frombuffer(data, "<" + entry["dtype"], int(np.prod(entry["shape"])), offset)
+        arrays.append(array.reshape(entry["shape"]))
+        offset += -(-array.nbytes // 4) * 4
+
+    def revive(item):
+        if isinstance(item, dict):
+            return arrays[item["array"]] if "array" in item else {key: revive(part) for key, part in item.items()}
+        return [revive(part) for part in item] if isinstance(item, list) else item
+
+    return revive(value)
+
+
+def test_every_explorer_has_an_oracle():
+    assert set(ORACLES) == set(GALLERY)
+
+
+@each_explorer
+def test_rows_are_what_the_functions_return(name):
+    explorer = make(name)
+    for index in sample(explorer):
+        wanted = plain(ORACLES[name](explorer, explorer.states[index]))
+        assert plain(explorer.row(index)) == wanted
+        if explorer.table["rows"]:  # drawn from: the same numbers after packing
+            assert plain(unpacked(explorer, explorer.table["rows"][index])) == wanted
+
+
+@each_explorer
+def test_shared_numbers_survive_packing(name):
+    explorer = make(name)
+    assert plain(unpacked(explorer, explorer.table["shared"])) == plain(explorer.shared)
+
+
+@each_explorer
+def test_a_control_offers_only_states_that_differ(name):
+    """Of every two neighbours along a control, all others as they were, the rows differ; of thousands, a sample."""
+    explorer = make(name)
+    states, every = explorer.states, {state: i for i, state in enumerate(explorer.states)}
+    assert len(every) == len(states)
+    row = cache(lambda state: json.dumps(plain(explorer.row(every[state]))))
+    for number, control in enumerate(explorer.controls):
+        assert len(control["options"]) >= 2 and len(set(control["options"])) == len(control["options"])
+        groups: dict = {}
+        for state in states:
+            groups.setdefault(state[:number] + state[number + 1 :], []).append(state)
+        pairs = [pair for group in groups.values() for pair in itertools.pairwise(group)]
+        if len(pairs) > 1000:
+            pairs = random.Random(0).sample(pairs, 1000)
+        assert [pair for pair in pairs if row(pair[0]) == row(pair[1])] == []
+
+
+@each_explorer
+def test_starts_in_the_middle_of_its_story(name):
+    """Every slider with three options or more can go both ways."""
+    explorer = make(name)
+    state = explorer.states[explorer.index]
+    for number, control in enumerate(explorer.controls):
+        offered = sorted({control["options"].index(s[number]) for s in explorer.states if s[:number] == state[:number]})
+        if control["kind"] != "menu" and len(offered) > 2:
+            assert offered[0] < control["options"].index(state[number]) < offered[-1], control["name"]
+
+
+@each_explorer
+def test_where_it_cannot_run_there_is_a_picture_and_a_sentence(name):
+    data, metadata = make(name)._repr_mimebundle_()
+    picture = base64.b64decode(data["image/png"])
+    assert len(picture) <= MAX_PICTURE
+    pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("L"))
+    assert pixels.shape[1] >= 300 and pixels.std() > 10  # something is drawn
+    sentence = data["text/plain"]
+    assert sentence.endswith(".") and " at 0x" not in sentence and "(" not in sentence.split()[0]
+    assert metadata["image/png"]["alt"] == sentence == make(name).describe()
+    assert "application/vnd.jupyter.widget-view+json" in data
+
+
+@each_explorer
+def test_the_sentence_follows_the_state(name):
+    explorer, sentences = make(name), set()
+    start, states = explorer.index, sample(explorer)
+    for explorer.index in states:
+        sentences.add(explorer.describe())
+    explorer.index = start
+    assert len(sentences) > len(states) / 2
+
+
+@each_explorer
+def test_page_is_light_and_asks_for_nothing(name):
+    text = page(make(name))
+    assert len(text.encode()) <= MAX_PAGE
+    assert re.findall(r"(?:https?:)?//\w+[.]\w+", re.sub(r'"data":"[^"]*"|data:image/[^"]*"', "", text)) == []
+    assert re.findall(r'(?:src|href)="(?!data:|#)[^"]*"', text) == []
+    assert text.count("</script>") == 2 and "default-src 'none'" in text
+
+
+@each_explorer
+def test_module_is_one_file_without_imports(name):
+    source = make(name)._esm
+    found = re.findall(r"^(?:import|export)\b.*$", source, flags=re.M)
+    assert found == ["export default explorer(view => {"]
+
+
+class Squares(Explorer):
+    """The smallest explorer there is."""
+
+    _esm = module("windows")
+
+    def figure(self):
+        return matplotlib.figure.Figure()
+
+
+SQUARES = [Control("n", "number", [1, 2, 3]), Control("unit", "unit", ["m", "cm"], kind="menu")]
+
+
+def rows(count: int = 6) -> list[dict]:
+    return [{"square": i * i} for i in range(count)]
+
+
+def test_states_are_all_combinations_unless_given():
+    assert Squares(SQUARES, rows()).states == [(1, "m"), (1, "cm"), (2, "m"), (2, "cm"), (3, "m"), (3, "cm")]
+    some = Squares(SQUARES, rows(2), states=[(1, "m"), (3, "cm")], start=(3, "cm"))
+    assert some.states == [(1, "m"), (3, "cm")] and some.options == {"n": 3, "unit": "cm"}
+    assert some.table["states"] == [[0, 0], [2, 1]] and some.index == 1
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="rows: expected one for each of 6 states, got 5"):
+        Squares(SQUARES, rows(5))
+    with pytest.raises(ValueError, match=r"start: \(4, 'm'\) is not a state"):
+        Squares(SQUARES, rows(), start=(4, "m"))
+    with pytest.raises(traitlets.TraitError, match="index: expected 0 to 5, got 6"):
+        Squares(SQUARES, rows()).index = 6
+    with pytest.raises(ValueError, match="integers of 0 to 4294967296 do not fit"):
+        Squares(SQUARES, rows(), shared={"large": np.array([0, 2**32])})
+
+
+def test_a_table_can_be_filled_again():
+    explorer = Squares(SQUARES, rows(), start=(3, "cm"))
+    explorer.selected = 4
+    explorer.fill(SQUARES[:1], rows(3), start=(1,))
+    assert (explorer.index, explorer.selected, explorer.row(2)) == (0, -1, {"square": 4})
+    assert [control["name"] for control in explorer.controls] == ["n"]
+
+
+def test_equal_arrays_are_kept_once():
+    table = Squares(SQUARES, [{"same": np.arange(9), "number": i} for i in range(6)]).table
+    assert len(table["arrays"]) == 1 and len({str(row["same"]) for row in table["rows"]}) == 1
+
+
+def test_text_of_a_table_cannot_end_its_script():
+    explorer = Squares(SQUARES, rows(), shared={"text": "</script><script>alert(1)</script><!-- <b>"})
+    text = page(explorer)
+    assert text.count("<script") == 2 and text.count("</script>") == 2 and "<!--" not in text and "alert(1)" in text
+
+
+def test_photos_are_small_and_inside():
+    address = photo(Image.new("RGB", (900, 300), "teal"), side=200)
+    kind, data = address.split(",")
+    assert kind == "data:image/webp;base64"
+    assert Image.open(io.BytesIO(base64.b64decode(data))).size == (200, 67)
+
+
+def test_viz_needs_no_anywidget_and_says_where_explorers_do():
+    """In a process whose import of anywidget fails."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; sys.modules['anywidget'] = None\n"
+        "from PIL import Image; from refvl import viz; from refvl.pixels.patches import PatchConfig\n"
+        "try: viz.explore_windows(Image.new('RGB', (280, 196)), PatchConfig())\n"
+        "except ModuleNotFoundError as error: print(error)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout.strip() == "explorers need anywidget: pip install 'refvl[notebooks]'", ran.stderr
