@@ -7,7 +7,13 @@ from refvl.viz.evs import (
     plot_keep_mask,
     plot_pruned_positions,
 )
-from refvl.viz.families import plot_family_costs, plot_family_curves, plot_family_stages
+from refvl.viz.families import (
+    explore_families,
+    plot_family_costs,
+    plot_family_curves,
+    plot_family_race,
+    plot_family_stages,
+)
 from refvl.viz.glm4v import (
     explore_timeline,
     plot_clip_prompt,
@@ -50,6 +56,7 @@ from refvl.viz.windows import explore_windows, plot_attention_segments, plot_win
 __all__ = [
     "explore_assignment",
     "explore_crops",
+    "explore_families",
     "explore_graph",
     "explore_keep_mask",
     "explore_packing",
@@ -71,6 +78,7 @@ __all__ = [
     "plot_dissimilarity",
     "plot_family_costs",
     "plot_family_curves",
+    "plot_family_race",
     "plot_family_stages",
     "plot_frame_tokens",
     "plot_gather",

@@ -28,9 +28,9 @@ class GraphExplorer(Explorer):
     _esm = module("graph")
     title = "Graph step-through"
 
-    def __init__(self, model: VLM, before, image, question: str, *, max_new_tokens: int = 16):
+    def __init__(self, model: VLM, before, image, question: str):
         first, run = model.trace(question, images=[before], max_new_tokens=1), model.trace(question, images=[image])
-        (patches,), (_, h, w) = run.patches, run.patches[0].merged.thw
+        _, h, w = run.patches[0].merged.thw
         budget = 2 ** (max(len(embeds) for embeds in (*first.embeds, *run.embeds)) - 1).bit_length()
         manager = EncoderGraphManager(model.encoder, budgets=[budget], max_frames=1, backend="trace", progress=False)
         manager.capture()
