@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LIMIT  := $(if $(shell command -v timeout 2>/dev/null),timeout 900)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-portable lab notebooks train clean
+.PHONY: help demo test test-slow test-portable test-browser lab notebooks train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,10 @@ test-slow: $(STAMP) ## the tests that take minutes
 
 test-portable: $(STAMP) ## the tests under every set of vector instructions that this CPU has, with one thread and with two
 	$(BIN)/python tests/portable.py
+
+test-browser: $(STAMP) ## every explorer in Chromium, as a page and in JupyterLab (RECORD=1 keeps the timings)
+	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(PIP) -c constraints.txt -e '.[browser]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser -rs tests/browser
 
 lab: $(STAMP) ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)

@@ -1,0 +1,98 @@
+"""A Chromium for the tests, a JupyterLab server, and a place for timings and screenshots: outputs/browser/."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from refvl.paths import DATA
+
+OUT = DATA.parent / "outputs" / "browser"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    if CHROMIUM is None:
+        pytest.skip("no browser: these tests need Chromium on the PATH (Debian: apt-get install chromium)")
+    api = pytest.importorskip("playwright.sync_api", reason="no browser: pip install -c constraints.txt '.[browser]'")
+    OUT.mkdir(parents=True, exist_ok=True)
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def timings(chromium):
+    """Milliseconds from an input to the second painted frame, by place and explorer; goals are reported, not asserted.
+
+    Written to outputs/browser/timings.json, and with RECORD=1 to data/measurements/explorers_browser.json.
+    """
+    found: dict = {}
+    yield found
+    report = {"date": date.today().isoformat(), "browser": chromium.version, "cores": os.cpu_count()}
+    report |= {"goals_ms": {"page": 50, "lab": 150}, "milliseconds": found}
+    kept = [DATA / "measurements" / "explorers_browser.json"] if os.environ.get("RECORD") == "1" else []
+    for file in [OUT / "timings.json", *kept]:
+        file.write_text(json.dumps(report, indent=2) + "\n")
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory, chromium):
+    """A JupyterLab server of its own; returns its folder of notebooks and its address."""
+    home, root = tmp_path_factory.mktemp("jupyter"), tmp_path_factory.mktemp("notebooks")
+    settings = home / "config" / "lab" / "user-settings" / "@jupyterlab" / "notebook-extension"
+    settings.mkdir(parents=True)
+    (settings / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')  # all cells stay on the page
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    places = {f"JUPYTER_{name}_DIR": str(home / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
+    places["PYTHONPATH"] = str(DATA.parent)
+    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", f"--port={port}", f"--notebook-dir={root}"]
+    command += ["--IdentityProvider.token=", "--ServerApp.open_browser=False", "--allow-root"]
+    with (OUT / "lab.log").open("w") as log:
+        server = subprocess.Popen(command, env=os.environ | places, stdout=log, stderr=log)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        _wait_for(f"{address}/api/status")
+        yield Lab(root, address, os.environ | places)
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+class Lab:
+    def __init__(self, root: Path, address: str, environment: dict):
+        self.root, self.address, self.environment = root, address, environment
+
+    def open(self, browser, name: str):
+        """A page with the notebook `name`, in a workspace of its own."""
+        page = browser.new_context(viewport={"width": 1300, "height": 1000}).new_page()
+        page.goto(f"{self.address}/lab/workspaces/{name.removesuffix('.ipynb')}/tree/{name}?reset", timeout=120_000)
+        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=120_000)
+        return page
+
+    def trust(self, name: str) -> None:
+        subprocess.run(
+            [sys.executable, "-m", "jupyter", "trust", name], cwd=self.root, env=self.environment, check=True
+        )
+
+
+def _wait_for(address: str, seconds: float = 180) -> None:
+    for _ in range(int(seconds * 4)):
+        try:
+            with urllib.request.urlopen(address):
+                return
+        except OSError:
+            time.sleep(0.25)
+    raise TimeoutError(f"{address} did not answer; see {OUT / 'lab.log'}")

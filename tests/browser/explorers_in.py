@@ -1,0 +1,97 @@
+"""What the tests of pages and of JupyterLab do with an explorer on the screen."""
+
+import numpy as np
+
+STEPS = 20
+PIXELS = "root => [...root.querySelectorAll('canvas')].map(c => c.toDataURL()).join()"
+SETTLED = """index => new Promise(done => { const look = () =>
+  ROOT.dataset.index == index ? requestAnimationFrame(done) : requestAnimationFrame(look); look(); })"""
+# one step of the slider with the most options, to and fro; milliseconds until the second frame was painted
+TIMED = """async (root, steps) => {
+  const sliders = [...root.querySelectorAll('input[type=range]')];
+  const slider = sliders.reduce((a, b) => (+b.max > +a.max ? b : a)), times = [];
+  for (let i = 0; i < steps; i++) {
+    const start = performance.now();
+    slider.value = +slider.value + (i % 2 || slider.value === slider.max ? -1 : 1);
+    slider.dispatchEvent(new Event('input', { bubbles: true }));
+    await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+    times.push(performance.now() - start);
+  }
+  return times.sort((a, b) => a - b)[steps >> 1];
+}"""
+
+
+def flat(value):
+    """Nested numbers without their shapes, as a browser's typed arrays are; floats as close as 32 bits are."""
+    if isinstance(value, dict):
+        return {key: flat(item) for key, item in value.items()}
+    if hasattr(value, "dtype") and np.ndim(value):
+        return [round(float(x), 5) for x in np.asarray(value).ravel()]
+    if isinstance(value, list | tuple):
+        return [flat(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    return round(float(value), 5) if isinstance(value, int | float) else value
+
+
+def shown(root) -> int:
+    """The number of the state that is drawn, once the animation frames have come."""
+    root.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    return int(root.get_attribute("data-index"))
+
+
+def check_numbers(root, explorer, oracle) -> None:
+    """What the picture is drawn from is what refvl computes for that state."""
+    assert flat(root.evaluate("root => root.read()")) == flat(oracle(explorer, explorer.states[shown(root)]))
+
+
+def check_controls(root, explorer, oracle) -> None:
+    """Every control, moved by a key, leads to another state and another picture with the right numbers."""
+    controls = root.locator("input[type=range], select")
+    assert controls.count() == len(explorer.controls)
+    check_numbers(root, explorer, oracle)
+    for number in range(controls.count()):
+        control, before, pixels = controls.nth(number), shown(root), root.evaluate(PIXELS)
+        if control.is_disabled():
+            continue
+        _press(control)
+        assert shown(root) != before, explorer.controls[number]["name"]
+        assert root.evaluate(PIXELS) != pixels, explorer.controls[number]["name"]
+        check_numbers(root, explorer, oracle)
+
+
+def _press(control) -> None:
+    """One step on, or back where it stands at the end."""
+    place, last = (int(v) for v in control.evaluate("c => [c.value, c.max || c.options.length - 1]"))
+    control.focus()
+    down = control.evaluate("c => c.tagName") == "SELECT"
+    forward, back = ("ArrowDown", "ArrowUp") if down else ("ArrowRight", "ArrowLeft")
+    control.press(forward if place < last else back)
+
+
+def check_keys_and_pointer(root) -> None:
+    """Arrow keys select items of the first canvas that has any, the pointer shows them, and both are said in words."""
+    canvas = root.locator("canvas[role=application]").first
+    if not canvas.count():
+        return
+    canvas.focus()
+    canvas.press("ArrowRight")
+    shown(root)
+    first = root.locator(".readout").inner_text()
+    assert first
+    for key in ("ArrowRight", "ArrowDown"):
+        canvas.press(key)
+    shown(root)
+    assert root.locator(".readout").inner_text() != first
+    canvas.press("Escape")
+    shown(root)
+    assert root.locator(".readout").inner_text() == ""
+
+
+def check_names(root) -> None:
+    """Controls and pictures have names that a screen reader can say."""
+    names = root.evaluate(
+        "root => [...root.querySelectorAll('canvas, input, select, button')].map(e => e.getAttribute('aria-label'))"
+    )
+    assert names and all(name and len(name) > 3 for name in names)
+    assert root.get_attribute("role") == "group" and root.get_attribute("aria-label")

@@ -1,0 +1,126 @@
+"""Explorers and whole notebooks in JupyterLab, as a person uses them. Oracle of the numbers: refvl's functions."""
+
+import shutil
+
+import nbformat
+import pytest
+from conftest import OUT
+from explorer_oracles import ORACLES
+from explorers_in import STEPS, TIMED, check_controls, check_keys_and_pointer, check_names, shown
+from nbformat.v4 import new_code_cell, new_notebook
+
+from refvl.paths import DATA
+from refvl.viz.explorers.gallery import GALLERY
+
+pytestmark = pytest.mark.browser
+NOTEBOOKS = DATA.parent / "notebooks"
+MINUTES = 60_000
+
+
+def run_all(page) -> None:
+    """Run > Run All Cells, and wait until the last cell has its number."""
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_text("Run All Cells", exact=True).click()
+    page.wait_for_function(
+        """() => { const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(p => p.textContent);
+                   return prompts.length && prompts.every(p => /\\[\\d+\\]/.test(p)); }""",
+        timeout=10 * MINUTES,
+    )
+
+
+def write(lab, name: str, *cells: str):
+    notebook = new_notebook(cells=[new_code_cell(cell) for cell in cells])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, lab.root / name)
+
+
+@pytest.fixture(scope="module")
+def gallery(lab, chromium):
+    """A notebook with a cell per explorer, run; the page and what its console said."""
+    cells = [f"{name} = GALLERY[{name!r}](); {name}" for name in GALLERY]
+    write(lab, "gallery.ipynb", "from refvl.viz.explorers.gallery import GALLERY", *cells)
+    page, heard = lab.open(chromium, "gallery.ipynb"), []
+    page.on("pageerror", lambda error: heard.append(str(error)))
+    run_all(page)
+    page.wait_for_function(
+        f"() => document.querySelectorAll('.refvl[data-index]').length === {len(GALLERY)}", timeout=2 * MINUTES
+    )
+    yield page, heard
+    page.context.close()
+
+
+@pytest.mark.parametrize("name", GALLERY)
+def test_an_explorer_is_live(name, gallery, timings):
+    """Controls, keys and names as on the page; the time of a step, while the kernel hears of each."""
+    page, heard = gallery
+    root = page.locator(".refvl").nth(list(GALLERY).index(name))
+    root.scroll_into_view_if_needed()
+    made = GALLERY[name]()
+    assert shown(root) == made.index
+    check_controls(root, made, ORACLES[name])
+    check_keys_and_pointer(root)
+    check_names(root)
+    timings.setdefault("lab", {})[name] = round(root.evaluate(TIMED, STEPS), 1)
+    root.screenshot(path=OUT / f"lab_{name}.png")
+    assert heard == []
+
+
+def test_the_next_cell_reads_where_the_reader_is(gallery):
+    """And what it sets, the picture shows."""
+    page, _ = gallery
+    name = next(iter(GALLERY))
+    root, canvas = page.locator(".refvl").first, page.locator(".refvl canvas[role=application]").first
+    canvas.focus()
+    for _ in range(3):
+        canvas.press("ArrowRight")
+    index = shown(root)
+    print_in_new_cell(page, f"print('at', {name}.index, {name}.selected); {name}.index = 0")
+    page.get_by_text(f"at {index} ").wait_for(timeout=MINUTES)
+    assert f"at {index} -1" not in page.locator(".jp-OutputArea").last.inner_text()
+    page.wait_for_function("() => document.querySelector('.refvl').dataset.index === '0'", timeout=MINUTES)
+
+
+def print_in_new_cell(page, code: str) -> None:
+    page.locator(".jp-Cell .jp-InputPrompt").last.click()
+    page.keyboard.press("b")
+    page.keyboard.press("Enter")
+    page.keyboard.insert_text(code)
+    page.keyboard.press("Shift+Enter")
+
+
+def test_saved_and_not_run_it_is_a_picture_until_trusted(lab, chromium):
+    """A fresh clone: the figure and no repr; after `jupyter trust`, live without running a cell."""
+    from nbclient import NotebookClient
+
+    name = next(iter(GALLERY))
+    write(lab, "saved.ipynb", f"from refvl.viz.explorers.gallery import GALLERY\nGALLERY[{name!r}]()")
+    notebook = nbformat.read(lab.root / "saved.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=600, store_widget_state=True).execute()
+    nbformat.write(notebook, lab.root / "saved.ipynb")
+    page = lab.open(chromium, "saved.ipynb")
+    page.wait_for_selector(".jp-OutputArea img", timeout=MINUTES)
+    assert page.locator(".refvl").count() == 0
+    assert "Explorer(" not in page.locator(".jp-Notebook").inner_text()
+    page.context.close()
+    lab.trust("saved.ipynb")
+    page = lab.open(chromium, "saved.ipynb")
+    root = page.wait_for_selector(".refvl[data-index]", timeout=2 * MINUTES)
+    before = root.get_attribute("data-index")
+    page.locator(".refvl input[type=range]:not([disabled])").first.press("ArrowRight")
+    page.wait_for_function(f"() => document.querySelector('.refvl').dataset.index !== '{before}'", timeout=MINUTES)
+    page.context.close()
+
+
+@pytest.mark.parametrize("name", ["01_patches_and_windows", "02_mrope"])
+def test_a_notebook_runs_from_top_to_bottom(name, lab, chromium):
+    """By the menu; no cell fails and nothing is written to stderr."""
+    shutil.copy(NOTEBOOKS / f"{name}.ipynb", lab.root)
+    page = lab.open(chromium, f"{name}.ipynb")
+    run_all(page)
+    page.wait_for_timeout(1000)
+    page.screenshot(path=OUT / f"lab_{name}.png")
+    assert (
+        page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").all_inner_texts() == []
+    )
+    assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']").count() == 0
+    page.context.close()
