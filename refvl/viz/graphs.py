@@ -199,14 +199,14 @@ def plot_stale_errors(row: Mapping, groups: Sequence[Mapping], *, title: str = "
     """
     left, right = grid_of_axes(ax, 1, 2, (9, 2.8))[0]
     levels, start = np.asarray(row["operations"]), 0
-    errors = np.where(levels > 0, 10.0 ** (4 * (levels - 255.0) / 254), 1e-4)
-    left.fill_between(range(len(levels)), errors, 1e-4, color=HIGHLIGHT, step="mid")
+    left.fill_between(range(len(levels)), levels, color=HIGHLIGHT, step="mid")
     for group in groups:
         left.axvline(start, color="0.7", lw=0.6)
         if group["count"] > len(levels) / 20:
-            left.text(start + group["count"] / 2, 1.15, group["name"], size=7, ha="center")
+            left.text(start + group["count"] / 2, 258, group["name"], size=7, ha="center")
         start += group["count"]
-    left.set(yscale="log", ylim=(1e-4, 1), xlim=(0, len(levels)), xlabel="recorded operation", ylabel="relative error")
+    left.set(ylim=(0, 255), xlim=(0, len(levels)), xlabel="recorded operation", ylabel="relative error")
+    left.set_yticks([1, 85, 170, 255], ["0.001", "0.01", "0.1", "1"])
     image = right.imshow(np.asarray(row["tokens"]), vmin=0, vmax=1, cmap=SEQUENCE_CMAP)
     right.set(xticks=[], yticks=[], title="error per token")
     right.title.set_size(9)

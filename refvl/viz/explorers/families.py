@@ -28,8 +28,8 @@ class FamiliesExplorer(Explorer):
     title = "Family race"
 
     def __init__(self, models: Mapping[str, VLM], counted: Mapping):
-        self.peak = counted["peak"][DEVICE]
-        self.clip_size = counted["clip_size"]
+        self.models, self.counted, self.clip_size = models, counted, counted["clip_size"]
+        peak = counted["peak"][DEVICE]
         rows: dict[tuple, dict] = {}
         for entry in counted["rows"]:
             if (family := entry["family"]) not in models:
@@ -41,7 +41,7 @@ class FamiliesExplorer(Explorer):
                     f"counted: {family} makes {costs['tokens']} tokens of an {entry['kind']} of {state[1]}, the file "
                     f"was made where it made {entry['tokens']}; run benchmarks/families.py again"
                 )
-            costs["seconds"] = (entry["tower"] + entry["prefill"]) / self.peak
+            costs["seconds"] = (entry["tower"] + entry["prefill"]) / peak
             rows.setdefault(state, {"size": entry["size"], "families": {}})["families"][family] = costs
         kinds = list(dict.fromkeys(kind for kind, _ in rows))
         controls = [

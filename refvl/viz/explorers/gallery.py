@@ -35,7 +35,7 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
         {name: DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")}, PatchConfig()
     ),
     "graph": lambda: explore_graph(
-        _load("tiny-qwen2_5_vl"), DATA / "pictures/coffee.jpg", DATA / "pictures/scene.png", "Where is the circle?"
+        _load("tiny-qwen2_5_vl"), DATA / "pictures/coffee.jpg", DATA / "pictures/scene.png", "Where is the star?"
     ),
     "packing": lambda: explore_packing(arrivals_of_images(PatchConfig()), generate_budgets(64, 512)),
     "slices": lambda: explore_slices(DATA / "pictures/coffee.jpg", SliceConfig(), model=_load("tiny-minicpmv-4_5")),

@@ -17,8 +17,8 @@ export default explorer(view => {
   view.canvas({
     name: () => `${kinds.length} recorded operations, a line per part of the tower`,
     caption: () => stale() < 0
-      ? "a mark below: reads a buffer. Every result is as it should be"
-      : `a mark below: reads a buffer (bold: ${buffers[stale()].name}). Filled: the result is wrong, the brighter the more; ` +
+      ? "marks below: reads a buffer. Every result is as it should be"
+      : `marks below: reads a buffer (orange: ${buffers[stale()].name}). Coloured: the result is wrong, the brighter the more; ` +
         `first wrong: operation ${wrong()}`,
     size: () => [NAME + longest * CELL, groups.length * LINE],
     at(x, y) {
@@ -75,13 +75,8 @@ export default explorer(view => {
 
   const picture = (title, which, over) => view.canvas({
     name: title,
-    size: () => [SIDE, SIDE],
-    draw(pen) {
-      const image = photos[which], scale = SIDE / Math.max(image.width, image.height);
-      const [w, h] = [image.width * scale, image.height * scale];
-      pen.drawImage(image, 0, 0, w, h);
-      over?.(pen, w, h);
-    },
+    size: () => [SIDE, (SIDE * photos[which].height) / photos[which].width],
+    draw(pen, width, height) { pen.drawImage(photos[which], 0, 0, width, height); over?.(pen, width, height); },
   });
   picture(() => "replayed before: what a stale buffer still holds", "before");
   picture(() => "the image now, and how wrong each token's embedding is", "image", (pen, width, height) => {
@@ -109,6 +104,7 @@ export default explorer(view => {
       pen.fillText(view.row.answer, 0, 26, width);
       pen.font = "12px system-ui, sans-serif"; pen.fillStyle = view.colors.ink;
       pen.fillText(changed ? `wrong: it was "${view.shared.right}"` : "as it should be", 0, 54);
+      pen.textAlign = "right"; pen.fillText(percent(view.row.probability), width, 54);
       pen.fillStyle = view.colors.empty; pen.fillRect(0, 74, width, 10);
       pen.fillStyle = changed ? view.colors.highlight : view.colors.kept;
       pen.fillRect(0, 74, width * view.row.probability, 10);

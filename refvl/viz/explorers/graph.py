@@ -16,7 +16,8 @@ from refvl.trace import Trace
 from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.graphs import kind_of_operation, plot_stale_errors
 
-NONE = "none: all are refilled"
+NONE = "none"
+LEAST = 1e-3  # relative error that is drawn as the smallest
 
 
 class GraphExplorer(Explorer):
@@ -30,14 +31,14 @@ class GraphExplorer(Explorer):
 
     def __init__(self, model: VLM, before, image, question: str):
         first, run = model.trace(question, images=[before], max_new_tokens=1), model.trace(question, images=[image])
+        self.model, self.first, self.run = model, first, run
         _, h, w = run.patches[0].merged.thw
         budget = 2 ** (max(len(embeds) for embeds in (*first.embeds, *run.embeds)) - 1).bit_length()
         manager = EncoderGraphManager(model.encoder, budgets=[budget], max_frames=1, backend="trace", progress=False)
         manager.capture()
-        captured = manager.captured[budget]
+        self.captured = captured = manager.captured[budget]
         assert isinstance(captured.graph, TraceGraph)
-        self.operations, self.question, self.grid = captured.graph.operations, question, (h, w)
-        buffers = captured.buffers
+        operations, buffers = captured.graph.operations, captured.buffers
         replays = replay_stale(captured, _batch(first), _batch(run))
         rows = []
         for replay in replays.values():
@@ -48,7 +49,7 @@ class GraphExplorer(Explorer):
                     "operations": _levels(replay.errors),
                     "tokens": ((embeds - run.embeds[0]).norm(dim=1) / run.embeds[0].norm(dim=1)).view(h, w),
                     "answer": answer,
-                    "probability": round(probability, 4),
+                    "probability": round(probability, 3),
                 }
             )
         shared = {
@@ -56,12 +57,12 @@ class GraphExplorer(Explorer):
             "right": rows[0]["answer"],
             "photos": {"before": photo(first.media[0], side=160), "image": photo(run.media[0], side=160)},
             "buffers": [{"name": name, "shape": list(buffer.shape)} for name, buffer in buffers.items()],
-            "groups": group_operations(self.operations, model.encoder),
-            "kinds": [kind_of_operation(operation) for operation in self.operations],
-            "shapes": [" ".join(map(str, operation.outputs[0].shape)) or "1" for operation in self.operations],
-            "reads": np.array([[operation.reads(b) for b in buffers.values()] for operation in self.operations]),
+            "groups": group_operations(operations, model.encoder),
+            "kinds": [kind_of_operation(operation) for operation in operations],
+            "shapes": [" x ".join(map(str, operation.outputs[0].shape)) or "1" for operation in operations],
+            "reads": np.array([[operation.reads(b) for b in buffers.values()] for operation in operations]),
         }
-        controls = [Control("stale", "buffer not refilled", [NONE, *buffers], kind="menu")]
+        controls = [Control("stale", "buffer not refilled", [NONE, *buffers])]
         super().__init__(controls, rows, shared=shared, start=("window_index",))
         self.selected = int(np.argmax(shared["reads"][:, list(buffers).index("window_index")]))
 
@@ -73,7 +74,7 @@ class GraphExplorer(Explorer):
     def describe(self) -> str:
         stale, row, right = self.options["stale"], self.row(self.index), self.row(0)
         what = "With every buffer refilled" if stale == NONE else f"With {stale} not refilled"
-        asked = f"{what}, the model answers {row['answer']!r} to {self.question!r}"
+        asked = f"{what}, the model answers {row['answer']!r} to {self.shared['question']!r}"
         return f"{asked} (right: {right['answer']!r})." if row["answer"] != right["answer"] else f"{asked}."
 
 
@@ -91,9 +92,9 @@ def _batch(run: Trace) -> tuple[Tensor, object]:
 
 
 def _levels(errors: Sequence[float]) -> np.ndarray:
-    """Relative errors on a logarithmic scale in 255 steps: 0 for none, 1 for 1e-4 and less, 255 for 1 and more."""
+    """Relative errors on a logarithmic scale in 255 steps: 0 for none, 1 for LEAST and less, 255 for 1 and more."""
     values = np.nan_to_num(np.array(errors), nan=1.0, posinf=1.0)
-    steps = np.clip(1 + 254 * (np.log10(values.clip(min=1e-9)) + 4) / 4, 1, 255)
+    steps = np.clip(255 - 254 * np.log(values.clip(min=LEAST)) / np.log(LEAST), 1, 255)
     return np.where(values > 0, steps, 0).astype(np.uint8)
 
 

@@ -4,7 +4,8 @@ import { explorer } from "./shared.js";
 export default explorer(view => {
   const W = 620, ROW = 26, GAP = 6, TEXT = 210;
   const tokens = () => view.row.tokens;
-  const scale = () => W / view.shared.widest;
+  const largest = () => view.shared.largest[view.place("arrivals")];
+  const scale = () => W / Math.max(view.shared.widest, largest());
   const color = i => view.colors.sequence(i / Math.max(1, view.shared.most - 1));
   const replayOf = item => view.row.replays.findIndex(r => r.items.includes(item));
   const percent = share => `${Math.round(100 * share)} %`;
@@ -41,16 +42,18 @@ export default explorer(view => {
   }
 
   const SIDE = 52;
-  const side = i => Math.max(8, SIDE * Math.sqrt(tokens()[i] / view.shared.widest));
+  const side = i => SIDE * Math.sqrt(tokens()[i] / largest());
   view.canvas({
-    name: () => `${tokens().length} images in the order of their arrival, area by tokens`,
-    size: () => [view.shared.most * (SIDE + 8), SIDE],
+    name: () => `${tokens().length} images in the order of their arrival, with their tokens`,
+    size: () => [view.shared.most * (SIDE + 8), SIDE + 16],
     at: x => Math.floor(x / (SIDE + 8)),
     step: (i, dx) => i + dx,
     draw(pen) {
-      tokens().forEach((_, i) => item(pen, i, i * (SIDE + 8), SIDE - side(i), side(i), side(i)));
-      for (let i = tokens().length; i < view.shared.most; i++) {
-        pen.strokeStyle = view.colors.line; pen.strokeRect(i * (SIDE + 8) + 0.5, SIDE - 8.5, 8, 8);
+      for (let i = 0; i < view.shared.most; i++) {
+        const x = i * (SIDE + 8);
+        if (i < tokens().length) item(pen, i, x, SIDE - side(i), side(i), side(i));
+        pen.font = "12px system-ui, sans-serif"; pen.textAlign = "left"; pen.textBaseline = "bottom";
+        pen.fillStyle = view.colors.muted; pen.fillText(i < tokens().length ? `${i + 1}: ${tokens()[i]}` : "-", x, SIDE + 16);
       }
     },
   });
@@ -59,7 +62,7 @@ export default explorer(view => {
     name: () => `${view.row.replays.length} replays, as long as their budgets; hatched: padding`,
     caption: () => `graphs captured: ${view.row.budgets.join(", ")} tokens. Bars: replays, as long as their budget; ` +
       `hatched: padding; dashed: too large for every graph, so it runs eagerly`,
-    size: () => [W + TEXT, Math.max(6, view.row.replays.length) * (ROW + GAP)],
+    size: () => [W + TEXT, Math.max(5, view.row.replays.length) * (ROW + GAP)],
     at(x, y) {
       const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW);
       return hit ? hit.item : -1;

@@ -22,7 +22,7 @@ ARRIVALS = {  # (width, height) in px, as the images come
     "alike": ((280, 168),) * 10,
     "a page among icons": ((112, 112), (56, 84), (84, 84), (504, 700), (56, 56), (112, 84), (140, 112), (84, 56),
                            (112, 112)),
-    "one too large": ((336, 224), (1120, 840), (224, 224), (448, 336), (280, 280), (196, 308)),
+    "one too large": ((336, 224), (840, 616), (224, 224), (448, 336), (280, 280), (196, 308)),
 }  # fmt: skip
 
 
@@ -58,8 +58,11 @@ class PackingExplorer(Explorer):
             Control("arrived", "images so far", range(1, most + 1), kind="player"),
             Control("policy", "policy", [*POLICIES, EITHER], kind="menu"),
         ]
-        largest = {name: max(max(tokens), self.budgets[-1]) for name, tokens in self.arrivals.items()}
-        shared = {"widest": max(largest.values()), "most": most}
+        shared = {
+            "most": most,
+            "largest": [max(tokens) for tokens in self.arrivals.values()],
+            "widest": self.budgets[-1],
+        }
         super().__init__(controls, list(rows.values()), shared=shared, states=list(rows), start=self._middle(rows))
 
     def batches(self, state: tuple) -> list[Batch]:
