@@ -9,7 +9,7 @@ from PIL import Image
 
 from refvl.encoders.resampler import attention_weights
 from refvl.graphs import generate_budgets, padding_waste, plan_batches, replay_stale
-from refvl.pixels.crops import count_prompt_tokens, plan_crops
+from refvl.pixels.crops import plan_crops
 from refvl.pixels.media import load_image
 from refvl.pixels.patches import plan_grid
 from refvl.pixels.slices import SliceConfig, plan_slices
@@ -108,7 +108,8 @@ def slices(explorer, state: tuple) -> dict:
         },
         "crops": {
             "canvas": crops.canvas, "window": crops.window, "grid": crops.layout,
-            "tokens": count_prompt_tokens(crops.layout), "of_crop": 81, "of_overview": 169,
+            "tokens": 81 * crops.layout.crops + 169, "of_crop": 81, "of_overview": 169,
+            "marks": 2 * (crops.layout.crops + 1) + crops.layout.newlines,
         },
         "overview_heat": in_steps[0].astype(int), "slice_heat": in_steps[1].astype(int) if columns else [],
         "answer": run.text,

@@ -23,8 +23,8 @@ export default explorer(view => {
     if (view.item < 0 || !values.length) return;
     const [, Q, rows, columns] = values.shape, first = (k * Q + view.item) * rows * columns;
     for (let i = 0; i < rows * columns; i++) {
-      pen.globalAlpha = 0.25 + 0.55 * values[first + i] / 255;
-      pen.fillStyle = view.colors.sequence(values[first + i] / 255);
+      pen.globalAlpha = 0.8 * (1 - Math.sqrt(values[first + i] / 255));
+      pen.fillStyle = "#000";
       pen.fillRect(x + (i % columns) * width / columns, y + Math.floor(i / columns) * height / rows,
         width / columns + 0.5, height / rows + 0.5);
     }
@@ -95,13 +95,14 @@ export default explorer(view => {
     return [...Array.from({ length: grid[0] * grid[1] }, (_, k) => [k + 1, of_crop]), [0, of_overview]];
   };
   view.canvas({
-    name: () => `the prompts: MiniCPM-V ${view.row.slices.tokens} tokens, Step3-VL ${view.row.crops.tokens} with its marks`,
-    caption: () => "the image in both prompts, left to right, on one scale; 0 is the overview; orange: a new line",
+    name: () => `the prompts: MiniCPM-V ${view.row.slices.tokens} tokens, Step3-VL ${view.row.crops.tokens}`,
+    caption: () => "the image in both prompts, left to right, on one scale; 0 is the overview; orange: a mark for a new line",
     size: () => [BAR, 74],
     draw(pen, width) {
-      const scale = (width - 150) / Math.max(view.row.slices.tokens, view.row.crops.tokens);
-      [["MiniCPM-V", sliced(), view.row.slices.tokens, view.row.slices.grid[0], 1], ["Step3-VL", cropped(), view.row.crops.tokens, view.row.crops.grid[1], 0]]
-        .forEach(([name, parts, tokens, columns, first], line) => {
+      const scale = (width - 240) / Math.max(view.row.slices.tokens, view.row.crops.tokens);
+      [["MiniCPM-V", sliced(), view.row.slices.tokens, view.row.slices.grid[0], 1, ""],
+        ["Step3-VL", cropped(), view.row.crops.tokens, view.row.crops.grid[1], 0, ` + ${view.row.crops.marks} marks`]]
+        .forEach(([name, parts, tokens, columns, first, marks], line) => {
           const y = line * 38;
           let x = 90;
           pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = "12px system-ui, sans-serif";
@@ -117,24 +118,28 @@ export default explorer(view => {
             }
           });
           pen.textAlign = "left"; pen.font = "12px system-ui, sans-serif"; pen.fillStyle = view.colors.ink;
-          pen.fillText(`${tokens} tokens`, x + 8, y + 15);
+          pen.fillText(`${tokens} tokens${marks}`, x + 8, y + 15);
         });
     },
   });
 
   if (queries) view.canvas({
     name: () => `the ${queries} learned queries`,
-    caption: () => `a query of the small model; it says "${view.row.answer}" when asked: ${question}`,
-    size: () => [108, 108],
-    at: (x, y) => Math.floor(y / 36) * 3 + Math.floor(x / 36),
+    caption: () => "the queries of a small MiniCPM-V that sees the photo cut alike; choose one. And what that model says",
+    size: () => [400, 108],
+    at: (x, y) => (x < 108 ? Math.floor(y / 36) * 3 + Math.floor(x / 36) : -1),
     step: (i, dx, dy) => ((i % 3) + dx < 0 || (i % 3) + dx > 2 ? -1 : i + dx + 3 * dy),
-    draw(pen) {
+    draw(pen, width) {
       for (let i = 0; i < queries; i++) {
         const x = (i % 3) * 36, y = Math.floor(i / 3) * 36;
         pen.fillStyle = i === view.item ? view.colors.highlight : view.colors.empty;
         pen.fillRect(x + 1, y + 1, 34, 34);
         number(pen, i, x + 18, y + 18);
       }
+      pen.textAlign = "left"; pen.textBaseline = "top"; pen.font = "12px system-ui, sans-serif";
+      pen.fillStyle = view.colors.muted; pen.fillText(question, 126, 4, width - 126);
+      pen.font = "bold 20px system-ui, sans-serif"; pen.fillStyle = view.colors.kept;
+      pen.fillText(view.row.answer, 126, 26, width - 126);
     },
   });
 

@@ -59,12 +59,12 @@ class SlicesExplorer(Explorer):
         return self.model.encoder.config.query_num if self.model else 0
 
     def plan(self, size: tuple[int, int], *, query_num: int = 64) -> dict:
-        """Where both cut a photo of `size` (width, height), and its tokens in both prompts, without words around it."""
+        """Where both cut a photo of `size` (width, height), and its tokens in both prompts, marks apart."""
         slices, crops = plan_slices(*size, self.slices), plan_crops(*size, self.crops)
         columns, rows = slices.grid or (0, 0)
-        tokens = count_prompt_tokens(
-            crops.layout, crop_tokens=self.crops.crop_tokens, image_tokens=self.crops.image_tokens
-        )
+        of_crop, of_overview = self.crops.crop_tokens, self.crops.image_tokens
+        tokens = crops.layout.crops * of_crop + of_overview
+        in_prompt = count_prompt_tokens(crops.layout, crop_tokens=of_crop, image_tokens=of_overview)
         return {
             "size": size,
             "slices": {
@@ -73,7 +73,7 @@ class SlicesExplorer(Explorer):
             },
             "crops": {
                 "canvas": crops.canvas, "window": crops.window, "grid": crops.layout, "tokens": tokens,
-                "of_crop": self.crops.crop_tokens, "of_overview": self.crops.image_tokens,
+                "marks": in_prompt - tokens, "of_crop": of_crop, "of_overview": of_overview,
             },
         }  # fmt: skip
 
