@@ -1,14 +1,18 @@
 """What every explorer of the gallery has to show in a state, computed again by refvl's functions without its table."""
 
+import json
 import math
 from copy import copy
+from functools import cache as kept
 
 import numpy as np
 import torch
 from PIL import Image
 
+from benchmarks.families import load_released
 from refvl.encoders.resampler import attention_weights
 from refvl.graphs import generate_budgets, padding_waste, plan_batches, replay_stale
+from refvl.paths import DATA
 from refvl.pixels.crops import plan_crops
 from refvl.pixels.media import load_image
 from refvl.pixels.patches import plan_grid
@@ -116,14 +120,17 @@ def slices(explorer, state: tuple) -> dict:
     }  # fmt: skip
 
 
+released = kept(load_released)
+
+
 def families(explorer, state: tuple) -> dict:
+    """The released models at their true sizes; the arithmetic as it was counted (`tests/tools/test_arithmetic.py`)."""
     kind, shown = state
-    size = int(shown.split()[0])
-    costs = {}
-    for entry in explorer.counted["rows"]:
+    size, counted, costs = int(shown.split()[0]), json.loads((DATA / "measurements/families.json").read_text()), {}
+    for entry in counted["rows"]:
         if (entry["kind"], entry["size"]) != (kind, size):
             continue
-        model = explorer.models[entry["family"]]
+        model = released(entry["family"])
         medium = Image.new("L", (size, size)) if kind == "image" else blank_clip(model, size, 640, 360)
         plan = plan_media(model, medium)
         cache = plan.tokens * kv_cache_bytes_per_token(model.language_model.config, torch.bfloat16)

@@ -18,7 +18,6 @@ from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import STAGE_COLORS, THEMES, axes_or_new
 
 if TYPE_CHECKING:
-    from refvl.pipeline import VLM
     from refvl.viz.explorers.families import FamiliesExplorer
 
 FAMILY_KEYS = {"Qwen2.5-VL": "image", "GLM-4.1V": "video", "MiniCPM-V 4.5": "kept", "Step3-VL": "w"}  # in THEMES
@@ -109,12 +108,12 @@ def plot_family_race(rows: Sequence[Mapping], kind: str, *, at: int | None = Non
     return axes
 
 
-def explore_families(models: "Mapping[str, VLM]", counted: Mapping) -> "FamiliesExplorer":
+def explore_families(counted: Mapping) -> "FamiliesExplorer":
     """Tokens, positions, memory and time of one image or video in every family, while it grows. Needs anywidget.
 
-    models: by name, as in `FAMILY_KEYS`; they may be on the meta device. counted: data/measurements/families.json, the
-    arithmetic that the times follow from. Raises ValueError where that was counted for other models.
+    counted: data/measurements/families.json, which `benchmarks/families.py` writes. Times are its arithmetic at a
+    device's peak.
     """
     from refvl.viz.explorers.families import FamiliesExplorer
 
-    return FamiliesExplorer(models, counted)
+    return FamiliesExplorer(counted)

@@ -16,18 +16,9 @@ from refvl.viz.graphs import explore_graph, explore_packing
 from refvl.viz.minicpmv import explore_slices
 from refvl.viz.windows import explore_windows
 
-FAMILIES = DATA / "measurements/families.json"
-
 
 def _load(name: str) -> VLM:
     return refvl.load(DATA / "checkpoints" / name, device="cpu", progress=False)
-
-
-def _released() -> dict[str, VLM]:
-    """The models of the family race at their true sizes, without memory."""
-    counted = json.loads(FAMILIES.read_text())
-    files = {name: DATA / f"configs/{file}.json" for name, file in counted["configs"].items()}
-    return {n: refvl.load(f, weights="random", device="meta", progress=False) for n, f in files.items()}
 
 
 GALLERY: dict[str, Callable[[], Explorer]] = {
@@ -39,5 +30,5 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
     ),
     "packing": lambda: explore_packing(arrivals_of_images(PatchConfig()), generate_budgets(64, 512)),
     "slices": lambda: explore_slices(DATA / "pictures/coffee.jpg", SliceConfig(), model=_load("tiny-minicpmv-4_5")),
-    "families": lambda: explore_families(_released(), json.loads(FAMILIES.read_text())),
+    "families": lambda: explore_families(json.loads((DATA / "measurements/families.json").read_text())),
 }
