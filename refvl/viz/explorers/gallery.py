@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 
 import refvl
 from refvl.graphs import generate_budgets
@@ -17,6 +18,7 @@ from refvl.viz.minicpmv import explore_slices
 from refvl.viz.windows import explore_windows
 
 
+@cache
 def _load(name: str) -> VLM:
     return refvl.load(DATA / "checkpoints" / name, device="cpu", progress=False)
 

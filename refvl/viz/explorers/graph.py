@@ -9,7 +9,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from refvl.graphs import EncoderGraphManager, TraceGraph, replay_stale
+from refvl.graphs import EncoderGraphManager, StaleReplay, TraceGraph, replay_stale
+from refvl.graphs.manager import CapturedBudget
 from refvl.graphs.recorder import Operation
 from refvl.pipeline import VLM
 from refvl.trace import Trace
@@ -17,6 +18,7 @@ from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.graphs import kind_of_operation, plot_stale_errors
 
 NONE = "none"
+START = "window_index"  # tokens come out in wrong places: the middle of the story
 LEAST = 1e-3  # relative error that is drawn as the smallest
 
 
@@ -30,41 +32,36 @@ class GraphExplorer(Explorer):
     title = "Graph step-through"
 
     def __init__(self, model: VLM, before, image, question: str):
-        first, run = model.trace(question, images=[before], max_new_tokens=1), model.trace(question, images=[image])
-        self.model, self.first, self.run = model, first, run
-        _, h, w = run.patches[0].merged.thw
-        budget = 2 ** (max(len(embeds) for embeds in (*first.embeds, *run.embeds)) - 1).bit_length()
+        self.model, self.first = model, model.trace(question, images=[before], max_new_tokens=1)
+        self.run = model.trace(question, images=[image])
+        largest = max(len(embeds) for embeds in (*self.first.embeds, *self.run.embeds))
+        budget = 2 ** (largest - 1).bit_length()
         manager = EncoderGraphManager(model.encoder, budgets=[budget], max_frames=1, backend="trace", progress=False)
         manager.capture()
-        self.captured = captured = manager.captured[budget]
-        assert isinstance(captured.graph, TraceGraph)
-        operations, buffers = captured.graph.operations, captured.buffers
-        replays = replay_stale(captured, _batch(first), _batch(run))
-        rows = []
-        for replay in replays.values():
-            embeds = replay.outputs[: h * w]
-            answer, probability = _answer(model, run, embeds)
-            rows.append(
-                {
-                    "operations": _levels(replay.errors),
-                    "tokens": ((embeds - run.embeds[0]).norm(dim=1) / run.embeds[0].norm(dim=1)).view(h, w),
-                    "answer": answer,
-                    "probability": round(probability, 3),
-                }
-            )
-        shared = {
-            "question": question,
-            "right": rows[0]["answer"],
-            "photos": {"before": photo(first.media[0], side=160), "image": photo(run.media[0], side=160)},
-            "buffers": [{"name": name, "shape": list(buffer.shape)} for name, buffer in buffers.items()],
-            "groups": group_operations(operations, model.encoder),
-            "kinds": [kind_of_operation(operation) for operation in operations],
-            "shapes": [" x ".join(map(str, operation.outputs[0].shape)) or "1" for operation in operations],
-            "reads": np.array([[operation.reads(b) for b in buffers.values()] for operation in operations]),
+        self.captured = manager.captured[budget]
+        rows = list(map(self._row, replay_stale(self.captured, _batch(self.first), _batch(self.run)).values()))
+        photos = {
+            "before": photo(self.first.media[0], side=160),
+            "image": photo(self.run.media[0], side=160),
         }
+        said = {"question": question, "right": rows[0]["answer"]}
+        shared = said | {"photos": photos} | describe_recording(self.captured, model.encoder)
+        buffers = list(self.captured.buffers)
         controls = [Control("stale", "buffer not refilled", [NONE, *buffers])]
-        super().__init__(controls, rows, shared=shared, start=("window_index",))
-        self.selected = int(np.argmax(shared["reads"][:, list(buffers).index("window_index")]))
+        super().__init__(controls, rows, shared=shared, start=(START,))
+        self.selected = int(np.argmax(shared["reads"][:, buffers.index(START)]))
+
+    def _row(self, replay: StaleReplay) -> dict:
+        """operations: levels of their errors. tokens: (h, w) relative errors. And what the model says then."""
+        [right], (_, h, w) = self.run.embeds, self.run.patches[0].merged.thw
+        embeds = replay.outputs[: h * w]
+        answer, probability = _answer(self.model, self.run, embeds)
+        return {
+            "operations": _levels(replay.errors),
+            "tokens": ((embeds - right).norm(dim=1) / right.norm(dim=1)).view(h, w),
+            "answer": answer,
+            "probability": round(probability, 3),
+        }
 
     def figure(self) -> Figure:
         figure, axes = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained", width_ratios=(3, 1))
@@ -76,6 +73,19 @@ class GraphExplorer(Explorer):
         what = "With every buffer refilled" if stale == NONE else f"With {stale} not refilled"
         asked = f"{what}, the model answers {row['answer']!r} to {self.shared['question']!r}"
         return f"{asked} (right: {right['answer']!r})." if row["answer"] != right["answer"] else f"{asked}."
+
+
+def describe_recording(captured: CapturedBudget, encoder: torch.nn.Module) -> dict:
+    """Buffers, and of every operation its kind, the shape of its result, and which buffers it reads."""
+    assert isinstance(captured.graph, TraceGraph)
+    operations, buffers = captured.graph.operations, captured.buffers
+    return {
+        "buffers": [{"name": name, "shape": list(buffer.shape)} for name, buffer in buffers.items()],
+        "groups": group_operations(operations, encoder),
+        "kinds": [kind_of_operation(operation) for operation in operations],
+        "shapes": [" x ".join(map(str, operation.outputs[0].shape)) or "1" for operation in operations],
+        "reads": np.array([[operation.reads(buffer) for buffer in buffers.values()] for operation in operations]),
+    }
 
 
 def group_operations(operations: Sequence[Operation], encoder: torch.nn.Module) -> list[dict]:
