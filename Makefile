@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LIMIT  := $(if $(shell command -v timeout 2>/dev/null),timeout 900)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-portable test-browser lab notebooks train clean
+.PHONY: help demo test test-slow test-portable test-browser lab notebooks site train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,18 +36,22 @@ test-browser: $(STAMP) ## every explorer in Chromium, as a page and in JupyterLa
 	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(PIP) -c constraints.txt -e '.[browser]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser -rs tests/browser
 
-lab: $(STAMP) ## open the notebooks in JupyterLab
-	$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
+lab: $(STAMP) ## trust the shipped notebooks, so that their explorers live, and open them in JupyterLab
+	$(BIN)/jupyter trust notebooks/*.ipynb
+	$(BIN)/jupyter lab --notebook-dir=notebooks --LabApp.default_url=/lab/tree/index.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
 notebooks: $(STAMP) ## run the notebooks and keep their outputs
-	OMP_NUM_THREADS=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=False \
-	  --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
+	OMP_NUM_THREADS=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=True \
+	  --ExecutePreprocessor.record_timing=False notebooks/[0-9]*.ipynb
+
+site: $(STAMP) ## the notebooks and explorers as pages that need neither kernel nor network, in site/
+	OMP_NUM_THREADS=1 $(BIN)/python -m refvl.tools.site
 
 train: $(STAMP) ## train a small model again (MODEL=qwen2_5_vl, glm4v, minicpmv)
 	$(BIN)/python -m data.training.train_tiny --model $(MODEL)
 
 clean: ## remove .venv and everything that was generated
-	rm -rf $(VENV) outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) outputs site build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 
 # torch goes first and by its pin alone, so that nothing else decides which build is taken
 $(STAMP): constraints.txt pyproject.toml

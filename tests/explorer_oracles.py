@@ -25,6 +25,7 @@ from refvl.tools.costs import (
     kv_cache_bytes_per_token,
     plan_media,
 )
+from refvl.viz.explorers.mrope import QUERY, SECTIONS
 from refvl.viz.explorers.slices import fit
 from refvl.viz.patches import with_token_budget
 
@@ -142,4 +143,96 @@ def families(explorer, state: tuple) -> dict:
     return {"size": size, "families": costs}
 
 
-ORACLES = {"windows": windows, "graph": graph, "packing": packing, "slices": slices, "families": families}
+def positions(explorer, state: tuple) -> dict:
+    """The rule read token by token: text counts on all axes, a medium starts where the text stopped, text goes on after
+    the largest position. The other conventions change what a step lasts, or where text goes on."""
+    *sizes, convention = state
+    prompt, family = explorer.prompt(*sizes), sizes[0]
+    starts = {span.offset: (span, kind) for span, kind in zip(prompt.spans, prompt.kinds, strict=True)}
+    rows = {"positions": [], "other": []}
+    places, kinds, extents = [], [], []
+    for which, rule in (("positions", "nothing"), ("other", convention)):
+        token = follows = 0
+        while token < len(prompt.ids):
+            span, kind = starts.get(token, (None, ""))
+            if span is None:
+                rows[which].append((follows,) * 3)
+                token, follows = token + 1, follows + 1
+                continue
+            factor = span.t_factor
+            if "whole seconds" in rule and span.t > 1:
+                factor = 2.0 * int(span.t_factor / 2)
+            thw = [(t, h, w) for t in range(span.t) for h in range(span.h) for w in range(span.w)]
+            rows[which] += [(follows + int(t * factor), follows + h, follows + w) for t, h, w in thw]
+            costs = {"larger side": max(span.h, span.w), "its width": span.w}
+            cost = next((cost for part, cost in costs.items() if part in rule), None)
+            follows += max(int((span.t - 1) * factor) + 1, span.h, span.w) if cost is None else cost
+            token += span.num_tokens
+    for token in range(len(prompt.ids)):
+        inside = [(s, k) for s, k in starts.values() if s.offset <= token < s.offset + s.num_tokens]
+        kinds.append({"": 0, "image": 1, "video": 2}[inside[0][1] if inside else ""])
+        place, extent = (0, 0, 0), (1, 1, 1)
+        for span, kind in inside:
+            t, rest = divmod(token - span.offset, span.h * span.w)
+            before = sum(s.t for s, k in starts.values() if k == kind == "video" and s.offset < span.offset)
+            total = sum(s.t for s, k in starts.values() if k == "video") if kind == "video" else 1
+            place, extent = (before + t, *divmod(rest, span.w)), (total, span.h, span.w)
+        places.append(place)
+        extents.append(extent)
+    found = {name: np.array(row).T for name, row in rows.items()}
+    if "bfloat16" in convention:  # eight bits: from 256 on every second, from 512 on every fourth, ties to even
+        step = 2.0 ** np.maximum(np.floor(np.log2(np.maximum(found["other"], 1))) - 7, 0)
+        found["other"] = (np.round(found["other"] / step) * step).astype(int)
+    deltas = {name: int(row.max()) + 1 - row.shape[1] for name, row in found.items()}
+    tokenizer = explorer.processors[family].tokenizer
+    return {
+        "positions": found["positions"], "delta": deltas["positions"],
+        "words": np.array([explorer.shared["words"].index(tokenizer.decode([int(i)])) for i in prompt.ids]),
+        "kinds": np.array(kinds), "places": np.array(places), "extents": np.array(extents),
+        "other": None if convention == "nothing" else found["other"],
+        "other_delta": None if convention == "nothing" else deltas["other"],
+    }  # fmt: skip
+
+
+def mrope(explorer, state: tuple) -> dict:
+    """The definition in float64: plane i turns by position / theta^(i / planes), the score is the mean cosine."""
+    (sections, interleaved), theta, *key = SECTIONS[state[0]], *state[1:]
+    planes = sum(sections)
+    if interleaved:  # t, h, w in turns while h and w have planes left, then t
+        axes = [i % 3 if i % 3 and i // 3 < sections[i % 3] else 0 for i in range(planes)]
+    else:
+        axes = [0] * sections[0] + [1] * sections[1] + [2] * sections[2]
+    turn = np.array([theta ** (-i / planes) for i in range(planes)])
+    angles, query = np.array(key)[axes] * turn, np.array(list(QUERY.values()))[axes] * turn
+    cosines = np.cos(angles - query) / planes
+    parts = np.array([cosines[np.array(axes) == axis].sum() for axis in range(3)])
+    return {"axes": np.array(axes), "cos": np.cos(angles), "sin": np.sin(angles), "parts": parts, "score": parts.sum()}
+
+
+def assert_agree(got, wanted, name: str = "row") -> None:
+    """Nested numbers and texts are the same, whatever holds them; numbers with a fraction as 32 bits tell them.
+
+    A float32 has 24 bits; angles of up to 16 rad take 4 of them, sums of up to 64 terms 6: 1e-5 of the largest is left
+    with room to spare for other processors.
+    """
+    if isinstance(wanted, dict):
+        assert got.keys() == wanted.keys(), name
+        for key in wanted:
+            assert_agree(got[key], wanted[key], f"{name}[{key!r}]")
+    elif isinstance(wanted, list | tuple) and any(isinstance(item, dict | str) or np.ndim(item) for item in wanted):
+        assert len(got) == len(wanted), name
+        for i, (one, other) in enumerate(zip(got, wanted, strict=True)):
+            assert_agree(one, other, f"{name}[{i}]")
+    elif isinstance(wanted, str) or wanted is None:
+        assert got == wanted, name
+    else:
+        found, right = np.asarray(got, dtype=np.float64).ravel(), np.asarray(wanted, dtype=np.float64).ravel()
+        assert found.shape == right.shape, name
+        whole = np.asarray(wanted).dtype.kind in "biu"
+        np.testing.assert_allclose(found, right, rtol=0, atol=0 if whole else 1e-5 * max(1, np.abs(right).max()))
+
+
+ORACLES = {
+    "windows": windows, "positions": positions, "mrope": mrope, "graph": graph, "packing": packing, "slices": slices,
+    "families": families,
+}  # fmt: skip

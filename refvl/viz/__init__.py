@@ -42,6 +42,7 @@ from refvl.viz.minicpmv import (
 from refvl.viz.parallel import explore_assignment, plot_assignment, plot_gather, plot_speed_up
 from refvl.viz.patches import explore_resize, plot_patch_rows, plot_patches
 from refvl.viz.positions import (
+    explore_mrope,
     explore_positions,
     plot_clip_positions,
     plot_place_answers,
@@ -59,6 +60,7 @@ __all__ = [
     "explore_families",
     "explore_graph",
     "explore_keep_mask",
+    "explore_mrope",
     "explore_packing",
     "explore_positions",
     "explore_resize",

@@ -68,7 +68,7 @@ def lab(tmp_path_factory, chromium):
         yield Lab(root, address, os.environ | places)
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(120)
 
 
 class Lab:

@@ -1,11 +1,9 @@
 """What the tests of pages and of JupyterLab do with an explorer on the screen."""
 
-import numpy as np
+from explorer_oracles import assert_agree
 
 STEPS = 20
 PIXELS = "root => [...root.querySelectorAll('canvas')].map(c => c.toDataURL()).join()"
-SETTLED = """index => new Promise(done => { const look = () =>
-  ROOT.dataset.index == index ? requestAnimationFrame(done) : requestAnimationFrame(look); look(); })"""
 # one step of the slider with the most options, to and fro; milliseconds until the second frame was painted
 TIMED = """async (root, steps) => {
   const sliders = [...root.querySelectorAll('input[type=range]')];
@@ -21,19 +19,6 @@ TIMED = """async (root, steps) => {
 }"""
 
 
-def flat(value):
-    """Nested numbers without their shapes, as a browser's typed arrays are; floats as close as 32 bits are."""
-    if isinstance(value, dict):
-        return {key: flat(item) for key, item in value.items()}
-    if hasattr(value, "dtype") and np.ndim(value):
-        return [round(float(x), 5) for x in np.asarray(value).ravel()]
-    if isinstance(value, list | tuple):
-        return [flat(item) for item in value]
-    if hasattr(value, "item"):
-        value = value.item()
-    return round(float(value), 5) if isinstance(value, int | float) else value
-
-
 def shown(root) -> int:
     """The number of the state that is drawn, once the animation frames have come."""
     root.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
@@ -42,7 +27,8 @@ def shown(root) -> int:
 
 def check_numbers(root, explorer, oracle) -> None:
     """What the picture is drawn from is what refvl computes for that state."""
-    assert flat(root.evaluate("root => root.read()")) == flat(oracle(explorer, explorer.states[shown(root)]))
+    state = explorer.states[shown(root)]
+    assert_agree(root.evaluate("root => root.read()"), oracle(explorer, state))
 
 
 def check_controls(root, explorer, oracle) -> None:

@@ -17,15 +17,20 @@ NOTEBOOKS = DATA.parent / "notebooks"
 MINUTES = 60_000
 
 
+FAILED = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
+
+
 def run_all(page) -> None:
-    """Run > Run All Cells, and wait until the last cell has its number."""
+    """Run > Run All Cells, and wait until the last cell has its number, or one has failed."""
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_text("Run All Cells", exact=True).click()
     page.wait_for_function(
-        """() => { const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(p => p.textContent);
-                   return prompts.length && prompts.every(p => /\\[\\d+\\]/.test(p)); }""",
-        timeout=10 * MINUTES,
-    )
+        """failed => { const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')];
+                       return document.querySelector(failed)
+                         || prompts.length && prompts.every(p => /\\[\\d+\\]/.test(p.textContent)); }""",
+        arg=FAILED, timeout=10 * MINUTES,
+    )  # fmt: skip
+    assert page.locator(FAILED).all_inner_texts() == []
 
 
 def write(lab, name: str, *cells: str):

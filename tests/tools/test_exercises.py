@@ -335,7 +335,7 @@ def test_the_first_difference_is_named(check, function, message):
 
 def solutions() -> list[str]:
     """The code of every collapsed solution."""
-    notebooks = [nbformat.read(path, as_version=4) for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
+    notebooks = [nbformat.read(path, as_version=4) for path in sorted(NOTEBOOKS.glob("[0-9]*.ipynb"))]
     cells = [cell.source for notebook in notebooks for cell in notebook.cells]
     blocks = [re.findall(r"<details>.*?```python\n(.*?)```.*?</details>", source, re.S) for source in cells]
     return [code for found in blocks for code in found]
@@ -343,7 +343,7 @@ def solutions() -> list[str]:
 
 def test_solutions_are_found():
     """Every notebook has two exercises."""
-    assert len(solutions()) == 2 * len(list(NOTEBOOKS.glob("*.ipynb")))
+    assert len(solutions()) == 2 * len(list(NOTEBOOKS.glob("[0-9]*.ipynb")))
 
 
 @pytest.mark.parametrize("code", solutions())

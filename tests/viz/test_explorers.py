@@ -24,7 +24,7 @@ from PIL import Image
 pytest.importorskip("anywidget")
 
 import traitlets
-from explorer_oracles import ORACLES
+from explorer_oracles import ORACLES, assert_agree
 
 from refvl.viz.explorers import Control, Explorer, module, page, photo
 from refvl.viz.explorers.gallery import GALLERY
@@ -76,21 +76,21 @@ def test_every_explorer_has_an_oracle():
 def test_rows_are_what_the_functions_return(name):
     explorer = make(name)
     for index in sample(explorer):
-        wanted = plain(ORACLES[name](explorer, explorer.states[index]))
-        assert plain(explorer.row(index)) == wanted
+        wanted = ORACLES[name](explorer, explorer.states[index])
+        assert_agree(explorer.row(index), wanted)
         if explorer.table["rows"]:  # drawn from: the same numbers after packing
-            assert plain(unpacked(explorer, explorer.table["rows"][index])) == wanted
+            assert_agree(unpacked(explorer, explorer.table["rows"][index]), wanted)
 
 
 @each_explorer
 def test_shared_numbers_survive_packing(name):
     explorer = make(name)
-    assert plain(unpacked(explorer, explorer.table["shared"])) == plain(explorer.shared)
+    assert_agree(unpacked(explorer, explorer.table["shared"]), explorer.shared)
 
 
 @each_explorer
 def test_a_control_offers_only_states_that_differ(name):
-    """Of every two neighbours along a control, all others as they were, the rows differ; of thousands, a sample."""
+    """Of every two neighbours along a control, all others as they were, the rows differ; of many, a sample."""
     explorer = make(name)
     states, every = explorer.states, {state: i for i, state in enumerate(explorer.states)}
     assert len(every) == len(states)
@@ -101,8 +101,8 @@ def test_a_control_offers_only_states_that_differ(name):
         for state in states:
             groups.setdefault(state[:number] + state[number + 1 :], []).append(state)
         pairs = [pair for group in groups.values() for pair in itertools.pairwise(group)]
-        if len(pairs) > 1000:
-            pairs = random.Random(0).sample(pairs, 1000)
+        if len(pairs) > 300:
+            pairs = random.Random(0).sample(pairs, 300)
         assert [pair for pair in pairs if row(pair[0]) == row(pair[1])] == []
 
 

@@ -15,6 +15,7 @@ from refvl.viz.explorers.packing import arrivals_of_images
 from refvl.viz.families import explore_families
 from refvl.viz.graphs import explore_graph, explore_packing
 from refvl.viz.minicpmv import explore_slices
+from refvl.viz.positions import explore_mrope, explore_positions
 from refvl.viz.windows import explore_windows
 
 
@@ -33,4 +34,6 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
     "packing": lambda: explore_packing(arrivals_of_images(PatchConfig()), generate_budgets(64, 512)),
     "slices": lambda: explore_slices(DATA / "pictures/coffee.jpg", SliceConfig(), model=_load("tiny-minicpmv-4_5")),
     "families": lambda: explore_families(json.loads((DATA / "measurements/families.json").read_text())),
+    "positions": explore_positions,
+    "mrope": explore_mrope,
 }

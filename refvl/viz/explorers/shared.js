@@ -17,7 +17,8 @@
 //   });
 //
 // view.row, view.shared: the table of the state, arrays as typed arrays with a `shape`; pictures are `Image`s.
-// view.option(name): the option of a control. view.place(name): its number. view.choose(name, number): move it.
+// view.option(name): the option of a control, one of view.options(name). view.place(name): its number.
+// view.choose(name, number): move it.
 // view.item: the item under the pointer, or the selected one, or -1. view.select(item): select it.
 // view.colors: the palette of the theme, `viz.style.THEMES`; `sequence(x)` is for order, 0 to 1.
 
@@ -64,8 +65,7 @@ async function unpack({ rows, shared, states, arrays, data }, controls) {
     if ("array" in value) return typed[value.array];
     return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, revive(item)]));
   };
-  const every = controls.reduce((all, c) => all.flatMap(s => c.options.map((_, i) => [...s, i])), [[]]);
-  const table = { rows: rows.map(revive), shared: revive(shared), states: states ?? every };
+  const table = { rows: rows.map(revive), shared: revive(shared), states, sizes: controls.map(c => c.options.length) };
   await Promise.all(waiting);
   return table;
 }
@@ -75,12 +75,20 @@ const plain = value => ArrayBuffer.isView(value) || Array.isArray(value) ? Array
 
 const same = (a, b, length) => { for (let i = 0; i < length; i++) if (a[i] !== b[i]) return false; return true; };
 
+// The numbers of the options in the state `index`; without a list of states, all combinations are states.
+function stateOf({ states, sizes }, index) {
+  if (states) return states[index];
+  return sizes.reduceRight((state, n) => { state.unshift(index % n); index = Math.floor(index / n); return state; }, []);
+}
+
 // The numbers of the options that `control` offers in `state`: those that exist with the controls before it.
-const offered = (states, state, control) =>
-  [...new Set(states.filter(s => same(s, state, control)).map(s => s[control]))].sort((a, b) => a - b);
+const offered = ({ states, sizes }, state, control) => states
+  ? [...new Set(states.filter(s => same(s, state, control)).map(s => s[control]))].sort((a, b) => a - b)
+  : [...Array(sizes[control]).keys()];
 
 // The state with `value` at `control`: as `wish` before it, and as near to it as there is after it.
-function nearest(states, wish, control, value) {
+function nearest({ states, sizes }, wish, control, value) {
+  if (!states) return sizes.reduce((index, n, i) => index * n + (i === control ? value : wish[i]), 0);
   let best = -1, least = Infinity;
   states.forEach((s, i) => {
     if (!same(s, wish, control) || s[control] !== value) return;
@@ -115,7 +123,7 @@ function controller(view, number, { label, options, kind }) {
   widget.setAttribute("aria-label", label);
   widget.addEventListener("input", () => view.choose(number, available[+widget.value]));
   const update = () => {
-    available = offered(view.states, view.state, number);
+    available = offered(view.table, view.state, number);
     if (menu) widget.replaceChildren(...available.map((o, i) => make("option", { value: i, textContent: options[o] })));
     else widget.max = available.length - 1;
     widget.disabled = available.length < 2;
@@ -196,18 +204,19 @@ export function explorer(build) {
     let seen, table, wish, ours, hovered = -1, say = () => "", canvases = [], widgets = [], frame = 0;
     const theme = themes(model.get("palette"), () => later());
     const view = {
-      get state() { return table.states[model.get("index")]; },
-      get states() { return table.states; },
+      get table() { return table; },
+      get state() { return stateOf(table, model.get("index")); },
       get row() { return table.rows[model.get("index")]; },
       get shared() { return table.shared; },
       get selected() { return Math.min(model.get("selected"), view.count() - 1); },
       get item() { return hovered >= 0 && hovered < view.count() ? hovered : view.selected; },
       number: name => model.get("controls").findIndex(c => c.name === name),
       place: name => view.state[view.number(name)],
-      option: name => model.get("controls")[view.number(name)].options[view.place(name)],
+      options: name => model.get("controls")[view.number(name)].options,
+      option: name => view.options(name)[view.place(name)],
       choose(control, value) {
         const number = typeof control === "string" ? view.number(control) : control;
-        const index = nearest(table.states, wish.map((v, i) => (i < number ? view.state[i] : v)), number, value);
+        const index = nearest(table, wish.map((v, i) => (i < number ? view.state[i] : v)), number, value);
         if (index < 0 || index === model.get("index")) return;
         [wish[number], ours] = [value, index];
         model.set("index", index);

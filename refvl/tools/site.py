@@ -1,0 +1,312 @@
+"""The course as pages that need nothing else: an index, every executed notebook, every explorer, the files they name.
+
+    notebooks/*.ipynb --Pages--> notebooks/*.html     outputs as they were saved, explorers live, one file each
+    GALLERY ----------page-----> explorers/*.html
+    STATIONS --------index-----> index.html           the journey from pixels to an answer, and where to read on
+    *.py, *.md ------------------> files/*.html        what the stations and the notebooks link
+
+`make site` checks all of it and writes it to site/: links lead somewhere, no page loads anything, images say what they
+show, sizes stay below MAX_NOTEBOOK and MAX_EXPLORER.
+"""
+
+import base64
+import html
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import unquote
+
+import nbformat
+import typer
+from PIL import Image
+
+from refvl.paths import DATA, check_clone
+
+ROOT, STYLE = DATA.parent, Path(__file__).with_suffix(".css")
+MAX_NOTEBOOK, MAX_EXPLORER = 600_000, 150_000  # bytes
+STATE, VIEW = "application/vnd.jupyter.widget-state+json", "application/vnd.jupyter.widget-view+json"
+FORMULA = re.compile(r"(?<![\w$\\])\$([^$\n]+)\$(?![\w$])")
+LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
+CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.S)
+
+
+@dataclass(frozen=True, slots=True)
+class Station:
+    """A stop on the journey: what happens there, and where it is shown, written down and explored."""
+
+    name: str
+    what: str
+    notebooks: tuple[str, ...]
+    files: tuple[str, ...]
+    explorers: tuple[str, ...] = ()
+
+
+STATIONS = [
+    Station("Pixels", "decode, resize, slice or crop", ("00", "07", "08"),
+            ("pixels/media.py", "pixels/patches.py", "pixels/slices.py", "pixels/crops.py"), ("slices", "families")),
+    Station("Patches", "cut into rows, in blocks and windows", ("01",),
+            ("pixels/patches.py", "positions/windows.py"), ("windows",)),
+    Station("Tower", "a vision transformer reads the rows", ("01", "06", "10"),
+            ("encoders/qwen2_5_vl.py", "encoders/glm4v.py", "encoders/step3_vl.py", "attention.py"),
+            ("tower", "attention")),
+    Station("Tokens", "merged, resampled or projected", ("00", "07"),
+            ("encoders/grid.py", "encoders/resampler.py"), ("slices",)),
+    Station("Graphs", "the tower recorded once and replayed", ("04", "05", "09"),
+            ("graphs/budgets.py", "graphs/packing.py", "graphs/buffers.py"), ("graph", "packing")),
+    Station("Pruning", "video tokens that did not change go", ("03",), ("positions/evs.py",), ("evs",)),
+    Station("Positions", "time, height and width of every token", ("02", "06"),
+            ("positions/mrope.py", "positions/rotary.py"), ("positions", "mrope")),
+    Station("Answer", "embeddings into the prompt, words out of it", ("00", "10"),
+            ("merge.py", "pipeline.py", "trace.py"), ("attention", "families")),
+]  # fmt: skip
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline' blob:; \
+style-src 'unsafe-inline'; img-src data: blob:"><link rel="icon" href="data:,">
+<title>{title}</title><style>{style}</style></head>
+<body>{body}</body></html>
+"""
+
+
+def build(out: Path) -> dict[str, int]:
+    """Write the site into `out`; the bytes of every file by its path in it. Raises ValueError where it is broken.
+
+    Notebooks are taken as they are: run `make notebooks` first if they changed.
+    """
+    from refvl.viz.explorers.gallery import GALLERY
+
+    check_clone("the site")
+    paths = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+    pages = {f"notebooks/{path.stem}.html": notebook_page(path) for path in paths}
+    pages |= {f"explorers/{name}.html": explorer_page(make()) for name, make in GALLERY.items()}
+    pages["index.html"] = index_page(paths, {name: explorer_title(pages, name) for name in GALLERY})
+    named = sorted(
+        {match for text in pages.values() for match in re.findall(r'href="(?:\.\./)*files/([^"#]+)\.html', text)}
+    )
+    pages |= {f"files/{name}.html": file_page(name) for name in named}
+    if problems := list(check(pages)):
+        raise ValueError("the site is broken:\n" + "\n".join(problems))
+    for name, text in pages.items():
+        path = out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return {name: len(text.encode()) for name, text in pages.items()}
+
+
+def document(title: str, body: str, *, style: str = "") -> str:
+    return PAGE.format(title=html.escape(title), body=body, style=STYLE.read_text() + style)
+
+
+def explorer_page(explorer) -> str:
+    from refvl.viz.explorers import page
+
+    return page(explorer, foot='<p><a href="../index.html">All notebooks and explorers</a></p>')
+
+
+def explorer_title(pages: dict[str, str], name: str) -> str:
+    return html.unescape(re.search(r"<title>(.*?)</title>", pages[f"explorers/{name}.html"])[1])  # type: ignore[index]
+
+
+def notebook_page(path: Path) -> str:
+    """An executed notebook as one page: explorers run, images have words, formulas are text."""
+    from nbconvert import HTMLExporter
+
+    notebook = nbformat.read(path, as_version=4)
+    prepare(notebook, path.parent)
+    body, _ = HTMLExporter(template_name="basic").from_notebook_node(notebook)
+    top = '<p><a href="../index.html">All notebooks and explorers</a></p>'
+    return document(title_of(notebook), f"{top}<main>{body}</main>", style=highlighting())
+
+
+def highlighting() -> str:
+    """Colours of code, light and dark."""
+    from pygments.formatters import HtmlFormatter
+
+    light, dark = (HtmlFormatter(style=s).get_style_defs(".highlight") for s in ("friendly", "github-dark"))
+    return f"{light} @media (prefers-color-scheme: dark) {{ {dark} }} .highlight {{ background: none }}"
+
+
+def prepare(notebook: Any, folder: Path) -> None:
+    """Change a notebook in place into what a page can show: see `notebook_page`."""
+    models = notebook.metadata.pop("widgets", {}).get(STATE, {}).get("state", {})
+    said = title_of(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            said = first_sentence(cell.source) or said
+            cell.source = as_page(cell.source, folder)
+        for output in cell.get("outputs", []):
+            if "data" in output:
+                show_output(output, models, said)
+
+
+def show_output(output: Any, models: dict, said: str) -> None:
+    """A live explorer in place of its widget, WebP in place of other images, `said` where an image has no words."""
+    from refvl.viz.explorers import host
+
+    data, metadata = output.data, output.setdefault("metadata", {})
+    entry = models.get(data.pop(VIEW, {}).get("model_id"))
+    if entry and "_esm" in entry["state"]:
+        output.data = {"text/html": host(entry, text=data["text/plain"])}
+        return
+    for kind in ("image/png", "image/jpeg"):
+        if kind in data:
+            alt = metadata.get(kind, {}).get("alt") or said
+            output.data = {"text/html": f'<img alt="{html.escape(alt)}" src="{lighter(data[kind], kind)}">'}
+
+
+def lighter(encoded: str, kind: str) -> str:
+    """The `data:` address of an image, as WebP where that is smaller."""
+    buffer, raw = io.BytesIO(), base64.b64decode(encoded)
+    Image.open(io.BytesIO(raw)).convert("RGB").save(buffer, "webp", quality=82, method=6)
+    if len(buffer.getvalue()) < len(raw):
+        kind, raw = "image/webp", buffer.getvalue()
+    return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
+
+
+def as_page(source: str, folder: Path) -> str:
+    """Markdown whose links lead to pages, and whose formulas are italic text; code stays as it is."""
+    parts = CODE.split(source)  # text, code, text, ...
+    for i in range(0, len(parts), 2):
+        parts[i] = FORMULA.sub(lambda match: formula(match[1]), LINK.sub(lambda m: page_link(m[1], folder), parts[i]))
+    return "".join(parts)
+
+
+def formula(text: str) -> str:
+    """A formula of letters, digits and signs. Raises ValueError for TeX, which would need a library on the page."""
+    if re.search(r"[\\^_{}]", text):
+        raise ValueError(f"formula: write ${text}$ in plain text or MathML")
+    return f"<i>{text}</i>"
+
+
+def page_link(target: str, folder: Path) -> str:
+    """Where a link of a notebook leads on the site: to another notebook's page, or to that of a file."""
+    if target.endswith(".ipynb"):
+        return target.removesuffix("ipynb") + "html"
+    return f"../files/{(folder / target).resolve().relative_to(ROOT)}.html"
+
+
+def file_page(name: str) -> str:
+    """A file of the repository, coloured."""
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import get_lexer_for_filename
+
+    text = (ROOT / name).read_text(encoding="utf-8")
+    back = "../" * (name.count("/") + 1)
+    body = highlight(text, get_lexer_for_filename(name), HtmlFormatter())
+    return document(name, f'<p><a href="{back}index.html">Index</a></p><h1>{name}</h1>{body}', style=highlighting())
+
+
+def title_of(notebook: Any) -> str:
+    return notebook.cells[0].source.splitlines()[0].lstrip("# ")
+
+
+def first_sentence(source: str) -> str:
+    """The first sentence of prose in a cell, without marks."""
+    prose = [line for line in CODE.sub(" ", source).splitlines() if line and line[0] not in "#<|-*>!"]
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)|[*_$]", r"\1", " ".join(prose))
+    return re.split(r"(?<=[.?!:])\s", plain.strip())[0].rstrip(":")
+
+
+def index_page(paths: list[Path], explorers: dict[str, str]) -> str:
+    """The journey, the notebooks with their questions, the explorers."""
+    notebooks = {path.stem: nbformat.read(path, as_version=4) for path in paths}
+    titles = {stem: title_of(notebook) for stem, notebook in notebooks.items()}
+    body = [
+        "<main><h1>From pixels to an answer</h1>",
+        "<p>How an image or a video becomes tokens of a language model: notebooks that were run, explorers to touch, "
+        "and the files that do the work. No page loads anything.</p>",
+        "<h2>The journey</h2><ol class=journey>",
+        *(station_item(station, titles, explorers) for station in STATIONS),
+        "</ol><h2>Notebooks</h2><div class=course>",
+        *(course_item(stem, notebook) for stem, notebook in notebooks.items()),
+        "</div><h2>Explorers</h2><ul>",
+        *(f'<li><a href="explorers/{name}.html">{html.escape(title)}</a></li>' for name, title in explorers.items()),
+        "</ul></main>",
+    ]
+    return document("refvl: from pixels to an answer", "\n".join(body))
+
+
+def station_item(station: Station, titles: dict[str, str], explorers: dict[str, str]) -> str:
+    links = [(f"notebooks/{s}.html", t) for n in station.notebooks for s, t in titles.items() if s.startswith(n)]
+    links += [(f"explorers/{name}.html", f"▶ {explorers[name]}") for name in station.explorers if name in explorers]
+    links += [(f"files/refvl/{name}.html", name) for name in station.files]
+    items = "".join(f'<li><a href="{address}">{html.escape(text)}</a></li>' for address, text in links)
+    return f"<li><h3>{station.name}</h3><p>{station.what}</p><ul>{items}</ul></li>"
+
+
+def course_item(stem: str, notebook: Any) -> str:
+    """A notebook's first picture, title, question and time, from its first cell."""
+    first = notebook.cells[0].source
+    paragraphs = dict(re.findall(r"\*\*(The question|Time)\.\*\* (.*?)(?:\n\n|\Z)", first, re.S))
+    question = re.sub(r"\[([^\]]*)\]\([^)]*\)|[*`]", r"\1", paragraphs.get("The question", ""))
+    minutes = paragraphs.get("Time", "").split(";")[0]
+    return (
+        f'{thumbnail(notebook)}<div><h3><a href="notebooks/{stem}.html">{html.escape(title_of(notebook))}</a></h3>'
+        f"<p>{html.escape(question)}</p><p><small>{html.escape(minutes)}</small></p></div>"
+    )
+
+
+def thumbnail(notebook: Any) -> str:
+    """The largest picture among a notebook's outputs, small."""
+    shown = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
+    found = [data[kind] for data in shown for kind in ("image/png", "image/jpeg") if kind in data]
+    if not found:
+        return "<span></span>"
+    picture, buffer = Image.open(io.BytesIO(base64.b64decode(max(found, key=len)))).convert("RGB"), io.BytesIO()
+    picture.thumbnail((288, 288))
+    picture.save(buffer, "webp", quality=70, method=6)
+    alt = html.escape(f"A figure of {title_of(notebook)}")
+    return f'<img alt="{alt}" src="data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
+
+
+class Names(HTMLParser):
+    """What a page links, loads and shows without words."""
+
+    def __init__(self):
+        super().__init__()
+        self.links, self.loads, self.ids, self.wordless = list[str](), list[str](), set[str](), 0
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.ids |= {found["id"]} if found.get("id") else set()
+        if tag == "a" and found.get("href"):
+            self.links.append(found["href"])
+        elif address := found.get("src") or (tag == "link" and found.get("href")):
+            self.loads.append(address)
+        self.wordless += tag == "img" and "alt" not in found
+
+
+def check(pages: dict[str, str]) -> Iterator[str]:
+    """Every problem in a sentence: dead links, things loaded from elsewhere, images without words, too many bytes."""
+    read = {name: Names() for name in pages}
+    for name, text in pages.items():
+        read[name].feed(text)
+    for name, found in read.items():
+        limit = {"notebooks": MAX_NOTEBOOK, "explorers": MAX_EXPLORER}.get(name.split("/")[0], MAX_NOTEBOOK)
+        if (size := len(pages[name].encode())) > limit:
+            yield f"{name}: {size:,} bytes, allowed are {limit:,}"
+        yield from (f"{name}: loads {address[:60]}" for address in found.loads if not address.startswith("data:"))
+        if found.wordless:
+            yield f"{name}: {found.wordless} images without alt text"
+        for link in found.links:
+            if not re.match(r"https?:|mailto:", link):
+                path, _, part = link.partition("#")
+                target = str((Path("/") / name).parent.joinpath(unquote(path)).resolve())[1:] if path else name
+                if target not in read or (part and unquote(part) not in read[target].ids):
+                    yield f"{name}: links {link}, which is not there"
+
+
+def main(out: Annotated[Path, typer.Option(help="folder to write to")] = ROOT / "site") -> None:
+    """Write the site and print how many bytes each page has."""
+    for name, size in build(out).items():
+        print(f"{size:>9,}  {name}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

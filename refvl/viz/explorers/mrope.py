@@ -1,0 +1,103 @@
+"""M-RoPE playground: two tokens on (t, h, w), the angle of every rotary plane, and what is left of their score."""
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from refvl.positions import apply_rotary, mrope_axis_of_pairs, vision_rotary_cos_sin
+from refvl.viz.explorers.base import Control, Explorer, module
+from refvl.viz.style import AXIS_COLORS, SEQUENCE_CMAP
+
+THETAS = [10_000, 100_000, 1_000_000, 5_000_000]
+SECTIONS = {  # planes of t, h and w, and whether they are interleaved
+    "Qwen2.5-VL: 16, 24, 24 in runs": ((16, 24, 24), False),
+    "Qwen3-VL: 24, 20, 20 interleaved": ((24, 20, 20), True),
+    "GLM-4.1V: 8, 12, 12 in runs": ((8, 12, 12), False),
+}
+EXTENT = {"t": 9, "h": 13, "w": 13}  # where the key may be
+QUERY = {"t": 4, "h": 6, "w": 6}
+
+
+class MropeExplorer(Explorer):
+    """A key moves around a query that stays; both are the same vector, so that their score depends on places alone.
+
+    Items are rotary planes, the fastest first. The score is 1 where no plane is turned.
+    """
+
+    _esm = module("mrope")
+    title = "M-RoPE playground"
+
+    def __init__(self):
+        controls = [
+            Control("sections", "sections", list(SECTIONS), kind="menu"),
+            Control("theta", "theta", THETAS),
+            *(Control(axis, f"key's {axis}", list(range(extent))) for axis, extent in EXTENT.items()),
+        ]
+        self.axes = {name: mrope_axis_of_pairs(s, interleaved=i) for name, (s, i) in SECTIONS.items()}
+        turns = {(name, theta): plane_turns(len(axes), theta) for name, axes in self.axes.items() for theta in THETAS}
+        shared = {
+            "query": list(QUERY.values()),
+            "axes": list(self.axes.values()),
+            "cos": [[turns[name, theta][0] for theta in THETAS] for name in SECTIONS],  # (positions, planes) each
+            "sin": [[turns[name, theta][1] for theta in THETAS] for name in SECTIONS],
+            "scores": [  # (3 axes, distances) each
+                [axis_scores(axes, *turns[name, theta]) for theta in THETAS] for name, axes in self.axes.items()
+            ],
+        }
+        super().__init__(controls, shared=shared, start=(next(iter(SECTIONS)), 1_000_000, 5, 3, 9))
+
+    def row(self, index: int) -> dict:
+        """axes, cos and sin (planes,) of the key's angles; the part of each axis in the score, and their sum."""
+        name, theta, *key = self.states[index]
+        i, k = list(SECTIONS).index(name), THETAS.index(theta)
+        planes = torch.arange(len(self.axes[name]))
+        position = torch.tensor(key)[self.axes[name]]  # of the key, on each plane's axis
+        distance = [abs(a - b) for a, b in zip(key, QUERY.values(), strict=True)]
+        parts = self.shared["scores"][i][k][torch.arange(3), distance]
+        cos, sin = (self.shared[which][i][k][position, planes] for which in ("cos", "sin"))
+        return {"axes": self.axes[name], "cos": cos, "sin": sin, "parts": parts, "score": float(parts.sum())}
+
+    def figure(self) -> Figure:
+        options, row = self.options, self.row(self.index)
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", width_ratios=(1, 1.6))
+        scores = self.shared["scores"][list(SECTIONS).index(options["sections"])][THETAS.index(options["theta"])]
+        far = {axis: (torch.arange(EXTENT[axis]) - QUERY[axis]).abs() for axis in "hw"}
+        parts = scores[0, abs(options["t"] - QUERY["t"])] + scores[1, far["h"]][:, None] + scores[2, far["w"]]
+        shown = left.imshow(parts, cmap=SEQUENCE_CMAP, vmin=0, vmax=1)
+        figure.colorbar(shown, ax=left, label="score")
+        left.plot(QUERY["w"], QUERY["h"], "o", color="white", markeredgecolor="black", label="query")
+        left.plot(options["w"], options["h"], "X", color="white", markeredgecolor="black", label="key")
+        left.set(xlabel="w", ylabel="h", title=f"key at t = {options['t']}, query at {QUERY['t']}")
+        left.legend(fontsize=8)
+        for number, axis in enumerate("thw"):
+            planes = (row["axes"] == number).nonzero().flatten()
+            right.bar(planes, row["cos"][planes], color=AXIS_COLORS[axis], label=f"turned by {axis}")
+        right.set(xlabel="rotary plane", ylabel="cos of the key's angle", title=f"score {row['score']:.2f}")
+        right.legend(fontsize=8, loc="lower right")
+        return figure
+
+    def describe(self) -> str:
+        options, row = self.options, self.row(self.index)
+        return (
+            f"Two equal tokens at t, h, w of {tuple(QUERY.values())} and {(options['t'], options['h'], options['w'])}, "
+            f"rotated as in {options['sections']} with theta {options['theta']:,}: their score is {row['score']:.2f}."
+        )
+
+
+def plane_turns(planes: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin (positions, planes) of every plane of a head at every position.
+
+    The tower's planes that turn with the row are those of a text head half as wide, so a column of patches has them.
+    """
+    column = [(1, max(EXTENT.values()), 1)]
+    cos, sin = vision_rotary_cos_sin(column, head_dim=4 * planes, spatial_merge_size=1, theta=theta)
+    return cos[:, :planes], sin[:, :planes]
+
+
+def axis_scores(axes: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(3, distances): what the planes of each axis add to the score of two equal tokens so far apart on it."""
+    ones = torch.ones(len(cos), 1, 2 * len(axes))
+    rotated = apply_rotary(ones, cos, sin)[:, 0] * apply_rotary(ones[:1], cos[:1], sin[:1])[0, 0]
+    planes = rotated.unflatten(1, (2, len(axes))).sum(1) / (2 * len(axes))  # (distances, planes)
+    return torch.stack([planes[:, axes == axis].sum(1) for axis in range(3)])
