@@ -63,7 +63,7 @@ def test_a_race_has_a_panel_per_measure_and_a_line_per_family():
         {"size": 224, "families": {"GLM-4.1V": costs(64)}},
     ]
     axes = viz.plot_family_race(rows, "image", at=224)
-    assert [ax.get_title() for ax in axes][0] == "tokens" and len(axes) == 4
+    assert axes[0].get_title() == "tokens" and len(axes) == 4
     glm, step3, mark = axes[3].lines
     assert list(glm.get_ydata()) == [0.016, 0.064] and list(step3.get_xdata()) == [112]
     assert set(mark.get_xdata()) == {224}
