@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import typer
 from PIL import Image
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.report import (
     Device,
@@ -38,6 +37,7 @@ from benchmarks.tower import seconds_of
 from refvl.families import find_family, random_encoder, read_config
 from refvl.graphs import generate_budgets, padding_waste, plan_batches
 from refvl.paths import DATA
+from refvl.tools.arithmetic import encoder_operations
 
 TOWERS = {  # the shapes measured on a CPU and on CUDA
     "qwen2_5_vl": ("checkpoints/tiny-qwen2_5_vl/config.json", "configs/Qwen2.5-VL-7B-Instruct.json"),
@@ -60,16 +60,6 @@ def build(tower: str, device: str):
     family = find_family(config)
     encoder, processor = random_encoder(config, dtype=dtype, device=device, attention="auto"), family.processor(config)
     return encoder, lambda size: processor.layout_of(Image.new("RGB", (size, size))), family.graphs
-
-
-def operations(encoder, layouts: list) -> int:
-    """Multiplications and additions of one forward without padding, counted by torch without computing anything."""
-    with torch.device("meta"):
-        shadow = type(encoder).from_config(encoder.config, attention="sdpa")
-        rows = torch.empty(count_rows(encoder, layouts), values_per_row(encoder))
-    with FlopCounterMode(display=False) as counter:
-        shadow(rows, layouts)
-    return counter.get_total_flops()
 
 
 def count_rows(encoder, layouts: list) -> int:
@@ -185,7 +175,7 @@ def run_tower(tower: str, device: str, repeats: int, write: bool) -> None:
     rows, table = [], make_table(tower, device)
     for size, layout in layouts.items():
         for images in BATCHES:
-            work = operations(encoder, [layout] * images)
+            work = encoder_operations(encoder, [layout] * images)
             row = {"px": size, "images": images, "tokens": images * encoder.item_size(layout)[1]}
             row |= {"teraoperations": work / 1e12, "floor_ms": work / peak * 1e3 if peak else None}
             rows.append(row | measure(encoder, managers, [layout] * images, repeats))

@@ -140,6 +140,9 @@ class Processor(Protocol):
     def decode(self, messages: Sequence[dict]) -> list[Image.Image | Video]:
         """The media of the messages, in order of appearance."""
 
+    def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
+        """Which of a file's `total` frames are read; ValueError where no videos are taken."""
+
     def patchify(self, media: Sequence[Image.Image | Video]) -> list:
         """Each medium as patch rows, with its layout and the extents that the language model sees."""
 

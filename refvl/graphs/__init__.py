@@ -5,6 +5,7 @@ from refvl.graphs.budgets import Batch, Limits, generate_budgets, infer_limits, 
 from refvl.graphs.dual import DualGraphPlan, DualPathGraphManager, PairedBatch, plan_paired_batches
 from refvl.graphs.manager import EncoderGraphManager, GraphPlan, GraphStats
 from refvl.graphs.recorder import CaptureError, TraceGraph
+from refvl.graphs.stale import StaleReplay, replay_stale
 
 __all__ = [
     "Batch",
@@ -17,10 +18,12 @@ __all__ = [
     "GraphStats",
     "Limits",
     "PairedBatch",
+    "StaleReplay",
     "TraceGraph",
     "generate_budgets",
     "infer_limits",
     "padding_waste",
     "plan_batches",
     "plan_paired_batches",
+    "replay_stale",
 ]

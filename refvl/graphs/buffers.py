@@ -12,7 +12,7 @@ they are capacities, and a batch must stay below them.
     empty         nothing; the field (a tuple) is not used inside a graph
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 
 import torch
@@ -78,11 +78,13 @@ def fill_metadata(buffers, metadata) -> None:
             raise TypeError(f"{field.name}: a {type(buffer).__name__} cannot be part of a graph")
 
 
-def metadata_tensors(metadata) -> Iterator[Tensor]:
-    """All tensors of a metadata dataclass that a graph reads, those of nested dataclasses too."""
+def metadata_tensors(metadata, prefix: str = "") -> dict[str, Tensor]:
+    """All tensors of a metadata dataclass that a graph reads, by name; those of nested dataclasses as `vision.cos`."""
+    tensors: dict[str, Tensor] = {}
     for field in fields(metadata):
-        value = getattr(metadata, field.name)
+        name, value = prefix + field.name, getattr(metadata, field.name)
         if isinstance(value, Tensor):
-            yield value
+            tensors[name] = value
         elif is_dataclass(value):
-            yield from metadata_tensors(value)
+            tensors |= metadata_tensors(value, f"{name}.")
+    return tensors

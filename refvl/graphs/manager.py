@@ -40,6 +40,16 @@ class CapturedBudget:
     metadata: object
     output: Tensor
 
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """All that is filled before a replay, by name."""
+        return {"pixel_values": self.pixel_values, **metadata_tensors(self.metadata)}
+
+    def fill(self, rows: Tensor, metadata) -> None:
+        """Copy a batch's patch rows and plan in, and pad them; errors as of `fill_padded` and `fill_metadata`."""
+        fill_padded(self.pixel_values, rows, "zero", "pixel_values")
+        fill_metadata(self.metadata, metadata)
+
 
 @dataclass(slots=True)
 class GraphStats:
@@ -216,8 +226,7 @@ class EncoderGraphManager:
         if batch.budget is None:
             return self.encoder(rows.to(self.encoder.device), metadata=metadata)
         captured = self.captured[batch.budget]
-        fill_padded(captured.pixel_values, rows, "zero", "pixel_values")
-        fill_metadata(captured.metadata, metadata)
+        captured.fill(rows, metadata)
         return captured.graph.replay()[: batch.tokens].clone()
 
     def _wait_for_other_streams(self) -> None:
@@ -241,7 +250,7 @@ class EncoderGraphManager:
     def memory_bytes(self) -> int:
         """Bytes that the graphs hold: static buffers, and the shared pool on CUDA or all recorded outputs of traces."""
         with self._lock:
-            buffers = sum(_bytes(captured) for captured in self.captured.values())
+            buffers = sum(t.nbytes for captured in self.captured.values() for t in captured.buffers.values())
             graphs = [captured.graph for captured in self.captured.values()]
             recorded = sum(graph.memory_bytes() for graph in graphs if isinstance(graph, TraceGraph))
             return buffers + recorded + (pool_bytes(self._pool) if graphs and self.backend == "cuda" else 0)
@@ -257,7 +266,3 @@ class EncoderGraphManager:
         self._plans = PlanCache(self.encoder)
         if self.backend == "cuda":
             torch.cuda.empty_cache()
-
-
-def _bytes(captured: CapturedBudget) -> int:
-    return sum(tensor.nbytes for tensor in (captured.pixel_values, *metadata_tensors(captured.metadata)))

@@ -11,13 +11,15 @@ alternative; it rebuilds a graph on fresh tensors at every call, so addresses ch
 overwritten, and `.tolist()` is silently baked in - the very things to be shown.
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
+from types import FrameType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,6 +48,12 @@ class Operation:
     args: tuple
     kwargs: dict
     outputs: tuple[Tensor, ...]
+    module: nn.Module | None = None  # whose forward called it
+
+    def reads(self, *tensors: Tensor) -> bool:
+        """Whether an argument lies in the memory of one of `tensors`; views of a tensor count as the tensor."""
+        memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        return any(tensor.untyped_storage().data_ptr() in memory for tensor in _tensors((self.args, self.kwargs)))
 
     @property
     def is_in_place(self) -> bool:
@@ -119,7 +127,8 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         if function._schema.is_mutable or not _aliases((args, kwargs), result):
-            self.operations.append(Operation(function, args, kwargs, _tensors(result)))
+            module = _calling_module(sys._getframe(1))
+            self.operations.append(Operation(function, args, kwargs, _tensors(result), module))
         return result
 
 
@@ -137,6 +146,16 @@ class _RefuseByName(TorchFunctionMode):
         if name in READ_BACK or (function is torch.tensor and _tensors(args)):
             raise CaptureError(f"capture: {name} reads a value back to Python, which a graph cannot do")
         return function(*args, **(kwargs or {}))
+
+
+def _calling_module(frame: FrameType | None) -> nn.Module | None:
+    """The innermost module with a method on the stack: hooks would tell it too, but belong to all threads."""
+    while frame is not None:
+        is_method = frame.f_code.co_varnames[:1] == ("self",)  # reading its locals keeps them alive until it returns
+        if is_method and isinstance(module := frame.f_locals["self"], nn.Module):
+            return module
+        frame = frame.f_back
+    return None
 
 
 def _is_masked(args: tuple) -> bool:

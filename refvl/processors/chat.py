@@ -99,6 +99,10 @@ class ChatProcessor:
         """A video, sampled by the checkpoint's rule, `options` of the message first; ValueError where none is taken."""
         raise ValueError(self.no_video)
 
+    def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
+        """Which of a file's `total` frames are read, by the checkpoint's rule; ValueError where no videos are taken."""
+        raise ValueError(self.no_video)
+
     def patchify(self, media: Sequence[Image.Image | Video]) -> list[Patches]:
         """Resize, normalise and cut each medium into patch rows. Raises ValueError that says which medium it was."""
         return [self._patchify(medium, number) for number, medium in enumerate(media, 1)]

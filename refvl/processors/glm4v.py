@@ -23,6 +23,7 @@ transformers (5.17 to 5.23) and vLLM 0.33 fill frames with the image's token for
 the model sees no difference, and prompts made there are read as well (`placeholders`).
 """
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -67,14 +68,14 @@ class Glm4vProcessor(ChatProcessor):
         if unknown := sorted(options.keys() - self.options.keys()):
             raise ValueError(f"prompt: {type(self).__name__} samples a video by {sorted(self.options)}, got {unknown}")
         settings = {self.options[name]: value for name, value in options.items()}
-        return load_video(source, sample=partial(self._choose_frames, **settings), limits=self.limits)
+        return load_video(source, sample=partial(self.frame_indices, **settings), limits=self.limits)
 
-    def _choose_frames(self, total: int, fps: float, **settings) -> list[int]:
-        """Indices, increasing: a repeated last frame is read once and repeated later."""
+    def frame_indices(self, total: int, source_fps: float, **settings) -> Sequence[int]:
+        """Increasing, by the variant's rule; settings: of its sampler. A repeated last frame is read once."""
         config = self.video_config
         own = {"target_fps": config.fps, "max_duration": config.max_duration, "max_frames": config.max_frames}
         chosen = sample_video_frames(
-            self.variant, fps=fps, total_num_frames=total, duration=total / fps,
+            self.variant, fps=source_fps, total_num_frames=total, duration=total / source_fps,
             temporal_patch_size=config.temporal_patch_size, **(own | settings),
         )  # fmt: skip
         return list(dict.fromkeys(chosen.indices))

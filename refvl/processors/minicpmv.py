@@ -249,6 +249,10 @@ class MiniCPMV2_6Processor(MiniCPMVProcessor):
         sample = partial(self.sample, config=replace(self.video_config, **options))
         return load_video(source, sample=sample, limits=self.limits)
 
+    def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
+        """By the version's rule, with the processor's own limits."""
+        return self.sample(total, source_fps, self.video_config)
+
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
         """A frame every 1 / fps seconds; where these are too many, max_frames from the middle of equal parts."""

@@ -3,15 +3,24 @@
 The seconds of a video are not written out; they scale the time axis of its positions.
 """
 
+from collections.abc import Sequence
+
 from refvl.checks import Grid
 from refvl.merge import MergedMedia
-from refvl.pixels.media import Video, load_video
+from refvl.pixels.media import Video, load_video, sample_frame_indices
 from refvl.pixels.patches import merged_grid, patchify_video
 from refvl.processors.chat import ChatProcessor, Patches
 
 
 class Qwen2_5_VLProcessor(ChatProcessor):
     """Layouts are grids (t, h, w) in patches."""
+
+    def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
+        """The checkpoint's rate and limits."""
+        config = self.video_config
+        return sample_frame_indices(
+            total, source_fps, fps=config.fps, min_frames=config.min_frames, max_frames=config.max_frames
+        )
 
     def load_video(self, source, options: dict) -> Video:
         """The checkpoint's rate and limits, unless the message says otherwise."""

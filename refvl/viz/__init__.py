@@ -9,7 +9,13 @@ from refvl.viz.evs import (
     plot_keep_mask,
     plot_pruned_positions,
 )
-from refvl.viz.families import plot_family_costs, plot_family_curves, plot_family_stages
+from refvl.viz.families import (
+    explore_families,
+    plot_family_costs,
+    plot_family_curves,
+    plot_family_race,
+    plot_family_stages,
+)
 from refvl.viz.glm4v import (
     explore_timeline,
     plot_clip_prompt,
@@ -19,11 +25,13 @@ from refvl.viz.glm4v import (
     plot_timelines,
 )
 from refvl.viz.graphs import (
+    explore_graph,
     explore_packing,
     plot_buffers,
     plot_packing,
     plot_recording,
     plot_replay_timings,
+    plot_stale_errors,
     plot_waste,
 )
 from refvl.viz.minicpmv import (
@@ -53,6 +61,8 @@ __all__ = [
     "explore_attention",
     "explore_crops",
     "explore_evs",
+    "explore_families",
+    "explore_graph",
     "explore_keep_mask",
     "explore_mrope",
     "explore_packing",
@@ -76,6 +86,7 @@ __all__ = [
     "plot_dissimilarity",
     "plot_family_costs",
     "plot_family_curves",
+    "plot_family_race",
     "plot_family_stages",
     "plot_frame_tokens",
     "plot_gather",
@@ -97,6 +108,7 @@ __all__ = [
     "plot_slices",
     "plot_speed_up",
     "plot_stage_timings",
+    "plot_stale_errors",
     "plot_states",
     "plot_time_shift",
     "plot_timelines",

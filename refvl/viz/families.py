@@ -3,24 +3,26 @@
 plot_family_costs    patches through the tower and tokens of the prompt, per family
 plot_family_curves   tokens against the side of a square image
 plot_family_stages   where the seconds of a run go, per family
+plot_family_race     tokens, positions, memory and time while an image or a video grows
+explore_families     the same, one size after the other
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from refvl.trace import Trace
-from refvl.viz.style import STAGE_COLORS, axes_or_new
+from refvl.viz.positions import grid_of_axes
+from refvl.viz.style import STAGE_COLORS, THEMES, axes_or_new
 
-FAMILY_COLORS = dict(
-    zip(
-        ("Qwen2.5-VL", "GLM-4.1V", "MiniCPM-V 4.5", "Step3-VL"),
-        ("#3d5a80", "#8d5a97", "#2a9d8f", "#edae49"),
-        strict=True,
-    )
-)
+if TYPE_CHECKING:
+    from refvl.viz.explorers.families import FamiliesExplorer
+
+FAMILY_KEYS = {"Qwen2.5-VL": "image", "GLM-4.1V": "video", "MiniCPM-V 4.5": "kept", "Step3-VL": "w"}  # in THEMES
+FAMILY_COLORS = {name: THEMES["light"][key] for name, key in FAMILY_KEYS.items()}
+RACE = {"tokens": "tokens", "positions": "positions", "bytes": "memory", "seconds": "time to the first token, at least"}
 
 
 class Counts(Protocol):
@@ -82,3 +84,36 @@ def plot_family_stages(traces: Mapping[str, Trace], *, title: str = "", ax: Axes
     ax.legend(fontsize=8, ncols=len(stages), loc="upper center", bbox_to_anchor=(0.5, -0.35), frameon=False)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
+
+
+def plot_family_race(rows: Sequence[Mapping], kind: str, *, at: int | None = None, ax=None) -> np.ndarray:
+    """One panel per measure of `RACE`, a line per family, over the side of an image or the seconds of a video.
+
+    rows: of a `FamiliesExplorer`, by size. at: the size that is marked. ax: as many Axes as measures, or None. Returns
+    them.
+    """
+    axes = grid_of_axes(ax, 1, len(RACE), (13, 3.2))[0]
+    names = list(dict.fromkeys(name for row in rows for name in row["families"]))
+    for panel, (measure, label) in zip(axes, RACE.items(), strict=True):
+        for name in names:
+            points = [(row["size"], row["families"][name][measure]) for row in rows if name in row["families"]]
+            panel.plot(*zip(*points, strict=True), "o-", ms=3, color=FAMILY_COLORS[name], label=name)
+        if at is not None:
+            panel.axvline(at, color="0.5", ls="--", lw=1)
+        unit = {"bytes": " (bytes)", "seconds": " (s)"}.get(measure, "")
+        panel.set(xscale="log", yscale="log", xlabel="px" if kind == "image" else "seconds", title=label + unit)
+        panel.title.set_size(9)
+        panel.grid(alpha=0.25)
+    axes[0].legend(fontsize=8)
+    return axes
+
+
+def explore_families(counted: Mapping) -> "FamiliesExplorer":
+    """Tokens, positions, memory and time of one image or video in every family, while it grows. Needs anywidget.
+
+    counted: data/measurements/families.json, which `benchmarks/families.py` writes. Times are its arithmetic at a
+    device's peak.
+    """
+    from refvl.viz.explorers.families import FamiliesExplorer
+
+    return FamiliesExplorer(counted)

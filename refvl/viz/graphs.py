@@ -5,23 +5,30 @@ plot_buffers         static buffers before a replay: the batch first, then paddi
 plot_packing         one bar per replay, its items side by side, the unused rest hatched
 plot_waste           padding waste against the number of graphs
 plot_replay_timings  eager calls against replays, from a measurement file
-explore_packing      the packing while number and size of the arriving items change
+plot_stale_errors    what a buffer that is not refilled does to operations and tokens
+explore_graph        the recording step by step, with a buffer that is not refilled
+explore_packing      images arrive and share replays
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from refvl.graphs import Batch, TraceGraph, padding_waste, plan_batches
+from refvl.graphs import Batch, TraceGraph, padding_waste
 from refvl.graphs.recorder import Operation
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, UNUSED, axes_or_new, interactive
+from refvl.viz.style import HIGHLIGHT, SEQUENCE_CMAP, STAGE_COLORS, UNUSED, axes_or_new
 from refvl.viz.windows import sequence_colors
+
+if TYPE_CHECKING:
+    from refvl.pipeline import VLM
+    from refvl.viz.explorers.graph import GraphExplorer
+    from refvl.viz.explorers.packing import PackingExplorer
 
 _WAYS = {  # columns of a measurement
     "eager": "eager",
@@ -36,12 +43,12 @@ def plot_recording(graph: TraceGraph, buffers: Mapping[str, Tensor], *, ax: Axes
 
     buffers: {name: tensor}; a name may stand for several, as a tuple of tensors. Views of a buffer count as the buffer.
     """
-    kinds = [_kind(operation) for operation in graph.operations]
+    kinds = [kind_of_operation(operation) for operation in graph.operations]
     rows = {kind: row for row, kind in enumerate(dict.fromkeys(kinds))}
     ax = axes_or_new(ax, figsize=(10, 0.24 * len(rows) + 1.4))
     ax.plot([rows[kind] for kind in kinds], "|", color="0.65", ms=7)
     for (name, tensors), color in zip(buffers.items(), STAGE_COLORS, strict=False):
-        readers = [i for i, operation in enumerate(graph.operations) if _reads(operation, tensors)]
+        readers = [i for i, operation in enumerate(graph.operations) if operation.reads(*tree_leaves(tensors))]
         ax.plot(readers, [rows[kinds[i]] for i in readers], "o", color=color, ms=5, label=f"reads {name}")
     ax.set_yticks(range(len(rows)), [f"{kind}  ({kinds.count(kind)})" for kind in rows], size=8)
     ax.set(xlabel="position in the recording", title=f"{len(kinds)} recorded operations", ylim=(len(rows) - 0.4, -0.6))
@@ -50,16 +57,10 @@ def plot_recording(graph: TraceGraph, buffers: Mapping[str, Tensor], *, ax: Axes
     return ax
 
 
-def _kind(operation: Operation) -> str:
+def kind_of_operation(operation: Operation) -> str:
     """`aten.mul.Tensor` -> `mul`; very long names are cut."""
     name = str(operation.function).split(".")[1].strip("_")
     return name if len(name) <= 24 else f"{name[:23]}…"
-
-
-def _reads(operation: Operation, buffers) -> bool:
-    memory = {buffer.untyped_storage().data_ptr() for buffer in tree_leaves(buffers)}
-    tensors = [leaf for leaf in tree_leaves((operation.args, operation.kwargs)) if isinstance(leaf, Tensor)]
-    return any(tensor.untyped_storage().data_ptr() in memory for tensor in tensors)
 
 
 def plot_buffers(buffers, planned, names: Sequence[str] | None = None, *, ax=None) -> np.ndarray:
@@ -190,30 +191,50 @@ def plot_replay_timings(measurement: Mapping, *, images: int = 1, ax: Axes | Non
     return ax
 
 
-def draw_packing(
-    items: int, scale: float, policy: str, output_tokens: Sequence[int], budgets: Sequence[int], max_items: int
-) -> Axes:
-    """What `explore_packing` draws: the first `items` arrivals, `scale` times as large, packed by `policy`."""
-    sizes = [max(1, round(scale * tokens)) for tokens in output_tokens]
-    batches = plan_batches(sizes[:items], budgets, max_items, policy=policy)
-    ax = plot_packing(sizes, batches, title=policy, ax=axes_or_new(None, figsize=(9, 3.8)))
-    ax.set_xlim(0, 1.32 * max(*budgets, *sizes))  # the same rulers while items come and go
-    ax.set_ylim(max(len(batches), 6) - 0.5, -0.5)
-    return ax
+def plot_stale_errors(row: Mapping, groups: Sequence[Mapping], *, title: str = "", ax=None) -> np.ndarray:
+    """How wrong each recorded operation's result is (left) and each token's embedding (right); one buffer was stale.
+
+    row: of a `GraphExplorer`: the logarithmic levels of the operations, the relative errors of the tokens. groups:
+    names and numbers of consecutive operations. ax: two Axes, or None. Returns both.
+    """
+    left, right = grid_of_axes(ax, 1, 2, (9, 2.8))[0]
+    levels, start = np.asarray(row["operations"]), 0
+    left.fill_between(range(len(levels)), levels, color=HIGHLIGHT, step="mid")
+    for group in groups:
+        left.axvline(start, color="0.7", lw=0.6)
+        if group["count"] > len(levels) / 20:
+            left.text(start + group["count"] / 2, 258, group["name"], size=7, ha="center")
+        start += group["count"]
+    left.set(ylim=(0, 255), xlim=(0, len(levels)), xlabel="recorded operation", ylabel="relative error")
+    left.set_yticks([1, 85, 170, 255], ["0.001", "0.01", "0.1", "1"])
+    image = right.imshow(np.asarray(row["tokens"]), vmin=0, vmax=1, cmap=SEQUENCE_CMAP)
+    right.set(xticks=[], yticks=[], title="error per token")
+    right.title.set_size(9)
+    right.figure.colorbar(image, ax=right, shrink=0.8)
+    right.figure.suptitle(title, size=9, wrap=True)
+    return np.array([left, right])
+
+
+def explore_graph(model: "VLM", before, image, question: str) -> "GraphExplorer":
+    """The recording of a Qwen2.5-VL tower, operation by operation, and a buffer of it that is not refilled.
+
+    before, image: two images of different shape, anything `load_image` takes, replayed one after the other. question:
+    about `image`; the model answers it with the embeddings of every stale replay. Needs anywidget.
+    """
+    from refvl.viz.explorers.graph import GraphExplorer
+
+    return GraphExplorer(model, before, image, question)
 
 
 def explore_packing(
-    output_tokens: Sequence[int], budgets: Sequence[int], *, max_items: int = 8, policy: str = "optimal"
-):
-    """Sliders over how many items arrive and how large they are, and a choice of the policy. Needs ipywidgets.
+    arrivals: Mapping[str, Sequence[int]] | Sequence[int], budgets: Sequence[int], *, max_items: int = 8
+) -> "PackingExplorer":
+    """Images arrive one by one and share replays, for every number of captured graphs and both policies.
 
-    output_tokens: tokens of the arriving items at scale 1. budgets, max_items: as in `plan_batches`.
+    arrivals: output tokens of the images as they come, or several such patterns by name. budgets, max_items: as in
+    `plan_batches`; of the budgets, the largest one, two, ... are captured. Needs anywidget.
     """
-    import ipywidgets
+    from refvl.viz.explorers.packing import PackingExplorer
 
-    return interactive(
-        partial(draw_packing, output_tokens=list(output_tokens), budgets=list(budgets), max_items=max_items),
-        items=ipywidgets.IntSlider(value=len(output_tokens), min=1, max=len(output_tokens), description="items"),
-        scale=ipywidgets.FloatSlider(value=1.0, min=0.1, max=3.0, step=0.05, description="size x"),
-        policy=ipywidgets.ToggleButtons(value=policy, options=["greedy", "optimal"], description="policy"),
-    )
+    arrivals = arrivals if isinstance(arrivals, Mapping) else {"these images": arrivals}
+    return PackingExplorer(arrivals, budgets, max_items=max_items)

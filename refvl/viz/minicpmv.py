@@ -4,12 +4,11 @@ plot_slices           the image as it is cut, and the overview beside it
 plot_query_attention  heat maps over a slice: how much each query takes from each patch
 plot_frame_tokens     tokens of a video against its frames, one line per model
 plot_time_shift       how far embeddings move when frames are given other times
-explore_slices        the slices while size and limit change
+explore_slices        slices and crops of one photo of any size, and what the queries read
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,10 +16,15 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from refvl.checks import check_shape
+from refvl.pixels.crops import RELEASED, CropConfig
 from refvl.pixels.media import load_image
 from refvl.pixels.slices import SliceConfig, SlicePlan, plan_slices
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import SEQUENCE_CMAP, STAGE_COLORS, axes_or_new, image_axes, interactive
+from refvl.viz.style import SEQUENCE_CMAP, STAGE_COLORS, axes_or_new, image_axes
+
+if TYPE_CHECKING:
+    from refvl.pipeline import VLM
+    from refvl.viz.explorers.slices import SlicesExplorer
 
 _PREVIEW = 480  # pixels per side are enough for a figure
 _HEAT = {"cmap": SEQUENCE_CMAP, "alpha": 0.6, "interpolation": "nearest"}
@@ -136,23 +140,20 @@ def plot_time_shift(
     return ax
 
 
-def draw_slices(width: int, height: int, max_slice_nums: int, image, config: SliceConfig) -> Axes:
-    """What `explore_slices` draws: the image stretched to width x height pixels, and cut."""
-    stretched = load_image(image).resize((width, height))
-    left, _ = plot_slices(stretched, replace(config, max_slice_nums=max_slice_nums))
-    return left
+def explore_slices(
+    image,
+    config: SliceConfig,
+    *,
+    crops: CropConfig = RELEASED,
+    model: "VLM | None" = None,
+    question: str = "What is in the picture?",
+) -> "SlicesExplorer":
+    """What MiniCPM-V and Step3-VL cut out of one photo, at every size where one of them cuts it in another way.
 
+    image: anything `load_image` takes; its middle is shown in several shapes. crops: Step3-VL's side. model: a small
+    MiniCPM-V that cuts as `config` does, but a whole number of times smaller: what its queries read of every slice is
+    drawn, and its answer to `question`. Needs anywidget.
+    """
+    from refvl.viz.explorers.slices import SlicesExplorer
 
-def explore_slices(image, config: SliceConfig, *, max_side: int = 2400):
-    """Sliders over the image's width and height and the most slices allowed. Needs ipywidgets."""
-    import ipywidgets
-
-    ranges = {"width": (1600, 20, max_side), "height": (700, 20, max_side), "max_slice_nums": (9, 1, 16)}
-    sliders = {
-        name: ipywidgets.IntSlider(
-            value=min(value, high), min=low, max=high, description=name, continuous_update=False,
-            style={"description_width": "initial"},
-        )
-        for name, (value, low, high) in ranges.items()
-    }  # fmt: skip
-    return interactive(partial(draw_slices, image=image, config=config), **sliders)
+    return SlicesExplorer(image, config, crops, model, question)

@@ -4,11 +4,11 @@ plot_crops          the windows on the canvas, and the overview beside them
 plot_crop_prompt    the prompt of one image: crops, newline marks, overview
 plot_crop_tokens    tokens by size of image, one line per aspect ratio
 plot_path_timeline  replays of both paths in the order in which they ran
-explore_crops       the windows while the size of the image changes
+explore_crops       crops and slices of one photo of any size
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,9 +18,14 @@ from PIL import Image
 from refvl.graphs import Batch, padding_waste
 from refvl.pixels.crops import RELEASED, CropConfig, CropLayout, count_prompt_tokens, cut_crops, plan_crops
 from refvl.pixels.media import load_image
+from refvl.pixels.slices import SliceConfig
+from refvl.viz.minicpmv import explore_slices
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, UNUSED, axes_or_new, image_axes, interactive
+from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, UNUSED, axes_or_new, image_axes
 from refvl.viz.windows import sequence_colors
+
+if TYPE_CHECKING:
+    from refvl.viz.explorers.slices import SlicesExplorer
 
 _PREVIEW = 480  # pixels per side are enough for a figure
 
@@ -170,18 +175,6 @@ def _timeline_report(batches: Sequence[Batch]) -> str:
     return report + f", {eager} eager" * bool(eager)
 
 
-def draw_crops(width: int, height: int, image, config: CropConfig = RELEASED) -> Axes:
-    """What `explore_crops` draws: the image stretched to width x height pixels, and cut."""
-    left, _ = plot_crops(load_image(image).resize((width, height)), config)
-    return left
-
-
-def explore_crops(image, config: CropConfig = RELEASED, *, max_side: int = 3200):
-    """Sliders over width and height of the image: where it is cut, and what it costs. Needs ipywidgets."""
-    import ipywidgets
-
-    sliders = {
-        name: ipywidgets.IntSlider(value=side, min=20, max=max_side, step=4, description=name, continuous_update=False)
-        for name, side in (("width", 1200), ("height", 800))
-    }
-    return interactive(partial(draw_crops, image=image, config=config), **sliders)
+def explore_crops(image, config: CropConfig = RELEASED) -> "SlicesExplorer":
+    """`explore_slices` without a model: what Step3-VL and, with its released sizes, MiniCPM-V cut out of one photo."""
+    return explore_slices(image, SliceConfig(), crops=config)

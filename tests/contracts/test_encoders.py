@@ -269,7 +269,7 @@ def test_forward_reads_nothing_back(case):
     encoder, want = deepcopy(built(case)).to("meta"), built(case)(rows_for(case, case.mixed), case.mixed).shape
     for dtype in (torch.float32, torch.float16):
         plan = encoder.to(dtype).plan(case.mixed)
-        assert all(tensor.is_meta for tensor in metadata_tensors(plan))
+        assert all(tensor.is_meta for tensor in metadata_tensors(plan).values())
         rows = sum(count for count, _, _ in sizes_of(encoder, case.mixed))
         assert encoder(torch.empty(rows, case.values, device="meta"), metadata=plan).shape == want
 
@@ -440,10 +440,10 @@ def test_a_plan_says_whether_it_reads_weights(case):
     encoder = deepcopy(built(case))
     for path in [*paths_of(encoder), encoder]:
         layouts = case.small if path is encoder else [(2, path.side, path.side)]
-        before = [tensor.clone() for tensor in metadata_tensors(path.plan(layouts))]
+        before = [tensor.clone() for tensor in metadata_tensors(path.plan(layouts)).values()]
         for parameter in encoder.parameters():
             parameter.mul_(2)
-        after = metadata_tensors(path.plan(layouts))
+        after = metadata_tensors(path.plan(layouts)).values()
         assert path.plan_reads_weights == any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 

@@ -110,8 +110,8 @@ def test_nested_metadata_is_filled_in_turn():
     fill_metadata(buffers, Nested(metadata(), metadata(values=(5.0,), lengths=(0, 1), longest=2)))
     assert (buffers.first.values.tolist(), buffers.second.values.tolist()) == ([1, 2, 0, 0], [5, 0, 0, 0])
     assert buffers.second.lengths.tolist() == [0, 1, 1, 1, 1]
-    assert [t.tolist() for t in metadata_tensors(buffers)][2] == [5, 0, 0, 0]
-    assert sum(1 for _ in metadata_tensors(buffers)) == 4
+    assert [t.tolist() for t in metadata_tensors(buffers).values()][2] == [5, 0, 0, 0]
+    assert len(metadata_tensors(buffers)) == 4
     with pytest.raises(TypeError, match="metadata: expected Metadata, got Nested"):
         fill_metadata(buffers, Nested(metadata(), buffers))
     with pytest.raises(ValueError, match="longest: 4 exceeds the captured capacity of 3"):

@@ -117,7 +117,7 @@ def test_buffers_of_both_plans_count_as_memory(manager):
     nested = (captured.metadata.vision, captured.metadata.resampler)
     tensors = [getattr(part, f.name) for part in nested for f in fields(part)]
     held = sum(t.nbytes for t in tensors if isinstance(t, Tensor)) + captured.pixel_values.nbytes
-    assert sum(t.nbytes for t in metadata_tensors(captured.metadata)) + captured.pixel_values.nbytes == held
+    assert sum(t.nbytes for t in metadata_tensors(captured.metadata).values()) + captured.pixel_values.nbytes == held
     assert manager.memory_bytes() > held > 192 * 588 * 4
 
 

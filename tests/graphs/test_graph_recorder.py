@@ -351,3 +351,19 @@ def test_operations_print_what_they_make():
         "aten.add.Tensor -> (2, 3)",
         "aten.mul_.Tensor -> (2, 3), in place",
     ]
+
+
+def test_an_operation_knows_the_module_that_called_it():
+    """Oracle: which layer's weight is among the arguments."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 6)))
+    graph = recorded(lambda: model(X) * 2)
+    first, relu, second, outside = graph.operations
+    assert first.module is model[0] and first.reads(model[0].weight) and not first.reads(model[1][1].weight)
+    assert relu.module is model[1][0]
+    assert second.module is model[1][1] and second.reads(model[1][1].weight)
+    assert outside.module is None
+
+
+def test_a_view_of_a_tensor_is_read_as_the_tensor():
+    graph = recorded(lambda: X[2:4] + 1)
+    assert graph.operations[0].reads(X) and not graph.operations[0].reads(COUNTS)

@@ -52,3 +52,18 @@ def test_stages_stand_end_to_end():
 def test_an_unknown_family_has_no_colour():
     with pytest.raises(KeyError, match="Another"):
         viz.plot_family_costs({"Another": [SimpleNamespace(patches=1, tokens=1)]})
+
+
+def test_a_race_has_a_panel_per_measure_and_a_line_per_family():
+    def costs(n):
+        return {"tokens": n, "positions": n / 2, "bytes": 1e6 * n, "seconds": n / 1e3}
+
+    rows = [
+        {"size": 112, "families": {"GLM-4.1V": costs(16), "Step3-VL": costs(169)}},
+        {"size": 224, "families": {"GLM-4.1V": costs(64)}},
+    ]
+    axes = viz.plot_family_race(rows, "image", at=224)
+    assert axes[0].get_title() == "tokens" and len(axes) == 4
+    glm, step3, mark = axes[3].lines
+    assert list(glm.get_ydata()) == [0.016, 0.064] and list(step3.get_xdata()) == [112]
+    assert set(mark.get_xdata()) == {224}

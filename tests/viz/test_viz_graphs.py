@@ -14,7 +14,6 @@ from refvl import viz
 from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.graphs import Batch, TraceGraph, padding_waste, plan_batches
 from refvl.graphs.buffers import fill_metadata
-from refvl.viz.graphs import draw_packing
 from refvl.viz.style import HIGHLIGHT
 from refvl.viz.windows import sequence_colors
 
@@ -223,24 +222,11 @@ def test_a_batch_that_was_not_measured_is_refused(ax):
         viz.plot_replay_timings(MEASUREMENT, images=3, ax=ax)
 
 
-@pytest.mark.parametrize("policy", ["greedy", "optimal"])
-def test_the_view_packs_what_the_sliders_say(policy):
-    ax = draw_packing(2, 0.5, policy, TOKENS, [64, 128, 256], 8)
-    wanted = plan_batches([15, 100], [64, 128, 256], 8, policy=policy)
-    assert [width for _, width, _ in items(ax)] == [[15, 100][i] for batch in wanted for i in batch.indices]
-    assert ax.get_title().startswith(f"{policy}: ")
-    plt.close(ax.figure)
-
-
-def test_sliders_and_policy_redraw():
-    view = viz.explore_packing([60, 60, 60], [64, 128, 256], max_items=8)
-    count, scale, policy, picture = view.children
-    seen = {bytes(picture.value)}
-    policy.value = "greedy"
-    seen.add(bytes(picture.value))
-    scale.value = 0.5
-    seen.add(bytes(picture.value))
-    count.value = 2
-    seen.add(bytes(picture.value))
-    assert len(seen) == 4 and not plt.get_fignums()
-    assert all(png.startswith(b"\x89PNG") for png in seen)
+def test_stale_errors_are_drawn_by_operation_and_token():
+    row = {"operations": np.array([0, 85, 255]), "tokens": np.array([[0.1, 0.2], [0.3, 1.8]])}
+    left, right = viz.plot_stale_errors(row, [{"name": "a", "count": 1}, {"name": "blocks.0", "count": 2}], title="t")
+    [area] = left.collections
+    assert area.get_paths()[0].vertices[:, 1].max() == 255
+    assert texts(left) == ["a", "blocks.0"]
+    np.testing.assert_array_equal(right.images[0].get_array(), row["tokens"])
+    plt.close(left.figure)

@@ -13,7 +13,6 @@ from PIL import Image
 
 from refvl import viz
 from refvl.pixels.slices import SliceConfig, plan_slices
-from refvl.viz.minicpmv import draw_slices
 from refvl.viz.style import STAGE_COLORS
 
 TINY = SliceConfig(scale_resolution=56, max_slice_nums=6)
@@ -92,25 +91,3 @@ def test_lines_are_the_numbers_given(draw, scale):
     assert [to_rgb(line.get_color()) for line in ax.lines] == list(STAGE_COLORS[:2])
     given = plt.subplots()[1]
     assert draw([1, 10], {"one": [3, 4]}, ax=given) is given
-
-
-def test_the_view_cuts_what_the_sliders_say():
-    ax = draw_slices(190, 80, 2, PICTURE, TINY)
-    assert len(ax.patches) == 2 and ax.get_title().startswith("190 x 80 px\n2 x 1 slices")
-
-
-@pytest.mark.parametrize(("width", "height"), [(20, 300), (300, 20), (20, 20)])
-def test_the_sliders_reach_nothing_that_cannot_be_drawn(width, height):
-    """The callback itself, at its ends: exceptions inside a widget do not fail a notebook."""
-    for limit in (1, 16):
-        assert draw_slices(width, height, limit, PICTURE, TINY).get_title().startswith(f"{width} x {height} px")
-
-
-def test_sliders_redraw():
-    pytest.importorskip("ipywidgets")
-    view = viz.explore_slices(PICTURE, TINY, max_side=300)
-    seen = {bytes(view.children[-1].value)}
-    for control, value in zip(view.children, (120, 40, 2), strict=False):
-        control.value = value
-        seen.add(bytes(view.children[-1].value))
-    assert len(seen) == 4 and all(png.startswith(b"\x89PNG") for png in seen) and not plt.get_fignums()

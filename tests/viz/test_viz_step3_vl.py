@@ -14,7 +14,6 @@ from PIL import Image
 from refvl import viz
 from refvl.graphs import Batch
 from refvl.pixels.crops import CropConfig, CropLayout, count_prompt_tokens, plan_crops
-from refvl.viz.step3_vl import draw_crops
 from refvl.viz.style import HIGHLIGHT, TOKEN_COLORS
 from refvl.viz.windows import sequence_colors
 
@@ -153,21 +152,3 @@ def test_replays_stand_one_after_another_in_the_lane_of_their_path(ax):
 
 def test_nothing_ran(ax):
     assert viz.plot_path_timeline([], [], ax=ax).get_title() == "0 replays of 0 tokens, 0% padding"
-
-
-def test_the_view_cuts_what_the_sliders_say():
-    ax = draw_crops(230, 60, PICTURE, TINY)
-    assert ax.get_title() == "230 x 60 px, canvas 224 x 56 px\n1 x 4 windows of 56 px"
-    plt.close(ax.figure)
-
-
-def test_sliders_redraw():
-    view = viz.explore_crops(PICTURE, TINY, max_side=300)
-    width, height, picture = view.children
-    seen = {bytes(picture.value)}
-    width.value = 20
-    seen.add(bytes(picture.value))
-    height.value = 200
-    seen.add(bytes(picture.value))
-    assert len(seen) == 3 and not plt.get_fignums()
-    assert all(png.startswith(b"\x89PNG") for png in seen)

@@ -1,14 +1,22 @@
 """Every explorer, on pictures, clips and models that come with the repository: what the pages and the tests show."""
 
+import json
 from collections.abc import Callable
 from functools import cache
 
 import refvl
+from refvl.graphs import generate_budgets
 from refvl.paths import DATA
+from refvl.pipeline import VLM
 from refvl.pixels.patches import PatchConfig
+from refvl.pixels.slices import SliceConfig
 from refvl.viz.attention import explore_attention, explore_tower
 from refvl.viz.evs import explore_evs
 from refvl.viz.explorers.base import Explorer
+from refvl.viz.explorers.packing import arrivals_of_images
+from refvl.viz.families import explore_families
+from refvl.viz.graphs import explore_graph, explore_packing
+from refvl.viz.minicpmv import explore_slices
 from refvl.viz.positions import explore_mrope, explore_positions
 from refvl.viz.windows import explore_windows
 
@@ -18,6 +26,14 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
     "windows": lambda: explore_windows(
         {name: DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")}, PatchConfig()
     ),
+    "graph": lambda: explore_graph(
+        small_model(), DATA / "pictures/coffee.jpg", DATA / "pictures/scene.png", "Where is the star?"
+    ),
+    "packing": lambda: explore_packing(arrivals_of_images(PatchConfig()), generate_budgets(64, 512)),
+    "slices": lambda: explore_slices(
+        DATA / "pictures/coffee.jpg", SliceConfig(), model=small_model("tiny-minicpmv-4_5")
+    ),
+    "families": lambda: explore_families(json.loads((DATA / "measurements/families.json").read_text())),
     "positions": explore_positions,
     "mrope": explore_mrope,
     "attention": lambda: explore_attention(
@@ -39,6 +55,6 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
 
 
 @cache
-def small_model() -> refvl.VLM:
-    """Qwen2.5-VL's architecture, trained on scenes: a tower with windows, and pruning of videos."""
-    return refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device="cpu", progress=False)
+def small_model(name: str = "tiny-qwen2_5_vl") -> VLM:
+    """One that ships, trained on scenes; Qwen2.5-VL's has a tower with windows, and its videos are pruned."""
+    return refvl.load(DATA / "checkpoints" / name, device="cpu", progress=False)

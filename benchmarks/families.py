@@ -1,0 +1,75 @@
+"""What one image, or one video, costs in each family at its true size: `python -m benchmarks.families`.
+
+Counted, not timed: tokens, positions, memory, and what tower and prefill multiply and add, for images of growing
+side and videos of growing length, sampled as each family does. Only the medium is counted, not the words around it.
+With --write the result goes to data/measurements/families.json. Divided by what a device computes in a second, the
+arithmetic is a time that no run can be below.
+"""
+
+import typer
+from PIL import Image
+
+from benchmarks.graphs import PEAK
+from benchmarks.report import PrintedTable, Write, write_measurement
+from refvl.loading import load
+from refvl.paths import DATA
+from refvl.pipeline import VLM
+from refvl.tools.arithmetic import encoder_operations, prefill_operations
+from refvl.tools.costs import (
+    blank_clip,
+    count_positions,
+    encoder_activation_bytes,
+    kv_cache_bytes_per_token,
+    plan_media,
+)
+
+CONFIGS = {
+    "Qwen2.5-VL": "Qwen2.5-VL-7B-Instruct", "GLM-4.1V": "GLM-4.1V-9B-Thinking",
+    "MiniCPM-V 4.5": "MiniCPM-V-4_5", "Step3-VL": "Step3",
+}  # fmt: skip
+SIDES = (112, 224, 448, 672, 896, 1344, 1792, 2240, 2688, 3584)  # px
+SECONDS = (2, 5, 10, 20, 40, 80, 160)
+CLIP_SIZE = (640, 360)  # px
+
+
+def load_released(family: str) -> VLM:
+    """The model at its true size, without memory."""
+    return load(DATA / f"configs/{CONFIGS[family]}.json", weights="random", device="meta", progress=False)
+
+
+def count(model: VLM, medium) -> dict:
+    """bytes: key-value cache, and activations of the tower. tower, prefill: multiplications and additions."""
+    plan = plan_media(model, medium)
+    cache = plan.tokens * kv_cache_bytes_per_token(model.language_model.config, model.encoder.dtype)
+    return {
+        "patches": plan.patches,
+        "tokens": plan.tokens,
+        "positions": count_positions(model, medium),
+        "cache": cache,
+        "bytes": cache + encoder_activation_bytes(model.encoder, plan.patches),
+        "tower": encoder_operations(model.encoder, [plan.layout]),
+        "prefill": prefill_operations(model.language_model, plan.tokens),
+    }
+
+
+def run(write: Write = False) -> None:
+    """Costs per family, by size of an image and length of a video."""
+    columns = {"family": "<14", "medium": "<20", "tokens": ">7", "tower": ">9", "prefill": ">9"}
+    rows, table = [], PrintedTable("10^12 operations", columns)
+    for family in CONFIGS:
+        model = load_released(family)
+        media = {("image", side): Image.new("RGB", (side, side)) for side in SIDES}
+        if model.processor.video_config is not None:
+            media |= {("video", seconds): blank_clip(model, seconds, *CLIP_SIZE) for seconds in SECONDS}
+        for (kind, size), medium in media.items():
+            costs = count(model, medium)
+            rows.append({"family": family, "kind": kind, "size": size} | costs)
+            what = f"{kind} of {size} {'px' if kind == 'image' else 's'}"
+            work = (f"{costs[part] / 1e12:.2f}" for part in ("tower", "prefill"))
+            table.add(family, what, costs["tokens"], *work)
+    if write:
+        write_measurement("families", {"configs": CONFIGS, "clip_size": CLIP_SIZE, "peak": PEAK, "rows": rows})
+
+
+if __name__ == "__main__":
+    typer.run(run)

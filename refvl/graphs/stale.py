@@ -1,0 +1,67 @@
+"""What a graph computes when one of its buffers is not refilled: nothing fails, and the result is wrong.
+
+Every buffer is filled with a first batch, then all but one with a second. The recording is replayed operation by
+operation beside a replay with everything refilled, so that it can be seen where the error begins and how far it goes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from refvl.graphs.manager import CapturedBudget
+from refvl.graphs.recorder import TraceGraph
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StaleReplay:
+    """One replay. outputs: (budget, D), a copy. errors: of every operation's result, 0 where it is as it should be."""
+
+    outputs: Tensor
+    errors: list[float]
+
+
+@torch.inference_mode()
+def replay_stale(
+    captured: CapturedBudget, before: tuple[Tensor, object], batch: tuple[Tensor, object]
+) -> Mapping[str, StaleReplay]:
+    """Replays of `batch`, by name of the buffer that keeps what `before` left there; "" for none.
+
+    captured: a recording of the trace backend. before, batch: patch rows and plan of each. An error is the norm of the
+    difference relative to that of the right result; for integers and booleans, the share that differs.
+    """
+    graph = captured.graph
+    if not isinstance(graph, TraceGraph):
+        raise TypeError(f"captured: expected a recording of the trace backend, got a {type(graph).__name__}")
+    captured.fill(*before)
+    left = {name: buffer.clone() for name, buffer in captured.buffers.items()}
+    captured.fill(*batch)
+    right, outputs = _replay(graph)
+    replays = {"": StaleReplay(outputs, [0.0] * len(right))}
+    for name, contents in left.items():
+        captured.fill(*batch)
+        captured.buffers[name].copy_(contents)
+        results, outputs = _replay(graph)
+        errors = [_error(result, expected) for result, expected in zip(results, right, strict=True)]
+        replays[name] = StaleReplay(outputs, errors)
+    captured.fill(*batch)
+    return replays
+
+
+def _replay(graph: TraceGraph) -> tuple[list[Tensor], Tensor]:
+    """Each operation's first result, and the output; copies, because later operations may write there."""
+    results = []
+    for operation in graph.operations:
+        operation.replay()
+        results.append(operation.outputs[0].clone())
+    assert graph.output is not None  # captured
+    return results, graph.output.clone()
+
+
+def _error(result: Tensor, expected: Tensor) -> float:
+    finite = expected.isfinite()  # masks hold -inf
+    if not expected.is_floating_point() or not torch.equal(result.isfinite(), finite):
+        return float((result != expected).float().mean())
+    difference = (result - expected)[finite].norm()
+    return float(difference / expected[finite].norm()) if difference else 0.0

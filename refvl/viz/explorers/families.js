@@ -1,0 +1,86 @@
+// Four curves over the size of an image or the length of a video, and what each family costs at the size shown.
+import { explorer } from "./shared.js";
+
+export default explorer(view => {
+  const W = 250, H = 190, LEFT = 8, BOTTOM = 20, TOP = 8, LINE = 26;
+  const { families, measures, curves, device, clip } = view.shared;
+  const names = Object.keys(families);
+  const curve = () => curves[view.option("kind")];
+  const color = name => view.colors[families[name]];
+  const here = () => view.row.families;
+  const units = { bytes: n => (n < 2 ** 30 ? `${(n / 2 ** 20).toPrecision(3)} MiB` : `${(n / 2 ** 30).toPrecision(3)} GiB`),
+    seconds: s => (s < 1 ? `${(1000 * s).toPrecision(3)} ms` : `${s.toPrecision(3)} s`) };
+  const shown = (measure, value) => (units[measure] ?? (n => n.toLocaleString("en")))(value);
+
+  // places on a logarithmic scale from the smallest to the largest of what is drawn
+  const along = (value, low, high, length) => length * Math.log(value / low) / Math.log(high / low);
+  const x = size => LEFT + along(size, curve()[0].size, curve().at(-1).size, W - 2 * LEFT);
+  function limits(measure) {
+    const values = curve().flatMap(row => Object.values(row.families).map(costs => costs[measure]));
+    return [Math.min(...values), Math.max(...values)];
+  }
+
+  Object.entries(measures).forEach(([measure, label]) => view.canvas({
+    name: () => `${label} against the ${view.option("kind") === "image" ? "side of the image" : "length of the video"}`,
+    caption: () => label + (measure === "seconds" ? `: no run can be faster on an ${device}` : ""),
+    size: () => [W, H],
+    drag(px) {
+      const sizes = curve().map(row => x(row.size));
+      const nearest = sizes.reduce((best, at, i) => (Math.abs(at - px) < Math.abs(sizes[best] - px) ? i : best), 0);
+      const first = view.states.findIndex(state => state[0] === view.place("kind"));
+      view.choose("size", view.states[first + nearest][1]);
+    },
+    draw(pen, width, height) {
+      const [low, high] = limits(measure), y = value => height - BOTTOM - along(value, low, high, height - BOTTOM - TOP);
+      pen.strokeStyle = view.colors.line; pen.lineWidth = 1; pen.strokeRect(0.5, 0.5, width - 1, height - BOTTOM);
+      pen.fillStyle = view.colors.muted; pen.textBaseline = "bottom";
+      pen.fillText(`${curve()[0].size}`, 0, height); pen.textAlign = "right";
+      pen.fillText(`${curve().at(-1).size} ${view.option("kind") === "image" ? "px" : "s"}`, width, height);
+      pen.textAlign = "left"; pen.textBaseline = "top"; pen.fillText(shown(measure, high), 4, 4);
+      pen.textBaseline = "bottom"; pen.textAlign = "right"; pen.fillText(shown(measure, low), width - 4, height - BOTTOM - 2);
+      pen.setLineDash([4, 3]); pen.beginPath();
+      pen.moveTo(x(view.row.size), 0); pen.lineTo(x(view.row.size), height - BOTTOM); pen.stroke(); pen.setLineDash([]);
+      names.forEach((name, i) => {
+        const points = curve().filter(row => row.families[name]).map(row => [x(row.size), y(row.families[name][measure])]);
+        pen.strokeStyle = pen.fillStyle = color(name);
+        pen.lineWidth = i === view.item ? 4 : 2;
+        pen.beginPath(); points.forEach(([px, py]) => pen.lineTo(px, py)); pen.stroke();
+        if (!here()[name]) return;
+        pen.beginPath(); pen.arc(x(view.row.size), y(here()[name][measure]), i === view.item ? 7 : 5, 0, 7); pen.fill();
+      });
+    },
+  }));
+
+  const COLUMNS = ["patches", ...Object.keys(measures)], CELL = 110;
+  view.canvas({
+    name: () => `what each family makes of ${view.option("kind") === "image" ? "a square image" : `a video of ${clip} px`}, ${view.option("size")}`,
+    caption: () => view.option("kind") === "image"
+      ? "bfloat16, true sizes; bytes: key-value cache and the tower's activations"
+      : `a video of ${clip} px, sampled as each family does; Step3-VL takes none`,
+    size: () => [120 + COLUMNS.length * CELL, (names.length + 1) * LINE],
+    at: (px, py) => Math.floor(py / LINE) - 1,
+    step: (i, dx, dy) => i + dy,
+    draw(pen, width) {
+      pen.textBaseline = "middle"; pen.textAlign = "right"; pen.fillStyle = view.colors.muted;
+      COLUMNS.forEach((measure, c) => pen.fillText(measure, 120 + (c + 1) * CELL - 8, LINE / 2));
+      names.forEach((name, i) => {
+        const y = (i + 1) * LINE, costs = here()[name];
+        if (i === view.item) { pen.fillStyle = view.colors.empty; pen.fillRect(0, y, width, LINE); }
+        pen.fillStyle = color(name); pen.fillRect(0, y + 6, 14, 14);
+        pen.textAlign = "left"; pen.fillStyle = view.colors.ink; pen.fillText(name, 22, y + LINE / 2);
+        pen.textAlign = "right";
+        COLUMNS.forEach((measure, c) =>
+          pen.fillText(costs ? shown(measure, costs[measure]) : "-", 120 + (c + 1) * CELL - 8, y + LINE / 2));
+      });
+    },
+  });
+
+  view.readout(() => {
+    const name = names[view.item], costs = here()[name];
+    if (!costs) return `${name} takes no videos`;
+    const folded = (costs.patches / costs.tokens).toPrecision(3);
+    return `${name}: ${folded} patches become a token; ${costs.tokens} tokens take ${costs.positions} positions, ` +
+      `and ${shown("bytes", costs.cache)} of key-value cache`;
+  });
+  return { count: () => names.length };
+});

@@ -1,0 +1,121 @@
+// The recording, a line per part of the tower; the buffers that an operation reads; what a stale one does to the tokens.
+import { explorer } from "./shared.js";
+
+export default explorer(view => {
+  const NAME = 92, CELL = 8.5, LINE = 24, CHIP = 24, SIDE = 160;
+  const { groups, kinds, shapes, reads, buffers, photos } = view.shared;
+  const longest = Math.max(...groups.map(g => g.count));
+  const starts = groups.map((_, k) => groups.slice(0, k).reduce((sum, g) => sum + g.count, 0));
+  const lineOf = i => starts.findLastIndex(start => start <= i);
+  const reader = (i, b) => reads[i * buffers.length + b] > 0;
+  const stale = () => view.place("stale") - 1;
+  const label = name => ({ "": "tower", patch_embed: "patch embed" })[name] ?? name.replace("blocks.", "block ");
+  const level = value => view.colors.sequence(value / 255);
+  const percent = share => `${(100 * share).toFixed(share > 0.9 && share < 1 ? 1 : 0)} %`;
+  const wrong = () => view.row.operations.findIndex(v => v > 0);
+
+  view.canvas({
+    name: () => `${kinds.length} recorded operations, a line per part of the tower`,
+    caption: () => stale() < 0
+      ? "marks below: reads a buffer. Every result is as it should be"
+      : `marks below: reads a buffer (orange: ${buffers[stale()].name}). Coloured: the result is wrong, the brighter the more; ` +
+        `first wrong: operation ${wrong()}`,
+    size: () => [NAME + longest * CELL, groups.length * LINE],
+    at(x, y) {
+      const line = Math.floor(y / LINE), place = Math.floor((x - NAME) / CELL);
+      return place >= 0 && line < groups.length && place < groups[line].count ? starts[line] + place : -1;
+    },
+    step(i, dx, dy) {
+      const line = lineOf(i) + dy;
+      if (!dy) return i + dx;
+      return line < 0 || line >= groups.length ? -1 : starts[line] + Math.min(i - starts[lineOf(i)], groups[line].count - 1);
+    },
+    draw(pen) {
+      pen.textBaseline = "middle";
+      groups.forEach((group, line) => {
+        const y = line * LINE;
+        pen.fillStyle = view.colors.ink; pen.fillText(label(group.name), 0, y + 9);
+        for (let k = 0; k < group.count; k++) {
+          const i = starts[line] + k, x = NAME + k * CELL, error = view.row.operations[i];
+          pen.fillStyle = error ? level(error) : view.colors.empty;
+          pen.fillRect(x, y + 2, CELL - 1, 14);
+          for (let b = 0; b < buffers.length; b++) if (reader(i, b)) {
+            pen.fillStyle = b === stale() ? view.colors.highlight : view.colors.h;
+            pen.fillRect(x, y + 17, CELL - 1, b === stale() ? 5 : 3);
+          }
+        }
+      });
+      if (view.item < 0) return;
+      const line = lineOf(view.item);
+      pen.strokeStyle = view.colors.ink; pen.lineWidth = 2;
+      pen.strokeRect(NAME + (view.item - starts[line]) * CELL - 1, line * LINE + 1, CELL + 1, 16);
+    },
+  });
+
+  view.canvas({
+    name: () => "the static buffers; lit: read by the operation",
+    caption: () => "static buffers; filled: read by the operation, dashed: not refilled",
+    size: () => [230, buffers.length * CHIP],
+    draw(pen) {
+      pen.textBaseline = "middle";
+      buffers.forEach(({ name, shape }, b) => {
+        const y = b * CHIP, lit = view.item >= 0 && reader(view.item, b);
+        pen.fillStyle = lit ? (b === stale() ? view.colors.highlight : view.colors.h) : view.colors.surface;
+        pen.fillRect(1, y + 2, 228, CHIP - 5);
+        pen.strokeStyle = b === stale() ? view.colors.highlight : view.colors.line;
+        pen.lineWidth = b === stale() ? 2.5 : 1; pen.setLineDash(b === stale() ? [5, 3] : []);
+        pen.strokeRect(1.5, y + 2.5, 227, CHIP - 6); pen.setLineDash([]);
+        pen.fillStyle = lit ? view.colors.surface : view.colors.ink;
+        pen.font = `${b === stale() ? "bold " : ""}12px system-ui, sans-serif`;
+        pen.fillText(name, 8, y + CHIP / 2); pen.textAlign = "right";
+        pen.fillText(shape.join(" x "), 222, y + CHIP / 2); pen.textAlign = "left";
+      });
+    },
+  });
+
+  const picture = (title, which, over) => view.canvas({
+    name: title,
+    size: () => [SIDE, (SIDE * photos[which].height) / photos[which].width],
+    draw(pen, width, height) { pen.drawImage(photos[which], 0, 0, width, height); over?.(pen, width, height); },
+  });
+  picture(() => "replayed before: what a stale buffer still holds", "before");
+  picture(() => "the image now, and how wrong each token's embedding is", "image", (pen, width, height) => {
+    const [rows, columns] = view.row.tokens.shape, [w, h] = [width / columns, height / rows];
+    pen.textAlign = "center"; pen.textBaseline = "middle"; pen.font = "bold 12px system-ui, sans-serif";
+    view.row.tokens.forEach((error, t) => {
+      const x = (t % columns) * w, y = Math.floor(t / columns) * h;
+      pen.globalAlpha = 0.75 * Math.min(1, error * 2); pen.fillStyle = view.colors.highlight;
+      pen.fillRect(x, y, w, h); pen.globalAlpha = 1;
+      pen.strokeStyle = "#fff"; pen.lineWidth = 1; pen.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
+      if (stale() < 0) return;
+      pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(percent(error), x + w / 2, y + h / 2);
+      pen.fillStyle = "#fff"; pen.fillText(percent(error), x + w / 2, y + h / 2);
+    });
+  });
+
+  view.canvas({
+    name: () => `${view.shared.question} ${view.row.answer}, ${percent(view.row.probability)}`,
+    caption: () => "what the model says with these embeddings, and the probability of its first token",
+    size: () => [300, 96],
+    draw(pen, width) {
+      const changed = view.row.answer !== view.shared.right;
+      pen.textBaseline = "top"; pen.fillStyle = view.colors.muted; pen.fillText(view.shared.question, 0, 4, width);
+      pen.font = "bold 20px system-ui, sans-serif"; pen.fillStyle = changed ? view.colors.highlight : view.colors.kept;
+      pen.fillText(view.row.answer, 0, 26, width);
+      pen.font = "12px system-ui, sans-serif"; pen.fillStyle = view.colors.ink;
+      pen.fillText(changed ? `wrong: it was "${view.shared.right}"` : "as it should be", 0, 54);
+      pen.textAlign = "right"; pen.fillText(percent(view.row.probability), width, 54);
+      pen.fillStyle = view.colors.empty; pen.fillRect(0, 74, width, 10);
+      pen.fillStyle = changed ? view.colors.highlight : view.colors.kept;
+      pen.fillRect(0, 74, width * view.row.probability, 10);
+    },
+  });
+
+  view.readout(() => {
+    const i = view.item, read = buffers.filter((_, b) => reader(i, b)).map(b => b.name);
+    const error = view.row.operations[i] ? "its result is wrong" : "its result is right";
+    return `operation ${i} of ${kinds.length}, in ${label(groups[lineOf(i)].name)}: ${kinds[i]} -> ${shapes[i]}\n` +
+      `reads ${read.length ? read.join(", ") : "no buffer"}; ${error}`;
+  });
+  return { count: () => kinds.length };
+});

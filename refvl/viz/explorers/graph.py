@@ -1,0 +1,119 @@
+"""Graph step-through: the recorded operations of a tower, what each reads, and a buffer that is not refilled."""
+
+import itertools
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from refvl.graphs import EncoderGraphManager, StaleReplay, TraceGraph, replay_stale
+from refvl.graphs.manager import CapturedBudget
+from refvl.graphs.recorder import Operation
+from refvl.pipeline import VLM
+from refvl.trace import Trace
+from refvl.viz.explorers.base import Control, Explorer, module, photo
+from refvl.viz.graphs import kind_of_operation, plot_stale_errors
+
+NONE = "none"
+START = "window_index"  # tokens come out in wrong places: the middle of the story
+LEAST = 1e-3  # relative error that is drawn as the smallest
+
+
+class GraphExplorer(Explorer):
+    """Items are the recorded operations, in order. Two images of a Qwen2.5-VL run one after the other through a graph.
+
+    The embeddings of every stale replay are handed to the language model, which answers the question about `image`.
+    """
+
+    _esm = module("graph")
+    title = "Graph step-through"
+
+    def __init__(self, model: VLM, before, image, question: str):
+        self.model, self.first = model, model.trace(question, images=[before], max_new_tokens=1)
+        self.run = model.trace(question, images=[image])
+        largest = max(len(embeds) for embeds in (*self.first.embeds, *self.run.embeds))
+        budget = 2 ** (largest - 1).bit_length()
+        manager = EncoderGraphManager(model.encoder, budgets=[budget], max_frames=1, backend="trace", progress=False)
+        manager.capture()
+        self.captured = manager.captured[budget]
+        rows = list(map(self._row, replay_stale(self.captured, _batch(self.first), _batch(self.run)).values()))
+        photos = {
+            "before": photo(self.first.media[0], side=160),
+            "image": photo(self.run.media[0], side=160),
+        }
+        said = {"question": question, "right": rows[0]["answer"]}
+        shared = said | {"photos": photos} | describe_recording(self.captured, model.encoder)
+        buffers = list(self.captured.buffers)
+        controls = [Control("stale", "buffer not refilled", [NONE, *buffers])]
+        super().__init__(controls, rows, shared=shared, start=(START,))
+        self.selected = int(np.argmax(shared["reads"][:, buffers.index(START)]))
+
+    def _row(self, replay: StaleReplay) -> dict:
+        """operations: levels of their errors. tokens: (h, w) relative errors. And what the model says then."""
+        [right], (_, h, w) = self.run.embeds, self.run.patches[0].merged.thw
+        embeds = replay.outputs[: h * w]
+        answer, probability = _answer(self.model, self.run, embeds)
+        return {
+            "operations": _levels(replay.errors),
+            "tokens": ((embeds - right).norm(dim=1) / right.norm(dim=1)).view(h, w),
+            "answer": answer,
+            "probability": round(probability, 3),
+        }
+
+    def figure(self) -> Figure:
+        figure, axes = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained", width_ratios=(3, 1))
+        plot_stale_errors(self.row(self.index), self.shared["groups"], title=self.describe(), ax=axes)
+        return figure
+
+    def describe(self) -> str:
+        stale, row, right = self.options["stale"], self.row(self.index), self.row(0)
+        what = "With every buffer refilled" if stale == NONE else f"With {stale} not refilled"
+        asked = f"{what}, the model answers {row['answer']!r} to {self.shared['question']!r}"
+        return f"{asked} (right: {right['answer']!r})." if row["answer"] != right["answer"] else f"{asked}."
+
+
+def describe_recording(captured: CapturedBudget, encoder: torch.nn.Module) -> dict:
+    """Buffers, and of every operation its kind, the shape of its result, and which buffers it reads."""
+    assert isinstance(captured.graph, TraceGraph)
+    operations, buffers = captured.graph.operations, captured.buffers
+    return {
+        "buffers": [{"name": name, "shape": list(buffer.shape)} for name, buffer in buffers.items()],
+        "groups": group_operations(operations, encoder),
+        "kinds": [kind_of_operation(operation) for operation in operations],
+        "shapes": [" x ".join(map(str, operation.outputs[0].shape)) or "1" for operation in operations],
+        "reads": np.array([[operation.reads(buffer) for buffer in buffers.values()] for operation in operations]),
+    }
+
+
+def group_operations(operations: Sequence[Operation], encoder: torch.nn.Module) -> list[dict]:
+    """Consecutive operations of one part of the tower: its name, and how many; `""` is what the tower does itself."""
+    names = {id(part): name for name, part in encoder.named_modules()}
+    parts = [names[id(operation.module)].split(".") for operation in operations]
+    blocks = [".".join(part[: 1 + (part[0] == "blocks")]) for part in parts]
+    return [{"name": name, "count": len(list(group))} for name, group in itertools.groupby(blocks)]
+
+
+def _batch(run: Trace) -> tuple[Tensor, object]:
+    """(patch rows, plan) of a run on one image."""
+    return run.patches[0].pixel_values, run.metadata[0]
+
+
+def _levels(errors: Sequence[float]) -> np.ndarray:
+    """Relative errors on a logarithmic scale in 255 steps: 0 for none, 1 for LEAST and less, 255 for 1 and more."""
+    values = np.nan_to_num(np.array(errors), nan=1.0, posinf=1.0)
+    steps = np.clip(255 - 254 * np.log(values.clip(min=LEAST)) / np.log(LEAST), 1, 255)
+    return np.where(values > 0, steps, 0).astype(np.uint8)
+
+
+def _answer(model: VLM, run: Trace, embeds: Tensor) -> tuple[str, float]:
+    """What the model says with these embeddings of the image, and the probability of its first token."""
+    ids = run.full_ids[None]
+    output = model.generate(
+        ids, image_embeds=[embeds], image_grid_thw=run.layouts, max_new_tokens=16,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    answer = model.processor.text(output.sequences[0, ids.shape[1] :].tolist())
+    return answer, float(output.logits[0][0].softmax(-1).max())

@@ -1,0 +1,110 @@
+// Arrivals above, one bar per replay below: who shares it, and what of it is padding.
+import { explorer } from "./shared.js";
+
+export default explorer(view => {
+  const W = 620, ROW = 26, GAP = 6, TEXT = 210;
+  const tokens = () => view.row.tokens;
+  const largest = () => view.shared.largest[view.place("arrivals")];
+  const scale = () => W / Math.max(view.shared.widest, largest());
+  const color = i => view.colors.sequence(i / Math.max(1, view.shared.most - 1));
+  const replayOf = item => view.row.replays.findIndex(r => r.items.includes(item));
+  const percent = share => `${Math.round(100 * share)} %`;
+
+  // [left, top, width] of every item in the bars below
+  const places = () => view.row.replays.flatMap((replay, line) => {
+    let left = 0;
+    return replay.items.map(item => {
+      const box = { item, x: left * scale(), y: line * (ROW + GAP), width: tokens()[item] * scale() };
+      left += tokens()[item];
+      return box;
+    });
+  });
+
+  function item(pen, i, x, y, width, height) {
+    pen.fillStyle = color(i);
+    pen.fillRect(x, y, width, height);
+    const chosen = i === view.item;
+    pen.strokeStyle = chosen ? view.colors.highlight : view.colors.surface;
+    pen.lineWidth = chosen ? 4 : 1;
+    pen.strokeRect(x + pen.lineWidth / 2, y + pen.lineWidth / 2, Math.max(1, width - pen.lineWidth), height - pen.lineWidth);
+    if (width < 16) return;
+    pen.font = "bold 12px system-ui, sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
+    pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(i + 1, x + width / 2, y + height / 2);
+    pen.fillStyle = "#fff"; pen.fillText(i + 1, x + width / 2, y + height / 2);
+  }
+
+  function hatch(pen, x, y, width, height) {
+    pen.save();
+    pen.beginPath(); pen.rect(x, y, width, height); pen.clip();
+    pen.strokeStyle = view.colors.line; pen.lineWidth = 1; pen.beginPath();
+    for (let k = -height; k < width; k += 7) { pen.moveTo(x + k, y + height); pen.lineTo(x + k + height, y); }
+    pen.stroke(); pen.restore();
+  }
+
+  const SIDE = 52;
+  const side = i => SIDE * Math.sqrt(tokens()[i] / largest());
+  view.canvas({
+    name: () => `${tokens().length} images in the order of their arrival, with their tokens`,
+    size: () => [view.shared.most * (SIDE + 8), SIDE + 16],
+    at: x => Math.floor(x / (SIDE + 8)),
+    step: (i, dx) => i + dx,
+    draw(pen) {
+      for (let i = 0; i < view.shared.most; i++) {
+        const x = i * (SIDE + 8);
+        if (i < tokens().length) item(pen, i, x, SIDE - side(i), side(i), side(i));
+        pen.font = "12px system-ui, sans-serif"; pen.textAlign = "left"; pen.textBaseline = "bottom";
+        pen.fillStyle = view.colors.muted; pen.fillText(i < tokens().length ? `${i + 1}: ${tokens()[i]}` : "-", x, SIDE + 16);
+      }
+    },
+  });
+
+  view.canvas({
+    name: () => `${view.row.replays.length} replays, as long as their budgets; hatched: padding`,
+    caption: () => `graphs captured: ${view.row.budgets.join(", ")} tokens. Bars: replays, as long as their budget; ` +
+      `hatched: padding; dashed: too large for every graph, so it runs eagerly`,
+    size: () => [W + TEXT, Math.max(5, view.row.replays.length) * (ROW + GAP)],
+    at(x, y) {
+      const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW);
+      return hit ? hit.item : -1;
+    },
+    step(i, dx, dy) {  // along a replay, and from one to the next
+      const replays = view.row.replays, line = replayOf(i), place = replays[line].items.indexOf(i);
+      const target = replays[line + dy]?.items;
+      return (dy ? target?.[Math.min(place, target.length - 1)] : replays[line].items[place + dx]) ?? -1;
+    },
+    draw(pen) {
+      pen.font = "12px system-ui, sans-serif"; pen.textBaseline = "middle";
+      view.row.replays.forEach((replay, line) => {
+        const y = line * (ROW + GAP), total = replay.tokens, end = Math.max(total, replay.budget) * scale();
+        if (replay.budget > total) hatch(pen, total * scale(), y, (replay.budget - total) * scale(), ROW);
+        pen.strokeStyle = view.colors.ink; pen.lineWidth = 1.5; pen.setLineDash(replay.budget ? [] : [5, 4]);
+        pen.strokeRect(0.75, y + 0.75, end - 1.5, ROW - 1.5);
+        pen.setLineDash([]);
+        pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.font = "12px system-ui, sans-serif";
+        const says = replay.budget
+          ? `graph of ${replay.budget}: ${total} tokens, ${percent(1 - total / replay.budget)} padding`
+          : `${total} tokens: fits no graph`;
+        pen.fillText(says, end + 8, y + ROW / 2, W + TEXT - end - 8);
+      });
+      places().forEach(p => item(pen, p.item, p.x + 1.5, p.y + 1.5, Math.max(2, p.width - 3), ROW - 3));
+    },
+  });
+
+  view.canvas({
+    name: () => `${percent(view.row.waste)} of what the replays compute is padding`,
+    size: () => [W, 18],
+    draw(pen, width, height) {
+      pen.fillStyle = view.colors.kept; pen.fillRect(0, 0, width * (1 - view.row.waste), height);
+      hatch(pen, width * (1 - view.row.waste), 0, width * view.row.waste, height);
+      pen.strokeStyle = view.colors.ink; pen.strokeRect(0.5, 0.5, width - 1, height - 1);
+    },
+  });
+
+  view.readout(() => {
+    const replay = view.row.replays[replayOf(view.item)], others = replay.items.filter(i => i !== view.item);
+    const where = replay.budget ? `runs in the graph of ${replay.budget}` : "fits no graph and runs eagerly";
+    return `image ${view.item + 1}: ${tokens()[view.item]} tokens, ${where}` +
+      (others.length ? `, together with ${others.map(i => i + 1).join(", ")}` : ", alone");
+  });
+  return { count: () => tokens().length };
+});

@@ -1,0 +1,105 @@
+"""Packing player: images arrive one by one, share the replays of captured graphs, and leave some of them empty."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from refvl.graphs import Batch, padding_waste, plan_batches
+from refvl.graphs.budgets import POLICIES
+from refvl.pixels.patches import PatchConfig, count_tokens
+from refvl.viz.explorers.base import Control, Explorer, module
+from refvl.viz.graphs import plot_packing
+
+EITHER = "either"  # the policy, where both pack alike
+ARRIVALS = {  # (width, height) in px, as the images come
+    "photos of all sizes": (
+        (280, 196), (448, 308), (140, 140), (532, 392), (308, 168), (140, 420), (364, 224), (140, 168), (336, 336),
+    ),
+    "thumbnails": ((224, 168), (168, 224), (196, 196), (224, 224), (140, 112), (252, 168), (168, 168), (224, 140),
+                   (196, 224), (168, 140)),
+    "alike": ((280, 168),) * 10,
+    "a page among icons": ((112, 112), (56, 84), (84, 84), (504, 700), (56, 56), (112, 84), (140, 112), (84, 56),
+                           (112, 112)),
+    "one too large": ((336, 224), (840, 616), (224, 224), (448, 336), (280, 280), (196, 308)),
+}  # fmt: skip
+
+
+def arrivals_of_images(config: PatchConfig) -> dict[str, list[int]]:
+    """The output tokens of `ARRIVALS`."""
+    return {name: [count_tokens(height, width, config) for width, height in sizes] for name, sizes in ARRIVALS.items()}
+
+
+class PackingExplorer(Explorer):
+    """Items are images in the order of their arrival. Of `budgets`, the largest ones are captured."""
+
+    _esm = module("packing")
+    title = "Packing player"
+
+    def __init__(self, arrivals: Mapping[str, Sequence[int]], budgets: Sequence[int], *, max_items: int):
+        self.arrivals = {name: list(tokens) for name, tokens in arrivals.items()}
+        self.budgets, self.max_items = sorted(set(budgets)), max_items
+        captured = range(1, len(self.budgets) + 1)
+        rows: dict[tuple, dict] = {}
+        for name, graphs in itertools.product(self.arrivals, captured):
+            for arrived in range(1, len(self.arrivals[name]) + 1):
+                packed = {policy: self.batches((name, graphs, arrived, policy)) for policy in POLICIES}
+                if packed["greedy"] == packed["optimal"]:
+                    packed = {EITHER: packed["greedy"]}
+                rows |= {
+                    (name, graphs, arrived, policy): self._row(name, graphs, arrived, batches)
+                    for policy, batches in packed.items()
+                }
+        most = max(map(len, self.arrivals.values()))
+        controls = [
+            Control("arrivals", "what arrives", list(self.arrivals), kind="menu"),
+            Control("graphs", "graphs captured", captured),
+            Control("arrived", "images so far", range(1, most + 1), kind="player"),
+            Control("policy", "policy", [*POLICIES, EITHER], kind="menu"),
+        ]
+        shared = {
+            "most": most,
+            "largest": [max(tokens) for tokens in self.arrivals.values()],
+            "widest": self.budgets[-1],
+        }
+        super().__init__(controls, list(rows.values()), shared=shared, states=list(rows), start=self._middle(rows))
+
+    def batches(self, state: tuple) -> list[Batch]:
+        """Who shares a replay with whom."""
+        name, graphs, arrived, policy = state
+        return plan_batches(
+            self.arrivals[name][:arrived], self.budgets[-graphs:], self.max_items,
+            policy=POLICIES[0] if policy == EITHER else policy,
+        )  # fmt: skip
+
+    def _row(self, name: str, graphs: int, arrived: int, batches: list[Batch]) -> dict:
+        """budgets: of the captured graphs. replays: items and budget of each batch; 0 for the one that runs eagerly."""
+        return {
+            "tokens": self.arrivals[name][:arrived],
+            "budgets": self.budgets[-graphs:],
+            "replays": [{"items": b.indices, "tokens": b.tokens, "budget": b.budget or 0} for b in batches],
+            "waste": round(padding_waste(batches), 4),
+        }
+
+    def _middle(self, rows: Mapping) -> tuple:
+        """Most graphs but one, some images still to come, and policies that differ."""
+        name, graphs = next(iter(self.arrivals)), max(1, len(self.budgets) - 1)
+        last = len(self.arrivals[name])
+        best = [s for s in rows if s[:2] == (name, graphs) and s[3] != "greedy" and 1 < s[2] < last] or list(rows)
+        return max(best, key=lambda state: (state[3] == "optimal", state[2]))
+
+    def figure(self) -> Figure:
+        name, _, arrived, policy = state = self.states[self.index]
+        batches = self.batches(state)
+        figure, ax = plt.subplots(figsize=(9, 0.36 * len(batches) + 1.4), layout="constrained")
+        plot_packing(self.arrivals[name][:arrived], batches, title=f"{name}, {policy} policy", ax=ax)
+        return figure
+
+    def describe(self) -> str:
+        (name, _, arrived, policy), row = self.states[self.index], self.row(self.index)
+        replays = sum(replay["budget"] > 0 for replay in row["replays"])
+        return (
+            f"Of what arrives ({name}), {arrived} image{'s' * (arrived > 1)} in {replays} replay{'s' * (replays != 1)} "
+            f"of graphs of {', '.join(map(str, row['budgets']))} tokens, {row['waste']:.0%} padding, {policy} policy."
+        )

@@ -1,0 +1,160 @@
+"""Slices and crops: what MiniCPM-V and Step3-VL cut out of one photo of any size, and what the queries read of it."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+
+from refvl.encoders.resampler import attention_weights
+from refvl.pipeline import VLM
+from refvl.pixels.crops import CropConfig, count_prompt_tokens, plan_crops
+from refvl.pixels.media import load_image
+from refvl.pixels.slices import SliceConfig, plan_slices
+from refvl.trace import Trace
+from refvl.viz.explorers.base import Control, Explorer, module, photo
+from refvl.viz.minicpmv import plot_slices
+from refvl.viz.step3_vl import plot_crops
+
+SHAPES = ((1, 2), (1, 1), (3, 2), (2, 1), (3, 1))  # width : height
+STEP, LONGEST = 8, 4096  # px: sizes that are tried
+
+
+class SlicesExplorer(Explorer):
+    """A photo at every size at which one of the two cuts it in another way.
+
+    Items are the queries of `model`, a MiniCPM-V whose slices are a whole number of times smaller than those of
+    `slices`: it sees the photo scaled down as much, cut in the same way, and is asked `question`.
+    """
+
+    _esm = module("slices")
+    title = "Slices and crops"
+
+    def __init__(self, image, slices: SliceConfig, crops: CropConfig, model: VLM | None, question: str):
+        self.image, self.slices, self.crops = load_image(image), slices, crops
+        self.model, self.question = model, question
+        sizes = distinct_sizes(slices, crops)
+        rows = {(f"{a} : {b}", max(size)): self.plan(size) for (a, b), found in sizes.items() for size in found}
+        if model is not None:
+            for row in rows.values():
+                row |= self.read(tuple(row["size"]))
+        controls = [
+            Control("shape", "width : height", [f"{a} : {b}" for a, b in sizes], kind="menu"),
+            Control("side", "longer side, px", sorted({side for _, side in rows})),
+        ]
+        shared = {
+            "photo": photo(self.image), "question": question if model else "", "queries": self.queries,
+            "overview": crops.image_size,
+        }  # fmt: skip
+        start = min(rows, key=lambda s: (s[0] != "3 : 2", abs(s[1] - 1600)))
+        super().__init__(controls, list(rows.values()), shared=shared, states=list(rows), start=start)
+        if model is not None:
+            self.selected = self.queries // 2
+
+    @property
+    def queries(self) -> int:
+        """Tokens of a slice of `model`; 0 without one."""
+        return self.model.encoder.config.query_num if self.model else 0
+
+    def plan(self, size: tuple[int, int], *, query_num: int = 64) -> dict:
+        """Where both cut a photo of `size` (width, height), and its tokens in both prompts, marks apart."""
+        slices, crops = plan_slices(*size, self.slices), plan_crops(*size, self.crops)
+        columns, rows = slices.grid or (0, 0)
+        of_crop, of_overview = self.crops.crop_tokens, self.crops.image_tokens
+        tokens = crops.layout.crops * of_crop + of_overview
+        in_prompt = count_prompt_tokens(crops.layout, crop_tokens=of_crop, image_tokens=of_overview)
+        return {
+            "size": size,
+            "slices": {
+                "grid": [columns, rows], "cell": slices.cell or [0, 0], "overview": slices.overview,
+                "tokens": (1 + columns * rows) * query_num, "of_slice": query_num,
+            },
+            "crops": {
+                "canvas": crops.canvas, "window": crops.window, "grid": crops.layout, "tokens": tokens,
+                "marks": in_prompt - tokens, "of_crop": of_crop, "of_overview": of_overview,
+            },
+        }  # fmt: skip
+
+    def read(self, size: tuple[int, int]) -> dict:
+        """What each query takes from each patch of the overview and of the slices, and the model's answer.
+
+        heat: (slices, queries, h, w) in 255 steps of the largest, the mean over heads.
+        """
+        assert self.model is not None
+        config = self.model.processor.image_config
+        scale = self.slices.scale_resolution // config.scale_resolution
+        small = fit(self.image, size).resize([side // scale for side in size], Image.Resampling.BICUBIC)
+        run = self.model.trace(self.question, images=[small], max_new_tokens=16)
+        heat = query_heat(self.model, run)
+        return {
+            "overview_heat": quantised(heat[:1]),
+            "slice_heat": quantised(heat[1:]) if len(heat) > 1 else [],
+            "answer": run.text,
+        }
+
+    def figure(self) -> Figure:
+        row = self.row(self.index)
+        stretched = fit(self.image, tuple(row["size"])).resize(row["size"])
+        figure, axes = plt.subplots(1, 4, figsize=(9, 2.9), layout="constrained", width_ratios=(2, 1, 2, 1))
+        plot_slices(stretched, self.slices, ax=axes[:2])
+        plot_crops(
+            stretched, self.crops, crop_tokens=self.crops.crop_tokens, image_tokens=self.crops.image_tokens, ax=axes[2:]
+        )
+        for ax in axes:
+            ax.title.set_size(6)
+            ax.xaxis.label.set_size(6)
+        return figure
+
+    def describe(self) -> str:
+        row = self.row(self.index)
+        (columns, rows), crops, (width, height) = row["slices"]["grid"], row["crops"]["grid"], row["size"]
+        sliced = f"{columns} x {rows} slices" if columns else "no slices"
+        cropped = f"{crops[1]} x {crops[0]} crops" if crops[0] else "no crops"
+        said = f"; a small MiniCPM-V answers {row['answer']!r}" if "answer" in row else ""
+        return (
+            f"A photo of {width} x {height} px: MiniCPM-V cuts {sliced}, {row['slices']['tokens']} tokens; "
+            f"Step3-VL {cropped}, {row['crops']['tokens']} tokens{said}."
+        )
+
+
+def distinct_sizes(
+    slices: SliceConfig, crops: CropConfig, shapes: Sequence[tuple[int, int]] = SHAPES
+) -> Mapping[tuple[int, int], list[tuple[int, int]]]:
+    """Per shape the sizes (width, height), each the smallest of those that both cut into as many pieces."""
+    sizes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for shape in shapes:
+        cut, unit = None, STEP * max(shape)
+        for k in range(max(1, 64 // unit), LONGEST // unit + 1):  # from 64 px
+            size = (STEP * shape[0] * k, STEP * shape[1] * k)
+            pieces = plan_slices(*size, slices).grid, plan_crops(*size, crops).layout
+            if pieces != cut:
+                sizes.setdefault(shape, []).append(size)
+            cut = pieces
+    return sizes
+
+
+def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """The middle of the image, as large as can be, in the shape of `size`."""
+    width, height = size
+    scale = min(image.width / width, image.height / height)
+    w, h = round(scale * width), round(scale * height)
+    left, top = (image.width - w) // 2, (image.height - h) // 2
+    return image.crop((left, top, left + w, top + h))
+
+
+@torch.inference_mode()
+def query_heat(model: VLM, run: Trace) -> list[np.ndarray]:
+    """(Q, h, w) of the overview, then of each slice of a run on one image: the mean over heads, rows sum to 1."""
+    [metadata], encoder = run.metadata, model.encoder
+    rows = encoder.vpm.encode(run.patches[0].pixel_values, metadata.vision)
+    sizes = [size for group in run.layouts[0] for size in group.slices]
+    weights = attention_weights(encoder.resampler, rows, metadata.resampler)
+    return [w.mean(0).view(-1, *size).numpy() for w, size in zip(weights, sizes, strict=True)]
+
+
+def quantised(heat: Sequence[np.ndarray]) -> np.ndarray:
+    """Shares of one state in 255 steps of the largest."""
+    stacked = np.stack(heat)
+    return np.round(255 * stacked / stacked.max()).astype(np.uint8)

@@ -1,0 +1,91 @@
+"""Arithmetic counted without computing. Oracle: torch's own counter over the run itself, and sums over the weights."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import refvl
+from refvl.paths import DATA
+from refvl.tools.arithmetic import encoder_operations, prefill_operations
+from refvl.tools.costs import blank_clip, count_positions, plan_media
+
+TINY = ("tiny-qwen2_5_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3")
+
+
+@pytest.fixture(scope="module", params=TINY)
+def model(request):
+    return refvl.load(DATA / "checkpoints" / request.param, device="cpu", progress=False)
+
+
+@torch.no_grad()
+def test_a_tower_takes_what_torch_counts_while_it_runs(model):
+    plan = plan_media(model, Image.new("RGB", (100, 70)))
+    rows = torch.zeros(plan.patches, model.encoder.config.patch_values)
+    metadata = model.encoder.plan([plan.layout])
+    with FlopCounterMode(display=False) as counter:
+        model.encoder(rows, metadata=metadata, attention="sdpa")
+    assert encoder_operations(model.encoder, [plan.layout]) == counter.get_total_flops()
+
+
+@torch.no_grad()
+def test_a_prefill_takes_what_torch_counts_while_it_runs(model):
+    """But for what torch does not see as a product of matrices, or sees only on a CPU: nothing is left out or added."""
+    tokens = 24
+    embeds = torch.randn(1, tokens, model.language_model.config.hidden_size)
+    with FlopCounterMode(display=False) as counter:
+        model.language_model.model(inputs_embeds=embeds)
+    counted = counter.get_total_flops()
+    assert prefill_operations(model.language_model, tokens) == pytest.approx(counted, rel=0.01)
+
+
+def test_every_weight_is_used_once_a_token():
+    """Oracle: attention grows with the square of the tokens, so twice the cost of n less that of 2 n is its part."""
+    model = refvl.load(DATA / "configs/Qwen2.5-VL-7B-Instruct.json", weights="random", device="meta", progress=False)
+    text, n = model.language_model.config, 1000
+    once, twice = (prefill_operations(model.language_model, count) for count in (n, 2 * n))
+    assert twice - 2 * once == 8 * n**2 * text.hidden_size * text.num_hidden_layers
+    weights = [m.weight.numel() for m in model.language_model.model.modules() if isinstance(m, nn.Linear)]
+    assert 4 * once - twice == 4 * n * sum(weights)
+
+
+@pytest.mark.parametrize("name", TINY[:3])
+def test_a_clip_of_no_memory_is_planned_as_the_file(name):
+    """Oracle: the file itself, decoded."""
+    model = refvl.load(DATA / "checkpoints" / name, device="cpu", progress=False)
+    [film] = model.processor.decode(model.processor.messages("", videos=[DATA / "clips/bigbuckbunny.mp4"]))
+    _, height, width, _ = film.frames.shape
+    blank = blank_clip(model, film.duration, width, height, film.source_fps)
+    assert blank.indices == film.indices and blank.frames.strides == (0, 0, 0, 1)
+    assert (blank.fps, blank.duration) == pytest.approx((film.fps, film.duration))
+    assert model.processor.layout_of(blank) == model.processor.layout_of(film)
+
+
+def test_no_clip_where_no_videos_are_taken():
+    model = refvl.load(DATA / "checkpoints/tiny-step3", device="cpu", progress=False)
+    with pytest.raises(ValueError, match="videos: Step3-VL reads images only"):
+        blank_clip(model, 2.0, 64, 64)
+
+
+def test_positions_are_those_of_a_prompt(model):
+    """Oracle: a traced prompt, in which the words around the medium take one position each."""
+    image = Image.new("RGB", (112, 84))
+    run = model.trace("?", images=[image], max_new_tokens=1)
+    around = len(run.full_ids) - sum(span.num_tokens for span in run.spans)
+    [medium] = run.media
+    assert count_positions(model, medium) == int(run.full_positions.max()) + 1 - around
+
+
+def test_the_kept_counts_are_those_of_the_models():
+    """One row of every family again."""
+    from benchmarks.families import CLIP_SIZE, CONFIGS, count, load_released
+
+    counted = json.loads((DATA / "measurements/families.json").read_text())
+    assert counted["configs"] == CONFIGS and tuple(counted["clip_size"]) == CLIP_SIZE
+    for family in CONFIGS:
+        row = next(row for row in counted["rows"] if row["family"] == family)
+        again = count(load_released(family), Image.new("RGB", (row["size"], row["size"])))
+        assert row == {"family": family, "kind": "image", "size": row["size"]} | again
