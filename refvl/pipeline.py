@@ -4,7 +4,7 @@ decode media      pixels/media       file, array -> image, sampled frames
 patchify          pixels/            -> patch rows (N, C*Tp*P*P) and their layout, e.g. the grid (t, h, w)
 plan              encoders/          layout -> window order, rotary angles, segment lengths (CPU)
 encode            encoders/, graphs/ rows -> embeddings (M, D)
-prune             positions/evs      which video tokens stay (EVS)
+prune             positions/pruners  which video tokens stay: EVS or VidCom2
 merge             merge.py           embeddings into the prompt's placeholders
 positions         positions/mrope    (3, L) for every token, restricted to what stays
 prefill, decode   language/          embeddings + positions -> token ids -> text
@@ -37,7 +37,7 @@ from refvl.graphs import DualPathGraphManager, EncoderGraphManager
 from refvl.language.model import CausalTextModel, check_generate_options, generate, option
 from refvl.language.streaming import FanOut, stream_text
 from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
-from refvl.positions import restrict_positions
+from refvl.positions import find_pruner, restrict_positions
 from refvl.trace import TokenTimer, Trace
 
 MAX_PATCHES_PER_FORWARD = 2**16  # longer encodes run in several forwards, with a progress bar
@@ -93,6 +93,7 @@ class VLM:
         videos: Sequence = (),
         max_new_tokens: int = 128,
         pruning_rate: float = 0.0,
+        pruning: str = "evs",
         stream: bool = False,
         allow_special_tokens: bool = False,
         **generate_kwargs,
@@ -100,7 +101,8 @@ class VLM:
         """Answer a question about images and videos; greedy unless `do_sample=True` and its options are given.
 
         prompt: text, or messages in the transformers chat format with media anywhere in them. images, videos: paths,
-        PIL images, arrays, frame lists; they come before the text, images first. pruning_rate: EVS on videos, [0, 1).
+        PIL images, arrays, frame lists; they come before the text, images first. pruning_rate: the share of a video's
+        tokens that goes, in [0, 1). pruning: which of them, by "evs" or "vidcom2" (`refvl.positions.PRUNERS`).
         allow_special_tokens: special tokens in the caller's text count as such, instead of being plain text.
         stream: return a generator of text pieces; closing or dropping it ends the generation within one token.
         generate_kwargs: options of transformers' `generate` that lead to one answer in text (`num_beams`,
@@ -109,10 +111,10 @@ class VLM:
         if not check_flag(stream, "stream"):
             return self.trace(
                 prompt, images=images, videos=videos, max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
-                allow_special_tokens=allow_special_tokens, **generate_kwargs,
+                pruning=pruning, allow_special_tokens=allow_special_tokens, **generate_kwargs,
             ).text  # fmt: skip
         self._check_options("chat", generate_kwargs | {"stream": stream})
-        trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
+        trace = self._prefill_inputs(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
         return self._stream(trace, max_new_tokens, generate_kwargs)
 
     def trace(
@@ -123,6 +125,7 @@ class VLM:
         videos: Sequence = (),
         max_new_tokens: int = 128,
         pruning_rate: float = 0.0,
+        pruning: str = "evs",
         allow_special_tokens: bool = False,
         **generate_kwargs,
     ) -> Trace:
@@ -134,7 +137,7 @@ class VLM:
         do not lead to one answer in text.
         """
         num_beams = self._check_options("trace", generate_kwargs)
-        trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
+        trace = self._prefill_inputs(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
         if num_beams == 1:
             timer = TokenTimer(self.device)
             generate_kwargs["streamer"] = FanOut(timer, generate_kwargs.get("streamer"))
@@ -152,6 +155,7 @@ class VLM:
         *,
         max_new_tokens: int = 128,
         pruning_rate: float = 0.0,
+        pruning: str = "evs",
         allow_special_tokens: bool = False,
         **generate_kwargs,
     ) -> list[str]:
@@ -162,7 +166,7 @@ class VLM:
         """
         self._check_options("chat_batch", generate_kwargs)
         _check_requests(requests)
-        common = {"pruning_rate": pruning_rate, "allow_special_tokens": allow_special_tokens}
+        common = {"pruning_rate": pruning_rate, "pruning": pruning, "allow_special_tokens": allow_special_tokens}
         traces = [self._prefill_inputs(**(request | common)) for request in requests]
         return self.answers(traces, max_new_tokens=max_new_tokens, **generate_kwargs)
 
@@ -212,10 +216,11 @@ class VLM:
         )  # fmt: skip
 
     def _prefill_inputs(
-        self, prompt, images=(), videos=(), pruning_rate: float = 0.0, allow_special_tokens: bool = False
+        self, prompt, images=(), videos=(), pruning_rate=0.0, pruning="evs", allow_special_tokens: bool = False
     ) -> Trace:
         """Every stage up to what the language model is given."""
         q = check_pruning_rate(pruning_rate, "pruning_rate")
+        find_pruner(pruning)
         trace = Trace(device=self.check_runnable())
         messages = self.processor.messages(prompt, images, videos)
         with trace.stage("decode media"):
@@ -228,7 +233,7 @@ class VLM:
         rows, layouts = [p.pixel_values for p in trace.patches], [p.layout for p in trace.patches]
         trace.embeds = self._encode(trace, rows, layouts)
         with trace.stage("prune"):
-            trace.keep_masks = [m.keep_mask(e, q) for m, e in zip(merged, trace.embeds, strict=True)]
+            trace.keep_masks = [m.keep_mask(e, q, pruning) for m, e in zip(merged, trace.embeds, strict=True)]
         with trace.stage("merge"):
             ids = self.processor.tokenize(messages, merged, allow_special_tokens=allow_special_tokens)
             trace.full_ids = torch.tensor(ids)
@@ -287,6 +292,7 @@ class VLM:
         video_embeds: Tensor | Sequence[Tensor] | None = None,
         second_per_grid_ts: Sequence[float] | Tensor | None = None,
         pruning_rate: float = 0.0,
+        pruning: str = "evs",
         max_new_tokens: int = 128,
         **generate_kwargs,
     ) -> Tensor | GenerateOutput:
@@ -302,13 +308,14 @@ class VLM:
         when rows, grids, embeddings and placeholders do not match, and for masks that are not 0s before 1s.
         """
         q = check_pruning_rate(pruning_rate, "pruning_rate")
+        find_pruner(pruning)
         self.check_runnable()
         mask = check_prompts(input_ids, attention_mask, self.language_model.config.vocab_size)
         generate_kwargs.pop("mm_token_type_ids", None)  # transformers' processors add it; the ids say the same
         self._check_options("generate", generate_kwargs)
         images = self._items("image", q, pixel_values, image_grid_thw, image_embeds)
         videos = self._items("video", q, pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)
-        prompts = self._prompts(input_ids.cpu(), mask, images, videos, q)
+        prompts = self._prompts(input_ids.cpu(), mask, images, videos, q, pruning)
         output: Any = self._generate(prompts, max_new_tokens, **generate_kwargs)
         before = input_ids.repeat_interleave(len(output.sequences) // len(input_ids), dim=0)
         output.sequences = torch.cat([before, output.sequences.to(input_ids)], dim=1)
@@ -359,7 +366,9 @@ class VLM:
                 raise ValueError(f"{name}[{i}]: holds nan or inf")
         return list(embeds)
 
-    def _prompts(self, input_ids: Tensor, attention_mask: Tensor, images: list, videos: list, q: float) -> list[Trace]:
+    def _prompts(
+        self, input_ids: Tensor, attention_mask: Tensor, images: list, videos: list, q: float, pruning: str
+    ) -> list[Trace]:
         """Each prompt of a batch, merged and positioned; media are dealt out in order of their placeholders."""
         queues, traces = {"image": iter(images), "video": iter(videos)}, list[Trace]()
         for ids, mask in zip(input_ids, attention_mask, strict=True):
@@ -367,7 +376,7 @@ class VLM:
             trace.full_ids = ids[mask]
             items = [item for kind in queues for item in self._take(kind, queues[kind], trace.full_ids)]
             trace.embeds = [embeds for _, embeds in items]
-            trace.keep_masks = [merged.keep_mask(embeds, q) for merged, embeds in items]
+            trace.keep_masks = [merged.keep_mask(embeds, q, pruning) for merged, embeds in items]
             self._merge(trace, [merged for merged, _ in items])
             self._position(trace)
             traces.append(trace)
