@@ -1,10 +1,13 @@
 """Figures: static `plot_*(..., ax=None) -> Axes` and interactive `explore_*(...)`. viz computes nothing itself."""
 
+from refvl.viz.boxes import plot_box_readings, plot_boxes
 from refvl.viz.evs import (
     explore_keep_mask,
     plot_accuracy_curve,
     plot_dissimilarity,
     plot_keep_mask,
+    plot_keep_masks,
+    plot_kept_per_frame,
     plot_pruned_positions,
 )
 from refvl.viz.families import plot_family_costs, plot_family_curves, plot_family_stages
@@ -58,6 +61,8 @@ __all__ = [
     "plot_accuracy_curve",
     "plot_assignment",
     "plot_attention_segments",
+    "plot_box_readings",
+    "plot_boxes",
     "plot_buffers",
     "plot_clip_positions",
     "plot_clip_prompt",
@@ -72,6 +77,8 @@ __all__ = [
     "plot_frame_tokens",
     "plot_gather",
     "plot_keep_mask",
+    "plot_keep_masks",
+    "plot_kept_per_frame",
     "plot_packing",
     "plot_patch_rows",
     "plot_patch_values",
