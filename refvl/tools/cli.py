@@ -5,6 +5,7 @@ the reader of a pipe has gone.
 """
 
 import importlib
+import inspect
 import io
 import os
 import re
@@ -41,7 +42,7 @@ Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto,
 
 Pruning = StrEnum("Pruning", ["evs", "vidcom2"])  # refvl.positions.PRUNERS, without importing it
 PruningRule = Annotated[Pruning, typer.Option("--pruning", help="which of them go")]
-Benchmark = StrEnum("Benchmark", ["tower", "graphs", "evs_ttft", "generated_ids"])
+Benchmark = StrEnum("Benchmark", ["tower", "graphs", "evs_ttft", "pruning_accuracy", "generated_ids"])
 
 
 class Stopped(KeyboardInterrupt):
@@ -221,7 +222,8 @@ def bench(
         sys.path.insert(0, root)
     options = {"device": device} | ({} if repeats is None else {"repeats": repeats})
     module = importlib.import_module(f"benchmarks.{name.value}")  # beside the package, not installed with it
-    module.run(write=write, **({} if name == Benchmark.generated_ids else options))
+    taken = inspect.signature(module.run).parameters
+    module.run(write=write, **{option: value for option, value in options.items() if option in taken})
 
 
 def stage_table(run) -> Table:
