@@ -51,9 +51,13 @@ def measure(families: list[TinyFamily], count: int, table: PrintedTable) -> list
     return rows
 
 
-def run(count: Annotated[int, typer.Option(help="scenes of each kind")] = 200, write: Write = False) -> None:
+def run(
+    count: Annotated[int, typer.Option(help="scenes of each kind")] = 200,
+    model: Annotated[str, typer.Option(help="only the folder that contains this")] = "",
+    write: Write = False,
+) -> None:
     """Accuracy on held-out videos against the pruning rate, for every rule."""
-    device, families = resolve_device("cpu"), prunable()
+    device, families = resolve_device("cpu"), [family for family in prunable() if model in family.folder.name]
     table = PrintedTable(f"{count} videos of each kind, held out", COLUMNS)
     rows = measure(families, count, table)
     if write:
