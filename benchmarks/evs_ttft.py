@@ -1,13 +1,16 @@
-"""Time to the first token against the pruning rate: `python -m benchmarks.evs_ttft`.
+"""Time to the first token against the pruning rate, by EVS and by VidCom2: `python -m benchmarks.evs_ttft`.
 
 A clip of ten frames whose tokens dominate the prompt, through a random model with the width of Qwen2.5-VL-3B and few
-layers (all of them on CUDA): times depend on shapes, not on contents. Rates alternate in one run; every figure is a
-median of patch rows to first token, so the encoder, which sees the whole clip at every rate, is in it. With
---write the results go to data/measurements/evs_ttft_<cpu|cuda>.json.
+layers (all of them on CUDA): times depend on shapes, not on contents. Rules and rates alternate in one run, and figures
+are medians. The encoder, which sees the whole clip at every rate, is in the time to the first token. With --write the
+results go to data/measurements/evs_ttft_<cpu|cuda>.json.
 """
 
 import json
 import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +23,7 @@ import refvl
 from benchmarks.report import Device, Repeats, Write, announce, environment, resolve_device, write_measurement
 from refvl.paths import DATA
 from refvl.pixels.media import load_video
-from refvl.positions import compute_retained_tokens_count
+from refvl.positions import PRUNERS
 from refvl.trace import synchronized_time
 
 RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
@@ -45,44 +48,61 @@ def prompt_ids(vlm: refvl.VLM, tokens: int) -> torch.Tensor:
 
 
 def measure(vlm: refvl.VLM, repeats: int) -> list[dict]:
-    """One row per rate: prompt tokens kept, and the median seconds from patch rows to the first token."""
+    """One row per rule and rate: prompt tokens kept, and the median seconds of the mask, and to the first token.
+
+    The encoder sees the whole clip at every rate: its seconds are measured once and belong to all rows.
+    """
     frames = np.random.default_rng(0).integers(0, 256, (10, 252, 448, 3), dtype=np.uint8)
     (patches,) = vlm.processor.patchify([load_video(frames)])
     ids = prompt_ids(vlm, patches.merged.num_tokens).to(vlm.device)
-    seconds: dict[float, list[float]] = {q: [] for q in RATES}
-    for i in tqdm(range(repeats + 1), desc="rounds", leave=False):  # rates take turns: no row is ready before the last
-        for q in RATES:
-            start = synchronized_time(vlm.device)
-            vlm.generate(
-                ids, pixel_values_videos=patches.pixel_values, video_grid_thw=[patches.layout], max_new_tokens=1,
-                second_per_grid_ts=[1.0], pruning_rate=q,
+    pixel_values, (t, h, w) = patches.pixel_values.to(vlm.device), patches.merged.thw
+    ways = [("", 0.0), *((rule, q) for rule in PRUNERS for q in RATES if q)]
+    times: dict[tuple, list[float]] = {(what, way): [] for what in ("encode", "mask", "rest") for way in ways}
+    for i in tqdm(range(repeats + 1), desc="rounds", leave=False):  # ways take turns: no row is ready before the last
+        with torch.inference_mode():
+            encode, embeds = timed(vlm, lambda: vlm.encoder(pixel_values, [patches.layout]))
+        for rule, q in ways:
+            mask = partial(PRUNERS[rule].mask, embeds, (t, h, w), 1, q) if q else lambda: None
+            rest = partial(
+                vlm.generate, ids, video_embeds=embeds, video_grid_thw=[patches.layout], max_new_tokens=1,
+                second_per_grid_ts=[1.0], pruning_rate=q, pruning=rule or "evs",
             )  # fmt: skip
-            if i:  # the first round warms up
-                seconds[q].append(synchronized_time(vlm.device) - start)
-    t, h, w = patches.merged.thw
-    text = ids.shape[1] - patches.merged.num_tokens
-    medians = {q: statistics.median(s) for q, s in seconds.items()}
-    return [
+            seconds = {"encode": encode, "mask": timed(vlm, mask)[0], "rest": timed(vlm, rest)[0]}
+            for what in seconds if i else ():  # the first round warms up
+                times[what, (rule, q)].append(seconds[what])
+    text, median = ids.shape[1] - patches.merged.num_tokens, {key: statistics.median(s) for key, s in times.items()}
+    rows = [
         {
+            "pruning": rule,
             "q": q,
-            "prompt_tokens": text + compute_retained_tokens_count(h * w, t, q),
-            "ttft_ms": medians[q] * 1e3,
-            "relative_to_q0": medians[q] / medians[0.0],
+            "prompt_tokens": text + (PRUNERS[rule].count(h * w, t, q) if q else t * h * w),
+            "mask_ms": median["mask", (rule, q)] * 1e3,
+            "mask_relative_to_prefill_at_q0": median["mask", (rule, q)] / median["rest", ways[0]],
+            "ttft_ms": (median["encode", (rule, q)] + median["rest", (rule, q)]) * 1e3,
         }
-        for q in RATES
+        for rule, q in ways
     ]
+    return [row | {"relative_to_q0": row["ttft_ms"] / rows[0]["ttft_ms"]} for row in rows]
+
+
+def timed(vlm: refvl.VLM, call: Callable) -> tuple[float, Any]:
+    """Seconds and result of a call, with the device's queue empty before and after it."""
+    start = synchronized_time(vlm.device)
+    result = call()
+    return synchronized_time(vlm.device) - start, result
 
 
 def run(device: Device = "auto", repeats: Repeats = 5, write: Write = False) -> None:
-    """Time to the first token against the pruning rate."""
+    """Time to the first token against the pruning rate, and what the mask takes of it."""
     device = resolve_device(device)
     layers = CPU_LAYERS if device == "cpu" else None
     announce(f"evs_ttft_{device}", f"a clip at pruning rates {RATES}, {repeats} rounds", repeats + 1)
     rows = measure(build(device, layers), repeats)
-    table = Table("q", "prompt tokens", "first token after", "relative to q = 0")
+    table = Table("rule", "q", "prompt tokens", "mask", "of a full prefill", "first token after", "relative to q = 0")
     for row in rows:
-        cells = f"{row['ttft_ms']:.0f} ms", f"{row['relative_to_q0']:.2f}"
-        table.add_row(f"{row['q']}", f"{row['prompt_tokens']}", *cells)
+        mask = f"{row['mask_ms']:.1f} ms", f"{row['mask_relative_to_prefill_at_q0']:.2%}"
+        ttft = f"{row['ttft_ms']:.0f} ms", f"{row['relative_to_q0']:.2f}"
+        table.add_row(row["pruning"], f"{row['q']}", f"{row['prompt_tokens']}", *mask, *ttft)
     Console().print(table)
     if write:
         result = environment(device) | {"layers": layers or "all", "repeats": repeats, "rows": rows}

@@ -1,4 +1,5 @@
 from refvl import attention as attention
+from refvl import boxes as boxes
 from refvl import checkpoints as checkpoints
 from refvl import comparison as comparison
 from refvl import contracts as contracts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from refvl.checks import check_shape
-from refvl.positions import MediaSpan, compute_retention_mask
+from refvl.positions import MediaSpan, find_pruner
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class MergedMedia:
     def check_pruning(self, q: float) -> None:
         """Raise ValueError, before anything is encoded, where this medium cannot be pruned at rate q."""
 
-    def keep_mask(self, embeds_MD: Tensor, q: float) -> Tensor | None:
-        """(M,) bool: which embeddings EVS keeps at rate q; None: all. Images are never pruned."""
-        return compute_retention_mask(embeds_MD, self.thw, 1, q) if self.kind == "video" and q > 0 else None
+    def keep_mask(self, embeds_MD: Tensor, q: float, pruning: str = "evs") -> Tensor | None:
+        """(M,) bool: which embeddings stay at rate q, by the row of `PRUNERS`; None: all. Images are never pruned."""
+        return find_pruner(pruning).mask(embeds_MD, self.thw, 1, q) if self.kind == "video" and q > 0 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ decode media      pixels/media       file, array -> image, sampled frames
 patchify          pixels/            -> patch rows (N, C*Tp*P*P) and their layout, e.g. the grid (t, h, w)
 plan              encoders/          layout -> window order, rotary angles, segment lengths (CPU)
 encode            encoders/, graphs/ rows -> embeddings (M, D)
-prune             positions/evs      which video tokens stay (EVS)
+prune             positions/pruners  which video tokens stay: EVS or VidCom2
 merge             merge.py           embeddings into the prompt's placeholders
 positions         positions/mrope    (3, L) for every token, restricted to what stays
 prefill, decode   language/          embeddings + positions -> token ids -> text
@@ -38,7 +38,7 @@ from refvl.graphs import DualPathGraphManager, EncoderGraphManager
 from refvl.language.model import CausalTextModel, check_generate_options, generate, option
 from refvl.language.streaming import FanOut, stream_text
 from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
-from refvl.positions import restrict_positions
+from refvl.positions import find_pruner, restrict_positions
 from refvl.trace import TokenTimer, Trace
 from refvl.watch import LanguageWatch, TowerWatch
 
@@ -95,6 +95,7 @@ class VLM:
         videos: Sequence = (),
         max_new_tokens: int = 128,
         pruning_rate: float = 0.0,
+        pruning: str = "evs",
         stream: bool = False,
         allow_special_tokens: bool = False,
         **generate_kwargs,
@@ -102,7 +103,8 @@ class VLM:
         """Answer a question about images and videos; greedy unless `do_sample=True` and its options are given.
 
         prompt: text, or messages in the transformers chat format with media anywhere in them. images, videos: paths,
-        PIL images, arrays, frame lists; they come before the text, images first. pruning_rate: EVS on videos, [0, 1).
+        PIL images, arrays, frame lists; they come before the text, images first. pruning_rate: the share of a video's
+        tokens that goes, in [0, 1). pruning: which of them, by "evs" or "vidcom2" (`refvl.positions.PRUNERS`).
         allow_special_tokens: special tokens in the caller's text count as such, instead of being plain text.
         stream: return a generator of text pieces; closing or dropping it ends the generation within one token.
         generate_kwargs: options of transformers' `generate` that lead to one answer in text (`num_beams`,
@@ -113,9 +115,9 @@ class VLM:
         if not streams:
             return self.trace(
                 prompt, images=images, videos=videos, max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
-                allow_special_tokens=allow_special_tokens, **generate_kwargs,
+                pruning=pruning, allow_special_tokens=allow_special_tokens, **generate_kwargs,
             ).text  # fmt: skip
-        trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
+        trace = self._prefill_inputs(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
         return self._stream(trace, max_new_tokens, generate_kwargs)
 
     def trace(
@@ -126,6 +128,7 @@ class VLM:
         videos: Sequence = (),
         max_new_tokens: int = 128,
         pruning_rate: float = 0.0,
+        pruning: str = "evs",
         allow_special_tokens: bool = False,
         attentions: bool = False,
         hidden_states: bool = False,
@@ -146,8 +149,9 @@ class VLM:
             "attentions": check_flag(attentions, "attentions"),
             "hidden_states": check_flag(hidden_states, "hidden_states"),
         }
+        request = prompt, images, videos, pruning_rate, pruning, allow_special_tokens
         if not any(wanted.values()):
-            trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens, is_measured=True)
+            trace = self._prefill_inputs(*request, is_measured=True)
             self._answer(trace, max_new_tokens, num_beams, **generate_kwargs)
             return trace
         if num_beams != 1:
@@ -155,7 +159,7 @@ class VLM:
         tower, language = TowerWatch(self.encoder, **wanted), LanguageWatch(self.language_model, **wanted)
         watched = copy.copy(self)  # whatever else a model has, but no graphs: a replay hands nothing out
         watched.encoder, watched.language_model, watched.graphs = tower.encoder, language.language_model, None
-        trace = watched._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens, is_measured=True)
+        trace = watched._prefill_inputs(*request, is_measured=True)
         output = watched._answer(trace, max_new_tokens, num_beams, **(generate_kwargs | language.options))
         tower.fill(trace)
         language.fill(trace, output)
@@ -182,6 +186,7 @@ class VLM:
         *,
         max_new_tokens: int = 128,
         pruning_rate: float = 0.0,
+        pruning: str = "evs",
         allow_special_tokens: bool = False,
         **generate_kwargs,
     ) -> list[str]:
@@ -192,7 +197,7 @@ class VLM:
         """
         self._check_options("chat_batch", generate_kwargs)
         _check_requests(requests)
-        common = {"pruning_rate": pruning_rate, "allow_special_tokens": allow_special_tokens}
+        common = {"pruning_rate": pruning_rate, "pruning": pruning, "allow_special_tokens": allow_special_tokens}
         traces = [self._prefill_inputs(**(request | common)) for request in requests]
         return self.answers(traces, max_new_tokens=max_new_tokens, **generate_kwargs)
 
@@ -242,11 +247,12 @@ class VLM:
         )  # fmt: skip
 
     def _prefill_inputs(
-        self, prompt, images=(), videos=(), pruning_rate: float = 0.0, allow_special_tokens: bool = False, *,
+        self, prompt, images=(), videos=(), pruning_rate=0.0, pruning="evs", allow_special_tokens: bool = False, *,
         is_measured: bool = False,
     ) -> Trace:  # fmt: skip
         """Every stage up to what the language model is given."""
         q = check_pruning_rate(pruning_rate, "pruning_rate")
+        find_pruner(pruning)
         trace = Trace(device=self.check_runnable(), is_measured=is_measured)
         messages = self.processor.messages(prompt, images, videos)
         with trace.stage("decode media"):
@@ -262,7 +268,7 @@ class VLM:
             trace.embeds = self._encode(trace, rows, layouts)
         trace.keep_largest("encode", trace.embeds)
         with trace.stage("prune"):
-            trace.keep_masks = [m.keep_mask(e, q) for m, e in zip(merged, trace.embeds, strict=True)]
+            trace.keep_masks = [m.keep_mask(e, q, pruning) for m, e in zip(merged, trace.embeds, strict=True)]
         with trace.stage("merge"):
             ids = self.processor.tokenize(messages, merged, allow_special_tokens=allow_special_tokens)
             trace.full_ids = torch.tensor(ids)
@@ -322,6 +328,7 @@ class VLM:
         video_embeds: Tensor | Sequence[Tensor] | None = None,
         second_per_grid_ts: Sequence[float] | Tensor | None = None,
         pruning_rate: float = 0.0,
+        pruning: str = "evs",
         max_new_tokens: int = 128,
         **generate_kwargs,
     ) -> Tensor | GenerateOutput:
@@ -337,13 +344,14 @@ class VLM:
         when rows, grids, embeddings and placeholders do not match, and for masks that are not 0s before 1s.
         """
         q = check_pruning_rate(pruning_rate, "pruning_rate")
+        find_pruner(pruning)
         self.check_runnable()
         mask = check_prompts(input_ids, attention_mask, self.language_model.config.vocab_size)
         generate_kwargs.pop("mm_token_type_ids", None)  # transformers' processors add it; the ids say the same
         self._check_options("generate", generate_kwargs)
         images = self._items("image", q, pixel_values, image_grid_thw, image_embeds)
         videos = self._items("video", q, pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)
-        prompts = self._prompts(input_ids.cpu(), mask, images, videos, q)
+        prompts = self._prompts(input_ids.cpu(), mask, images, videos, q, pruning)
         output: Any = self._generate(prompts, max_new_tokens, **generate_kwargs)
         before = input_ids.repeat_interleave(len(output.sequences) // len(input_ids), dim=0)
         output.sequences = torch.cat([before, output.sequences.to(input_ids)], dim=1)
@@ -394,7 +402,9 @@ class VLM:
                 raise ValueError(f"{name}[{i}]: holds nan or inf")
         return list(embeds)
 
-    def _prompts(self, input_ids: Tensor, attention_mask: Tensor, images: list, videos: list, q: float) -> list[Trace]:
+    def _prompts(
+        self, input_ids: Tensor, attention_mask: Tensor, images: list, videos: list, q: float, pruning: str
+    ) -> list[Trace]:
         """Each prompt of a batch, merged and positioned; media are dealt out in order of their placeholders."""
         queues, traces = {"image": iter(images), "video": iter(videos)}, list[Trace]()
         for ids, mask in zip(input_ids, attention_mask, strict=True):
@@ -402,7 +412,7 @@ class VLM:
             trace.full_ids = ids[mask]
             items = [item for kind in queues for item in self._take(kind, queues[kind], trace.full_ids)]
             trace.embeds = [embeds for _, embeds in items]
-            trace.keep_masks = [merged.keep_mask(embeds, q) for merged, embeds in items]
+            trace.keep_masks = [merged.keep_mask(embeds, q, pruning) for merged, embeds in items]
             self._merge(trace, [merged for merged, _ in items])
             self._position(trace)
             traces.append(trace)

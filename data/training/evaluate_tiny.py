@@ -273,16 +273,17 @@ def reorder_slices(model: refvl.VLM, trace: Trace, order) -> Trace:
 
 
 def evaluate(
-    model: refvl.VLM, kind: str, count: int, *, q: float = 0.0, split: str = "test", batch: int = 50, first: int = 0
-) -> list[Asked]:
-    """Ask `count` questions of one kind, `batch` at a time, at pruning rate q."""
+    model: refvl.VLM, kind: str, count: int, *, q: float = 0.0, pruning: str = "evs", split: str = "test",
+    batch: int = 50, first: int = 0,
+) -> list[Asked]:  # fmt: skip
+    """Ask `count` questions of one kind, `batch` at a time, at pruning rate q by the rule `pruning`."""
     asked, todo = [], requests_for(kind, count, split, first)
     options = {"max_new_tokens": 32}
     q = 0.5 if kind.endswith("EVS at 0.5") else q
     for start in tqdm(range(0, len(todo), batch), desc=f"{kind} q={q:g}", leave=False):
         part = todo[start : start + batch]
         if part[0].change is None:
-            answers = model.chat_batch([request.arguments for request in part], pruning_rate=q, **options)
+            answers = model.chat_batch([r.arguments for r in part], pruning_rate=q, pruning=pruning, **options)
         else:
             traces = [model.trace(**request.arguments, max_new_tokens=1) for request in part]
             changed = [request.change(model, trace) for request, trace in zip(part, traces, strict=True)]

@@ -11,9 +11,16 @@ from refvl.positions.evs import (
     restrict_positions,
 )
 from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_axis_of_pairs, mrope_delta
+from refvl.positions.pruners import PRUNERS, find_pruner
 from refvl.positions.rotary import apply_rotary, merge_block_coordinates, vision_rotary_cos_sin
 from refvl.positions.tables import interpolate_position_table, sincos_1d, sincos_2d
 from refvl.positions.timestamps import FrameSample, sample_video_frames
+from refvl.positions.vidcom2 import (
+    vidcom2_frame_budgets,
+    vidcom2_retained_tokens_count,
+    vidcom2_retention_mask,
+    vidcom2_similarities,
+)
 from refvl.positions.windows import get_window_index, invert_permutation
 
 # MKL chooses the kernel of a function at its first call, and two threads that make it at once may get one with errors
@@ -23,6 +30,7 @@ for function in (torch.cos, torch.sin):
 del function
 
 __all__ = [
+    "PRUNERS",
     "FrameSample",
     "MediaSpan",
     "apply_rotary",
@@ -30,6 +38,7 @@ __all__ = [
     "compute_mrope_for_media",
     "compute_retained_tokens_count",
     "compute_retention_mask",
+    "find_pruner",
     "get_mrope_input_positions",
     "get_window_index",
     "interpolate_position_table",
@@ -42,5 +51,9 @@ __all__ = [
     "sample_video_frames",
     "sincos_1d",
     "sincos_2d",
+    "vidcom2_frame_budgets",
+    "vidcom2_retained_tokens_count",
+    "vidcom2_retention_mask",
+    "vidcom2_similarities",
     "vision_rotary_cos_sin",
 ]

@@ -50,11 +50,16 @@ def compute_dissimilarity(video_embeds: Tensor, num_frames: int) -> Tensor:
     num_frames that does not divide M.
     """
     check_floats(check_shape(video_embeds, ("M", "D"), "video_embeds"), "video_embeds")
-    if len(video_embeds) % check_positive_int(num_frames, "num_frames") or not len(video_embeds):
-        raise ValueError(f"num_frames: must divide the {len(video_embeds)} tokens of video_embeds, got {num_frames}")
-    frames = video_embeds.float().unflatten(0, (num_frames, -1))  # (t, M/t, D)
+    frames = split_frames(video_embeds.float(), num_frames)  # (t, M/t, D)
     change = 1 - F.cosine_similarity(frames[1:], frames[:-1], dim=-1)
     return torch.cat([change.new_full((1, frames.shape[1]), ALWAYS_KEPT), change.nan_to_num(nan=0)])
+
+
+def split_frames(rows_MD: Tensor, num_frames: int) -> Tensor:
+    """(M, D), frame-major, as (t, M / t, D); raises ValueError for a num_frames that does not divide M."""
+    if len(rows_MD) % check_positive_int(num_frames, "num_frames") or not len(rows_MD):
+        raise ValueError(f"num_frames: must divide the {len(rows_MD)} tokens of video_embeds, got {num_frames}")
+    return rows_MD.unflatten(0, (num_frames, -1))
 
 
 def compute_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_size: int, q: float) -> Tensor:
@@ -64,8 +69,7 @@ def compute_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_s
     spatial_merge_size: patches along each side of a token, 1 where the size counts tokens. q: the share of tokens that
     go, in [0, 1). The first frame stays, whatever the embeddings hold.
     """
-    t, h, w = _one_grid(video_size_thw, spatial_merge_size)
-    num_tokens = t * h * w // spatial_merge_size**2
+    t, num_tokens = num_tokens_of(video_size_thw, spatial_merge_size)
     check_values(check_shape(video_embeds, (num_tokens, "D"), "video_embeds"), "video_embeds")
     keep = compute_retained_tokens_count(num_tokens // t, t, q)
     ranking = compute_dissimilarity(video_embeds, t).flatten().argsort(descending=True, stable=True)
@@ -178,6 +182,12 @@ def _run_around(is_member: Tensor, index: int) -> tuple[int, int]:
     outside = (~is_member).nonzero().flatten()
     before, after = outside[outside < index], outside[outside > index]
     return (int(before[-1]) + 1 if len(before) else 0), (int(after[0]) if len(after) else is_member.numel())
+
+
+def num_tokens_of(video_size_thw, spatial_merge_size: int) -> tuple[int, int]:
+    """(frames, tokens) of a video whose size (t, h, w) is in patches."""
+    t, h, w = _one_grid(video_size_thw, spatial_merge_size)
+    return t, t * h * w // spatial_merge_size**2
 
 
 def _one_grid(size_thw, spatial_merge_size: int) -> tuple[int, int, int]:

@@ -75,8 +75,8 @@ class SlicedMedia(MergedMedia):
         """Raise ValueError where a video should be pruned."""
         if self.kind == "video" and q > 0:
             raise ValueError(
-                f"pruning_rate: must be 0 for MiniCPM-V's videos, got {q}: EVS compares the same place in two frames, "
-                f"and query tokens have no places"
+                f"pruning_rate: must be 0 for MiniCPM-V's videos, got {q}: what is pruned are "
+                f"places of a frame, and query tokens have none"
             )
 
 

@@ -5,6 +5,7 @@ the reader of a pipe has gone.
 """
 
 import importlib
+import inspect
 import io
 import json
 import os
@@ -34,15 +35,16 @@ Prompt = Annotated[str, typer.Argument(help="the question")]
 Images = Annotated[list[str] | None, typer.Option("--image", "-i", help="an image file; may be repeated")]
 Videos = Annotated[list[str] | None, typer.Option("--video", "-v", help="a video file; may be repeated")]
 MaxNewTokens = Annotated[int, typer.Option(help="stop after this many tokens")]
-PruningRate = Annotated[float, typer.Option(help="share of video tokens that EVS drops, in [0, 1)")]
+PruningRate = Annotated[float, typer.Option(help="share of video tokens that go, in [0, 1)")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
 Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower in graphs first")]
 Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, flash, sdpa, masked")]
 
-
+Pruning = StrEnum("Pruning", ["evs", "vidcom2"])  # refvl.positions.PRUNERS, without importing it
+PruningRule = Annotated[Pruning, typer.Option("--pruning", help="which of them go")]
 Other = StrEnum("Other", ["transformers"])
-Benchmark = StrEnum("Benchmark", ["tower", "graphs", "evs_ttft", "generated_ids"])
+Benchmark = StrEnum("Benchmark", ["tower", "graphs", "evs_ttft", "pruning_accuracy", "generated_ids"])
 
 
 class Stopped(KeyboardInterrupt):
@@ -125,7 +127,7 @@ def _options(version: Version = False):
 @command()
 def chat(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
-    max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0,
+    max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
     """Answer a question about images and videos; the text streams as it is generated."""
@@ -133,7 +135,7 @@ def chat(
     model = _load(checkpoint, device, dtype, attention, graphs)
     pieces = model.chat(
         prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
-        stream=True,
+        pruning=pruning, stream=True,
     )  # fmt: skip
     for piece in pieces:
         print(piece, end="", flush=True)
@@ -143,7 +145,7 @@ def chat(
 @command()
 def trace(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
-    max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0,
+    max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     with_: Annotated[Other | None, typer.Option("--with", help="run its own model as well, and compare")] = None,
     save: Annotated[str | None, typer.Option(help="a new folder for every stage's tensors")] = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
@@ -158,8 +160,9 @@ def trace(
 
         check_recordable(model)
     run = model.trace(
-        prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate
-    )
+        prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
+        pruning=pruning,
+    )  # fmt: skip
     console = Console()
     console.print(stage_table(run))
     console.print(f"first token after {run.ttft:.3f} s")
@@ -260,7 +263,8 @@ def bench(
         sys.path.insert(0, root)
     options = {"device": device} | ({} if repeats is None else {"repeats": repeats})
     module = importlib.import_module(f"benchmarks.{name.value}")  # beside the package, not installed with it
-    module.run(write=write, **({} if name == Benchmark.generated_ids else options))
+    taken = inspect.signature(module.run).parameters
+    module.run(write=write, **{option: value for option, value in options.items() if option in taken})
 
 
 def stage_table(run) -> Table:

@@ -1,12 +1,15 @@
 """Figures: static `plot_*(..., ax=None) -> Axes` and interactive `explore_*(...)`. viz computes nothing itself."""
 
 from refvl.viz.attention import explore_attention, explore_tower, plot_attention, plot_states
+from refvl.viz.boxes import plot_box_readings, plot_boxes
 from refvl.viz.evs import (
     explore_evs,
     explore_keep_mask,
     plot_accuracy_curve,
     plot_dissimilarity,
     plot_keep_mask,
+    plot_keep_masks,
+    plot_kept_per_frame,
     plot_pruned_positions,
 )
 from refvl.viz.families import (
@@ -76,6 +79,8 @@ __all__ = [
     "plot_assignment",
     "plot_attention",
     "plot_attention_segments",
+    "plot_box_readings",
+    "plot_boxes",
     "plot_buffers",
     "plot_clip_positions",
     "plot_clip_prompt",
@@ -91,6 +96,8 @@ __all__ = [
     "plot_frame_tokens",
     "plot_gather",
     "plot_keep_mask",
+    "plot_keep_masks",
+    "plot_kept_per_frame",
     "plot_packing",
     "plot_patch_rows",
     "plot_patch_values",

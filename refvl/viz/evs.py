@@ -1,6 +1,8 @@
 """Which video tokens survive, why, and what that costs.
 
 plot_keep_mask         frames of a video, the pruned tokens covered
+plot_keep_masks        the same by several rules, one above the other
+plot_kept_per_frame    how many tokens of each frame the rules keep
 plot_dissimilarity     how much each token changed since the frame before
 plot_pruned_positions  the full layout of a prompt above the layout of what is kept
 plot_accuracy_curve    accuracy and time to the first token against the pruning rate
@@ -49,6 +51,48 @@ def plot_keep_mask(
     kept = f"{int(keep.sum())} of {keep.size} tokens kept"
     axes[0].figure.suptitle(f"{title}: {kept}" if title else kept, fontsize=11)
     return axes
+
+
+def plot_keep_masks(frames: np.ndarray, masks: dict[str, Tensor], merged_thw: Grid, *, ax=None) -> np.ndarray:
+    """A row of frames per rule of pruning. masks: {name: (t*h*w,) bool}. Returns the (rules, t) Axes."""
+    t, h, w = merged_thw
+    width = min(1.6, 12 / t)
+    height = width * _ratio(frames, merged_thw) * h / w + 0.3
+    axes = grid_of_axes(ax, len(masks), t, (t * width, len(masks) * height + 0.3))
+    for row, (name, keep_M) in zip(axes, masks.items(), strict=True):
+        plot_keep_mask(frames, keep_M, merged_thw, ax=row)
+        row[0].set_ylabel(name)
+        for panel, kept in zip(row, keep_M.view(t, -1).sum(1).tolist(), strict=True):
+            panel.set_title(f"{kept} of {h * w}", fontsize=8)
+    axes[0, 0].figure.suptitle("")
+    return axes
+
+
+def plot_kept_per_frame(
+    masks: dict[str, Tensor], num_frames: int, budgets: dict[str, Tensor] | None = None, *, title: str = "", ax=None
+) -> Axes:
+    """Bars of how many tokens of each frame stay, by each rule, and as marks what a rule meant to keep of it at first.
+
+    masks: {name: (M,) bool}. budgets: {name: (num_frames,)} before the count was met, for some of them.
+    """
+    ax = axes_or_new(ax, figsize=(8, 2.6))
+    steps, width = np.arange(num_frames), 0.8 / len(masks)
+    for i, (name, keep_M) in enumerate(masks.items()):
+        places = steps + (i - (len(masks) - 1) / 2) * width
+        kept = keep_M.view(num_frames, -1).sum(1).cpu()
+        ax.bar(places, kept, width, color=(KEPT, HIGHLIGHT)[i % 2], label=f"{name}: {int(kept.sum())} tokens")
+        if budgets and name in budgets:
+            label = f"{name}, before the sum is met: {int(budgets[name].sum())}"
+            ax.plot(places, budgets[name].cpu(), "_", color="black", ms=12, mew=2, label=label)
+    ax.set(
+        title=title,
+        xlabel="step of the grid",
+        ylabel="tokens kept",
+        xticks=steps,
+        ylim=(0, keep_M.numel() / num_frames),
+    )
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
+    return ax
 
 
 def _strip(ax, count: int, columns: int, height_to_width: float) -> np.ndarray:

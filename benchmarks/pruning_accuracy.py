@@ -1,0 +1,68 @@
+"""What the rules of pruning leave of a tiny model's answers: `python -m benchmarks.pruning_accuracy`.
+
+Which way does it move, and when does it change colour: held-out scenes at rates from 0 to 0.9, by every rule, for every
+tiny model whose video tokens have places and that was trained on such videos. With --write the results go to
+data/measurements/pruning_accuracy.json.
+"""
+
+import math
+from typing import Annotated
+
+import typer
+
+import refvl
+from benchmarks.report import PrintedTable, Write, environment, resolve_device, write_measurement
+from data.training.evaluate_tiny import evaluate, interval, requests_for, share
+from data.training.tiny_family import TinyFamily, family_names, find_family
+from refvl.positions import PRUNERS
+
+RATES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
+COLUMNS = {
+    "model": "16",
+    "question": "9",
+    "rule": "8",
+    "q": ">4",
+    "tokens": ">6",
+    "right": ">6",
+    "95 % interval": ">16",
+}
+
+
+def prunable() -> list[TinyFamily]:
+    """The families of shipped checkpoints that can be pruned."""
+    families = map(find_family, family_names())
+    return [family for family in families if family.prunable and (family.folder / "model.safetensors").is_file()]
+
+
+def measure(families: list[TinyFamily], count: int, table: PrintedTable) -> list[dict]:
+    """One row per model, kind of question, rule and rate; rate 0 is asked once for all rules."""
+    rows = []
+    for family in families:
+        model = refvl.load(family.folder, device="cpu", progress=False)
+        for kind in family.clips:
+            thw = model.trace(**requests_for(kind, 1)[0].arguments, max_new_tokens=1).patches[0].merged.thw
+            for rule, q in [("", 0.0), *((rule, q) for rule in PRUNERS for q in RATES if q)]:
+                right = share(evaluate(model, kind, count, q=q, pruning=rule or "evs"))
+                tokens = PRUNERS[rule].count(thw[1] * thw[2], thw[0], q) if q else math.prod(thw)
+                row = {"model": family.folder.name, "question": kind, "pruning": rule, "q": q, "video_tokens": tokens}
+                rows.append(row | {"accuracy": right})
+                low, high = interval(right, count)
+                table.add(*row.values(), f"{right:.1%}", f"{low:.1%} - {high:.1%}")
+    return rows
+
+
+def run(
+    count: Annotated[int, typer.Option(help="scenes of each kind")] = 200,
+    model: Annotated[str, typer.Option(help="only the folder that contains this")] = "",
+    write: Write = False,
+) -> None:
+    """Accuracy on held-out videos against the pruning rate, for every rule."""
+    device, families = resolve_device("cpu"), [family for family in prunable() if model in family.folder.name]
+    table = PrintedTable(f"{count} videos of each kind, held out", COLUMNS)
+    rows = measure(families, count, table)
+    if write:
+        write_measurement("pruning_accuracy", environment(device) | {"n": count, "split": "test", "rows": rows})
+
+
+if __name__ == "__main__":
+    typer.run(run)

@@ -1,0 +1,30 @@
+"""The ways to prune a video, one row each: how many tokens stay, from sizes alone, and which, from the embeddings."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from refvl.positions.evs import compute_retained_tokens_count, compute_retention_mask
+from refvl.positions.vidcom2 import vidcom2_retained_tokens_count, vidcom2_retention_mask
+
+
+class Pruner(NamedTuple):
+    """`count(tokens_per_frame, num_frames, q)` is the sum of `mask(video_embeds, video_size_thw, merge_size, q)`."""
+
+    title: str
+    count: Callable[[int, int, float], int]
+    mask: Callable[..., Tensor]
+
+
+PRUNERS = {
+    "evs": Pruner("EVS", compute_retained_tokens_count, compute_retention_mask),
+    "vidcom2": Pruner("VidCom2", vidcom2_retained_tokens_count, vidcom2_retention_mask),
+}
+
+
+def find_pruner(name: str) -> Pruner:
+    """The row of a name; raises ValueError listing them."""
+    if not isinstance(name, str) or name not in PRUNERS:
+        raise ValueError(f"pruning: expected {' or '.join(map(repr, PRUNERS))}, got {name!r}")
+    return PRUNERS[name]

@@ -1,0 +1,94 @@
+"""VidCom2: keep the video tokens that are unlike the rest, and more of them in frames that stand out.
+
+Video Compression Commander (arXiv 2505.14454; in vLLM since July 2026) asks another question than EVS: not what changed
+since the frame before, but what the video as a whole does not already say. No frame is kept for being the first.
+
+    embeddings (M, D)
+       | channels     the half that varies least over the video, rows normalised
+       | similarity   of each token to the centre of the video, and to that of its frame
+       | budgets      tokens per frame: more where the similarity to the video is low
+       | choice       in each frame the least similar
+       | reconcile    to the count that the sizes promise, because the prompt was written by it
+    mask (M,)
+
+t frames of n tokens. All of it is computed in float64 and compared in float32: what would be equal in exact arithmetic
+is equal on every machine, and goes to the earlier token; a half is a half and rounds to even.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from refvl.checks import check_floats, check_positive_int, check_pruning_rate, check_shape, check_values
+from refvl.positions.evs import num_tokens_of, split_frames
+
+BANDWIDTHS = tuple(2.0**i for i in range(-3, 2))  # of the Gaussians: one kernel would be blind to other distances
+TEMPERATURE = 0.01  # of the softmax over frames; similarities of frames differ by hundredths
+
+
+def vidcom2_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: float) -> int:
+    """Tokens kept of a video at pruning rate q in [0, 1): at least as many as it has frames, never more than all.
+
+    >>> vidcom2_retained_tokens_count(tokens_per_frame=64, num_frames=8, q=0.99)
+    8
+    """
+    total = check_positive_int(tokens_per_frame, "tokens_per_frame") * check_positive_int(num_frames, "num_frames")
+    return max(num_frames, int(total * (1 - check_pruning_rate(q))))
+
+
+def vidcom2_similarities(video_embeds: Tensor, num_frames: int) -> tuple[Tensor, Tensor]:
+    """(t, n) float64 each, from 0 to 5: how alike each token is to the video's centre, and to that of its frame.
+
+    video_embeds: (M, D), frame-major. A row that holds nan or inf counts as zeros in the centres, and as entirely
+    similar, so that it goes first. Raises TypeError or ValueError as `compute_dissimilarity` does.
+    """
+    check_floats(check_shape(video_embeds, ("M", "D"), "video_embeds"), "video_embeds")
+    usable = video_embeds.isfinite().all(dim=1, keepdim=True)
+    frames = split_frames(torch.where(usable, video_embeds, 0).double(), num_frames)  # (t, n, D)
+    steadiest = frames.var(dim=(0, 1), correction=0).argsort(stable=True)[: max(1, frames.shape[2] // 2)]
+    frames, usable = F.normalize(frames[..., steadiest], dim=-1), usable.view(num_frames, -1)
+    to_video = _similarity(frames, frames.mean(dim=(0, 1)), usable)
+    return to_video, _similarity(frames, frames.mean(dim=1, keepdim=True), usable)
+
+
+def _similarity(frames: Tensor, centre: Tensor, usable: Tensor) -> Tensor:
+    """(t, n): a Gaussian of the distance to the centre, summed over the bandwidths."""
+    squared = (frames - centre).square().sum(-1) * usable
+    return sum((torch.exp(-squared / (2 * a)) for a in BANDWIDTHS), torch.zeros_like(squared))
+
+
+def vidcom2_frame_budgets(similarity_to_video: Tensor, q: float) -> Tensor:
+    """(t,) int64: how many tokens each frame may keep before their sum is reconciled; at least one.
+
+    similarity_to_video: (t, n), the first of `vidcom2_similarities`.
+    """
+    num_tokens = check_shape(similarity_to_video, ("t", "n"), "similarity_to_video").shape[1]
+    prominence = (-similarity_to_video.mean(dim=1) / TEMPERATURE).softmax(dim=0)
+    share = (1 - check_pruning_rate(q)) * (1 + prominence - prominence.mean())
+    return (share.clamp(max=1) * num_tokens).float().round().clamp(min=1).long()
+
+
+def vidcom2_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_size: int, q: float) -> Tensor:
+    """(M,) bool: the tokens that stay. Arguments as of `compute_retention_mask`, vLLM's `vidcom2`.
+
+    At q = 0 all stay. Equal tokens tie, and the earlier stays.
+    """
+    t, num_tokens = num_tokens_of(video_size_thw, spatial_merge_size)
+    check_values(check_shape(video_embeds, (num_tokens, "D"), "video_embeds"), "video_embeds")
+    to_video, to_frame = vidcom2_similarities(video_embeds, t)
+    score = (to_video + to_frame).float()
+    rank_in_frame = score.argsort(dim=1, stable=True).argsort(dim=1)
+    chosen = (rank_in_frame < vidcom2_frame_budgets(to_video, q)[:, None]).flatten()
+    return _reconcile(chosen, score.flatten(), vidcom2_retained_tokens_count(num_tokens // t, t, q))
+
+
+def _reconcile(chosen: Tensor, score: Tensor, count: int) -> Tensor:
+    """(M,) bool with exactly `count` tokens: the chosen before the rest, and among both the least similar first.
+
+    Too many were chosen: the most similar of them go. Too few: the least similar of the rest come in.
+    """
+    order = score.argsort(stable=True)
+    order = order[(~chosen[order]).byte().argsort(stable=True)]
+    mask = torch.zeros_like(chosen)
+    mask[order[:count]] = True
+    return mask

@@ -1,0 +1,66 @@
+"""Where an answer points, and where it lands when its numbers are read in another space.
+
+plot_boxes          boxes and points on a picture
+plot_box_readings   one answer read by every convention
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from refvl.boxes import from_picture, rescale
+from refvl.viz.style import HIGHLIGHT, PRUNED, STAGE_COLORS, image_axes
+
+
+def plot_boxes(
+    image, boxes=(), labels: Sequence[str] = (), *, points=(), color=HIGHLIGHT, title: str = "", ax: Axes | None = None
+) -> Axes:
+    """Boxes (n, 4) with their labels and points (m, 2) on a picture, in its pixels; corners may come in any order.
+
+    image: a PIL image or an array (H, W, 3).
+    """
+    ax = image_axes(ax, title)
+    ax.imshow(image)
+    for i, (x1, y1, x2, y2) in enumerate(np.asarray(boxes, dtype=float).reshape(-1, 4)):
+        ax.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=color, lw=2))
+        if i < len(labels):
+            inside = {"xytext": (3, -3), "textcoords": "offset points", "va": "top"}
+            ax.annotate(labels[i], (min(x1, x2), min(y1, y2)), **inside, fontsize=9, backgroundcolor="white")
+    for x, y in np.asarray(points, dtype=float).reshape(-1, 2):
+        ax.plot(x, y, "o", color=color, ms=7, markeredgecolor="white")
+    return ax
+
+
+def plot_box_readings(
+    box: Sequence[float], *, picture: Sequence[int], resized: Sequence[int], family: str, ax: Axes | None = None
+) -> Axes:
+    """A box of an empty picture as `family` writes it, in whole numbers, and where they land by each convention.
+
+    box: x1, y1, x2, y2 in pixels of the picture. picture, resized: (width, height). The legend says how far the
+    centre is from the true one, in pixels of the picture.
+    """
+    answer = from_picture([box], picture=picture, resized=resized, family=family).round()
+    ax = image_axes(ax, f"{family} says {answer[0].int().tolist()}", figsize=(4.4, 5.4))
+    ax.add_patch(
+        Rectangle((0, 0), *picture, facecolor=PRUNED, edgecolor="0.4", label=f"picture, {picture[0]} x {picture[1]}")
+    )
+    ax.add_patch(
+        Rectangle(box[:2], box[2] - box[0], box[3] - box[1], facecolor=HIGHLIGHT, alpha=0.5, label="the object")
+    )
+    spaces = {"0 to 1000": (1000, 1000), "pixels of the picture": picture, "pixels of the resized picture": resized}
+    for i, (name, space) in enumerate(spaces.items()):
+        x1, y1, x2, y2 = rescale(answer, space, picture)[0].tolist()
+        off = np.hypot(x1 + x2 - box[0] - box[2], y1 + y2 - box[1] - box[3]) / 2
+        style = {
+            "edgecolor": STAGE_COLORS[(0, 3, 2)[i]],
+            "lw": 2,
+            "ls": ("-", "--", ":")[i],
+            "label": f"as {name}: {off:.0f} px off",
+        }
+        ax.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, **style))
+    ax.autoscale_view()
+    ax.invert_yaxis()
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.02), fontsize=9)
+    return ax
