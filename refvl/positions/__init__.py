@@ -10,7 +10,7 @@ from refvl.positions.evs import (
     recompute_mrope_positions,
     restrict_positions,
 )
-from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_delta
+from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_axis_of_pairs, mrope_delta
 from refvl.positions.rotary import apply_rotary, merge_block_coordinates, vision_rotary_cos_sin
 from refvl.positions.tables import interpolate_position_table, sincos_1d, sincos_2d
 from refvl.positions.timestamps import FrameSample, sample_video_frames
@@ -35,6 +35,7 @@ __all__ = [
     "interpolate_position_table",
     "invert_permutation",
     "merge_block_coordinates",
+    "mrope_axis_of_pairs",
     "mrope_delta",
     "recompute_mrope_positions",
     "restrict_positions",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refvl.checks import MAX_PATCHES, check_int, check_number, check_positive_int
+from refvl.checks import MAX_PATCHES, as_integers, check_int, check_number, check_positive_int
 
 MAX_POSITION = 2**31
 
@@ -100,6 +100,25 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
 def mrope_delta(positions_3L: Tensor) -> int:
     """1 + the largest position on any axis - the number of tokens."""
     return int(positions_3L.max()) + 1 - positions_3L.shape[1]
+
+
+def mrope_axis_of_pairs(section: Sequence[int], *, interleaved: bool) -> Tensor:
+    """(pairs,) int64: which axis - 0, 1, 2 for t, h, w - turns each pair of a head's dimensions, the fastest first.
+
+    section: how many pairs each axis has. In runs (Qwen2.5-VL, GLM) t gets the fastest pairs and w the slowest;
+    interleaved (Qwen3-VL), h and w take every third pair and t the rest, so that all axes have all speeds.
+    Upstream: `mrope_section`, `mrope_interleaved`.
+
+    >>> [mrope_axis_of_pairs((4, 2, 2), interleaved=how).tolist() for how in (False, True)]
+    [[0, 0, 0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2, 0, 0]]
+    """
+    counts = as_integers(section, "(t, h, w)", "section", least=0)
+    if not interleaved:
+        return torch.arange(3).repeat_interleave(torch.tensor(counts))
+    axes = torch.zeros(sum(counts), dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * counts[axis] : 3] = axis
+    return axes
 
 
 def _text(start: int, stop: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Position tables: learned at one size and sampled at every other, or written by a formula for any size.
 
 A learned table holds a vector per cell of a fixed grid: the grid of an image is laid over it, edge to edge or corner on
-corner, and each patch reads the table where its centre falls. Sines and cosines (`sincos_1d`, `sincos_2d`) need no table at all.
+corner, and each patch reads the table where its centre falls. Sines and cosines (`sincos_1d`, `sincos_2d`) need no
+table at all.
 """
 
 import math
