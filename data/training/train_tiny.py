@@ -112,7 +112,7 @@ class Learner(nn.Module):
         and have no place in the whole, which is a label of its own: a query gives one token of each, and without that
         label nothing tells them apart.
         """
-        cells = len(labels) // len(media_BMD)
+        cells, media_BMD = len(labels) // len(media_BMD), media_BMD[..., : self.probe.in_features]
         logits = self.probe(media_BMD[:, :cells].flatten(0, 1)).split(self.labels, -1)
         loss = sum(F.cross_entropy(x, labels[:, i]) for i, x in enumerate(logits))
         if media_BMD.shape[1] == cells:
@@ -200,7 +200,7 @@ def ask_about(builder: PromptBuilder, drawn, pixels: Tensor, sort: str, rng: np.
         drawn, move = [replace(s, direction=scenes.OPPOSITE[s.direction]) for s in drawn], reverse_steps
     if sort != "picture" and "change" in family.clips:
         tellings = TELLINGS if sort == "change" else 1
-        drawn = [tell_other_seconds(scene, rng) for scene in drawn for _ in range(tellings)]
+        drawn = tell_others_seconds([scene for scene in drawn for _ in range(tellings)], family, rng)
         seconds = [scene.seconds for scene in drawn]
     elif sort == "motion":
         seconds = [tell_rate(pixels.shape[1], rng)] * len(drawn)
@@ -292,11 +292,28 @@ def tell_rate(frames: int, rng: np.random.Generator) -> tuple[float, ...]:
     return tuple((np.arange(frames // 2) * rng.choice(RATES) / 10).tolist())
 
 
-def tell_other_seconds(scene: scenes.Scene, rng: np.random.Generator) -> scenes.Scene:
-    """The same video, taken at other times: every second time in no order, so that only the text tells the second."""
+def tell_other_seconds(scene: scenes.Scene, rng: np.random.Generator, digits: list[int] | None = None) -> scenes.Scene:
+    """The same video, taken at other times: every second time in no order, so that only the text tells the second.
+
+    digits: how many each second is to have.
+    """
     count = scenes.STEPS if scene.sort == "change" else scenes.FRAMES // 2
-    seconds = scenes.draw_seconds(rng, count, held_out=False)
-    return replace(scene, seconds=tuple(rng.permutation(seconds).tolist()) if rng.random() < 0.5 else seconds)
+    while True:
+        seconds = scenes.draw_seconds(rng, count, held_out=False)
+        seconds = tuple(rng.permutation(seconds).tolist()) if rng.random() < 0.5 else seconds
+        if digits in (None, count_digits(seconds)):
+            return replace(scene, seconds=seconds)
+
+
+def tell_others_seconds(drawn: list, family: TinyFamily, rng: np.random.Generator) -> list:
+    """`tell_other_seconds` of each scene; prompts of a batch have one length, so that spelt seconds are as long."""
+    first = tell_other_seconds(drawn[0], rng)
+    digits = count_digits(first.seconds) if family.spells_seconds else None
+    return [first, *(tell_other_seconds(scene, rng, digits) for scene in drawn[1:])]
+
+
+def count_digits(seconds: tuple[int, ...]) -> list[int]:
+    return [len(str(second)) for second in seconds]
 
 
 # ------------------------------------------------------------------------------------------------ training
@@ -403,7 +420,7 @@ class Trainer(run.Trainer):
         if sort != "picture":
             seconds = [tell_rate(pixels.shape[1], rng)] * count
             if "change" in self.family.clips:
-                drawn = [tell_other_seconds(scene, rng) for scene in drawn]
+                drawn = tell_others_seconds(drawn, self.family, rng)
                 seconds = [scene.seconds for scene in drawn]
         questions = [[*(draw_aside(scene, rng) for _ in range(2)), summing_up(scene, rng)] for scene in drawn]
         return self._answer(self.builder.batch(pixels, questions, seconds=seconds, shown=shown), 1.0)
@@ -470,17 +487,19 @@ TIMES_MEASURED = {
 
 
 def _measure(model, builder, drawn, pixels, asked, *, kinds=None, name="", move=None, shown=None) -> dict[str, float]:
-    """Share right of each kind, 64 scenes at a time."""
+    """Share right of each kind, up to 64 scenes at a time whose prompts are equally long."""
     hits: dict[str, list[bool]] = {}
-    for first in range(0, len(drawn), 64):
-        part = slice(first, first + 64)
+    alike: dict[tuple, list[int]] = {}
+    for i, scene in enumerate(drawn):
+        alike.setdefault(tuple(count_digits(scene.seconds)) if model.family.spells_seconds else (), []).append(i)
+    for part in (same[first : first + 64] for same in alike.values() for first in range(0, len(same), 64)):
         seconds = None
         if pixels.shape[1] > 1:
-            seconds = [scene.seconds or scenes.SECONDS for scene in drawn[part]]
-        batch = builder.batch(pixels[part], asked[part], seconds=seconds, shown=shown)
+            seconds = [drawn[i].seconds or scenes.SECONDS for i in part]
+        batch = builder.batch(pixels[part], [asked[i] for i in part], seconds=seconds, shown=shown)
         batch = move(batch) if move else batch
         right = model(batch)[0].argmax(-1) == batch.targets
-        for number, question in enumerate(q for row in asked[part] for q in row):
+        for number, question in enumerate(q for i in part for q in asked[i]):
             if kinds is None or question.kind in kinds:
                 hits.setdefault(question.kind, []).append(bool(right[batch.question_of_target == number].all()))
     return {kind + name: round(sum(h) / len(h), 4) for kind, h in hits.items()}

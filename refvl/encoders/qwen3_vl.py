@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.checks import check_shape
+from refvl.checks import Grid, check_shape
 from refvl.encoders.glm4v import VisionMetadata
 from refvl.encoders.grid import GridEncoder, GridVisionConfig, PatchEmbed, VisionBlock
 from refvl.encoders.qwen2_5_vl import VisionAttention
@@ -99,11 +99,14 @@ class Qwen3VLVisionTransformer(GridEncoder):
         grid_thw: (t, h, w) per item, in patches; a list or an integer tensor (items, 3), images and videos mixed.
         """
         grids = self.check_layouts(grid_thw)
-        position_embeds = interpolate_position_table(
+        return self.move(VisionMetadata(**self.plan_frames(grids), position_embeds=self.position_embeds(grids)))
+
+    def position_embeds(self, grids: list[Grid]) -> Tensor:
+        """(N, E): what the table says of each patch."""
+        return interpolate_position_table(
             self.pos_embed.weight, grids, spatial_merge_size=self.config.spatial_merge_size,
             mode="bilinear", align_corners=True,
         )  # fmt: skip
-        return self.move(VisionMetadata(**self.plan_frames(grids), position_embeds=position_embeds))
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
         """As in `GridEncoder`, with a position vector for every patch."""
