@@ -129,6 +129,7 @@ class Batch:
     targets: Tensor  # (A,) its id
     question_of_target: Tensor  # (A,) number of the question, scene-major
     shown: dict = field(default_factory=dict)  # how the media are shown, for the family's `patchify`
+    seconds: Tensor | None = None  # (rows, t) of each step of a video
     told: Tensor | None = None  # (M,) place of each token in the image, or step in the video, as its position tells it
 
 
@@ -221,6 +222,7 @@ class PromptBuilder:
         return Batch(
             pixels if pixels is None else torch.as_tensor(pixels), grid, spans, ids, positions, mask,
             rows, columns, ids[rows, columns + 1], torch.tensor(numbers), shown or {},
+            None if seconds is None else torch.tensor([list(row) for row in seconds]),
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, normalizers
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.training.scenes import FPS, LAST_SECOND
 from data.training.tiny_family import TinyFamily, batch_rows
@@ -67,7 +67,7 @@ class TinyQwen3VL(TinyFamily):
     reads_places = True
     spells_seconds = True
     recipe = {"steps": 1400}  # noqa: RUF012
-    by_adam = ("embed_tokens", "lm_head", "pos_embed", "linear_fc1")  # three tables, and the mergers' wide matrices
+    by_adam = ("embed_tokens", "lm_head", "pos_embed", "merger.linear_fc1", "deepstack_merger_list")  # wide ones
 
     def config(self, tokenizer: Tokenizer) -> dict:
         """The dict of `config.json`.
@@ -173,6 +173,11 @@ class TinyQwen3VL(TinyFamily):
 
     def tower(self, config: dict) -> Qwen3VLVisionTransformer:
         return Qwen3VLVisionTransformer.from_config(config["vision_config"], attention="sdpa")
+
+    def init_weights(self, model: nn.Module) -> None:
+        """While only the tower learns, nobody reads deeper features: at full size they would be noise afterwards."""
+        for merger in model.visual.deepstack_merger_list:
+            merger.linear_fc2.weight.data.mul_(0.2)
 
     def patchify(self, pixels: Tensor) -> tuple[Tensor, list]:
         """Resized as the processor does: what was drawn for tokens of 28 px becomes tokens of 32."""
