@@ -41,9 +41,8 @@ class Qwen3VLProcessor(ChatProcessor):
 
     def _patchify_video(self, video: Video) -> Patches:
         pixel_values, grid = patchify_video(video.frames, self.video_config)
-        seconds = np.array(video.timestamps + video.timestamps[-1:] * (len(video.frames) % 2))
-        steps = tuple(((seconds[::2] + seconds[1::2]) / 2).tolist())
-        merged = FramewiseMedia("video", merged_grid(grid, self.merge_size), timestamps=steps)
+        seconds = tuple(seconds_of_steps(video.timestamps))
+        merged = FramewiseMedia("video", merged_grid(grid, self.merge_size), timestamps=seconds)
         return Patches(video, pixel_values, grid, merged)
 
     def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
@@ -65,6 +64,16 @@ class Qwen3VLProcessor(ChatProcessor):
         ids = self.config.vision_start_token_id, self.token_ids["video"], self.config.vision_end_token_id
         marks = self.tokenizer.convert_ids_to_tokens(list(ids))
         return super().apply_template(messages, **options).replace("".join(marks), marks[1])
+
+
+def seconds_of_steps(timestamps: Sequence[float]) -> list[float]:
+    """The mean of each two frames' seconds; the last frame of an odd number counts twice, as in the grid.
+
+    >>> seconds_of_steps([0.0, 0.5, 1.0])
+    [0.25, 1.0]
+    """
+    seconds = [*timestamps, *timestamps[-1:]]
+    return [(a + b) / 2 for a, b in zip(seconds[::2], seconds[1::2], strict=False)]
 
 
 def even_indices(

@@ -36,6 +36,7 @@ from refvl.viz.patches import explore_resize, plot_patch_rows, plot_patches
 from refvl.viz.positions import (
     explore_positions,
     plot_clip_positions,
+    plot_mrope_axes,
     plot_place_answers,
     plot_position_grid,
     plot_positions,
@@ -72,6 +73,7 @@ __all__ = [
     "plot_frame_tokens",
     "plot_gather",
     "plot_keep_mask",
+    "plot_mrope_axes",
     "plot_packing",
     "plot_patch_rows",
     "plot_patch_values",
