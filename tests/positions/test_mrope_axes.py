@@ -1,4 +1,4 @@
-"""Which axis turns which rotary pair. Oracle: transformers' rotary embeddings, asked for the angles of each axis alone."""
+"""Which axis turns which rotary pair. Oracle: transformers' rotary embeddings, asked about each axis alone."""
 
 import pytest
 import torch
