@@ -40,10 +40,12 @@ from refvl.positions import (
     get_mrope_input_positions,
     get_window_index,
     interpolate_position_table,
+    mrope_axis_of_pairs,
     restrict_positions,
 )
 from refvl.positions.mrope import grid_positions
 from refvl.positions.timestamps import sample_video_frames
+from refvl.processors.qwen3_vl import seconds_of_steps
 from refvl.tools.costs import frames_that_fit, kv_cache_bytes_per_token
 
 PICTURE, PACKING = "{} x {} px (width x height)", "output_tokens={}, budgets={}, max_items={}"  # names of cases
@@ -193,6 +195,22 @@ def check_mrope_positions(function: Callable) -> str:
         "a medium at the end": (8, [MediaSpan(2, 1, 2, 3)]),
     }
     return _run(function, get_mrope_input_positions, cases, POSITIONS)
+
+
+@exercise
+def check_mrope_axes(function: Callable) -> str:
+    """`function(section) -> (pairs,)`: 0, 1 or 2 for each rotary pair, interleaved."""
+    cases = _named("section={}", [([24, 20, 20],), ([11, 11, 10],), ([6, 5, 5],), ([4, 1, 2],), ([3, 0, 1],)])
+    return _run(function, partial(mrope_axis_of_pairs, interleaved=True), cases)
+
+
+@exercise
+def check_step_seconds(function: Callable) -> str:
+    """`function(timestamps) -> list` of seconds, one for each two frames."""
+    cases = _named(
+        "timestamps={}", [([0.0, 0.5, 1.0, 1.5],), ([0.0, 0.5, 1.0],), ([2.0],), ([8.0, 8.5, 3.0, 3.5, 29.0],)]
+    )
+    return _run(function, seconds_of_steps, cases)
 
 
 @exercise

@@ -19,8 +19,9 @@ from refvl.graphs.manager import EncoderGraphManager
 from refvl.language.glm4v import Glm4vMoeTextModel, GlmOcrTextModel
 from refvl.language.minicpmv import MiniCPMTextModel, MiniCPMVConfig, MiniCPMVTextModel, minicpm_config
 from refvl.language.model import CausalTextModel
+from refvl.language.qwen3_vl import Qwen3_5TextModel, Qwen3VLTextModel
 from refvl.language.step3_vl import Step3ForCausalLM
-from refvl.processors import glm4v, minicpmv, qwen2_5_vl, step3_vl
+from refvl.processors import glm4v, minicpmv, qwen2_5_vl, qwen3_vl, step3_vl
 from refvl.processors.chat import TOKENIZER_FILES
 
 
@@ -57,6 +58,10 @@ def _minicpmv(
 
 FAMILIES = (
     Family("Qwen2.5-VL", ("qwen2_5_vl",), encoders.Qwen2_5_VisionTransformer, qwen2_5_vl.Qwen2_5_VLProcessor),
+    Family("Qwen3-VL", ("qwen3_vl", "qwen3_vl_moe"), encoders.Qwen3VLVisionTransformer, qwen3_vl.Qwen3VLProcessor,
+           text_model=Qwen3VLTextModel),
+    Family("Qwen3.5", ("qwen3_5", "qwen3_5_moe"), encoders.Qwen3_5VisionTransformer, qwen3_vl.Qwen3VLProcessor,
+           text_model=Qwen3_5TextModel),
     Family("GLM-4.1V, GLM-4.6V-Flash", ("glm4v",), encoders.Glm4vVisionTransformer, glm4v.Glm4vProcessor),
     Family("GLM-4.5V, GLM-4.6V", ("glm4v_moe",), encoders.Glm4vVisionTransformer, glm4v.Glm4vProcessor,
            text_model=Glm4vMoeTextModel),
@@ -127,9 +132,15 @@ def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfi
 
 
 def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
-    """The text config; whether embedding and head share their weights may be said one level up, in older configs."""
+    """The text config, with what is said one level up or beside it.
+
+    In older configs that is whether embedding and head share their weights; with deepstack, how many layers add to what
+    they are given.
+    """
     text_config = config.get_text_config()
     text_config.tie_word_embeddings = bool(config.tie_word_embeddings)
+    if (deeper := getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)) is not None:
+        text_config.deepstack_layers = len(deeper)
     return text_config
 
 

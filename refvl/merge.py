@@ -50,9 +50,9 @@ class MergedMedia:
 
 @dataclass(frozen=True, slots=True)
 class FramewiseMedia(MergedMedia):
-    """A video whose frames stand apart, with text between them: each is a run of its own. GLM's are these."""
+    """A video whose frames stand apart, with text between them: each is a run of its own. GLM's and Qwen3-VL's."""
 
-    timestamps: tuple[int, ...] = ()  # seconds, one per frame; empty where the prompt has been made elsewhere
+    timestamps: tuple[float, ...] = ()  # seconds, one per frame; empty where the prompt has been made elsewhere
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:

@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
 from data.training.tiny_qwen2_5_vl import FAMILY as TINY_QWEN
+from data.training.tiny_qwen3_vl import FAMILY as TINY_QWEN3
 from refvl.encoders import Step3VisionEncoder
 from refvl.language.step3_vl import Step3ForCausalLM
 
@@ -159,9 +160,58 @@ def make_glm_checkpoint(folder: Path, model_type: str, processor_class: str, *, 
     return folder
 
 
-def glm_transformers_model(folder: Path):
-    """The oracle: the same folder, loaded by transformers in float32."""
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+def glm_transformers_model(folder: Path, dtype: torch.dtype = torch.float32):
+    """The oracle: the same folder, loaded by transformers."""
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+
+
+QWEN3_TEXT = {  # what the text models of each model_type have besides the tiny Qwen3-VL's sizes
+    "qwen3_vl": {},
+    "qwen3_vl_moe": {
+        "model_type": "qwen3_vl_moe_text", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+    "qwen3_5": {
+        "model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [2, 1, 1], "rope_theta": 5.0, "rope_type": "default",
+            "partial_rotary_factor": 0.25,
+        },
+    },
+}  # fmt: skip
+QWEN3_TEXT["qwen3_5_moe"] = QWEN3_TEXT["qwen3_5"] | {
+    "model_type": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64,
+}  # fmt: skip
+
+
+def qwen3_config(model_type: str) -> dict:
+    """The dict of a Qwen3-VL or Qwen3.5 config.json: the tiny Qwen3-VL's towers, three layers of each text model."""
+    config = TINY_QWEN3.config(tokenizer())
+    config["text_config"] |= QWEN3_TEXT[model_type]
+    config["vision_config"] |= {"model_type": f"{model_type}_vision"}
+    if model_type.startswith("qwen3_5"):
+        config["vision_config"]["deepstack_visual_indexes"] = []
+    return {name: value for name, value in config.items() if name != "architectures"} | {"model_type": model_type}
+
+
+def make_qwen3_checkpoint(folder: Path, model_type: str, *, seed: int = 0) -> Path:
+    """Write a random Qwen3-VL or Qwen3.5 checkpoint to `folder`, weights as transformers saves them."""
+    config = qwen3_config(model_type)
+    sizes = {name: value for name, value in config.items() if name != "model_type"}
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(model_type, **sizes))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3 if parameter.ndim > 1 else 1.0, generator=generator)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TINY_QWEN3.chat_template)
+    for name, values in TINY_QWEN3.side_files(config).items():
+        (folder / name).write_text(json.dumps(values, indent=2))
+    return folder
 
 
 STEP3_TEMPLATE = """\

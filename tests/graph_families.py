@@ -12,6 +12,8 @@ from refvl.encoders import (
     GlmOcrVisionTransformer,
     Qwen2_5_VisionConfig,
     Qwen2_5_VisionTransformer,
+    Qwen3VLVisionConfig,
+    Qwen3VLVisionTransformer,
     SliceGroup,
     Step3VisionConfig,
     Step3VisionEncoder,
@@ -23,6 +25,7 @@ ENCODERS = {family.version: family.encoder for family in FAMILIES if family.vers
 
 GRIDS = {
     "Qwen2.5-VL": (Qwen2_5_VisionTransformer, Qwen2_5_VisionConfig),
+    "Qwen3-VL": (Qwen3VLVisionTransformer, Qwen3VLVisionConfig),
     "GLM-4.1V": (Glm4vVisionTransformer, Glm4vVisionConfig),
     "GLM-OCR": (GlmOcrVisionTransformer, GlmOcrVisionConfig),
 }

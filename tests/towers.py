@@ -5,7 +5,13 @@ from dataclasses import asdict
 import torch
 from torch import Tensor, nn
 
-from refvl.encoders import Glm4vVisionTransformer, GlmOcrVisionTransformer, Qwen2_5_VisionTransformer
+from refvl.encoders import (
+    Glm4vVisionTransformer,
+    GlmOcrVisionTransformer,
+    Qwen2_5_VisionTransformer,
+    Qwen3_5VisionTransformer,
+    Qwen3VLVisionTransformer,
+)
 from refvl.encoders.grid import GridEncoder
 
 CLASSES: dict[str, type[GridEncoder]] = {
@@ -13,6 +19,8 @@ CLASSES: dict[str, type[GridEncoder]] = {
     "glm4v": Glm4vVisionTransformer,
     "glm4v_moe": Glm4vVisionTransformer,
     "glm_ocr": GlmOcrVisionTransformer,
+    "qwen3_vl": Qwen3VLVisionTransformer,
+    "qwen3_5": Qwen3_5VisionTransformer,
 }
 
 
@@ -36,6 +44,12 @@ def transformers_tower(family: str, config, *, std: float, **kwargs) -> nn.Modul
     elif family == "glm4v_moe":
         from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionConfig as Config
         from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionModel as Tower
+    elif family == "qwen3_vl":
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionConfig as Config
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as Tower
+    elif family == "qwen3_5":
+        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionConfig as Config
+        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel as Tower
     else:
         from transformers.models.glm_ocr.configuration_glm_ocr import GlmOcrVisionConfig as Config
         from transformers.models.glm_ocr.modeling_glm_ocr import GlmOcrVisionModel as Tower
@@ -63,7 +77,8 @@ def frames_of(grids) -> list[tuple[int, int, int]]:
 @torch.no_grad()
 def run_theirs(tower: nn.Module, patches: Tensor, grids) -> Tensor:
     """As frames: no tower of transformers' looks across them, and GLM-4.1V's model splits videos before its tower."""
-    return tower(patches, torch.tensor(frames_of(grids))).pooler_output
+    output = tower(patches, torch.tensor(frames_of(grids)))
+    return torch.cat([output.pooler_output, *(output.get("deepstack_features") or [])], dim=1)
 
 
 def random_rows(count: int, values: int, seed: int = 1) -> Tensor:

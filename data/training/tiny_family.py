@@ -58,6 +58,7 @@ class TinyFamily:
     reads_places: bool = False  # whether the language model is to read from positions where a token is in an image
     reads_steps: bool = False  # ... and when, in a video
     packs_frames: bool = False  # whether frames of a video share tokens, and carry temporal ids
+    spells_seconds: bool = False  # whether seconds are written digit by digit, so that prompts differ in length
     reads_times: bool = False  # whether the tower is to read from temporal ids when each frame was taken
     recipe: dict = {}  # noqa: RUF012  where its training differs from `train_tiny.Recipe`
     by_adam: tuple[str, ...] = ("embed_tokens", "lm_head")  # parts of names of matrices that Muon does not suit
@@ -202,14 +203,20 @@ class TinyFamily:
         """(3, length) int64."""
         return get_mrope_input_positions(length, spans)[0]
 
+    def deeper_features(self, deeper_BLW: Tensor) -> dict:
+        """Arguments of the text model for what the tower's rows hold besides embeddings, as far as they do."""
+        return {}
+
     def text_positions(self, positions_3BL: Tensor) -> Tensor:
         """As transformers' text model takes them; (B, L) where it has no M-RoPE."""
         return positions_3BL
 
 
-def batch_rows(pixels: Tensor, patch: int = 14, merge: int = 2, frames: int = 2) -> Tensor:
+def batch_rows(
+    pixels: Tensor, patch: int = 14, merge: int = 2, frames: int = 2, mean=CLIP_MEAN, std=CLIP_STD
+) -> Tensor:
     """(B, frames, H, W, 3) uint8 -> (N, C*Tp*P*P) float32 in merge-block order; a single frame is repeated."""
-    mean, std = torch.tensor(CLIP_MEAN), torch.tensor(CLIP_STD)
+    mean, std = torch.tensor(mean), torch.tensor(std)
     x = pixels * (1 / (255 * std)) - mean / std
     if x.shape[1] == 1:
         x = x.expand(-1, frames, -1, -1, -1)

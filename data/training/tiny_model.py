@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoModel, PreTrainedTokenizerFast
 
 from data.training.tiny_family import TinyFamily
@@ -53,7 +54,10 @@ class TinyModel(nn.Module):
         self.family.init_weights(self)
 
     def encode(self, pixels: Tensor, **shown) -> Tensor:
-        """(B, frames, H, W, 3) uint8 of one size -> (B, M, D). shown: what the family's `patchify` takes besides."""
+        """(B, frames, H, W, 3) uint8 of one size -> (B, M, D), or wider with deeper features.
+
+        shown: what the family's `patchify` takes besides.
+        """
         rows_NC, layouts = self.family.patchify(pixels, **shown)
         metadata = self.family.plan(self.visual, layouts, self._plans)
         return self.visual(rows_NC, metadata=metadata).unflatten(0, (len(pixels), -1))
@@ -64,10 +68,13 @@ class TinyModel(nn.Module):
 
         prune: (B,) pruning rate of each video.
         """
-        embeds_BLD, media_BMD = self.model.embed_tokens(batch.ids_BL), None
+        embeds_BLD, media_BMD, deeper = self.model.embed_tokens(batch.ids_BL), None, {}
         if batch.pixels is not None:
             media_BMD, tellings = self.encode(batch.pixels, **batch.shown), len(batch.ids_BL) // len(batch.pixels)
-            embeds_BLD = put_media(embeds_BLD, media_BMD.repeat_interleave(tellings, 0), batch.spans)
+            width = embeds_BLD.shape[-1]
+            rows_BLW = F.pad(embeds_BLD, (0, media_BMD.shape[-1] - width))
+            rows_BLW = put_media(rows_BLW, media_BMD.repeat_interleave(tellings, 0), batch.spans)
+            embeds_BLD, deeper = rows_BLW[..., :width], self.family.deeper_features(rows_BLW[..., width:])
         mask = batch.mask_LL[None, None]
         if prune is not None:
             kept_BM = self.kept(media_BMD, batch.grid, prune).repeat_interleave(tellings, 0)
@@ -81,6 +88,7 @@ class TinyModel(nn.Module):
             position_ids=self.family.text_positions(positions),
             use_cache=False,
             output_hidden_states=True,
+            **deeper,
         ).hidden_states
         answers_AD = hidden_BLD[-1][batch.target_rows, batch.target_columns]
         return self.lm_head(answers_AD), media_BMD, hidden_BLD[-2]
@@ -121,6 +129,7 @@ class Batch:
     targets: Tensor  # (A,) its id
     question_of_target: Tensor  # (A,) number of the question, scene-major
     shown: dict = field(default_factory=dict)  # how the media are shown, for the family's `patchify`
+    seconds: Tensor | None = None  # (rows, t) of each step of a video
     told: Tensor | None = None  # (M,) place of each token in the image, or step in the video, as its position tells it
 
 
@@ -213,6 +222,7 @@ class PromptBuilder:
         return Batch(
             pixels if pixels is None else torch.as_tensor(pixels), grid, spans, ids, positions, mask,
             rows, columns, ids[rows, columns + 1], torch.tensor(numbers), shown or {},
+            None if seconds is None else torch.tensor([list(row) for row in seconds]),
         )  # fmt: skip
 
 

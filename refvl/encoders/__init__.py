@@ -19,6 +19,12 @@ from refvl.encoders.minicpmv import (
 )
 from refvl.encoders.navit_siglip import NaVitSiglip, NaVitSiglipConfig
 from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
+from refvl.encoders.qwen3_vl import (
+    Qwen3_5VisionConfig,
+    Qwen3_5VisionTransformer,
+    Qwen3VLVisionConfig,
+    Qwen3VLVisionTransformer,
+)
 from refvl.encoders.resampler import Resampler2, Resampler2_5, Resampler4_5
 from refvl.encoders.siglip_vit import SiglipViT, SiglipViTConfig
 from refvl.encoders.step3_vl import Step3VisionConfig, Step3VisionEncoder
@@ -39,6 +45,10 @@ __all__ = [
     "NaVitSiglipConfig",
     "Qwen2_5_VisionConfig",
     "Qwen2_5_VisionTransformer",
+    "Qwen3VLVisionConfig",
+    "Qwen3VLVisionTransformer",
+    "Qwen3_5VisionConfig",
+    "Qwen3_5VisionTransformer",
     "Resampler2",
     "Resampler2_5",
     "Resampler4_5",

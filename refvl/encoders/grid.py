@@ -1,4 +1,4 @@
-"""What the towers that read grids have in common: Qwen2.5-VL's, GLM-4.1V's and GLM-OCR's.
+"""What the towers that read grids have in common: Qwen2.5-VL's, Qwen3-VL's, GLM-4.1V's and GLM-OCR's.
 
 An item is a grid (t, h, w) of patches, t = 1 for an image. Its rows lie in merge-block order, so that m * m consecutive
 rows become one token. Each tower is read in its own file; here is what does not differ:
@@ -205,9 +205,9 @@ class RMSNorm(nn.Module):
 class VisionBlock(nn.Module):
     """Pre-norm: x + attn(norm1(x)), then x + mlp(norm2(x)). context: what the tower's attention needs besides x."""
 
-    def __init__(self, hidden_size: int, eps: float, attn: nn.Module, mlp: nn.Module):
+    def __init__(self, hidden_size: int, eps: float, attn: nn.Module, mlp: nn.Module, norm=RMSNorm):
         super().__init__()
-        self.norm1, self.norm2 = RMSNorm(hidden_size, eps), RMSNorm(hidden_size, eps)
+        self.norm1, self.norm2 = norm(hidden_size, eps), norm(hidden_size, eps)
         self.attn, self.mlp = attn, mlp
 
     def forward(self, x_NE: Tensor, *context) -> Tensor:

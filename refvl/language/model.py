@@ -194,7 +194,11 @@ def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: typ
     with torch.device("meta"):
         wanted = dict(model_class._from_config(copy.deepcopy(text_config)).named_parameters())
     pairs = ((name, tuple(wanted[name].shape), header.shape) for name, header in stored.items() if name in wanted)
-    misfits = [f"{name} is {shape}, the config says {want}" for name, want, shape in pairs if shape != want]
+    misfits = [  # experts may lie transposed, to be turned while they are read
+        f"{name} is {shape}, the config says {want}"
+        for name, want, shape in pairs
+        if shape != want and not (len(shape) == 3 and sorted(shape) == sorted(want))
+    ]
     _report(folder, {"mismatched": misfits})
     values, there = sum(weight.numel() for weight in wanted.values()), sum(header.numel for header in stored.values())
     if values > 2 * there:  # a few that are missing are listed by name once the others are loaded

@@ -222,6 +222,48 @@ class GlmgaPatchConfig(Glm4vPatchConfig):
         return self.patch_size * self.merge_size * self.patch_expand_factor
 
 
+@dataclass(frozen=True, slots=True)
+class Qwen3VLPatchConfig(PatchConfig):
+    """Qwen3-VL's images; the pixel budget is the released files', as transformers has no default of its own."""
+
+    patch_size: int = 16
+    min_pixels: int = 256 * 256
+    max_pixels: int = 4096 * 4096
+    image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    max_video_tokens: int = 768
+
+    @classmethod
+    def for_video(cls, **changes) -> "Qwen3VLVideoPatchConfig":
+        """A video's sizes follow another rule, see there."""
+        return Qwen3VLVideoPatchConfig(**changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen3VLVideoPatchConfig(Qwen3VLPatchConfig):
+    """Qwen3-VL's videos: budgets are areas over all frames; the defaults are those of `Qwen3VLVideoProcessor`.
+
+    With `cap_pixels_per_frame`, off unless the file says otherwise, `max_video_tokens` is the most for one frame.
+    """
+
+    min_pixels: int = 128 * 32 * 32
+    max_pixels: int = 768 * 32 * 32
+
+    def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
+        """`smart_resize_video`; a single frame counts as it is padded, as a step of the grid."""
+        frames = max(num_frames, self.temporal_patch_size)
+        return smart_resize_video(
+            frames, height, width, temporal_factor=self.temporal_patch_size, factor=self.factor,
+            min_pixels=self.min_pixels, max_pixels=self.frame_budget(frames) * frames
+            if self.cap_pixels_per_frame else self.max_pixels,
+        )  # fmt: skip
+
+    def frame_budget(self, num_frames: int) -> int:
+        """The largest area one frame may have in a capped video of `num_frames`."""
+        share = min(self.max_video_tokens * self.factor**2, self.max_pixels // num_frames)
+        return max(share, int(self.min_pixels * 1.05))
+
+
 def _check_supported(values: dict) -> None:
     for name, wanted in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", 3)):
         if values.get(name, wanted) not in (wanted, None):

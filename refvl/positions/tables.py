@@ -1,7 +1,8 @@
 """Position tables: learned at one size and sampled at every other, or written by a formula for any size.
 
-A learned table holds a vector per cell of a fixed grid: the grid of an image is laid over it, edge to edge, and each
-patch reads the table where its centre falls. Sines and cosines (`sincos_1d`, `sincos_2d`) need no table at all.
+A learned table holds a vector per cell of a fixed grid: the grid of an image is laid over it, edge to edge or corner on
+corner, and each patch reads the table where its centre falls. Sines and cosines (`sincos_1d`, `sincos_2d`) need no
+table at all.
 """
 
 import math
@@ -18,15 +19,16 @@ MODES = ("bicubic", "bilinear", "nearest")
 
 
 def interpolate_position_table(
-    table: Tensor, grid_thw, *, spatial_merge_size: int = 2, mode: str = "bicubic"
+    table: Tensor, grid_thw, *, spatial_merge_size: int = 2, mode: str = "bicubic", align_corners: bool = False
 ) -> Tensor:
     """(N, D): the position vector of every patch, in merge-block order, for grids of any size and aspect ratio.
 
     table: (S * S, D), row by row. grid_thw: (t, h, w) per item, in patches; every frame of an item reads the same
-    points. mode: the model uses "bicubic", the others are for comparison. Sampled in float32 on the table's device,
-    returned in its dtype. A grid of the table's own size gets the table itself (in merge-block order).
-    Raises ValueError when the table is not square, TypeError when it holds no floating-point numbers.
-    Upstream: `Glm4vVisionEmbeddings` (GLM-4.1V).
+    points. mode: GLM uses "bicubic", Qwen3-VL "bilinear". align_corners: the first and last patch of a side read the
+    table's first and last place (Qwen3-VL), instead of the grid being laid over the table edge to edge (GLM). Sampled
+    in float32 on the table's device, returned in its dtype. A grid of the table's own size gets the table itself (in
+    merge-block order). Raises ValueError when the table is not square, TypeError when it holds no floating-point
+    numbers. Upstream: `Glm4vVisionEmbeddings` (GLM-4.1V), `fast_pos_embed_interpolate` (Qwen3-VL).
 
     >>> interpolate_position_table(torch.arange(4.0)[:, None], [(1, 2, 2)]).flatten().tolist()
     [0.0, 1.0, 2.0, 3.0]
@@ -37,17 +39,19 @@ def interpolate_position_table(
     table_1DSS = table.float().view(side, side, -1).permute(2, 0, 1)[None]
     pieces = [table[:0]]
     for t, h, w in as_grids(grid_thw, spatial_merge_size=spatial_merge_size):
-        place_N2 = _place_on_table(h, w, spatial_merge_size).to(table.device)
+        place_N2 = _place_on_table(h, w, spatial_merge_size, align_corners).to(table.device)
         sampled_1DN1 = F.grid_sample(
-            table_1DSS, place_N2[None, :, None], mode=mode, padding_mode="border", align_corners=False
+            table_1DSS, place_N2[None, :, None], mode=mode, padding_mode="border", align_corners=align_corners
         )
         pieces.append(sampled_1DN1[0, :, :, 0].T.to(table.dtype).repeat(t, 1))
     return torch.cat(pieces)
 
 
-def _place_on_table(h: int, w: int, spatial_merge_size: int) -> Tensor:
-    """(h * w, 2) float32: where the centre of each patch falls, (column, row), -1 and 1 being the table's edges."""
+def _place_on_table(h: int, w: int, spatial_merge_size: int, align_corners: bool) -> Tensor:
+    """(h * w, 2) float32: where each patch falls, (column, row); -1 and 1 are the table's edges, or its last places."""
     row_column = merge_block_coordinates([(1, h, w)], spatial_merge_size=spatial_merge_size)
+    if align_corners:
+        return (row_column / torch.tensor([h - 1, w - 1]).clamp(min=1) * 2 - 1).flip(-1)
     return (((row_column + 0.5) / torch.tensor([h, w])) * 2 - 1).flip(-1)
 
 

@@ -3,6 +3,7 @@
 plot_rotary         cos of every rotation plane over the patches of an image
 plot_positions      t, h, w along the prompt, the media shaded
 plot_position_grid  t, h, w of a medium's tokens, frame by frame
+plot_mrope_axes     which axis turns which pair of a head's dimensions
 plot_place_answers  which place the model names for which true place
 plot_clip_positions positions around one video, from its seconds and size
 explore_positions   a prompt with an image and a video, at sizes, lengths and rates
@@ -154,6 +155,25 @@ def plot_position_grid(positions_3L: Tensor, span: MediaSpan, *, max_frames: int
 def _write_values(ax: Axes, values: np.ndarray) -> None:
     for (row, column), value in np.ndenumerate(values):
         ax.text(column, row, str(value), ha="center", va="center", fontsize=7, color="#1c1c1c")
+
+
+def plot_mrope_axes(layouts: Mapping[str, Tensor], *, title: str = "", ax: Axes | None = None) -> Axes:
+    """One strip per model: which of t, h, w turns each rotary pair, the fastest on the left.
+
+    layouts: name -> (pairs,) of 0, 1, 2, as `mrope_axis_of_pairs` has them.
+    """
+    ax = axes_or_new(ax, figsize=(10, 0.55 * len(layouts) + 1.3))
+    for row, axes in enumerate(layouts.values()):
+        colors = [AXIS_COLORS["thw"[axis]] for axis in axes.tolist()]
+        ax.barh([row] * len(colors), [0.92] * len(colors), 0.7, [i + 0.04 for i in range(len(colors))], color=colors)
+    ax.set_yticks(range(len(layouts)), layouts)
+    ax.invert_yaxis()
+    ax.set(xlabel="rotary pair, the fastest first", title=title, xlim=(0, max(map(len, layouts.values()))))
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    handles = [Patch(color=AXIS_COLORS[axis], label=f"{axis}: {_NAMES[axis]}") for axis in "thw"]
+    ax.legend(handles=handles, ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=9)
+    return ax
 
 
 def plot_place_answers(

@@ -160,6 +160,8 @@ CASES = [
     grid_case("qwen2_5_vl", 0.08),
     grid_case("glm4v", 0.12),
     grid_case("glm_ocr", 0.12),
+    grid_case("qwen3_vl", 0.12),
+    grid_case("qwen3_5", 0.12),
     *map(minicpmv_case, ENCODERS),
     STEP3,
 ]

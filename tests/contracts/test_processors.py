@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_step3_checkpoint
+from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_qwen3_checkpoint, make_step3_checkpoint
 from checkpoint_factory_minicpmv import make_minicpmv_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,6 +40,8 @@ class Row:
 ROWS = {
     "Qwen2.5-VL": Row(CHECKPOINTS / "tiny-qwen2_5_vl"),
     "Qwen2.5-VL, random": Row(make_checkpoint),
+    "Qwen3-VL": Row(lambda folder: make_qwen3_checkpoint(folder, "qwen3_vl")),
+    "Qwen3.5": Row(lambda folder: make_qwen3_checkpoint(folder, "qwen3_5")),
     "GLM-4.1V": Row(CHECKPOINTS / "tiny-glm4v"),
     "GLM-4.6V-Flash": Row(lambda folder: make_glm_checkpoint(folder, "glm4v", "Glm46VProcessor")),
     "GLM-GA": Row(lambda folder: make_glm_checkpoint(folder, "glmga", "Glm46VProcessor")),

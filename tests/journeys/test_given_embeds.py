@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_step3_checkpoint
+from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_qwen3_checkpoint, make_step3_checkpoint
 from checkpoint_factory_minicpmv import make_minicpmv_checkpoint
 
 import refvl
@@ -23,6 +23,7 @@ CONTENT = [
 
 MODELS = {
     "Qwen2.5-VL": make_checkpoint,
+    "Qwen3-VL": partial(make_qwen3_checkpoint, model_type="qwen3_vl"),
     "GLM-4.1V": partial(make_glm_checkpoint, model_type="glm4v", processor_class="Glm4vProcessor"),
     "GLM-OCR": partial(make_glm_checkpoint, model_type="glm_ocr", processor_class="Glm46VProcessor"),
 }

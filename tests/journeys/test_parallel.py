@@ -21,6 +21,8 @@ from refvl.encoders import (
     Glm4vVisionTransformer,
     Qwen2_5_VisionConfig,
     Qwen2_5_VisionTransformer,
+    Qwen3VLVisionConfig,
+    Qwen3VLVisionTransformer,
     Step3VisionConfig,
     Step3VisionEncoder,
 )
@@ -87,6 +89,7 @@ def tower(name):
     torch.manual_seed(7)
     encoder = {
         "Qwen2.5-VL": lambda: Qwen2_5_VisionTransformer(Qwen2_5_VisionConfig.tiny()),
+        "Qwen3-VL": lambda: Qwen3VLVisionTransformer(Qwen3VLVisionConfig.tiny()),  # wide rows
         "GLM": lambda: Glm4vVisionTransformer(Glm4vVisionConfig.tiny()),
         "MiniCPM-V 4.5": lambda: MiniCPMV4_5Encoder.from_config(MINICPMV),
         "Step3-VL": lambda: Step3VisionEncoder(Step3VisionConfig.tiny()),
@@ -100,7 +103,7 @@ def items(kind, case):
     """(layouts, how many rows each has, the rows)."""
     layouts = LAYOUTS.get(kind) or GRIDS[case]
     encoder = tower("Qwen2.5-VL" if kind == "graphs" else kind)
-    values = 588 if kind in LAYOUTS else 1176  # a patch of one picture, or of two frames
+    values = 588 if kind in LAYOUTS else encoder.config.patch_values  # a patch of one picture, or of two frames
     counts = [encoder.item_size(layout)[0] for layout in encoder.check_layouts(layouts)]
     torch.manual_seed(len(layouts))
     return layouts, counts, torch.randn(sum(counts), values)
@@ -128,7 +131,7 @@ def run_case(name):
 
 
 MODELS = {"pictures": Pooling, "rope_2d": KimiLike, "graphs": lambda: tower("Qwen2.5-VL")}  # else a tower
-CASES = [(kind, case) for kind in ("Qwen2.5-VL", "GLM", "rope_2d") for case in GRIDS]
+CASES = [(kind, case) for kind in ("Qwen2.5-VL", "Qwen3-VL", "GLM", "rope_2d") for case in GRIDS]
 CASES += [(kind, "slices and crops") for kind in LAYOUTS]
 CASES += [("graphs", case) for case in ("more items than ranks", "one item")]
 CASES += [("pictures", case) for case in BATCHES]

@@ -16,6 +16,7 @@ from transformers import (
 import refvl
 from refvl.encoders import Glm4vVisionTransformer, GlmOcrVisionTransformer, Qwen2_5_VisionTransformer
 from refvl.paths import DATA
+from refvl.positions import mrope_axis_of_pairs
 
 CONFIGS = DATA / "configs"
 NAME_MAPS = json.loads((CONFIGS.parents[1] / "tests" / "golden" / "weight_mapping.json").read_text())
@@ -75,7 +76,7 @@ def readme_row(stem: str) -> str:
 
 
 def test_every_config_has_its_row_here():
-    rows = {f"Qwen2.5-VL-{size}-Instruct" for size in SHAPES} | GLM.keys() | {"Step3"}
+    rows = {f"Qwen2.5-VL-{size}-Instruct" for size in SHAPES} | QWEN3.keys() | GLM.keys() | {"Step3"}
     others = {path.stem for path in CONFIGS.glob("*.json") if not path.stem.startswith("MiniCPM")}
     assert others == rows  # MiniCPM-V's: tests/models/test_configs_minicpmv.py
 
@@ -141,6 +142,48 @@ def test_the_name_map_of_the_spec_reaches_the_released_tower():
     bare = vision_names_of_the_spec("qwen2_5_vl")
     assert len(bare) == 9
     assert {re.sub(r"\.attn\.[qkv]\.", ".attn.qkv.", name) for name in bare} <= set(names)
+
+
+# Qwen3-VL, Qwen3.5: name -> (text: hidden, layers, heads, kv heads), (tower: blocks, hidden, deepstack), parameters
+# that public listings report for the released weights
+QWEN3 = {
+    "Qwen3-VL-2B-Instruct": ((2048, 28, 16, 8), (24, 1024, (5, 11, 17)), 2_127_532_032),
+    "Qwen3-VL-4B-Instruct": ((2560, 36, 32, 8), (24, 1024, (5, 11, 17)), 4_437_815_808),
+    "Qwen3-VL-8B-Instruct": ((4096, 36, 32, 8), (27, 1152, (8, 16, 24)), 8_767_123_696),
+    "Qwen3-VL-32B-Instruct": ((5120, 64, 64, 8), (27, 1152, (8, 16, 24)), 33_357_390_064),
+    "Qwen3-VL-30B-A3B-Instruct": ((2048, 48, 32, 4), (27, 1152, (8, 16, 24)), 31_070_754_032),
+    "Qwen3-VL-235B-A22B-Instruct": ((4096, 94, 64, 4), (27, 1152, (8, 16, 24)), 235_670_022_896),
+    "Qwen3.5-0.8B": ((1024, 24, 8, 2), (12, 768, ()), 852_985_920),
+    "Qwen3.5-9B": ((4096, 32, 16, 4), (27, 1152, ()), 9_409_813_744),
+}
+
+
+@pytest.mark.parametrize("name", QWEN3)
+def test_qwen3_is_as_reported_and_as_transformers_has_it(name):
+    """Oracles: the table above; transformers' model on `meta`: names, and shapes up to the flattened patch kernel."""
+    vlm = refvl.load(str(CONFIGS / f"{name}.json"), weights="random", device="meta")
+    text, tower, (sizes, (blocks, width, deeper), total) = vlm.language_model, vlm.encoder.config, QWEN3[name]
+    c = text.config
+    assert sizes == (c.hidden_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads)
+    assert (blocks, width, deeper) == (tower.depth, tower.hidden_size, tower.deepstack_visual_indexes)
+    assert text.row_width == c.hidden_size * (1 + len(deeper)) and tower.out_hidden_size == c.hidden_size
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(vlm.config)
+    assert flat_shapes(vlm.encoder.named_parameters()) == flat_shapes(model.model.visual.named_parameters())
+    theirs = {n.replace("model.language_model.", "model."): p.shape for n, p in model.named_parameters()}
+    ours = {n: p.shape for n, p in text.named_parameters()}
+    assert ours == {n: shape for n, shape in theirs.items() if not n.startswith("model.visual.")}
+    assert count(model) == count(vlm.encoder) + count(text) == total
+    assert readme_row(name).endswith(f"| {total:,} | {count(vlm.encoder):,} |")
+
+
+@pytest.mark.parametrize("name", QWEN3)
+def test_mrope_sections_of_qwen3_fill_what_rotates(name):
+    """Equation: as many pairs as rotate, each axis has its share, and no pair further than the last of its third."""
+    c = refvl.load(str(CONFIGS / f"{name}.json"), weights="random", device="meta").config.text_config
+    section, share = c.rope_parameters["mrope_section"], c.rope_parameters.get("partial_rotary_factor", 1.0)
+    axes = mrope_axis_of_pairs(section, interleaved=c.rope_parameters["mrope_interleaved"])
+    assert len(axes) == c.head_dim * share / 2 and axes.bincount().tolist() == section
 
 
 # GLM: name -> (text: hidden, layers, heads, kv heads, intermediate, vocabulary, context, rope theta),

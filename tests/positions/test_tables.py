@@ -12,6 +12,7 @@ import torch
 from closeness import assert_agree, assert_differ
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from refvl.positions import interpolate_position_table, merge_block_coordinates, sincos_1d, sincos_2d
 from refvl.positions.tables import resize_position_table, sincos, sincos_frequencies
@@ -103,6 +104,20 @@ def test_equals_the_slow_formula(problem):
     ]
     got = interpolate_position_table(table, grids, spatial_merge_size=merge)
     assert_agree(got, torch.stack(want), 2, scale=coordinates(table))
+
+
+@settings(max_examples=25)
+@given(tables_and_grids())
+def test_corners_on_corners_equal_transformers(problem):
+    """Oracle: `get_vision_interpolation_indices_and_weights` (Qwen3-VL), the four neighbours by hand."""
+    table, grids, merge = problem
+    index_N4, weight_N4 = get_vision_interpolation_indices_and_weights(
+        torch.tensor(grids), num_grid_per_side=round(len(table) ** 0.5), mode="bilinear", align_corners=True,
+        spatial_merge_size=merge,
+    )  # fmt: skip
+    want = (table[index_N4] * weight_N4[..., None]).sum(1)
+    got = interpolate_position_table(table, grids, spatial_merge_size=merge, mode="bilinear", align_corners=True)
+    assert_agree(got, want, 2, scale=coordinates(table))
 
 
 # --- properties -------------------------------------------------------------------------------------------------------

@@ -21,12 +21,14 @@ from refvl.positions import (
     get_mrope_input_positions,
     get_window_index,
     interpolate_position_table,
+    mrope_axis_of_pairs,
     mrope_delta,
     restrict_positions,
 )
 from refvl.positions.mrope import grid_positions
 from refvl.positions.timestamps import sample_video_frames
 from refvl.positions.upstream import larger_side_positions, width_offset_positions
+from refvl.processors.qwen3_vl import seconds_of_steps
 from refvl.tools.costs import frames_that_fit, kv_cache_bytes_per_token
 
 nbformat = pytest.importorskip("nbformat")
@@ -204,7 +206,9 @@ def larger_area_first(width, height):
         (exercises.check_grid_positions, grid_positions),
         (exercises.check_load_balance, get_load_balance_assignment),
         (exercises.check_merge_embeddings, merge_embeddings),
+        (exercises.check_mrope_axes, lambda section: mrope_axis_of_pairs(section, interleaved=True)),
         (exercises.check_mrope_positions, get_mrope_input_positions),
+        (exercises.check_step_seconds, seconds_of_steps),
         (exercises.check_paired_batches, plan_paired_batches),
         (exercises.check_patch_rows, lambda pixels, config: patch_rows(pixels, config)[0]),
         (exercises.check_read_sets, read_sets),
@@ -250,6 +254,16 @@ def test_the_library_passes(check, function):
             exercises.check_grid_positions,
             lambda t, h, w, f: grid_positions(t, h, w, int(f)),
             r"t=4, h=1, w=2, t_factor=1.4: element \[0, 6\] should be 4, got 3",
+        ),
+        (
+            exercises.check_mrope_axes,
+            lambda section: mrope_axis_of_pairs(section, interleaved=False),
+            r"section=\[24, 20, 20\]: element \[1\] should be 1, got 0",
+        ),
+        (
+            exercises.check_step_seconds,
+            lambda timestamps: [float(second) for second in timestamps[::2]],
+            r"1.5\]: element \[0\]: should be 0.25, got 0.0",
         ),
         (
             exercises.check_load_balance,

@@ -17,6 +17,7 @@ from refvl.positions import (
     compute_dissimilarity,
     compute_retention_mask,
     get_mrope_input_positions,
+    mrope_axis_of_pairs,
     restrict_positions,
     vision_rotary_cos_sin,
 )
@@ -31,6 +32,7 @@ MASK = compute_retention_mask(EMBEDS, THW, 1, 0.5)
 KEEP = torch.ones(40, dtype=torch.bool)
 KEEP[10:34] = MASK
 PLACES = ["left", "right"]
+AXES = mrope_axis_of_pairs((4, 2, 2), interleaved=True)
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +56,7 @@ def image(ax, index: int = 0) -> np.ndarray:
 SINGLE = {
     "positions": lambda ax: viz.plot_positions(POSITIONS, [IMAGE, CLIP], ax=ax),
     "clip": lambda ax: viz.plot_clip_positions(1.0, 3, ax=ax),
+    "mrope_axes": lambda ax: viz.plot_mrope_axes({"Qwen3-VL": AXES}, ax=ax),
     "places": lambda ax: viz.plot_place_answers(["left"], ["right"], PLACES, ax=ax),
     "accuracy": lambda ax: viz.plot_accuracy_curve({"motion": {0.0: 1.0}}, {"ttft": {0.0: 2.0}}, ax=ax),
 }
@@ -89,6 +92,13 @@ def test_a_wrong_number_of_axes_is_named(name):
     count = rows * columns
     with pytest.raises(ValueError, match=rf"ax: this figure needs .* axes, got {count + 1}"):
         draw(new_axes(1, count + 1))
+
+
+def test_strips_have_the_colour_of_each_pair_s_axis():
+    ax = viz.plot_mrope_axes({"interleaved": AXES, "all t": AXES * 0})
+    colors = [to_rgba(bar.get_facecolor()) for bar in ax.patches]
+    assert colors == [to_rgba(AXIS_COLORS["thw"[axis]]) for axis in [*AXES.tolist(), *[0] * 8]]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["interleaved", "all t"]
 
 
 def test_lines_are_the_positions_in_the_colours_of_their_axes():

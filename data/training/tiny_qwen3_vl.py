@@ -1,0 +1,223 @@
+"""The tiny Qwen3-VL, `data/checkpoints/tiny-qwen3_vl`: what is there besides trained numbers, and its timed frames.
+
+It is told the time, as the tiny GLM is, but before each frame, to a tenth of a second and digit by digit, as Qwen's
+tokenizer has it: <12.2 seconds> is one token longer than <7.2 seconds>. The mark behind a frame is the first token that
+can know both the second and what happened in it.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, normalizers
+from torch import Tensor, nn
+
+from data.training.scenes import FPS, LAST_SECOND
+from data.training.tiny_family import TinyFamily, batch_rows
+from data.training.tiny_qwen2_5_vl import PIECES, SPECIAL_TOKENS
+from refvl.encoders import Qwen3VLVisionTransformer
+from refvl.positions import MediaSpan
+
+HALF = (0.5, 0.5, 0.5)  # mean and standard deviation of a channel
+# 9 to 16 merged tokens of 32 x 32 px per image, and per frame of a video of ten; a scene of 84 x 84 px becomes 96 x 96,
+# one of up to 17 frames as well.
+PICTURE_PIXELS, CLIP_PIXELS = (96 * 96, 128 * 128), (2 * 96 * 96, 10 * 128 * 128)
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.content is string -%}
+{{- message.content -}}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' or 'image' in part or 'image_url' in part -%}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- elif part.type == 'video' or 'video' in part -%}
+{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
+{%- elif 'text' in part -%}
+{{- part.text -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+
+def time_text(second: float) -> str:
+    """What stands before the two frames of a step whose first is taken at `second`, the other half a second later."""
+    return f"<{second + 0.5 / FPS:.1f} seconds>"
+
+
+class TinyQwen3VL(TinyFamily):
+    name = "qwen3_vl"
+    special_tokens = SPECIAL_TOKENS
+    end_of_turn = "<|im_end|>"
+    end_of_media = {"image": "<|vision_end|>", "video": "<|vision_end|>"}  # noqa: RUF012
+    chat_template = CHAT_TEMPLATE
+    pieces = PIECES
+    normalizer = normalizers.NFC()
+    texts = ("system\n", "user\n", "assistant\n", *map(time_text, range(LAST_SECOND + 1)))
+    clips = ("motion", "change")
+    reads_places = True
+    spells_seconds = True
+    recipe = {"steps": 1400}  # noqa: RUF012
+    by_adam = ("embed_tokens", "lm_head", "pos_embed", "merger.linear_fc1", "deepstack_merger_list")  # wide ones
+
+    def config(self, tokenizer: Tokenizer) -> dict:
+        """The dict of `config.json`.
+
+        The position table has more places than a scene has patches, so that scenes have to sample it. The language
+        model's rope theta is small because its positions are few.
+        """
+        token = tokenizer.token_to_id
+        vocab_size = -(-tokenizer.get_vocab_size() // 64) * 64
+        return {
+            "architectures": ["Qwen3VLForConditionalGeneration"],
+            "image_token_id": token("<|image_pad|>"),
+            "model_type": "qwen3_vl",
+            "text_config": {
+                "attention_bias": False,
+                "attention_dropout": 0.0,
+                "bos_token_id": token("<|endoftext|>"),
+                "dtype": "bfloat16",
+                "eos_token_id": token("<|im_end|>"),
+                "head_dim": 32,
+                "hidden_act": "silu",
+                "hidden_size": 128,
+                "initializer_range": 0.02,
+                "intermediate_size": 320,
+                "max_position_embeddings": 4096,
+                "model_type": "qwen3_vl_text",
+                "num_attention_heads": 4,
+                "num_hidden_layers": 3,
+                "num_key_value_heads": 2,
+                "pad_token_id": token("<|endoftext|>"),
+                "rms_norm_eps": 1e-06,
+                "rope_parameters": {
+                    "mrope_interleaved": True,
+                    "mrope_section": [6, 5, 5],
+                    "rope_theta": 5.0,
+                    "rope_type": "default",
+                },
+                "use_cache": True,
+                "vocab_size": vocab_size,
+            },
+            "tie_word_embeddings": False,
+            "video_token_id": token("<|video_pad|>"),
+            "vision_config": {
+                "deepstack_visual_indexes": [1, 2],
+                "depth": 4,
+                "hidden_act": "gelu_pytorch_tanh",
+                "hidden_size": 96,
+                "in_channels": 3,
+                "initializer_range": 0.02,
+                "intermediate_size": 256,
+                "model_type": "qwen3_vl_vision",
+                "num_heads": 4,
+                "num_position_embeddings": 64,
+                "out_hidden_size": 128,
+                "patch_size": 16,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+            },
+            "vision_end_token_id": token("<|vision_end|>"),
+            "vision_start_token_id": token("<|vision_start|>"),
+        }
+
+    def side_files(self, config: dict) -> dict[str, dict]:
+        text = config["text_config"]
+        common = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": HALF, "image_std": HALF}
+        common |= {"processor_class": "Qwen3VLProcessor"}
+        picture, clip = (
+            {"size": {"longest_edge": high, "shortest_edge": low}, **common}
+            for low, high in (PICTURE_PIXELS, CLIP_PIXELS)
+        )
+        return {
+            "config.json": config,
+            "generation_config.json": {
+                "bos_token_id": text["bos_token_id"],
+                "pad_token_id": text["pad_token_id"],
+                "do_sample": False,
+                "eos_token_id": [text["eos_token_id"], text["bos_token_id"]],
+            },
+            "tokenizer_config.json": {
+                "tokenizer_class": "Qwen2Tokenizer",
+                "add_prefix_space": False,
+                "bos_token": None,
+                "eos_token": "<|im_end|>",
+                "pad_token": "<|endoftext|>",
+                "unk_token": None,
+                "additional_special_tokens": [t for t in SPECIAL_TOKENS if t not in ("<|endoftext|>", "<|im_end|>")],
+                "clean_up_tokenization_spaces": False,
+                "errors": "replace",
+                "model_max_length": text["max_position_embeddings"],
+            },
+            "preprocessor_config.json": picture | {"image_processor_type": "Qwen2VLImageProcessorFast"},
+            "video_preprocessor_config.json": clip | {"video_processor_type": "Qwen3VLVideoProcessor"},
+        }
+
+    def checkpoint_weights(self, weights: dict[str, Tensor], config: dict) -> dict[str, Tensor]:
+        c, kernel = config["vision_config"], "visual.patch_embed.proj.weight"
+        shape = (c["in_channels"], c["temporal_patch_size"], c["patch_size"], c["patch_size"])
+        weights = weights | {kernel: weights[kernel].unflatten(1, shape)}
+        return {
+            re.sub("^visual", "model.visual", re.sub("^model", "model.language_model", name)): weight
+            for name, weight in weights.items()
+        }
+
+    def tower(self, config: dict) -> Qwen3VLVisionTransformer:
+        return Qwen3VLVisionTransformer.from_config(config["vision_config"], attention="sdpa")
+
+    def init_weights(self, model: nn.Module) -> None:
+        """While only the tower learns, nobody reads deeper features: at full size they would be noise afterwards."""
+        for merger in model.visual.deepstack_merger_list:
+            merger.linear_fc2.weight.data.mul_(0.2)
+
+    def patchify(self, pixels: Tensor) -> tuple[Tensor, list]:
+        """Resized as the processor does: what was drawn for tokens of 28 px becomes tokens of 32."""
+        height, width = (side * 32 // 28 for side in pixels.shape[2:4])
+        frames = pixels.flatten(0, 1).permute(0, 3, 1, 2).contiguous()
+        resized = F.interpolate(frames, (height, width), mode="bicubic", antialias=True).permute(0, 2, 3, 1)
+        rows = batch_rows(resized.unflatten(0, pixels.shape[:2]), patch=16, mean=HALF, std=HALF)
+        return rows, [self.grid(pixels.shape)] * len(pixels)
+
+    def plan(self, tower, layouts: list, kept: dict):
+        """Positions are weights: the table is sampled at every step, once for all media, because they look alike."""
+        with torch.no_grad():
+            plan = super().plan(tower, layouts, kept)
+        return replace(plan, position_embeds=tower.position_embeds(layouts[:1]).repeat(len(layouts), 1))
+
+    def deeper_features(self, deeper_BLW: Tensor) -> dict:
+        """As transformers' text model takes them."""
+        visual_BL = deeper_BLW.detach().any(-1)
+        return {
+            "visual_pos_masks": visual_BL,
+            "deepstack_visual_embeds": deeper_BLW[visual_BL].unflatten(-1, (2, -1)).unbind(1),
+        }
+
+    def place_media(
+        self, ids: list[int], token: int, grid: tuple[int, int, int], seconds: tuple, encode: Callable
+    ) -> tuple[list[int], list[MediaSpan]]:
+        """A step of a video is an image of its own, behind its second; its marks take the place of the template's."""
+        if not seconds:
+            return super().place_media(ids, token, grid, seconds, encode)
+        start, (_, h, w) = ids.index(token), self.merged(grid)
+        placed, spans = ids[: start - 1], []
+        for second in seconds:
+            placed = [*placed, *encode(time_text(second)), *encode("<|vision_start|>")]
+            spans.append(MediaSpan(len(placed), 1, h, w))
+            placed = [*placed, *[token] * (h * w), *encode("<|vision_end|>")]
+        return placed + ids[start + 2 :], spans
+
+    def time_columns(self, spans: list[MediaSpan]) -> list[int]:
+        """The mark behind each frame."""
+        return [span.offset + span.num_tokens for span in spans]
+
+
+FAMILY = TinyQwen3VL()

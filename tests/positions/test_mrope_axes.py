@@ -1,0 +1,85 @@
+"""Which axis turns which rotary pair. Oracle: transformers' rotary embeddings, asked about each axis alone."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig
+from transformers.models.glm4v.modeling_glm4v import Glm4vTextRotaryEmbedding
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_multimodal_rotary_pos_emb
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+from refvl.positions import mrope_axis_of_pairs
+
+
+def rope(section, share=1.0) -> dict:
+    return {
+        "rope_type": "default", "rope_theta": 100.0, "mrope_section": section, "mrope_interleaved": True,
+        "partial_rotary_factor": share,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rotary", "section", "head_dim", "share"),
+    [
+        ("qwen3_vl_text", Qwen3VLTextRotaryEmbedding, [24, 20, 20], 128, 1.0),
+        ("qwen3_vl_text", Qwen3VLTextRotaryEmbedding, [6, 5, 5], 32, 1.0),
+        ("qwen3_5_text", Qwen3_5TextRotaryEmbedding, [11, 11, 10], 256, 0.25),
+    ],
+)
+def test_interleaved_pairs_equal_transformers(model_type, rotary, section, head_dim, share):
+    """A position on one axis turns the pairs of that axis and leaves the others at angle 0."""
+    config = AutoConfig.for_model(model_type, head_dim=head_dim, rope_parameters=rope(section, share))
+    axes = mrope_axis_of_pairs(section, interleaved=True)
+    for axis in range(3):
+        positions = torch.zeros(3, 1, 1, dtype=torch.int64)
+        positions[axis] = 1
+        _, sin = rotary(config)(torch.zeros(1), positions)
+        assert ((sin[0, 0, : len(axes)] != 0) == (axes == axis)).all()
+
+
+def test_runs_equal_transformers_qwen2_5():
+    """The same, by what its rotation does to a query of ones."""
+    section = [16, 24, 24]
+    axes = mrope_axis_of_pairs(section, interleaved=False)
+    for axis in range(3):
+        cos, sin = torch.ones(3, 1, 1, 128), torch.zeros(3, 1, 1, 128)
+        sin[axis] = 1.0
+        q, _ = apply_multimodal_rotary_pos_emb(torch.ones(1, 1, 1, 128), torch.ones(1, 1, 1, 128), cos, sin, section)
+        assert ((q.flatten()[:64] != 1) == (axes == axis)).all()
+
+
+def test_runs_equal_transformers_glm():
+    section = [8, 12, 12]
+    text = {"hidden_size": 256, "num_attention_heads": 2, "rope_parameters": rope(section, 0.5)}
+    embedding = Glm4vTextRotaryEmbedding(AutoConfig.for_model("glm4v_text", **text))
+    axes = mrope_axis_of_pairs(section, interleaved=False)
+    for axis in range(3):
+        positions = torch.zeros(3, 1, 1, dtype=torch.int64)
+        positions[axis] = 1
+        _, sin = embedding(torch.zeros(1), positions)
+        sin = sin if sin.ndim == 3 else torch.cat([part[i] for i, part in enumerate(sin.split(section * 2, -1))], -1)
+        assert ((sin.flatten()[: len(axes)] != 0) == (axes == axis)).all()
+
+
+@given(st.lists(st.integers(0, 40), min_size=3, max_size=3), st.booleans())
+def test_every_pair_has_one_axis(section, interleaved):
+    axes = mrope_axis_of_pairs(section, interleaved=interleaved)
+    assert len(axes) == sum(section) and set(axes.tolist()) <= {0, 1, 2}
+    if not interleaved:
+        assert axes.bincount(minlength=3).tolist() == section
+
+
+@pytest.mark.parametrize(
+    ("section", "error", "message"),
+    [
+        ([1, 2], ValueError, r"section: expected \(t, h, w\)"),
+        ([1, 2, -1], ValueError, "section: "),
+        ([1, 2, 0.5], TypeError, "section: expected integers"),
+        (5, ValueError, "section: "),
+    ],
+)
+def test_other_sections_are_refused(section, error, message):
+    with pytest.raises(error, match=message):
+        mrope_axis_of_pairs(section, interleaved=True)
