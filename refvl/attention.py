@@ -42,6 +42,16 @@ def available_backends(device, dtype: torch.dtype, head_dim: int = 64) -> list[s
     return [*(name for name, where in KERNELS.items() if fits and _find(*where)), "sdpa", "masked"]
 
 
+def describe_backend(backend: str) -> str:
+    """Which kernel a backend runs, with the version of the package that has it: for tables."""
+    match backend:
+        case "varlen":
+            return f"varlen: flash-attn 2 of torch {torch.__version__}"
+        case "flash":
+            return f"flash: flash-attn {importlib.import_module('flash_attn').__version__}"
+    return f"{backend}: scaled_dot_product_attention of torch {torch.__version__}"
+
+
 def is_ampere(device) -> bool:
     """Whether `device` is a CUDA device of this machine with compute capability 8.0 or above."""
     on_cuda = torch.device(device).type == "cuda" and torch.cuda.is_available()

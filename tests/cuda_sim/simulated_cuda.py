@@ -213,6 +213,8 @@ class Machine:
             real_kwargs["device"] = torch.device("cpu") if arrives else real_kwargs["device"]
             real_kwargs.pop("pin_memory", None)
         compute = KERNELS.get(function, function)
+        if compute is not function:
+            self.counts[compute.__name__] += 1
         result = compute(*real_args, **real_kwargs)
         if not arrives:
             return result
@@ -309,15 +311,13 @@ class Machine:
 def simulated_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)):
     """While it lasts, this process has CUDA devices; yields the `Machine`."""
     machine = Machine(devices, capability)
-    convert, lift = torch.__future__.get_overwrite_module_params_on_conversion(), torch._C._only_lift_cpu_tensors()
-    run = threading.Thread.run
+    run, convert = threading.Thread.run, torch.__future__.get_overwrite_module_params_on_conversion()
 
     def run_on_machine(thread):
         with _modes(machine):  # modes belong to their thread
             run(thread)
 
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # `.to` makes new parameters, of another class
-    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(..., device="cuda")` is a copy from the host
     _set_device_guard()
     try:
         with (
@@ -328,7 +328,6 @@ def simulated_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)):
         ):
             yield machine
     finally:
-        torch._C._set_only_lift_cpu_tensors(lift)
         torch.__future__.set_overwrite_module_params_on_conversion(convert)
 
 
@@ -367,8 +366,13 @@ def _leave_no_grad(self, *error) -> None:
 
 @contextlib.contextmanager
 def _modes(machine: Machine):
-    with _Dispatch(machine), _Python(machine):
-        yield
+    lift = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(..., device="cuda")` is a copy from the host
+    try:
+        with _Dispatch(machine), _Python(machine):
+            yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(lift)
 
 
 class _Dispatch(TorchDispatchMode):
