@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LIMIT  := $(if $(shell command -v timeout 2>/dev/null),timeout 900)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-portable lab notebooks train clean
+.PHONY: help demo test test-slow test-portable test-cuda-sim test-shapes lab notebooks train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,15 @@ test-slow: $(STAMP) ## the tests that take minutes
 
 test-portable: $(STAMP) ## the tests under every set of vector instructions that this CPU has, with one thread and with two
 	$(BIN)/python tests/portable.py
+
+test-cuda-sim: $(STAMP) ## the tests that need a GPU, on a simulated one
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "gpu and not allocator" --simulated-cuda
+
+test-shapes: ## every released config on fake CUDA tensors, in .venv-cuda, for which the index should have a CUDA build
+	$(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	.venv-cuda/bin/pip install --quiet -c constraints.txt -e '.[test]'
+	.venv-cuda/bin/python -m pytest -m shapes tests/cuda_sim/test_shapes.py
 
 lab: $(STAMP) ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)

@@ -14,7 +14,7 @@ Shape suffixes: N rows, H heads, K head dimension.
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def check_gpu(
     device: str | torch.device = "cuda",
     *,
     config: Qwen2_5_VisionConfig = TWO_BLOCKS,
-    sides=SIDES,
+    sides: Sequence[int] = SIDES,
     compiles: bool = True,
 ) -> dict:
     """All checks on a CUDA device, as a dict that JSON can hold; "passed" says whether all of them did.
@@ -115,11 +115,9 @@ def _random_qkv(head_dim: int, dtype: torch.dtype, device: torch.device) -> tupl
 
 def _exact_attention(*qkv_NHK: Tensor) -> Tensor:
     """Segment by segment in float64."""
-    pieces = [x.double().split(LENGTHS) for x in qkv_NHK]
-    outs = [
-        F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in segment)) for segment in zip(*pieces, strict=True)
-    ]
-    return torch.cat([out.transpose(0, 1) for out in outs])
+    segments = zip(*(x.double().transpose(0, 1).split(LENGTHS, dim=1) for x in qkv_NHK), strict=True)
+    outs_HNK = [F.scaled_dot_product_attention(*segment) for segment in segments]
+    return torch.cat(outs_HNK, dim=1).transpose(0, 1)
 
 
 @torch.inference_mode()
@@ -132,11 +130,9 @@ def check_graphs(encoder: Qwen2_5_VisionTransformer, sides, *, compiles: bool) -
     for name in "ABA":
         pixels, grids = pictures[name]
         [out] = manager.execute(pixels, grids)
-        want = encoder(pixels, grids)
-        eps = torch.finfo(encoder.dtype).eps
-        yield Row(
-            f"graph of picture {name} against eager", _distance(out, want), 2 * (12 * encoder.config.depth) ** 0.5 * eps
-        )
+        error, eps = _distance(out, encoder(pixels, grids)), torch.finfo(encoder.dtype).eps
+        allowed = 2 * (12 * (encoder.config.depth + 2)) ** 0.5 * eps  # a block rounds a dozen times
+        yield Row(f"graph of picture {name} against eager", error, allowed)
         yield Row(f"picture {name} again, other bits", float(not torch.equal(first.setdefault(name, out), out)), 0)
     if compiles:
         torch.compile(lambda x: (x @ x).relu(), mode="reduce-overhead")(torch.ones(64, 64, device=encoder.device))

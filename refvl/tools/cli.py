@@ -227,7 +227,7 @@ def check_gpu(
     device: Annotated[str, typer.Option(help="cuda, cuda:1, ...")] = "cuda",
     out: Annotated[str, typer.Option(help="where the JSON goes")] = "check-gpu.json",
 ):
-    """Check what a CUDA device runs: attention, graphs, memory, times. Takes a minute; the exit status is the verdict."""
+    """Check what a CUDA device runs: attention, graphs, memory, times. A minute; exit status 1 where one fails."""
     from refvl.tools import check_gpu as checks
 
     result = checks.check_gpu(device)
