@@ -108,3 +108,14 @@ def test_old_gpus_answer_in_float16():
             vlm = refvl.load(folder, device="cuda", graphs={"budgets": [64]}, progress=False)
         assert (vlm.encoder.dtype, vlm.encoder.graph_attention) == (torch.float16, "masked")
         assert vlm.chat(question, max_new_tokens=4, **media) == "red"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_cache_of_fixed_size_changes_no_id(name):
+    """`compile=True`, on a CPU, where transformers does not compile. Oracle: the cache that grows."""
+    question, media = CASES[name]
+    vlm = refvl.load(DATA / "checkpoints" / name, device="cpu", compile=True, progress=False)
+    static = vlm.trace(question, max_new_tokens=4, **media).token_ids
+    assert vlm.language_model.generation_config.cache_implementation == "static"
+    vlm.language_model.generation_config.cache_implementation = None
+    assert vlm.trace(question, max_new_tokens=4, **media).token_ids == static
