@@ -201,7 +201,7 @@ def _operations(encoder: Qwen2_5_VisionTransformer, patches: int, tokens: int) -
 
 def _matmul_rate(encoder: Qwen2_5_VisionTransformer, size: int = 4096) -> float:
     """Operations per second of a large matrix product in the tower's dtype."""
-    size = min(size, 16 * encoder.config.hidden_size)
+    size = min(size, 4 * encoder.config.hidden_size)
     x = torch.ones(size, size, dtype=encoder.dtype, device=encoder.device)
     return 2 * size**3 / _milliseconds(lambda: x @ x) * 1e3
 

@@ -13,6 +13,7 @@ from simulated_cuda import simulated_cuda
 import refvl
 from refvl.attention import _find, available_backends, choose_backend, cumulative_lengths, varlen_attention
 from refvl.encoders import Step3VisionConfig, Step3VisionEncoder
+from refvl.language.model import CausalTextModel
 from refvl.language.step3_vl import Step3TextConfig, Step3TextMoE
 from refvl.parallel import run_dp_sharded_mrope_vision_model
 from refvl.paths import DATA
@@ -80,13 +81,13 @@ def test_every_rank_uses_its_own_gpu(monkeypatch, layouts):
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_a_process_of_torchrun_loads_onto_its_own_gpu(monkeypatch, device):
-    """A2."""
+    """A2; and B4: text weights go straight there, without a whole model on the host."""
     monkeypatch.setenv("LOCAL_RANK", "1")
-    config = DATA / "checkpoints" / "tiny-qwen2_5_vl" / "config.json"
+    monkeypatch.setattr(CausalTextModel, "to", lambda *args: pytest.fail("moved after it was loaded"))
     with simulated_cuda(devices=2):
-        vlm = refvl.load(config, weights="random", device=device, dtype="float32")
-        assert {p.device for p in vlm.encoder.parameters()} == {torch.device("cuda:1")}
-        assert refvl.load(config, weights="random", device="cuda:0", dtype="float32").device == torch.device("cuda:0")
+        vlm = refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device=device, progress=False)
+        for half in (vlm.encoder, vlm.language_model):
+            assert {parameter.device for parameter in half.parameters()} == {torch.device("cuda:1")}
 
 
 def test_varlen_is_flash_attention_2_in_every_release(machine, monkeypatch):
@@ -161,11 +162,3 @@ def test_experts_wait_once_in_a_layer_at_most(machine, dtype, waits):
     assert machine.counts["waits"] <= waits
     error = (out.cpu()[0].double() - exact).norm() / exact.norm()
     assert error < 8 * torch.finfo(dtype).eps
-
-
-def test_text_weights_go_straight_to_their_device():
-    """B4. No parameter of the whole model is on the host before it is on the device: it is built on `meta`."""
-    with simulated_cuda():
-        vlm = refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device="cuda", dtype="bfloat16", progress=False)
-        assert vlm.language_model.hf_device_map == {"": torch.device("cuda")}
-        assert {p.device.type for p in vlm.language_model.parameters()} == {"cuda"}
