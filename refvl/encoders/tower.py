@@ -179,7 +179,8 @@ def send_rows(rows: Sequence[Tensor], encoder) -> Tensor:
     pixel_values, device = torch.cat(list(rows)), encoder.device
     if device.type != "cuda" or pixel_values.device.type != "cpu":
         return pixel_values.to(device)
-    pixel_values, shape = pixel_values.to(encoder.dtype), getattr(encoder.config, "patch_shape", ())
+    pixel_values = pixel_values.to(encoder.dtype)
+    shape: tuple[int, ...] = getattr(encoder.config, "patch_shape", ())
     if len(shape) != 4:  # no frames
         return pixel_values.pin_memory().to(device, non_blocking=True)
     frames = pixel_values.unflatten(1, shape)  # (N, C, Tp, P, P)
