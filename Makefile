@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LIMIT  := $(if $(shell command -v timeout 2>/dev/null),timeout 900)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-portable test-browser lab notebooks site train clean
+.PHONY: help demo test test-slow test-portable test-browser test-cuda-sim test-shapes lab notebooks site train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,15 @@ test-browser: $(STAMP) ## every explorer in Chromium, as a page and in JupyterLa
 lab: $(STAMP) ## trust the shipped notebooks, so that their explorers live, and open them in JupyterLab
 	$(BIN)/jupyter trust notebooks/*.ipynb
 	$(BIN)/jupyter lab --notebook-dir=notebooks --LabApp.default_url=/lab/tree/index.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
+
+test-cuda-sim: $(STAMP) ## the tests that need a GPU, on a simulated one
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "gpu and not allocator" --simulated-cuda
+
+test-shapes: ## every released config on fake CUDA tensors, in .venv-cuda, for which the index should have a CUDA build
+	$(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	.venv-cuda/bin/pip install --quiet -c constraints.txt -e '.[test]'
+	.venv-cuda/bin/python -m pytest -m shapes tests/cuda_sim/test_shapes.py
 
 notebooks: $(STAMP) ## run the notebooks and keep their outputs
 	OMP_NUM_THREADS=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=True \

@@ -11,6 +11,7 @@ import torch
 import transformers
 import typer
 
+from refvl.attention import available_backends, describe_backend
 from refvl.paths import DATA
 
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
@@ -63,10 +64,12 @@ def resolve_device(device: str) -> str:
 
 
 def environment(device: str) -> dict:
-    """Device, versions, threads and date."""
+    """Device, versions, threads and date; on CUDA the attention of a tower in bfloat16 as well."""
     name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    best = available_backends(device, torch.bfloat16)[0]
     return {
         "device": name,
+        **({"attention": describe_backend(best)} if device == "cuda" else {}),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),

@@ -4,8 +4,8 @@ The encoder lays all segments (windows, or whole frames) end to end in one seque
 begins. Tokens attend within their own segment only. In self-attention queries and keys share their segments; in
 cross-attention each segment has queries and keys of its own, in different numbers. Only `masked` builds a mask:
 
-- `varlen`: `torch.nn.attention.varlen` (CUDA, half precision)
-- `flash`:  flash-attn 2, when installed and asked for (CUDA, half precision)
+- `varlen`: flash-attn 2 as torch has it (CUDA from compute capability 8.0 on, half precision)
+- `flash`:  flash-attn 2, when installed and asked for (the same)
 - `sdpa`:   every device and dtype: segments of equal length form one batch, one SDPA call per distinct length
 - `masked`: every device and dtype: for captured graphs where varlen cannot run; see `_masked_sdpa`
 
@@ -14,7 +14,7 @@ G segments of a group, S their queries, T their keys.
 """
 
 import functools
-import importlib.util
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,7 @@ from refvl.checks import check_shape
 
 BACKENDS = ("varlen", "flash", "sdpa", "masked")
 HALF = (torch.float16, torch.bfloat16)
+AMPERE = (8, 0)  # the compute capability from which on a GPU computes in bfloat16 and flash-attn 2 runs
 LARGEST_KEY = torch.finfo(torch.float32).max / 2**24  # the mask adds -inf to scores, and -inf + inf is nan
 SegmentPairs = Sequence[tuple[Tensor, Tensor]]  # per group: token indices of its queries (G, S) and of its keys (G, T)
 
@@ -34,13 +35,28 @@ SegmentPairs = Sequence[tuple[Tensor, Tensor]]  # per group: token indices of it
 def available_backends(device, dtype: torch.dtype, head_dim: int = 64) -> list[str]:
     """The backends that can run on `device` with `dtype`, fastest first; `sdpa` and `masked` always can.
 
-    The flash kernels behind `varlen` and `flash` take head dimensions up to 256 that are multiples of 8.
+    The flash kernels behind `varlen` and `flash` run from Ampere on (not on a T4 or V100), and take head dimensions up
+    to 256 that are multiples of 8.
     """
-    has_kernel = torch.device(device).type == "cuda" and dtype in HALF and head_dim % 8 == 0 and head_dim <= 256
-    found = ["varlen"] if has_kernel and _varlen_attn() is not None else []
-    if has_kernel and importlib.util.find_spec("flash_attn") is not None:
-        found.append("flash")
-    return [*found, "sdpa", "masked"]
+    fits = dtype in HALF and head_dim % 8 == 0 and head_dim <= 256 and is_ampere(device)
+    return [*(name for name, where in KERNELS.items() if fits and _find(*where)), "sdpa", "masked"]
+
+
+def describe_backend(backend: str) -> str:
+    """Which kernel a backend runs, with the version of the package that has it: for tables."""
+    match backend:
+        case "varlen":
+            return f"varlen: flash-attn 2 of torch {torch.__version__}"
+        case "flash":
+            return f"flash: flash-attn {importlib.import_module('flash_attn').__version__}"
+    return f"{backend}: scaled_dot_product_attention of torch {torch.__version__}"
+
+
+def is_ampere(device) -> bool:
+    """Whether `device` is a CUDA device of compute capability 8.0 or above; yes where this machine has none to ask."""
+    if torch.device(device).type != "cuda":
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= AMPERE
 
 
 def choose_backend(requested: str, device, dtype: torch.dtype, head_dim: int = 64) -> str:
@@ -93,28 +109,26 @@ class Segments:
     """What self-attention needs besides q, k and v; the metadata of most towers are these and more."""
 
     cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (segments + 1,) int32, tokens, leading 0
-    groups: tuple[Tensor, ...] = field(metadata={"pad": "empty"})  # segments of equal length, for the sdpa backend
+    groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # of equal length; planned for sdpa alone
     max_seqlen: int  # tokens of the longest segment; a capture bakes it in: there it is a capacity
 
     def attend(self, q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, backend: str) -> Tensor:
-        """(N, H * K): `varlen_attention`, heads side by side."""
-        out_NHK = varlen_attention(
-            q_NHK, k_NHK, v_NHK, self.cu_seqlens, self.max_seqlen, backend=backend, groups=self.groups
-        )
-        return out_NHK.flatten(1)
+        """(N, H * K): `varlen_attention`, heads side by side; rows behind the last segment may hold anything."""
+        cu_seqlens, longest = self.cu_seqlens, self.max_seqlen
+        pairs = None if self.groups is None else [(index_GS, index_GS) for index_GS in self.groups]
+        return _attend(q_NHK, k_NHK, v_NHK, cu_seqlens, cu_seqlens, longest, longest, backend, pairs).flatten(1)
 
 
-def plan_segments(lengths: Sequence[int]) -> dict[str, Any]:
-    """The fields of `Segments`."""
+def plan_segments(lengths: Sequence[int], *, with_groups: bool = True) -> dict[str, Any]:
+    """The fields of `Segments`. with_groups: whether the backend reads them (`Tower.reads_groups`)."""
     cu_seqlens = cumulative_lengths(lengths)
-    return {
-        "cu_seqlens": cu_seqlens, "groups": group_segments(cu_seqlens), "max_seqlen": max(lengths, default=0),
-    }  # fmt: skip
+    groups = group_segments(cu_seqlens) if with_groups else None
+    return {"cu_seqlens": cu_seqlens, "groups": groups, "max_seqlen": max(lengths, default=0)}
 
 
 def segment_capacity(max_tokens: int, max_segments: int) -> dict[str, Any]:
     """The same, as large as any batch needs; legal values: one segment holds everything, the others are empty."""
-    return plan_segments([max_tokens] + [0] * (max_segments - 1)) | {"groups": ()}
+    return plan_segments([max_tokens] + [0] * (max_segments - 1), with_groups=False)
 
 
 def varlen_attention(
@@ -141,7 +155,8 @@ def varlen_attention(
     ):
         check_shape(x, shape, name)
     pairs = None if groups is None else [(index_GS, index_GS) for index_GS in groups]
-    return _attend(q_NHK, k_NHK, v_NHK, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, backend, pairs)
+    out_NHK = _attend(q_NHK, k_NHK, v_NHK, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, backend, pairs)
+    return _zero_padding(out_NHK, cu_seqlens, backend)
 
 
 def varlen_cross_attention(
@@ -167,17 +182,30 @@ def varlen_cross_attention(
     check_shape(k_NHK, ("N", *q_MHK.shape[1:]), "k_NHK")
     check_shape(v_NHK, k_NHK.shape, "v_NHK")
     check_shape(cu_seqlens_k, tuple(cu_seqlens_q.shape), "cu_seqlens_k")
-    return _attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups)
+    out_MHK = _attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups)
+    return _zero_padding(out_MHK, cu_seqlens_q, backend)
+
+
+def _zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
+    """The kernels leave rows behind the last segment unwritten: zero them, whatever memory held.
+
+    An encoder does without: nothing reads these rows, and four kernels in every layer are many.
+    """
+    if backend not in KERNELS or not len(out_MHK):
+        return out_MHK
+    return out_MHK.masked_fill(_is_padding(cu_seqlens, len(out_MHK))[:, None, None], 0)
 
 
 def _attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups) -> Tensor:
     """What both share, once the shapes have been checked."""
+    if len(cu_seqlens_q) < 2:  # no segments, which the kernels refuse
+        return torch.zeros_like(q_MHK)
     match backend:
-        case "varlen" | "flash":
-            kernel = _torch_varlen if backend == "varlen" else _flash_varlen
-            out_MHK = kernel(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-            # The kernels leave rows behind the last segment unwritten: zero them, whatever memory held.
-            return out_MHK.masked_fill(_is_padding(cu_seqlens_q, len(q_MHK))[:, None, None], 0)
+        case "varlen":
+            return _torch_varlen(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        case "flash":
+            kernel = _find(*KERNELS["flash"])
+            return kernel(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         case "sdpa":
             groups = group_segment_pairs(cu_seqlens_q, cu_seqlens_k) if groups is None else groups
             return _grouped_sdpa(q_MHK, k_NHK, v_NHK, groups)
@@ -238,21 +266,29 @@ def _batched_sdpa(q_GSHK: Tensor, k_GTHK: Tensor, v_GTHK: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
+def _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Tensor:
+    """Not causal, which is the default of every release; how to ask for it by name changed in torch 2.11.
+
+    A window as long as the longest segment hides nothing, and flash-attn 2 treats it as none. It is asked for because
+    torch 2.14 takes cuDNN instead on Hopper where there is no window: for long segments, and not for short ones. So a
+    picture is encoded by one kernel, eagerly and in graphs, whatever the release.
+    """
+    return _find(*KERNELS["varlen"])(
+        q, k, v, cu_seq_q=cu_seqlens_q, cu_seq_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
+        window_size=(max_seqlen_k, max_seqlen_k),
+    )  # fmt: skip
+
+
+KERNELS = {  # backend: where its function is
+    "varlen": ("torch.nn.attention.varlen", "varlen_attn"),
+    "flash": ("flash_attn", "flash_attn_varlen_func"),
+}
+
+
 @functools.cache
-def _varlen_attn():
+def _find(module: str, function: str) -> Any:
+    """None where either is missing: flash-attn 4 alone installs a package of the same name without the function."""
     try:
-        from torch.nn.attention.varlen import varlen_attn
+        return getattr(importlib.import_module(module), function, None)
     except ImportError:
         return None
-    return varlen_attn
-
-
-def _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Tensor:
-    # Non-causal is the default of every release; how to ask for it by name changed in torch 2.11.
-    return _varlen_attn()(q, k, v, cu_seq_q=cu_seqlens_q, cu_seq_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k)
-
-
-def _flash_varlen(*arguments) -> Tensor:
-    from flash_attn import flash_attn_varlen_func
-
-    return flash_attn_varlen_func(*arguments)

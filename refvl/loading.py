@@ -2,13 +2,15 @@
 
 import inspect
 import os
+import warnings
 from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
 from refvl import checkpoints, families
-from refvl.checks import WORDED, blame, check_names
+from refvl.attention import is_ampere
+from refvl.checks import WORDED, blame, check_flag, check_names
 from refvl.contracts import Encoder
 from refvl.graphs.dual import DualPathGraphManager
 from refvl.graphs.manager import MIN_BUDGET, EncoderGraphManager
@@ -31,6 +33,7 @@ def load(
     attention: str = "auto",
     weights: str = "checkpoint",
     graphs: bool | dict | None = None,
+    compile: bool = False,
     revision: str | None = None,
     cache_dir: str | Path | None = None,
     token: str | bool | None = None,
@@ -41,11 +44,14 @@ def load(
 ) -> VLM:
     """A model from a local folder or a hub id in Hugging Face layout; the family comes from the config.
 
-    device: "auto" takes CUDA when there is one, each process of torchrun its own. dtype: a torch dtype or its name;
-    "auto" is the checkpoint's own on CUDA and float32 on a CPU. attention: backend of the vision tower
+    device: "auto" takes CUDA when there is one; each process of torchrun gets its own of "auto" and of "cuda". dtype: a
+    torch dtype or its name; "auto" is the checkpoint's own on CUDA and float32 on a CPU. GPUs before Ampere (T4, V100)
+    do not compute in bfloat16: they get float16, and a warning says so. attention: backend of the vision tower
     (`refvl.attention`). weights: "checkpoint", or "random" to build the true shape from a config alone (a folder, a
     JSON file, a dict) - on device "meta" it costs no memory. graphs: True captures the encoder in graphs now (CUDA
-    graphs, or their stand-in elsewhere); a dict gives the options of `EncoderGraphManager`. revision, cache_dir, token,
+    graphs, or their stand-in elsewhere); a dict gives the options of `EncoderGraphManager`. compile: decode with a
+    cache of fixed size, for which transformers compiles the step on CUDA (the first answer then takes longer, the
+    others less); elsewhere the cache alone. revision, cache_dir, token,
     local_files_only: for a hub id, as in `huggingface_hub.snapshot_download`. torch_dtype: `dtype`, as transformers
     called it. model_kwargs go to transformers' text model: `attn_implementation`; `device_map="auto"` or a map, to
     spread its layers over devices, memory and disk (needs accelerate); `tp_plan="auto"`, to split every layer among the
@@ -75,6 +81,8 @@ def load(
         processor = families.load_processor(beside, config)
     vlm = VLM(config, processor, *models)
     _add_stop_tokens(vlm)
+    if check_flag(compile, "compile"):
+        vlm.language_model.generation_config.cache_implementation = "static"
     if graphs:
         vlm.graphs = _capture_graphs(vlm, {} if graphs is True else graphs, progress)
     return vlm
@@ -133,14 +141,16 @@ def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphMana
 def _resolve_device(device: str | int | torch.device) -> torch.device:
     if not isinstance(device, (str, int, torch.device)) or isinstance(device, bool):
         raise TypeError(f"device: expected a name, a number or a torch.device, got {type(device).__name__}")
-    if device == "auto" and torch.cuda.is_available():  # torchrun's processes take the GPUs of their machine in turn
-        device = f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device("cpu" if device == "auto" else device)
+        device = torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"device: {device!r} is no torch device") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {str(device)!r} was asked for, but this machine has no CUDA device")
+    if device == torch.device("cuda") and "LOCAL_RANK" in os.environ:  # a process of torchrun takes its own
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return device
 
 
@@ -155,4 +165,8 @@ def _resolve_dtype(dtype, torch_dtype, config: PretrainedConfig, device: torch.d
         dtype = torch.float32 if device.type == "cpu" else own
     if (name := str(dtype).removeprefix("torch.")) not in DTYPES:
         raise ValueError(f"dtype: expected 'auto' or one of {list(DTYPES)}, got {dtype!r}")
+    if name == "bfloat16" and device.type == "cuda" and not is_ampere(device):
+        card = torch.cuda.get_device_name(device)
+        warnings.warn(f"dtype: {card} does not compute in bfloat16; the model is loaded in float16", stacklevel=3)
+        return torch.float16
     return DTYPES[name]

@@ -34,6 +34,7 @@ from refvl.checks import (
     check_values,
 )
 from refvl.contracts import Encoder, Processor
+from refvl.encoders.tower import send_rows
 from refvl.graphs import DualPathGraphManager, EncoderGraphManager
 from refvl.language.model import CausalTextModel, check_generate_options, generate, option
 from refvl.language.streaming import FanOut, stream_text
@@ -433,7 +434,7 @@ class VLM:
 
     def _encode(self, trace: Trace, rows: Sequence[Tensor], layouts, *, progress: bool = True) -> list[Tensor]:
         """(M, W) per item, by graph or eagerly; what was planned is kept in `trace`."""
-        graphs, device, embeds = self.graphs if rows else None, self.device, list[Tensor]()
+        graphs, embeds = self.graphs if rows else None, list[Tensor]()
         with trace.stage("plan"):
             if graphs:
                 planned = graphs.plan(layouts)
@@ -443,11 +444,10 @@ class VLM:
                 trace.metadata = [self.encoder.plan([layouts[i] for i in batch]) for batch in batches]
         with trace.stage("encode"), torch.inference_mode():
             if graphs:
-                pixel_values = torch.cat(list(rows)).to(device)
-                return graphs.run(pixel_values, planned)  # type: ignore[arg-type]  # planned by the same manager
+                return graphs.run(send_rows(rows, self.encoder), planned)  # type: ignore[arg-type]  # planned by the same manager
             bar = tqdm(batches, desc="encode", disable=not progress or len(batches) < 2, leave=False)
             for batch, metadata in zip(bar, trace.metadata, strict=True):
-                pixel_values = torch.cat([rows[i] for i in batch]).to(device)
+                pixel_values = send_rows([rows[i] for i in batch], self.encoder)
                 tokens = [self.encoder.item_size(layouts[i])[1] for i in batch]
                 embeds += self.encoder(pixel_values, metadata=metadata).split(tokens)
         return embeds

@@ -36,6 +36,20 @@ settings.register_profile("shared machine", deadline=None)  # slow is not wrong
 settings.load_profile("shared machine")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--simulated-cuda", action="store_true", help="this process has a CUDA device: tests/cuda_sim")
+
+
+def pytest_configure(config):
+    """Before tests are collected, because they ask then whether there is a device."""
+    if config.getoption("--simulated-cuda"):
+        from simulated_cuda import simulated_cuda
+
+        device = simulated_cuda()
+        device.__enter__()
+        config.add_cleanup(lambda: device.__exit__(None, None, None))
+
+
 @pytest.fixture(scope="session")
 def clip() -> Path:
     """A real clip: 320 x 180, 132 frames, 25 per second."""

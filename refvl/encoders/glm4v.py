@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from refvl.attention import Segments
 from refvl.checks import Grid
 from refvl.encoders.grid import FrameMetadata, GridEncoder, GridVisionConfig, PatchEmbed, RMSNorm, SwiGLU, VisionBlock
 from refvl.positions.rotary import apply_rotary
@@ -113,8 +114,9 @@ class Glm4vVisionTransformer(GridEncoder):
     def encode(self, patches_NC: Tensor, metadata: VisionMetadata, backend: str) -> Tensor:
         """(N, C*Tp*P*P) -> (M, D)."""
         x_NE = self.post_conv_layernorm(self.patch_embed(patches_NC)) + metadata.position_embeds
+        cos_sin = metadata.cos_sin()
         for block in self.blocks:
-            x_NE = block(x_NE, metadata, backend)
+            x_NE = block(x_NE, cos_sin, metadata, backend)
         x_MD = self.downsample(fold_blocks(self.post_layernorm(x_NE), self.config.block_size))
         return self.merger(x_MD)
 
@@ -146,10 +148,10 @@ class VisionAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.attention_bias)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, x_NE: Tensor, metadata: VisionMetadata, backend: str) -> Tensor:
-        q_NHK, k_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
-        q_NHK, k_NHK = (apply_rotary(x, metadata.cos, metadata.sin) for x in (q_NHK, k_NHK))
-        return self.proj(metadata.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
+    def forward(self, x_NE: Tensor, cos_sin: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
+        qk_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1)).tensor_split([2 * self.num_heads], dim=1)
+        q_NHK, k_NHK = apply_rotary(qk_NHK, *cos_sin).chunk(2, dim=1)  # in one pass: half as many kernels
+        return self.proj(segments.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
 class PatchMerger(SwiGLU):

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from refvl.attention import Segments
 from refvl.encoders.glm4v import PatchMerger, downsample_kernel, fold_blocks
 from refvl.encoders.grid import FrameMetadata, GridEncoder, GridVisionConfig, PatchEmbed, RMSNorm, SwiGLU, VisionBlock
 from refvl.positions.rotary import apply_rotary
@@ -70,8 +71,9 @@ class GlmOcrVisionTransformer(GridEncoder):
     def encode(self, patches_NC: Tensor, metadata: FrameMetadata, backend: str) -> Tensor:
         """(N, C*Tp*P*P) -> (M, D)."""
         x_NE = self.patch_embed(patches_NC)
+        cos_sin = metadata.cos_sin()
         for block in self.blocks:
-            x_NE = block(x_NE, metadata, backend)
+            x_NE = block(x_NE, cos_sin, metadata, backend)
         x_MD = self.downsample(fold_blocks(self.post_layernorm(x_NE), self.config.block_size))
         return self.merger(x_MD)
 
@@ -92,8 +94,8 @@ class VisionAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.attention_bias)
 
-    def forward(self, x_NE: Tensor, metadata: FrameMetadata, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, cos_sin: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
         q_NHK, k_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
-        q_NHK = apply_rotary(self.q_norm(q_NHK), metadata.cos, metadata.sin)
-        k_NHK = apply_rotary(self.k_norm(k_NHK), metadata.cos, metadata.sin)
-        return self.proj(metadata.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
+        q_NHK = apply_rotary(self.q_norm(q_NHK), *cos_sin)
+        k_NHK = apply_rotary(self.k_norm(k_NHK), *cos_sin)
+        return self.proj(segments.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)

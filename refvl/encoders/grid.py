@@ -4,7 +4,7 @@ An item is a grid (t, h, w) of patches, t = 1 for an image. Its rows lie in merg
 rows become one token. Each tower is read in its own file; here is what does not differ:
 
     GridVisionConfig    sizes that follow from other sizes
-    FrameMetadata       rotary angles, and where each frame begins
+    FrameMetadata       row and column of every patch, and where each frame begins
     GridEncoder         plan (the part about frames) -> forward (checks, then the tower's own `encode`); sizes
     PatchEmbed, SwiGLU, RMSNorm, VisionBlock
 
@@ -25,7 +25,7 @@ from refvl.attention import Segments, plan_segments, segment_capacity
 from refvl.checks import Grid, as_grids, check_pixel_rows
 from refvl.encoders.tower import Tower, TowerConfig
 from refvl.encoders.weights import named_tensors
-from refvl.positions.rotary import vision_rotary_cos_sin
+from refvl.positions.rotary import merge_block_coordinates, rotary_cos_sin, rotary_frequencies
 
 
 class GridVisionConfig(TowerConfig):
@@ -63,12 +63,19 @@ class GridVisionConfig(TowerConfig):
 class FrameMetadata(Segments):
     """What one forward needs besides pixels; segments are frames.
 
+    Rotary angles are computed from rows and columns where the tower is: they are 40 times as many bytes. The
+    frequencies are planned because a buffer of the module would be rounded by `.to(torch.bfloat16)`.
+
     Fixed addresses, changing contents: the contract of a captured graph. Integers are baked in by a capture: there they
     are capacities, and a replay must not exceed them.
     """
 
-    cos: Tensor = field(metadata={"pad": "zero"})  # (N, K/2) float32
-    sin: Tensor = field(metadata={"pad": "zero"})  # (N, K/2) float32
+    positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch
+    frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
+
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        """Of the rotary angles, each (N, K/2) float32."""
+        return rotary_cos_sin(self.positions, self.frequencies)
 
     @property
     def summary(self) -> str:
@@ -97,9 +104,9 @@ class GridEncoder(Tower):
 
     def plan_frames(self, grids: list[Grid]) -> dict[str, Any]:
         """The fields of `FrameMetadata`."""
-        c = self.config
-        cos, sin = vision_rotary_cos_sin(grids, head_dim=c.head_dim, spatial_merge_size=c.spatial_merge_size)
-        return plan_segments([h * w for t, h, w in grids for _ in range(t)]) | {"cos": cos, "sin": sin}
+        positions = merge_block_coordinates(grids, spatial_merge_size=self.config.spatial_merge_size)
+        segments = plan_segments([h * w for t, h, w in grids for _ in range(t)], with_groups=self.reads_groups)
+        return segments | {"positions": positions.int(), "frequencies": rotary_frequencies(self.head_dim)}
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> FrameMetadata:
         """Metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need, for a capture.
@@ -111,8 +118,9 @@ class GridEncoder(Tower):
     def frame_capacity(self, max_tokens: int, max_frames: int) -> dict[str, Any]:
         """The fields of `FrameMetadata` at capacity."""
         patches = max_tokens * self.config.block_size
-        cos, sin = torch.zeros(2, patches, self.config.head_dim // 2)
-        return segment_capacity(patches, min(max_frames, max_tokens)) | {"cos": cos, "sin": sin}
+        positions = torch.zeros(patches, 2, dtype=torch.int32)
+        segments = segment_capacity(patches, min(max_frames, max_tokens))
+        return segments | {"positions": positions, "frequencies": rotary_frequencies(self.head_dim)}
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
         """(patch rows, C*Tp*P*P) zeros for `max_tokens` output tokens."""
@@ -136,7 +144,7 @@ class GridEncoder(Tower):
         if (metadata is None) == (grid_thw is None):
             raise ValueError("forward: give exactly one of grid_thw and metadata")
         metadata = self.plan(grid_thw) if metadata is None else metadata
-        rows = (("patches", len(metadata.cos)), ("values (C*Tp*P*P)", self.config.patch_values))
+        rows = (("patches", len(metadata.positions)), ("values (C*Tp*P*P)", self.config.patch_values))
         check_pixel_rows(pixel_values, rows, self.device)
         backend = self.backend(attention, pixel_values.device)
         return self.encode(pixel_values.to(self.dtype), metadata, backend)

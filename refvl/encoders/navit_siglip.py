@@ -96,7 +96,7 @@ class NaVitSiglip(Tower):
             )
         side = self.config.num_patches_per_side
         position_ids = [torch.zeros(0, dtype=torch.long), *(place_in_table(h, w, side) for h, w in position_sizes)]
-        segments = plan_segments([h * w for h, w in sizes])
+        segments = plan_segments([h * w for h, w in sizes], with_groups=self.reads_groups)
         return self.move(NaVitMetadata(**segments, position_ids=torch.cat(position_ids)))
 
     def plan_capacity(self, max_patches: int, max_slices: int) -> NaVitMetadata:

@@ -64,12 +64,12 @@ class Qwen2_5_VisionConfig(GridVisionConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata(FrameMetadata):
-    """`FrameMetadata`, its angles in window order, and the windows."""
+    """`FrameMetadata`, its positions in window order, and the windows."""
 
     window_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64
     reverse_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64
     cu_window_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (windows + 1,) int32, patches
-    window_groups: tuple[Tensor, ...] = field(metadata={"pad": "empty"})  # equal-length windows, for the sdpa backend
+    window_groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # as `groups`
     max_window_seqlen: int  # patches in the longest window
 
     @property
@@ -104,13 +104,13 @@ class Qwen2_5_VisionTransformer(GridEncoder):
             grids, window_size=c.window_size, patch_size=c.patch_size, spatial_merge_size=c.spatial_merge_size
         )
         frames = self.plan_frames(grids)
-        frames |= {name: self._permute_blocks(frames[name], window_index) for name in ("cos", "sin")}
+        frames["positions"] = self._permute_blocks(frames["positions"], window_index)
         metadata = VisionMetadata(
             **frames,
             window_index=window_index,
             reverse_index=invert_permutation(window_index),
             cu_window_seqlens=cu_window_seqlens,
-            window_groups=group_segments(cu_window_seqlens),
+            window_groups=group_segments(cu_window_seqlens) if self.reads_groups else None,
             max_window_seqlen=int(cu_window_seqlens.diff().max()) if grids else 0,
         )
         return self.move(metadata)
@@ -129,7 +129,7 @@ class Qwen2_5_VisionTransformer(GridEncoder):
             window_index=torch.arange(max_tokens),
             reverse_index=torch.arange(max_tokens),
             cu_window_seqlens=(steps * side**2).clamp(max=max_tokens) * block,
-            window_groups=(),
+            window_groups=None,
             max_window_seqlen=min(side**2, max_tokens) * block,
         )
         return self.move(metadata)
@@ -137,10 +137,11 @@ class Qwen2_5_VisionTransformer(GridEncoder):
     def encode(self, patches_NC: Tensor, metadata: VisionMetadata, backend: str) -> Tensor:
         """(N, C*Tp*P*P) -> (M, D). In float16 the last blocks can overflow on long inputs: see `clamp_overflow`."""
         x_NE = self._permute_blocks(self.patch_embed(patches_NC), metadata.window_index)
+        cos_sin = metadata.cos_sin()
         windows = Segments(metadata.cu_window_seqlens, metadata.window_groups, metadata.max_window_seqlen)
         for i, block in enumerate(self.blocks):
             segments = metadata if i in self.config.fullatt_block_indexes else windows
-            x_NE = block(x_NE, metadata.cos, metadata.sin, segments, backend)
+            x_NE = block(x_NE, cos_sin, segments, backend)
         return self.merger(clamp_overflow(x_NE))[metadata.reverse_index]  # (M, D)
 
     def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
@@ -175,9 +176,9 @@ class VisionAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x_NE: Tensor, cos: Tensor, sin: Tensor, segments: Segments, backend: str) -> Tensor:
-        q_NHK, k_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
-        q_NHK, k_NHK = apply_rotary(q_NHK, cos, sin), apply_rotary(k_NHK, cos, sin)
+    def forward(self, x_NE: Tensor, cos_sin: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
+        qk_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1)).tensor_split([2 * self.num_heads], dim=1)
+        q_NHK, k_NHK = apply_rotary(qk_NHK, *cos_sin).chunk(2, dim=1)  # in one pass: half as many kernels
         return self.proj(segments.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 

@@ -44,7 +44,7 @@ class SetMetadata:
     positions: Tensor = field(metadata={"pad": "zero"})  # one row per patch
     cu_seqlens_q: Tensor = field(metadata={"pad": "repeat_last"})  # (sets + 1,) int32, tokens
     cu_seqlens_k: Tensor = field(metadata={"pad": "repeat_last"})  # (sets + 1,) int32, patches
-    set_groups: tuple = field(metadata={"pad": "empty"})  # sets of equal lengths, for the sdpa backend
+    set_groups: tuple | None = field(metadata={"pad": "empty"})  # sets of equal lengths; planned for sdpa alone
     max_seqlen_q: int  # Q
     max_seqlen_k: int  # patches that the fullest set of queries reads
 
@@ -157,7 +157,7 @@ class Resampler2(Resampler):
         sizes = as_sizes(tgt_sizes)
         queries_QD = sincos_2d(self.embed_dim, (self.grid_size, self.grid_size)).flatten(0, 1)
         keys_ND = torch.cat([queries_QD[:0], *(self._key_positions(queries_QD, size) for size in sizes)])
-        sets = plan_sets(self.num_queries, [h * w for h, w in sizes])
+        sets = plan_sets(self.num_queries, [h * w for h, w in sizes], with_groups=self.reads_groups)
         keys_ND, queries_QD = keys_ND.to(self.dtype), queries_QD.to(self.dtype)
         return self.move(FixedGridMetadata(positions=keys_ND, query_positions=queries_QD, **sets))
 
@@ -212,7 +212,7 @@ class Resampler2_5(Resampler):
     def _plan(self, sizes: Sequence[tuple[int, int]], patches_per_set: Sequence[int]) -> dict[str, Any]:
         places = [torch.zeros(0, 2, dtype=torch.int32), *(grid_places(h, w) for h, w in sizes)]
         frequencies = sincos_frequencies(self.embed_dim // 2)
-        return plan_sets(self.num_queries, patches_per_set) | {
+        return plan_sets(self.num_queries, patches_per_set, with_groups=self.reads_groups) | {
             "positions": torch.cat(places),
             "frequencies": frequencies,
         }
@@ -225,7 +225,7 @@ class Resampler2_5(Resampler):
         capacity = self._plan([(1, max_patches)], [max_patches])
         for name in ("cu_seqlens_q", "cu_seqlens_k"):
             capacity[name] = torch.cat([capacity[name], capacity[name][-1:].expand(max_sets - 1)])
-        return capacity | {"set_groups": ()}
+        return capacity | {"set_groups": None}
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
         """The first half of the channels encodes the column, the second the row, as in `sincos_2d`."""
@@ -345,14 +345,14 @@ def grid_places(h: int, w: int) -> Tensor:
     return torch.cartesian_prod(torch.arange(h, dtype=torch.int32), torch.arange(w, dtype=torch.int32)).view(-1, 2)
 
 
-def plan_sets(num_queries: int, patches_per_set: Sequence[int]) -> dict[str, Any]:
+def plan_sets(num_queries: int, patches_per_set: Sequence[int], *, with_groups: bool) -> dict[str, Any]:
     """The fields of `SetMetadata`, but for the positions."""
     cu_seqlens_q = cumulative_lengths([num_queries] * len(patches_per_set))
     cu_seqlens_k = cumulative_lengths(patches_per_set)
     return {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
-        "set_groups": group_segment_pairs(cu_seqlens_q, cu_seqlens_k),
+        "set_groups": group_segment_pairs(cu_seqlens_q, cu_seqlens_k) if with_groups else None,
         "max_seqlen_q": num_queries,
         "max_seqlen_k": max(patches_per_set, default=0),
     }

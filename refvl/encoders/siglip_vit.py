@@ -92,7 +92,7 @@ class SiglipViT(NaVitSiglip):
         """Everything that depends on sizes, and the resized table. tgt_sizes: (h, w) per image in patches."""
         sizes, table = as_sizes(tgt_sizes), self.get_parameter(TABLE)
         positions = [table[:0], *(resize_position_table(table, size, antialias=True) for size in sizes)]
-        segments = plan_segments([h * w for h, w in sizes])
+        segments = plan_segments([h * w for h, w in sizes], with_groups=self.reads_groups)
         return self.move(SiglipViTMetadata(**segments, position_embeds=torch.cat(positions)))
 
     def positions(self, metadata: SiglipViTMetadata) -> Tensor:

@@ -154,6 +154,8 @@ class Step3VisionEncoder(Tower):
         self.vision_model = VisionTransformer(config)
         self.vit_downsampler = nn.Conv2d(c.hidden_size, c.output_hidden_size, 2, stride=c.understand_projector_stride)
         self.vit_downsampler2 = nn.Conv2d(c.output_hidden_size, 2 * c.output_hidden_size, 3, stride=2, padding=1)
+        for convolution in (self.vit_downsampler, self.vit_downsampler2):  # their input has its channels last, too
+            convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's types leave it out
         self.vit_large_projector = nn.Linear(2 * c.output_hidden_size, c.out_hidden_size, bias=c.projector_bias)
 
     @classmethod

@@ -3,7 +3,7 @@
 Each encoder is read in its own file. A config is a frozen dataclass on `TowerConfig`, an encoder a `Tower`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from math import prod
 from types import MappingProxyType
@@ -133,6 +133,12 @@ class Tower(nn.Module):
         """The backend of `refvl.attention` for inputs on `device`; attention: what the call asks for, if anything."""
         return choose_backend(attention or self.attention, device, self.dtype, self.head_dim)
 
+    @property
+    def reads_groups(self) -> bool:
+        """Whether the backend that runs unless a call asks for another reads the groups of a plan."""
+        first = available_backends(self.device, self.dtype, self.head_dim)[0]
+        return (first if self.attention == "auto" else self.attention) == "sdpa"
+
     def move(self, planned: Planned) -> Planned:
         """A plan, made on the CPU, with every tensor in it on the tower's device."""
         return _to_device(planned, self.device)
@@ -166,6 +172,26 @@ class Tower(nn.Module):
     def unused(self) -> str:
         """A regular expression: how checkpoint names begin of parts that this encoder does not have."""
         return r"(?!)"
+
+
+def send_rows(rows: Sequence[Tensor], encoder) -> Tensor:
+    """Patch rows of several items, end to end, for `encoder` to read on its device.
+
+    From the host as little travels as can: the encoder's dtype instead of float32, and of still pictures, whose frames
+    are equal, one frame. From pinned memory, so that the host does not wait.
+    """
+    pixel_values, device = torch.cat(list(rows)), encoder.device
+    if device.type != "cuda" or pixel_values.device.type != "cpu":
+        return pixel_values.to(device)
+    pixel_values = pixel_values.to(encoder.dtype)
+    shape: tuple[int, ...] = getattr(encoder.config, "patch_shape", ())
+    if len(shape) != 4:  # no frames
+        return pixel_values.pin_memory().to(device, non_blocking=True)
+    frames = pixel_values.unflatten(1, shape)  # (N, C, Tp, P, P)
+    if is_still := bool((frames == frames[:, :, :1]).all()):
+        frames = frames[:, :, :1]
+    frames = frames.contiguous().pin_memory().to(device, non_blocking=True)
+    return (frames.expand(-1, -1, shape[1], -1, -1) if is_still else frames).flatten(1)
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

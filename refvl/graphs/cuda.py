@@ -73,8 +73,8 @@ def _check_capturable(function: Callable[[], Tensor]) -> None:
     mode, thread = torch.cuda.get_sync_debug_mode(), threading.get_ident()
 
     def note(message, *args, **kwargs) -> None:
-        if threading.get_ident() == thread and "synchronizing" in str(message):
-            waits.append(str(message))
+        if threading.get_ident() == thread and "called a synchronizing CUDA operation" in str(message):
+            waits.append(str(message))  # and not torch's remark, at the first use, that the mode is a prototype
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")

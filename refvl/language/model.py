@@ -6,6 +6,7 @@ instead of ids, and with (3, B, L) M-RoPE positions that it did not compute - in
 """
 
 import copy
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator, Sequence
@@ -140,12 +141,16 @@ def load_language_model(
     """The text part of the checkpoint in `folder`, strictly.
 
     kwargs (`device_map`, `tp_plan`, `attn_implementation`, ...) go to transformers' `from_pretrained`; those that place
-    the weights win over `device`. Raises ValueError that lists missing, unexpected and misshapen weights, those that
+    the weights win over `device`. On CUDA the weights go straight to the device where accelerate is installed, else
+    through host memory. Raises ValueError that lists missing, unexpected and misshapen weights, those that
     are no plain floats (unless a `quantization_config` says how to read them), and those that hold nan or inf. Sizes
     and dtypes are compared with the headers of the files before memory is taken.
     """
     if not kwargs.get("quantization_config") and not _says_how_to_read(text_config):
         _check_headers(folder, text_config, model_class)
+    device = torch.device(device)
+    if device.type == "cuda" and not PLACED_BY & kwargs.keys() and importlib.util.find_spec("accelerate"):
+        kwargs["device_map"] = {"": device}
     with progress_bars(progress):
         loaded: Any = model_class.from_pretrained(
             folder,

@@ -32,6 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 from transformers.utils.output_capturing import capture_outputs
 
+from refvl.attention import is_ampere
 from refvl.checks import check_positive_int
 from refvl.language.model import SequentialTextModel
 
@@ -176,6 +177,13 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
 
+    def forward(self, x_CI: Tensor, counts: Tensor | list[int]) -> Tensor:
+        """(C, in) rows, expert by expert -> (C, out). counts: rows of each expert; a tensor for a grouped matmul."""
+        if isinstance(counts, Tensor):
+            return F.grouped_mm(x_CI, self.weight.mT, offs=counts.cumsum(0, dtype=torch.int32))
+        pieces = zip(x_CI.split(counts), self.weight, strict=True)
+        return torch.cat([F.linear(rows, weight) for rows, weight in pieces if len(rows)])
+
 
 class Step3TextMoE(nn.Module):
     """Softmax over all experts, the best `moe_top_k` of them, weighted by what the softmax gave them.
@@ -200,16 +208,20 @@ class Step3TextMoE(nn.Module):
         return weights.to(x_TD.dtype), chosen
 
     def forward(self, x_BLD: Tensor) -> Tensor:
+        """Rows sorted by expert, so that each reads its own in one piece: C = T * top_k of them."""
         x_TD = x_BLD.flatten(0, -2)
         weights, chosen = self.route(x_TD)
-        out_TD = torch.zeros_like(x_TD)
-        for expert in chosen.unique().tolist():  # each expert reads only the tokens that chose it
-            token, rank = (chosen == expert).nonzero(as_tuple=True)
-            gate = F.linear(x_TD[token], self.gate_proj.weight[expert])
-            up = F.linear(x_TD[token], self.up_proj.weight[expert])
-            down = F.linear(F.silu(gate) * up, self.down_proj.weight[expert])
-            out_TD = out_TD.index_add(0, token, down * weights[token, rank, None])
-        return out_TD.view_as(x_BLD)
+        order = chosen.flatten().argsort(stable=True)
+        counts_E = (chosen.flatten()[:, None] == torch.arange(len(self.gate_proj.weight), device=order.device)).sum(0)
+        split = counts_E if self._has_grouped_matmul(x_TD) else counts_E.tolist()  # the one value read back
+        x_CD = x_TD[order // self.top_k]
+        hidden = F.silu(self.gate_proj(x_CD, split)) * self.up_proj(x_CD, split)
+        out_CD = torch.empty_like(x_CD).index_copy(0, order, self.down_proj(hidden, split))  # as they were chosen
+        return (out_CD.unflatten(0, (-1, self.top_k)) * weights[..., None]).sum(1).view_as(x_BLD)
+
+    def _has_grouped_matmul(self, x: Tensor) -> bool:
+        """Whether the device multiplies by all experts at once, without the host knowing how many rows each has."""
+        return x.dtype == torch.bfloat16 and is_ampere(x.device)
 
 
 class Step3TextDecoderLayer(nn.Module):

@@ -19,7 +19,7 @@ def merge_block_coordinates(grid_thw, *, spatial_merge_size: int = 2) -> Tensor:
         rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
         grid_HW2 = torch.stack([rows, columns], dim=-1)
         blocks = grid_HW2.view(h // m, m, w // m, m, 2).transpose(1, 2)  # (h/m, w/m, m, m, 2)
-        coordinates.append(blocks.reshape(-1, 2).repeat(t, 1))
+        coordinates.append(blocks.reshape(-1, 2).expand(t, -1, -1).flatten(0, 1))
     return torch.cat(coordinates)
 
 
@@ -31,13 +31,22 @@ def vision_rotary_cos_sin(
     head_dim must be a multiple of 4, theta finite and above 0. Upstream: `rotary_pos_emb_thw`; transformers repeats
     each half once more to head_dim columns before it applies them.
     """
+    frequencies = rotary_frequencies(head_dim, theta=theta)
+    return rotary_cos_sin(merge_block_coordinates(grid_thw, spatial_merge_size=spatial_merge_size), frequencies)
+
+
+def rotary_frequencies(head_dim: int, *, theta: float = 10000.0) -> Tensor:
+    """(K/4,) float32: radians that a step of one patch turns each plane, for rows and columns alike."""
     if check_positive_int(head_dim, "head_dim") % 4:
         raise ValueError(
             f"head_dim: must be a multiple of 4 (h and w take a quarter of the angles each), got {head_dim}"
         )
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
-    frequencies = 1.0 / check_positive(theta, "theta") ** exponents  # (K/4,)
-    positions_N2 = merge_block_coordinates(grid_thw, spatial_merge_size=spatial_merge_size)
+    return 1.0 / check_positive(theta, "theta") ** exponents
+
+
+def rotary_cos_sin(positions_N2: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, 2) rows and columns, (K/4,) frequencies -> cos and sin, each (N, K/2) float32, on their device."""
     angles = (positions_N2[..., None] * frequencies).flatten(1)  # (N, 2, K/4) -> (N, K/2)
     return angles.cos(), angles.sin()
 

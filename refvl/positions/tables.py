@@ -39,7 +39,7 @@ def interpolate_position_table(
     table_1DSS = table.float().view(side, side, -1).permute(2, 0, 1)[None]
     pieces = [table[:0]]
     for t, h, w in as_grids(grid_thw, spatial_merge_size=spatial_merge_size):
-        place_N2 = _place_on_table(h, w, spatial_merge_size, align_corners).to(table.device)
+        place_N2 = _place_on_table(h, w, spatial_merge_size, align_corners).to(table.device, non_blocking=True)
         sampled_1DN1 = F.grid_sample(
             table_1DSS, place_N2[None, :, None], mode=mode, padding_mode="border", align_corners=align_corners
         )

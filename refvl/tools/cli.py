@@ -1,4 +1,4 @@
-"""`python -m refvl`: chat, trace, info, encode, compare, bench. Whatever goes wrong is one line on stderr.
+"""`python -m refvl`: chat, trace, info, encode, compare, bench, check-gpu. Whatever goes wrong is one line on stderr.
 
 Exit status: 1 for an error, 2 for a command line that cannot be read, 130 after Ctrl-C, 143 after SIGTERM, and 141 when
 the reader of a pipe has gone.
@@ -265,6 +265,26 @@ def bench(
     module = importlib.import_module(f"benchmarks.{name.value}")  # beside the package, not installed with it
     taken = inspect.signature(module.run).parameters
     module.run(write=write, **{option: value for option, value in options.items() if option in taken})
+
+
+@command()
+def check_gpu(
+    device: Annotated[str, typer.Option(help="cuda, cuda:1, ...")] = "cuda",
+    out: Annotated[str, typer.Option(help="where the JSON goes")] = "check-gpu.json",
+):
+    """Check what a CUDA device runs: attention, graphs, memory, times. A minute; exit status 1 where one fails."""
+    from refvl.tools import check_gpu as checks
+
+    result = checks.check_gpu(device)
+    table = Table("check", title=result["device"]["name"])
+    for column in ("measured", "allowed", "passed"):
+        table.add_column(column, justify="right")
+    for row in result["rows"]:
+        allowed = "" if row["allowed"] is None else f"{row['allowed']:.2g}"
+        table.add_row(row["check"], f"{row['measured']:.2g} {row['unit']}", allowed, "yes" if row["passed"] else "NO")
+    Console().print(table)
+    print(f"{checks.verdict(result)}; attach {checks.write_result(result, out)} to an issue")
+    raise SystemExit(0 if result["passed"] else 1)
 
 
 def stage_table(run) -> Table:

@@ -151,8 +151,8 @@ def test_the_plan_equals_golden_metadata(case):
     if "pos_embeds" in case:
         for name, ours in {
             "pos_embeds": plan.position_embeds,
-            "rotary_pos_emb_cos": plan.cos,
-            "rotary_pos_emb_sin": plan.sin,
+            "rotary_pos_emb_cos": plan.cos_sin()[0],
+            "rotary_pos_emb_sin": plan.cos_sin()[1],
         }.items():
             assert_agree(ours, torch.from_numpy(ARRAYS[case[name]]), 4)
             assert str(ours.dtype) == case["dtypes"][name]
@@ -188,7 +188,7 @@ def test_stale_metadata_would_show(ours, manager):
     before, grids = [(1, 8, 4)], [(2, 4, 2), (1, 2, 6), (1, 2, 2)]
     patches, captured = random_patches(grids, TINY), manager.captured[8]
     wanted = torch.cat(eager(ours, patches, grids))
-    for name in ("position_embeds", "cos", "sin", "cu_seqlens"):
+    for name in ("position_embeds", "positions", "cu_seqlens"):
         field = getattr(captured.metadata, name)
         manager.execute(random_patches(before, TINY), before)
         stale = field.clone()

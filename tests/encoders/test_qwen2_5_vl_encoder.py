@@ -130,11 +130,12 @@ def test_the_plan_equals_golden_metadata(case):
         assert plan.max_seqlen == case["max_seqlen_full"]
         assert plan.max_window_seqlen == case["max_seqlen_window"]
     if "cos" in case:
-        assert_agree(plan.cos, torch.from_numpy(ARRAYS[case["cos"]]), 4)
-        assert_agree(plan.sin, torch.from_numpy(ARRAYS[case["sin"]]), 4)
-    ours = {"rotary_pos_emb_cos": "cos", "rotary_pos_emb_sin": "sin", "reverse_indices": "reverse_index"}
-    for name in ("rotary_pos_emb_cos", "rotary_pos_emb_sin", "window_index", "reverse_indices", "cu_seqlens"):
-        assert str(getattr(plan, ours.get(name, name)).dtype) == case["dtypes"][name]
+        for ours, name in zip(plan.cos_sin(), ("cos", "sin"), strict=True):
+            assert_agree(ours, torch.from_numpy(ARRAYS[case[name]]), 4)
+            assert str(ours.dtype) == case["dtypes"][f"rotary_pos_emb_{name}"]
+    for name, ours in {"window_index": plan.window_index, "reverse_indices": plan.reverse_index}.items():
+        assert str(ours.dtype) == case["dtypes"][name]
+    assert str(plan.cu_seqlens.dtype) == case["dtypes"]["cu_seqlens"]
     assert str(plan.cu_window_seqlens.dtype) == case["dtypes"]["cu_window_seqlens"]
 
 

@@ -191,10 +191,10 @@ def batches(draw):
 
 @given(batches())
 def test_every_batch_within_the_limits_fits_and_pads_to_empty_segments(grids):
-    """Cumulative lengths stop rising at the last patch, permutations stay permutations, angles behind it are zero."""
+    """Cumulative lengths stop rising at the last patch, permutations stay permutations, places behind it are zero."""
     buffers, plan = ENCODER.plan_capacity(MAX_TOKENS, MAX_FRAMES), ENCODER.plan(grids)
     fill_metadata(buffers, plan)
-    patches, tokens = len(plan.cos), len(plan.window_index)
+    patches, tokens = len(plan.positions), len(plan.window_index)
     for name in ("cu_seqlens", "cu_window_seqlens"):
         padded, planned = getattr(buffers, name), getattr(plan, name)
         assert torch.equal(padded[: len(planned)], planned)
@@ -203,8 +203,8 @@ def test_every_batch_within_the_limits_fits_and_pads_to_empty_segments(grids):
         padded = getattr(buffers, name)
         assert torch.equal(padded[:tokens], getattr(plan, name))
         assert torch.equal(padded[tokens:], torch.arange(tokens, MAX_TOKENS))
-    assert not buffers.cos[patches:].any()
-    assert not buffers.sin[patches:].any()
+    assert not buffers.positions[patches:].any()
+    assert torch.equal(buffers.frequencies, plan.frequencies)
 
 
 def test_a_capacity_is_itself_a_legal_plan():

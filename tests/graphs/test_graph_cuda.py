@@ -157,6 +157,7 @@ def test_a_b_a(encoder, manager):
     assert torch.equal(manager.execute(patches_a, a)[0], first[0])
 
 
+@pytest.mark.allocator
 def test_poisoned_memory_changes_no_bit(encoder):
     """Padding, outputs and the free part of the pool hold NaN before the replay."""
     manager, grids = new_manager(encoder), [(1, 8, 8), (2, 4, 6), (1, 2, 2)]
@@ -227,6 +228,7 @@ def test_an_encoder_that_reads_a_value_back_is_refused(encoder, manager):
     assert_equal(manager.execute(patches, grids), eager(encoder, patches, grids))
 
 
+@pytest.mark.allocator
 def test_clear_gives_the_memory_back(encoder):
     """The pool is empty afterwards, the allocator holds as much as after the warm-up, and the next use captures."""
     grids = [(1, 12, 16)]
@@ -244,6 +246,7 @@ def test_clear_gives_the_memory_back(encoder):
     manager.clear()
 
 
+@pytest.mark.allocator
 def test_smaller_graphs_reuse_the_memory_of_larger_ones(encoder):
     """Three graphs in one pool hold less than twice what the largest holds alone."""
     alone, together = new_manager(encoder, budgets=[128]), new_manager(encoder, budgets=[64, 96, 128])

@@ -1,5 +1,7 @@
 """Figures of encoder graphs. Oracle: the recordings, buffers and plans that they show."""
 
+from dataclasses import replace
+
 import matplotlib
 
 matplotlib.use("Agg")
@@ -103,13 +105,13 @@ def test_several_buffers_may_share_a_name(ax, toy):
 
 def test_buffers_show_their_contents_and_shade_the_padding(filled):
     buffers, planned = filled
-    names = ["window_index", "cu_window_seqlens", "cos"]
-    index, lengths, cos = viz.plot_buffers(buffers, planned, names)
+    names = ["window_index", "cu_window_seqlens", "positions"]
+    index, lengths, positions = viz.plot_buffers(buffers, planned, names)
     assert index.get_title() == "window_index: 15 of 16 filled, padding: identity"
     np.testing.assert_array_equal(index.lines[0].get_ydata(), buffers.window_index)
     np.testing.assert_array_equal(lengths.lines[0].get_ydata(), buffers.cu_window_seqlens)
-    np.testing.assert_array_equal(cos.images[0].get_array(), buffers.cos.T)
-    for panel, name in zip((index, lengths, cos), names, strict=True):
+    np.testing.assert_array_equal(positions.images[0].get_array(), buffers.positions.T)
+    for panel, name in zip((index, lengths, positions), names, strict=True):
         [shade] = [patch for patch in panel.patches if to_rgb(patch.get_facecolor()) == to_rgb(HIGHLIGHT)]
         count, capacity = len(getattr(planned, name)), len(getattr(buffers, name))
         assert (shade.get_x(), shade.get_width()) == (count - 0.5, capacity - count)
@@ -119,20 +121,21 @@ def test_buffers_show_their_contents_and_shade_the_padding(filled):
 def test_buffers_default_to_all_tensors_and_take_axes(filled):
     panels = viz.plot_buffers(*filled)
     assert [panel.get_title().partition(":")[0] for panel in panels] == [
-        "cu_seqlens", "cos", "sin", "window_index", "reverse_index", "cu_window_seqlens",
+        "cu_seqlens", "positions", "frequencies", "window_index", "reverse_index", "cu_window_seqlens",
     ]  # fmt: skip
     _, given = plt.subplots(1, 2)
-    assert viz.plot_buffers(*filled, ["cos", "sin"], ax=given).tolist() == given.tolist()
+    assert viz.plot_buffers(*filled, ["positions", "cu_seqlens"], ax=given).tolist() == given.tolist()
     with pytest.raises(ValueError, match="needs 1 x 3 axes, got 2"):
-        viz.plot_buffers(*filled, ["cos", "sin", "cu_seqlens"], ax=given)
+        viz.plot_buffers(*filled, ["positions", "frequencies", "cu_seqlens"], ax=given)
     plt.close("all")
 
 
 def test_buffers_of_nan_can_be_drawn(filled):
     buffers, planned = filled
-    buffers.cos[60:] = torch.nan
-    [panel] = viz.plot_buffers(buffers, planned, ["cos"])
-    assert panel.images[0].get_clim() == (-1, 1)  # a cosine of 1 is among the contents
+    values = torch.ones(64, 2)
+    values[60:] = torch.nan
+    [panel] = viz.plot_buffers(replace(buffers, positions=values), planned, ["positions"])
+    assert panel.images[0].get_clim() == (-1, 1)
     plt.close("all")
 
 

@@ -1,0 +1,218 @@
+"""`python -m refvl check-gpu`: what this GPU runs, whether it runs it right, and how far from the floor. A minute.
+
+    device      capability, memory, versions, the attention that will be taken
+    attention   every backend against float64 on odd segments: empty ones, strided values, all head dimensions in use
+    graphs      capture, replay A, B, A, against the eager tower; memory given back
+    compile     encode, compile something, encode: the same bits
+    times       tower eager and by graph beside the time of its matrix products alone
+
+Every check is a row of (what, measured, allowed); the verdict is one line, and all of it one JSON.
+
+Shape suffixes: N rows, H heads, K head dimension.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+from refvl.attention import HALF, available_backends, cumulative_lengths, describe_backend, varlen_attention
+from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
+from refvl.graphs import EncoderGraphManager
+from refvl.graphs.cuda import pool_bytes
+
+HEAD_DIMS = (64, 72, 80, 112, 128)  # GLM-OCR, SigLIP, Qwen2.5-VL, Step3-VL, GLM-4.1V and the resamplers
+LENGTHS = (64, 0, 33, 1, 0, 257, 64, 0)  # segments; empty ones first, last and between do not occur by chance
+TWO_BLOCKS = replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,))  # the widths of the 7B tower
+SIDES = (16, 36, 74)  # patches: pictures of 224, 504 and 1036 px
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One check. measured must be at most allowed; where that is None nothing is demanded."""
+
+    check: str
+    measured: float
+    allowed: float | None
+    unit: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.allowed is None or self.measured <= self.allowed  # nan fails
+
+
+def check_gpu(
+    device: str | torch.device = "cuda",
+    *,
+    config: Qwen2_5_VisionConfig = TWO_BLOCKS,
+    sides: Sequence[int] = SIDES,
+    compiles: bool = True,
+) -> dict:
+    """All checks on a CUDA device, as a dict that JSON can hold; "passed" says whether all of them did.
+
+    config, sides: of the tower that graphs and times are checked on. compiles: whether torch.compile is tried. Raises
+    ValueError where there is no such device.
+    """
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise ValueError(f"device: check-gpu needs a CUDA device, got {str(device)!r}")
+    dtype = torch.bfloat16 if "varlen" in available_backends(device, torch.bfloat16) else torch.float16
+    encoder = _random_tower(config, device, dtype)
+    rows = [*check_attention(device), *check_graphs(encoder, sides, compiles=compiles), *measure_times(encoder, sides)]
+    found = [asdict(row) | {"passed": row.passed} for row in rows]
+    return {"device": describe_device(device), "rows": found, "passed": all(row.passed for row in rows)}
+
+
+def describe_device(device: torch.device) -> dict:
+    """Name, capability, memory, versions, and the attention that a half-precision tower takes."""
+    properties = torch.cuda.get_device_properties(device)
+    kernels = {f"heads of {K}": describe_backend(available_backends(device, torch.float16, K)[0]) for K in HEAD_DIMS}
+    return {
+        "name": properties.name,
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "transformers": transformers.__version__,
+        "attention": kernels,
+    }
+
+
+@torch.inference_mode()
+def check_attention(device: torch.device) -> Iterator[Row]:
+    """Each backend, dtype and head dimension against float64, as a share of the largest value.
+
+    The result is a mean of values, weighted: a kernel rounds the weights, the sum and the result, each by eps / 2 at
+    most; float32 sums of 257 terms add nothing that half precision shows.
+    """
+    for dtype in (*HALF, torch.float32):
+        for head_dim in HEAD_DIMS:
+            q, k, v = _random_qkv(head_dim, dtype, device)
+            exact = _exact_attention(q, k, v)
+            for backend in available_backends(device, dtype, head_dim):
+                cu_seqlens = cumulative_lengths(LENGTHS).to(device)
+                out = varlen_attention(q, k, v, cu_seqlens, max(LENGTHS), backend=backend)
+                error = float((out.double() - exact).abs().max() / v.double().abs().max())
+                steps = 2 if dtype in HALF else max(LENGTHS) ** 0.5  # of float32, tf32 aside
+                name = f"{backend}, {str(dtype).removeprefix('torch.')}, heads of {head_dim}"
+                yield Row(name, error, steps * torch.finfo(dtype).eps)
+
+
+def _random_qkv(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """q, k, v (N, 2, K) as a fused projection leaves them: strided, one beside the other."""
+    generator = torch.Generator().manual_seed(head_dim)
+    qkv = torch.randn(sum(LENGTHS), 3, 2, head_dim, generator=generator).to(device, dtype)
+    return qkv.unbind(1)
+
+
+def _exact_attention(*qkv_NHK: Tensor) -> Tensor:
+    """Segment by segment in float64."""
+    segments = zip(*(x.double().transpose(0, 1).split(LENGTHS, dim=1) for x in qkv_NHK), strict=True)
+    outs_HNK = [F.scaled_dot_product_attention(*segment) for segment in segments]
+    return torch.cat(outs_HNK, dim=1).transpose(0, 1)
+
+
+@torch.inference_mode()
+def check_graphs(encoder: Qwen2_5_VisionTransformer, sides, *, compiles: bool) -> Iterator[Row]:
+    """Replays of A, B and A against the eager tower; a replay after something was compiled; memory after `clear`."""
+    budget = max(side**2 for side in sides[:2]) // encoder.config.block_size
+    manager = EncoderGraphManager(encoder, budgets=[budget], max_items=4, max_frames=4, progress=False)
+    pictures = {name: (_pixels(encoder, side), [(1, side, side)]) for name, side in zip("AB", sides, strict=False)}
+    first: dict[str, Tensor] = {}
+    for name in "ABA":
+        pixels, grids = pictures[name]
+        [out] = manager.execute(pixels, grids)
+        error, eps = _distance(out, encoder(pixels, grids)), torch.finfo(encoder.dtype).eps
+        allowed = 2 * (12 * (encoder.config.depth + 2)) ** 0.5 * eps  # a block rounds a dozen times
+        yield Row(f"graph of picture {name} against eager", error, allowed)
+        yield Row(f"picture {name} again, other bits", float(not torch.equal(first.setdefault(name, out), out)), 0)
+    if compiles:
+        torch.compile(lambda x: (x @ x).relu(), mode="reduce-overhead")(torch.ones(64, 64, device=encoder.device))
+        [out] = manager.execute(*pictures["A"])
+        yield Row("a graph after torch.compile, other bits", float(not torch.equal(first["A"], out)), 0)
+    pool = manager._pool
+    manager.clear()
+    yield Row("left in the pool after clear()", pool_bytes(pool) / 2**20, 0, "MiB")
+
+
+@torch.inference_mode()
+def measure_times(encoder: Qwen2_5_VisionTransformer, sides) -> Iterator[Row]:
+    """Milliseconds per picture, eager and by graph, and the floor: its matrix products at the rate measured here."""
+    rate = _matmul_rate(encoder)
+    for side in sides:
+        pixels, grids, tokens = _pixels(encoder, side), [(1, side, side)], side**2 // encoder.config.block_size
+        manager = EncoderGraphManager(encoder, budgets=[tokens], max_items=1, max_frames=1, progress=False)
+        metadata = encoder.plan(grids)
+        px = f"{side * encoder.config.patch_size} px"
+        yield Row(f"{px}: floor", _operations(encoder, side**2, tokens) / rate * 1e3, None, "ms")
+        yield Row(f"{px}: eager", _milliseconds(lambda p=pixels, m=metadata: encoder(p, metadata=m)), None, "ms")
+        yield Row(f"{px}: graph", _milliseconds(lambda p=pixels, g=grids, m=manager: m.execute(p, g)), None, "ms")
+        manager.clear()
+
+
+def verdict(result: dict) -> str:
+    """One line."""
+    device, rows = result["device"], result["rows"]
+    where = f"{device['name']} ({device['capability']}), torch {device['torch']}"
+    failed = [row["check"] for row in rows if not row["passed"]]
+    if failed:
+        return f"check-gpu: {len(failed)} of {len(rows)} checks failed on {where}: {'; '.join(failed)}"
+    return f"check-gpu: {where} passes all {sum(row['allowed'] is not None for row in rows)} checks"
+
+
+def write_result(result: dict, path: str | Path) -> Path:
+    """As JSON, for an issue."""
+    path = Path(path)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def _random_tower(config: Qwen2_5_VisionConfig, device: torch.device, dtype: torch.dtype) -> Qwen2_5_VisionTransformer:
+    encoder, generator = Qwen2_5_VisionTransformer(config).eval(), torch.Generator().manual_seed(0)
+    for parameter in encoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.02, generator=generator)
+    return encoder.to(device, dtype).requires_grad_(False)
+
+
+def _pixels(encoder: Qwen2_5_VisionTransformer, side: int) -> Tensor:
+    generator = torch.Generator().manual_seed(side)
+    return torch.randn(side**2, encoder.config.patch_values, generator=generator).to(encoder.device, encoder.dtype)
+
+
+def _distance(out: Tensor, want: Tensor) -> float:
+    """The largest difference as a share of the largest value."""
+    return float((out.double() - want.double()).abs().max() / want.double().abs().max())
+
+
+def _operations(encoder: Qwen2_5_VisionTransformer, patches: int, tokens: int) -> int:
+    """Of the matrix products: two per weight and row; attention and all that is elementwise come on top."""
+    of_tokens = sum(weight.numel() for weight in encoder.merger.parameters())
+    of_patches = sum(weight.numel() for weight in encoder.parameters()) - of_tokens
+    return 2 * (patches * of_patches + tokens * of_tokens)
+
+
+def _matmul_rate(encoder: Qwen2_5_VisionTransformer, size: int = 4096) -> float:
+    """Operations per second of a large matrix product in the tower's dtype."""
+    size = min(size, 4 * encoder.config.hidden_size)
+    x = torch.ones(size, size, dtype=encoder.dtype, device=encoder.device)
+    return 2 * size**3 / _milliseconds(lambda: x @ x) * 1e3
+
+
+def _milliseconds(function: Callable[[], object], repeats: int = 9) -> float:
+    """The median, after three calls that do not count."""
+    times = []
+    for i in range(3 + repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        times += [time.perf_counter() - start] * (i >= 3)
+    return statistics.median(times) * 1e3

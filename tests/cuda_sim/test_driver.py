@@ -1,0 +1,119 @@
+"""`refvl/graphs/cuda.py` and the manager's CUDA branch, as a driver sees them: pools, streams, modes, failures.
+
+The driver is the simulated device: it keeps what every capture was asked for. Oracle: the rules of
+`torch.cuda.CUDAGraph` (a shared pool for graphs that do not run at once, captures off the current stream).
+"""
+
+import threading
+import warnings
+
+import pytest
+import torch
+from graph_families import build, distance, make_case, manager_of
+
+from refvl.graphs import CaptureError
+from refvl.graphs.cuda import CudaGraph
+
+FAMILY, LAYOUTS = "Qwen2.5-VL", [(1, 4, 4), (2, 4, 2), (1, 8, 10)]  # the last is too large for every graph
+
+
+@pytest.fixture(scope="module")
+def case():
+    encoder = build(FAMILY).bfloat16()
+    return encoder, make_case(encoder, LAYOUTS)
+
+
+def on_device(case):
+    """The manager of a copy of the encoder on the device, the rows there, and what they should become."""
+    encoder, (rows, layouts, wanted) = build(FAMILY), (case[1].rows, case[1].layouts, case[1].wanted)
+    return manager_of(encoder.to("cuda", torch.bfloat16)), rows.to("cuda"), layouts, wanted
+
+
+def near(outputs, wanted) -> bool:
+    """Two kernels that round to bfloat16 in other places, four blocks deep."""
+    return distance([output.cpu() for output in outputs], wanted) < 8 * torch.finfo(torch.bfloat16).eps
+
+
+def test_all_graphs_share_a_pool_and_a_stream_that_is_not_the_current_one(machine, case):
+    manager, rows, layouts, wanted = on_device(case)
+    assert near(manager.execute(rows, layouts), wanted)
+    assert manager.backend == "cuda" and len(machine.captures) == len(manager.limits.budgets)
+    assert len({capture.pool for capture in machine.captures}) == 1
+    [stream] = {capture.stream for capture in machine.captures}
+    assert stream is not torch.cuda.current_stream()
+    assert torch.cuda.current_stream() in stream.waited_for and stream in torch.cuda.current_stream().waited_for
+
+
+def test_captures_mind_only_their_own_thread(machine, case):
+    """Another thread of the process may use the device meanwhile, as a streaming answer does."""
+    manager, rows, layouts, wanted = on_device(case)
+    stop, x = threading.Event(), torch.ones(2, device="cuda")
+
+    def use_the_device():
+        while not stop.wait(0.001):
+            x.tolist()
+
+    other = threading.Thread(target=use_the_device)
+    other.start()
+    try:
+        assert near(manager.execute(rows, layouts), wanted)
+    finally:
+        stop.set()
+        other.join()
+    assert {capture.mode for capture in machine.captures} == {"thread_local"}
+
+
+def test_torch_s_remark_about_the_debug_mode_is_no_refusal(machine):
+    """The first use says "does not yet detect all synchronizing operations"; nothing is printed, either."""
+    x = torch.ones(2, device="cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert CudaGraph().capture(lambda: x + 1).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("call", [1, 2, 3], ids=["in the warm-up", "in the check", "inside the capture"])
+def test_a_failure_leaves_streams_modes_and_graphs_as_they_were(machine, case, call):
+    """An allocator that is out of memory at any of the three runs; the next capture works."""
+    manager, rows, layouts, wanted = on_device(case)
+    forward, calls = manager.encoder.forward, []
+
+    def fails(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*args, **kwargs)
+
+    manager.encoder.forward = fails
+    with pytest.raises(torch.OutOfMemoryError):
+        manager.capture()
+    manager.encoder.forward = forward
+    assert manager.captured == {} and machine.capture is None
+    assert torch.cuda.get_sync_debug_mode() == 0 and len(machine.streams) == 1
+    assert near(manager.execute(rows, layouts), wanted)
+
+
+def test_a_value_read_back_is_refused_before_the_driver_sees_it(machine):
+    x = torch.ones(2, device="cuda")
+    with pytest.raises(CaptureError, match="__bool__ reads a value back"):
+        CudaGraph().capture(lambda: -x if x.sum() < 0 else x)
+    with pytest.raises(CaptureError, match="copy from the host"):
+        CudaGraph().capture(lambda: x + torch.tensor([1.0, 2.0], device="cuda"))
+    assert machine.captures == [] and torch.cuda.get_sync_debug_mode() == 0
+
+
+def test_weights_that_move_are_captured_anew_in_another_pool(machine, case):
+    manager, rows, layouts, wanted = on_device(case)
+    manager.execute(rows, layouts)
+    manager.encoder.load_state_dict({k: v.clone() for k, v in manager.encoder.state_dict().items()}, assign=True)
+    assert near(manager.execute(rows, layouts), wanted)
+    pools = [capture.pool for capture in machine.captures]
+    half = len(pools) // 2
+    assert len(set(pools[:half])) == len(set(pools[half:])) == 1 and pools[0] != pools[half]
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_capture_in_and_out_of_inference_mode(machine, case, inference):
+    manager, rows, layouts, wanted = on_device(case)
+    with torch.inference_mode(inference):
+        manager.capture()
+    assert near(manager.execute(rows, layouts), wanted)

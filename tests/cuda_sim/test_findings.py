@@ -1,0 +1,164 @@
+"""What a review of the GPU path on paper found, each kept as a test on the simulated device."""
+
+import sys
+import threading
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from graph_families import build, make_case
+from simulated_cuda import simulated_cuda
+
+import refvl
+from refvl.attention import _find, available_backends, choose_backend, cumulative_lengths, varlen_attention
+from refvl.encoders import Step3VisionConfig, Step3VisionEncoder
+from refvl.language.model import CausalTextModel
+from refvl.language.step3_vl import Step3TextConfig, Step3TextMoE
+from refvl.parallel import run_dp_sharded_mrope_vision_model
+from refvl.paths import DATA
+
+
+class Nccl:
+    """Ranks as threads, each with a GPU of its own, and two rules of NCCL: CUDA tensors alone, no GPU shared."""
+
+    def __init__(self, ranks: int):
+        self.ranks, self.rank, self.barrier = ranks, threading.local(), threading.Barrier(ranks)
+        self.given: dict[int, object] = {}
+
+    def exchange(self, value) -> list:
+        """What every rank gave, in order."""
+        self.given[self.rank.number] = value
+        self.barrier.wait(60)
+        values = [self.given[rank] for rank in range(self.ranks)]
+        self.barrier.wait(60)
+        return values
+
+    def broadcast_object_list(self, objects, group=None, group_src=0, device=None):
+        devices = [device for device, _ in self.exchange((device, objects))]
+        assert len({str(device) for device in devices}) == self.ranks, f"Duplicate GPU detected: {devices}"
+        objects[:] = self.exchange(list(objects))[group_src]
+
+    def all_gather_into_tensor(self, output, local, group=None):
+        assert local.device == output.device == torch.device("cuda", self.rank.number)
+        output.copy_(torch.cat(self.exchange(local.cpu())))
+
+    def install(self, monkeypatch):
+        for name, value in {
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "get_backend": lambda group=None: "nccl",
+            "get_rank": lambda group=None: self.rank.number,
+            "get_world_size": lambda group=None: self.ranks,
+            "broadcast_object_list": self.broadcast_object_list,
+            "all_gather_into_tensor": self.all_gather_into_tensor,
+        }.items():
+            monkeypatch.setattr(dist, name, value)
+
+
+@pytest.mark.parametrize("layouts", [[(1, 4, 4), (1, 2, 4), (2, 4, 6)], [(1, 4, 4)]], ids=["three items", "idle rank"])
+def test_every_rank_uses_its_own_gpu(monkeypatch, layouts):
+    """A2. Oracle: each item alone on the CPU."""
+    case, nccl = make_case(build("Qwen2.5-VL"), layouts), Nccl(2)
+    nccl.install(monkeypatch)
+    results: dict[int, list] = {}
+
+    def work(rank):
+        nccl.rank.number = rank
+        encoder = build("Qwen2.5-VL").to(f"cuda:{rank}")
+        results[rank] = [x.cpu() for x in run_dp_sharded_mrope_vision_model(encoder, case.rows, layouts)]
+
+    with simulated_cuda(devices=2):
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for rank in range(2):
+        for ours, want in zip(results[rank], case.wanted, strict=True):
+            torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_process_of_torchrun_loads_onto_its_own_gpu(monkeypatch, device):
+    """A2; and B4: text weights go straight there, without a whole model on the host."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(CausalTextModel, "to", lambda *args: pytest.fail("moved after it was loaded"))
+    with simulated_cuda(devices=2):
+        vlm = refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device=device, progress=False)
+        for half in (vlm.encoder, vlm.language_model):
+            assert {parameter.device for parameter in half.parameters()} == {torch.device("cuda:1")}
+
+
+def test_varlen_is_flash_attention_2_in_every_release(machine, monkeypatch):
+    """B1. On Hopper with a cuDNN that could do it, for segments long and short."""
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    for length in (16, 512):
+        q = torch.randn(length, 2, 16).bfloat16().cuda()
+        varlen_attention(q, q, q, cumulative_lengths([length]).cuda(), length, backend="varlen")
+    assert (machine.counts["flash_attention"], machine.counts["cudnn_attention"]) == (2, 0)
+
+
+def test_no_segments_are_no_work(machine):
+    """B7. The kernels refuse them ("batch size must be positive")."""
+    q, none = torch.zeros(0, 2, 16).bfloat16().cuda(), cumulative_lengths([]).cuda()
+    assert varlen_attention(q, q, q, none, 0, backend="varlen").shape == (0, 2, 16)
+    encoder = build("Qwen2.5-VL").to("cuda", torch.bfloat16)
+    assert encoder(torch.zeros(0, encoder.config.patch_values, device="cuda"), []).shape[0] == 0
+
+
+def test_flash_attn_4_alone_is_not_flash_attn_2(machine, monkeypatch):
+    """C1. It installs a package of the same name, without the function."""
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    _find.cache_clear()
+    try:
+        assert "flash" not in available_backends("cuda", torch.bfloat16)
+        with pytest.raises(ValueError, match="'flash' cannot run on cuda"):
+            choose_backend("flash", "cuda", torch.bfloat16)
+    finally:
+        _find.cache_clear()
+
+
+def test_padding_may_hold_anything(machine):
+    """C2, C3. The kernels leave NaN behind the segments in every layer, and no valid row changes."""
+    from graph_families import distance, manager_of
+
+    encoder = build("Qwen2.5-VL").bfloat16()
+    case = make_case(encoder, [(1, 4, 4), (2, 2, 4)])
+    manager = manager_of(encoder.to("cuda"), budgets=[64])
+    outputs = manager.execute(case.rows.cuda(), case.layouts)
+    assert manager.captured[64].output.isnan().any()
+    assert distance([x.cpu() for x in outputs], case.wanted) < 8 * torch.finfo(torch.bfloat16).eps
+    metadata = encoder.plan(case.layouts)
+    assert metadata.groups is None and metadata.window_groups is None
+
+
+def test_step3_s_convolutions_keep_their_weights_as_their_input_lies():
+    """C4. Oracle: torch's own word for it."""
+    encoder = Step3VisionEncoder(Step3VisionConfig.tiny())
+    for convolution in (encoder.vit_downsampler, encoder.vit_downsampler2):
+        assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(("dtype", "waits"), [(torch.bfloat16, 0), (torch.float32, 1)], ids=str)
+def test_experts_wait_once_in_a_layer_at_most(machine, dtype, waits):
+    """B5. In bfloat16 not at all, by a grouped matmul. Oracle: every token by its own experts, in float64."""
+    torch.manual_seed(0)
+    config = Step3TextConfig(hidden_size=16, moe_intermediate_size=24, moe_num_experts=6, moe_top_k=2)
+    moe, x = Step3TextMoE(config), torch.randn(1, 9, 16).to(dtype)
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    moe = moe.to(dtype).requires_grad_(False)
+    weights, chosen = moe.route(x[0])
+    exact = torch.zeros(9, 16, dtype=torch.float64)
+    for token in range(9):
+        for weight, expert in zip(weights[token].double(), chosen[token], strict=True):
+            gate, up, down = (m.weight[expert].double() for m in (moe.gate_proj, moe.up_proj, moe.down_proj))
+            row = x[0, token].double()
+            exact[token] += weight * (down @ (torch.nn.functional.silu(gate @ row) * (up @ row)))
+    on_device, rows = moe.to("cuda"), x.cuda()
+    machine.counts.clear()
+    out = on_device(rows)
+    assert machine.counts["waits"] <= waits
+    error = (out.cpu()[0].double() - exact).norm() / exact.norm()
+    assert error < 8 * torch.finfo(dtype).eps

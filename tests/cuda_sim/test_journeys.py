@@ -1,0 +1,119 @@
+"""The shipped models on the simulated device, from files to answers. Oracle: the same in bfloat16 on the CPU.
+
+Each is loaded once, with graphs; without them it is the same model with `graphs = None`.
+"""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from closeness import assert_agree
+from simulated_cuda import simulated_cuda
+
+import refvl
+from refvl.paths import DATA
+
+SCENE, PAGE, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png", DATA / "clips" / "scene.mp4"
+CASES = {
+    "tiny-qwen2_5_vl": ("What color is the circle?", {"images": [SCENE]}),
+    "tiny-glm4v": ("Which way does the circle move?", {"videos": [CLIP], "pruning_rate": 0.5}),
+    "tiny-minicpmv-4_5": ("What color is the circle?", {"images": [SCENE]}),
+    "tiny-step3": ("Which letter is in the red box?", {"images": [PAGE]}),
+}
+
+
+def graph_options(encoder, layout) -> dict:
+    """One budget, that of the medium."""
+    if not hasattr(encoder, "paths"):
+        return {"budgets": [encoder.item_size(layout)[1]]}
+    layouts = encoder.path_layouts(layout)
+    tokens = {
+        name: path.item_size(layouts[name])[1] if layouts[name] else path.tokens for name, path in encoder.paths.items()
+    }
+    return {"budgets": {name: [count] for name, count in tokens.items()}}
+
+
+def counted(machine, function):
+    """What a call returns, and what it asked of the device."""
+    machine.counts.clear()
+    result = function()
+    return result, Counter(machine.counts)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def run(request):
+    """Everything that is asked of one model, on the CPU and on the device."""
+    folder, (question, media) = DATA / "checkpoints" / request.param, CASES[request.param]
+    plain = {name: value for name, value in media.items() if name != "pruning_rate"}
+    ask = {"max_new_tokens": 4, **media}
+    cpu = refvl.load(folder, device="cpu", dtype="bfloat16", progress=False)
+    found = SimpleNamespace(name=request.param, encoder=cpu.encoder, expected=cpu.trace(question, **ask))
+    found.expected_embeds = cpu.encode(**plain)
+    options = graph_options(cpu.encoder, found.expected.layouts[0])
+    with simulated_cuda() as machine:
+        vlm = refvl.load(folder, device="cuda", dtype="bfloat16", graphs=options, progress=False)
+        found.graphed = vlm.trace(question, **ask)
+        found.replayed, found.replay_counts = counted(machine, lambda: vlm.trace(question, **ask))
+        found.hits, found.misses = vlm.graphs.stats().hits, vlm.graphs.stats().misses
+        vlm.graphs, steps = None, []
+        vlm.language_model.register_forward_pre_hook(lambda *_: steps.append(Counter(machine.counts)))
+        vlm.language_model.register_forward_hook(lambda *_: steps.append(Counter(machine.counts)))
+        found.eager, found.counts = counted(machine, lambda: vlm.trace(question, **ask))
+        found.decode = steps[-1] - steps[-2]
+        found.streamed = "".join(vlm.chat(question, stream=True, **ask))
+        found.embeds = [embeds.cpu() for embeds in vlm.encode(**plain)]
+    return found
+
+
+def test_ids_equal_the_cpu_s(run):
+    assert run.eager.token_ids == run.expected.token_ids
+    assert run.graphed.token_ids == run.replayed.token_ids == run.expected.token_ids
+    assert run.streamed == run.expected.text
+    assert (run.hits > 0, run.misses) == (True, 0)
+
+
+def test_embeddings_come_as_near_as_bfloat16_rounds(run):
+    """A block rounds to bfloat16 some twelve times, what is behind the tower as often as two blocks."""
+    for ours, want in zip(run.embeds, run.expected_embeds, strict=True):
+        assert_agree(ours, want, 12 * (run.encoder.config.depth + 2))
+
+
+def test_all_that_was_planned_lies_on_the_device(run):
+    from refvl.graphs.buffers import metadata_tensors
+
+    for trace in (run.eager, run.replayed):
+        assert all(x.device.type == "cuda" for metadata in trace.metadata for x in metadata_tensors(metadata))
+
+
+def test_a_decode_step_neither_copies_nor_waits(run):
+    """Inside the text model; Step3's experts need no answer, either."""
+    assert (run.decode["copies"], run.decode["waits"]) == (0, 0)
+
+
+def test_graphs_ask_no_more_of_the_host(run):
+    """The same copies, waits and bytes but for the plan, which is kept where it does not hold weights."""
+    for name in ("copies", "bytes", "waits"):
+        assert run.replay_counts[name] <= run.counts[name]
+    assert run.replay_counts["graph launches"] >= 1 and run.replay_counts["kernels"] < run.counts["kernels"]
+
+
+def test_old_gpus_answer_in_float16():
+    """A T4 has no flash kernels and no bfloat16: it takes sdpa, masked graphs and float16, and is told so."""
+    folder, (question, media) = DATA / "checkpoints" / "tiny-qwen2_5_vl", CASES["tiny-qwen2_5_vl"]
+    with simulated_cuda(capability=(7, 5)):
+        with pytest.warns(UserWarning, match="dtype: simulated does not compute in bfloat16; .* in float16"):
+            vlm = refvl.load(folder, device="cuda", graphs={"budgets": [64]}, progress=False)
+        assert (vlm.encoder.dtype, vlm.encoder.graph_attention) == (torch.float16, "masked")
+        assert vlm.chat(question, max_new_tokens=4, **media) == "red"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_cache_of_fixed_size_changes_no_id(name):
+    """`compile=True`, on a CPU, where transformers does not compile. Oracle: the cache that grows."""
+    question, media = CASES[name]
+    vlm = refvl.load(DATA / "checkpoints" / name, device="cpu", compile=True, progress=False)
+    static = vlm.trace(question, max_new_tokens=4, **media).token_ids
+    assert vlm.language_model.generation_config.cache_implementation == "static"
+    vlm.language_model.generation_config.cache_implementation = None
+    assert vlm.trace(question, max_new_tokens=4, **media).token_ids == static
