@@ -12,6 +12,7 @@ prefill, decode   language/          embeddings + positions -> token ids -> text
 
 import inspect
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ from refvl.checks import (
     check_shape,
     check_values,
 )
+from refvl.chunks import MediumRows, prefill_in_chunks
 from refvl.contracts import Encoder, Processor
 from refvl.graphs import DualPathGraphManager, EncoderGraphManager
-from refvl.language.model import CausalTextModel, check_generate_options, generate, option
+from refvl.language.model import Assistant, CausalTextModel, check_generate_options, generate, option
 from refvl.language.streaming import FanOut, stream_text
 from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
 from refvl.positions import restrict_positions
@@ -95,6 +97,7 @@ class VLM:
         pruning_rate: float = 0.0,
         stream: bool = False,
         allow_special_tokens: bool = False,
+        prefill_chunk: int | None = None,
         **generate_kwargs,
     ) -> str | Iterator[str]:
         """Answer a question about images and videos; greedy unless `do_sample=True` and its options are given.
@@ -102,17 +105,20 @@ class VLM:
         prompt: text, or messages in the transformers chat format with media anywhere in them. images, videos: paths,
         PIL images, arrays, frame lists; they come before the text, images first. pruning_rate: EVS on videos, [0, 1).
         allow_special_tokens: special tokens in the caller's text count as such, instead of being plain text.
-        stream: return a generator of text pieces; closing or dropping it ends the generation within one token.
-        generate_kwargs: options of transformers' `generate` that lead to one answer in text (`num_beams`,
-        `stop_strings`, `streamer`, ...). Errors: see `trace`.
+        prefill_chunk: prefill the prompt so many tokens at a time, in memory that does not grow with it but for the
+        cache (`refvl.chunks`); None: all at once. stream: return a generator of text pieces; closing or dropping it
+        ends the generation within one token. generate_kwargs: options of transformers' `generate` that lead to one
+        answer in text (`num_beams`, `stop_strings`, `streamer`, ...). With `prompt_lookup_num_tokens=n`, or another
+        `VLM` with the same prompts as `assistant_model`, tokens are drafted and checked several at once, which
+        changes no greedy answer. Errors: see `trace`.
         """
         if not check_flag(stream, "stream"):
             return self.trace(
                 prompt, images=images, videos=videos, max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
-                allow_special_tokens=allow_special_tokens, **generate_kwargs,
+                allow_special_tokens=allow_special_tokens, prefill_chunk=prefill_chunk, **generate_kwargs,
             ).text  # fmt: skip
         self._check_options("chat", generate_kwargs | {"stream": stream})
-        trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
+        trace = self._read(generate_kwargs, prefill_chunk, prompt, images, videos, pruning_rate, allow_special_tokens)
         return self._stream(trace, max_new_tokens, generate_kwargs)
 
     def trace(
@@ -124,22 +130,26 @@ class VLM:
         max_new_tokens: int = 128,
         pruning_rate: float = 0.0,
         allow_special_tokens: bool = False,
+        prefill_chunk: int | None = None,
         **generate_kwargs,
     ) -> Trace:
         """The same run as `chat` with every stage kept, and the seconds each took.
 
-        With beams, prefill and decoding are one stage. Raises FileNotFoundError for missing files and ValueError or
+        With `prefill_chunk` pixels and embeddings are let go on the way. With beams, prefill and decoding are one
+        stage. Raises FileNotFoundError for missing files and ValueError or
         TypeError, naming the argument, for media that cannot be read, placeholders that do not match the media, a
         pruning rate outside [0, 1), a prompt longer than the context, and options of `generate` that do not exist or
         do not lead to one answer in text.
         """
         num_beams = self._check_options("trace", generate_kwargs)
-        trace = self._prefill_inputs(prompt, images, videos, pruning_rate, allow_special_tokens)
+        trace = self._read(generate_kwargs, prefill_chunk, prompt, images, videos, pruning_rate, allow_special_tokens)
         if num_beams == 1:
             timer = TokenTimer(self.device)
             generate_kwargs["streamer"] = FanOut(timer, generate_kwargs.get("streamer"))
             [trace.token_ids] = self._generate([trace], max_new_tokens, **generate_kwargs).sequences.tolist()
-            trace.seconds["prefill"], trace.seconds["decode tokens"] = timer.prefill_and_decode()
+            prefill, decode = timer.prefill_and_decode()
+            trace.seconds["prefill"] = trace.seconds.get("prefill", 0.0) + prefill
+            trace.seconds["decode tokens"], trace.passes = decode, timer.tokens[1:]
         else:  # transformers tells no streamer of beams
             with trace.stage("generate"):
                 [trace.token_ids] = self._generate([trace], max_new_tokens, **generate_kwargs).sequences.tolist()
@@ -182,6 +192,11 @@ class VLM:
         own = [name for name in inspect.signature(getattr(self, method)).parameters if name != "generate_kwargs"]
         check_generate_options(self.language_model, options, own)
         num_beams = option(self.language_model, options, "num_beams")
+        if (assistant := options.get("assistant_model")) is not None:
+            if method not in ("chat", "trace"):
+                raise ValueError(f"assistant_model: {method} has no media for it to read; `chat` and `trace` take one")
+            if not isinstance(assistant, VLM):
+                raise TypeError(f"assistant_model: expected a VLM, as `load` gives, got {type(assistant).__name__}")
         for name, off in (("stream", False), ("streamer", None)):
             if num_beams != 1 and options.get(name):
                 raise ValueError(f"{name}: must be {off} with num_beams: the last token decides which beam wins")
@@ -196,30 +211,98 @@ class VLM:
 
     def _generate(self, traces: list[Trace], max_new_tokens: int, **generate_kwargs) -> GenerateOutput:
         """`sequences` (B, new) of prompts that are ready, padded on the left to one length."""
-        device = self.language_model.device
+        device, cache = self.language_model.device, traces[0].cache
         generate_kwargs = {"tokenizer": self.processor.tokenizer} | generate_kwargs  # read where there are stop_strings
         pad_id = self.language_model.generation_config.pad_token_id or 0
         input_ids, mask = left_pad([trace.input_ids.to(device) for trace in traces], pad_id)
-        embeds, _ = left_pad([trace.inputs_embeds for trace in traces])
-        deepstack, _ = left_pad([trace.deepstack for trace in traces])
+        rows = {"cache": cache}
+        if cache is None:
+            rows["inputs_embeds"], _ = left_pad([trace.inputs_embeds for trace in traces])
+            rows["deepstack_embeds"], _ = left_pad([trace.deepstack for trace in traces])
+        traces[0].cache = None  # it grows with the answer from here on
         positions, _ = left_pad([trace.positions.T.to(device) for trace in traces])
         room = self.max_context - input_ids.shape[1]
         max_new_tokens = min(check_positive_int(max_new_tokens, "max_new_tokens"), room)
         positions = positions.permute(2, 0, 1)  # (B, L, 3) -> (3, B, L)
         return generate(
-            self.language_model, input_ids, embeds, positions, mask, max_new_tokens=max_new_tokens,
-            deepstack_embeds=deepstack, **generate_kwargs,
+            self.language_model, input_ids, positions, mask, max_new_tokens=max_new_tokens, **rows, **generate_kwargs,
         )  # fmt: skip
+
+    def _read(self, options: dict, prefill_chunk: int | None, *request) -> Trace:
+        """Every stage up to generation, of `_prefill_inputs`'s arguments; an assistant in `options` reads them too."""
+        if prefill_chunk is None:
+            trace = self._prefill_inputs(*request)
+        else:
+            trace = self._prefill_in_chunks(check_positive_int(prefill_chunk, "prefill_chunk"), *request)
+        if assistant := options.get("assistant_model"):
+            with trace.stage("assistant"):
+                drafts = assistant._prefill_in_chunks(prefill_chunk or self.max_context, *request)
+            if not torch.equal(drafts.full_ids, trace.full_ids):
+                raise ValueError("assistant_model: writes this prompt in other tokens, and cannot draft for this model")
+            options["assistant_model"] = Assistant(assistant.language_model, drafts.cache)
+        return trace
+
+    def _decode_media(self, prompt, images, videos) -> tuple[Trace, list[dict]]:
+        trace = Trace(device=self.check_runnable())
+        messages = self.processor.messages(prompt, images, videos)
+        with trace.stage("decode media"):
+            trace.media = self.processor.decode(messages)
+        return trace, messages
+
+    def _prefill_in_chunks(
+        self, chunk: int, prompt, images=(), videos=(), pruning_rate: float = 0.0, allow_special_tokens: bool = False
+    ) -> Trace:
+        """Every stage up to the last token of the prompt, `chunk` tokens at a time."""
+        q = check_pruning_rate(pruning_rate, "pruning_rate")
+        trace, messages = self._decode_media(prompt, images, videos)
+        with trace.stage("tokenize"):
+            merged = self.processor.extents(trace.media)
+            for medium in merged:
+                medium.check_pruning(q)
+            ids = self.processor.tokenize(messages, merged, allow_special_tokens=allow_special_tokens)
+            self._find_media(trace, ids, merged)
+        with trace.stage("positions"):
+            trace.full_positions = self.language_model.positions(len(trace.full_ids), trace.spans)
+        spans, media = iter(trace.spans), list[MediumRows]()
+        trace.keep_masks = [None] * len(merged)
+        for number, medium in enumerate(merged):
+            places = [torch.arange(s.offset, s.offset + s.num_tokens) for s in islice(spans, len(medium.runs))]
+            media.append(MediumRows(torch.cat(places), self._encode_pieces(trace, number, medium, q, chunk)))
+        trace.cache = prefill_in_chunks(trace, self.language_model, media, chunk, self.max_context)
+        trace.input_ids = trace.full_ids[trace.keep]
+        trace.positions, trace.delta = restrict_positions(trace.full_positions, trace.keep)
+        return trace
+
+    def _encode_pieces(
+        self, trace: Trace, number: int, medium: MergedMedia, q: float, chunk: int
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """(rows, which are kept) of a medium's pieces, each made when asked for; of one that is pruned, all at once."""
+        embeds, pieces = list[Tensor](), self.processor.pieces(trace.media[number], chunk)
+        while True:
+            with trace.stage("patchify"):
+                layout, pixel_values = next(pieces, (None, None))
+            if pixel_values is None:
+                break
+            with trace.stage("encode"):
+                [rows] = self._encode(Trace(), [pixel_values], [layout])
+            self._check_width([rows])
+            if medium.kind == "video" and q:
+                embeds.append(rows)
+            else:
+                yield rows, None
+        if embeds:
+            with trace.stage("prune"):
+                rows = torch.cat(embeds)
+                trace.keep_masks[number] = medium.keep_mask(rows, q)
+            del embeds
+            yield rows, trace.keep_masks[number]
 
     def _prefill_inputs(
         self, prompt, images=(), videos=(), pruning_rate: float = 0.0, allow_special_tokens: bool = False
     ) -> Trace:
         """Every stage up to what the language model is given."""
         q = check_pruning_rate(pruning_rate, "pruning_rate")
-        trace = Trace(device=self.check_runnable())
-        messages = self.processor.messages(prompt, images, videos)
-        with trace.stage("decode media"):
-            trace.media = self.processor.decode(messages)
+        trace, messages = self._decode_media(prompt, images, videos)
         with trace.stage("patchify"):
             trace.patches = self.processor.patchify(trace.media)
         merged = [p.merged for p in trace.patches]
@@ -231,26 +314,34 @@ class VLM:
             trace.keep_masks = [m.keep_mask(e, q) for m, e in zip(merged, trace.embeds, strict=True)]
         with trace.stage("merge"):
             ids = self.processor.tokenize(messages, merged, allow_special_tokens=allow_special_tokens)
-            trace.full_ids = torch.tensor(ids)
+            self._find_media(trace, ids, merged)
             self._merge(trace, merged)
         with trace.stage("positions"):
             self._position(trace)
         return trace
 
+    def _find_media(self, trace: Trace, ids, merged: list[MergedMedia]) -> None:
+        """Match placeholders with media."""
+        trace.full_ids = torch.as_tensor(ids)
+        trace.spans = find_media_spans(self.processor.placeholders(trace.full_ids), merged, self.token_ids)
+        if int(trace.full_ids[-1]) in self.token_ids.values():
+            raise ValueError("prompt: must end in text, because later positions continue from its last token")
+
+    def _check_width(self, embeds: Sequence[Tensor]) -> None:
+        width = self.language_model.row_width
+        if wrong := [rows.shape[1] for rows in embeds if rows.shape[1] != width]:
+            raise ValueError(f"encoder: its rows have {wrong[0]} values, the language model takes {width}")
+
     @torch.no_grad()
     def _merge(self, trace: Trace, merged: list[MergedMedia]) -> None:
-        """Match placeholders with media, drop what was pruned, embed text and put the media's rows in place."""
-        trace.spans = find_media_spans(self.processor.placeholders(trace.full_ids), merged, self.token_ids)
+        """Drop what was pruned, embed text and put the media's rows in place."""
         keep_masks = [piece for m, mask in zip(merged, trace.keep_masks, strict=True) for piece in m.cut(mask)]
         trace.keep = keep_in_prompt(len(trace.full_ids), trace.spans, keep_masks)
         trace.input_ids = trace.full_ids[trace.keep]
         if len(trace.input_ids) >= self.max_context:
             raise ValueError(f"prompt: {len(trace.input_ids)} tokens do not fit the context of {self.max_context}")
-        if int(trace.input_ids[-1]) in self.token_ids.values():
-            raise ValueError("prompt: must end in text, because later positions continue from its last token")
         width, hidden_size = self.language_model.row_width, self.language_model.config.hidden_size
-        if wrong := [embeds.shape[1] for embeds in trace.embeds if embeds.shape[1] != width]:
-            raise ValueError(f"encoder: its rows have {wrong[0]} values, the language model takes {width}")
+        self._check_width(trace.embeds)
         text_LD = self.language_model.get_input_embeddings()(trace.full_ids.to(self.language_model.device))
         pieces = [piece for m, rows in zip(merged, trace.embeds, strict=True) for piece in m.cut_rows(rows)]
         rows_LW = merge_embeddings(F.pad(text_LD, (0, width - hidden_size)), trace.spans, pieces)
@@ -364,10 +455,10 @@ class VLM:
         queues, traces = {"image": iter(images), "video": iter(videos)}, list[Trace]()
         for ids, mask in zip(input_ids, attention_mask, strict=True):
             trace = Trace()
-            trace.full_ids = ids[mask]
-            items = [item for kind in queues for item in self._take(kind, queues[kind], trace.full_ids)]
+            items = [item for kind in queues for item in self._take(kind, queues[kind], ids[mask])]
             trace.embeds = [embeds for _, embeds in items]
             trace.keep_masks = [merged.keep_mask(embeds, q) for merged, embeds in items]
+            self._find_media(trace, ids[mask], [merged for merged, _ in items])
             self._merge(trace, [merged for merged, _ in items])
             self._position(trace)
             traces.append(trace)

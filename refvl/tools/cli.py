@@ -34,6 +34,10 @@ Images = Annotated[list[str] | None, typer.Option("--image", "-i", help="an imag
 Videos = Annotated[list[str] | None, typer.Option("--video", "-v", help="a video file; may be repeated")]
 MaxNewTokens = Annotated[int, typer.Option(help="stop after this many tokens")]
 PruningRate = Annotated[float, typer.Option(help="share of video tokens that EVS drops, in [0, 1)")]
+PrefillChunk = Annotated[int | None, typer.Option(help="prefill so many tokens of the prompt at a time")]
+LookupTokens = Annotated[
+    int | None, typer.Option(help="draft so many tokens from what was said before; changes no answer")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
 Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower in graphs first")]
@@ -124,6 +128,7 @@ def _options(version: Version = False):
 def chat(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0,
+    prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
     """Answer a question about images and videos; the text streams as it is generated."""
@@ -131,7 +136,7 @@ def chat(
     model = _load(checkpoint, device, dtype, attention, graphs)
     pieces = model.chat(
         prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
-        stream=True,
+        prefill_chunk=prefill_chunk, prompt_lookup_num_tokens=prompt_lookup_num_tokens, stream=True,
     )  # fmt: skip
     for piece in pieces:
         print(piece, end="", flush=True)
@@ -142,14 +147,16 @@ def chat(
 def trace(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0,
+    prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
     """The same run, with every stage's shapes and seconds."""
     _check_request(prompt, video, pruning_rate)
     model = _load(checkpoint, device, dtype, attention, graphs)
     run = model.trace(
-        prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate
-    )
+        prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
+        prefill_chunk=prefill_chunk, prompt_lookup_num_tokens=prompt_lookup_num_tokens,
+    )  # fmt: skip
     console = Console()
     console.print(stage_table(run))
     console.print(f"first token after {run.ttft:.3f} s")
