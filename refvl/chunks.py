@@ -69,8 +69,10 @@ def prefill_in_chunks(
             raise ValueError(f"prompt: more than the {max_context - 1} tokens that fit the context of {max_context}")
         if kept.any():
             positions = trace.full_positions[:, start:stop][:, kept]
+            rows = rows_LW[kept.to(rows_LW.device)][None]
+            hidden_size = language_model.config.hidden_size
             with trace.stage("prefill"):
-                prefill(language_model, rows_LW[kept.to(rows_LW.device)][None], positions[:, None], cache)
+                prefill(language_model, rows[..., :hidden_size], rows[..., hidden_size:], positions[:, None], cache)
             trace.chunks.append(int(kept.sum()))
     return cache
 

@@ -11,8 +11,9 @@ prefill, decode   language/          embeddings + positions -> token ids -> text
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -36,13 +37,14 @@ from refvl.checks import (
 from refvl.chunks import MediumRows, prefill_in_chunks
 from refvl.contracts import Encoder, Processor
 from refvl.graphs import DualPathGraphManager, EncoderGraphManager
-from refvl.language.model import Assistant, CausalTextModel, check_generate_options, generate, option
+from refvl.language.model import Assistant, CausalTextModel, check_generate_options, drafts, generate, option
 from refvl.language.streaming import FanOut, stream_text
 from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
 from refvl.positions import restrict_positions
 from refvl.trace import TokenTimer, Trace
 
 MAX_PATCHES_PER_FORWARD = 2**16  # longer encodes run in several forwards, with a progress bar
+BATCH_TOKENS = 2**14  # requests decoded together, padding and answers included
 NOT_IN_TEXT = (  # options of `generate` whose results an answer in text cannot hold
     "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
 )  # fmt: skip
@@ -163,18 +165,93 @@ class VLM:
         max_new_tokens: int = 128,
         pruning_rate: float = 0.0,
         allow_special_tokens: bool = False,
+        batch_tokens: int = BATCH_TOKENS,
+        return_exceptions: bool = False,
+        progress: bool = True,
         **generate_kwargs,
-    ) -> list[str]:
-        """Answers to several independent requests, decoded together with left padding.
+    ) -> list:
+        """Answers to independent requests, in order, decoded together with left padding.
 
-        requests: the arguments `prompt`, `images`, `videos` of `chat`, one dict each. Raises ValueError or TypeError
-        naming `requests[i]` for other keys.
+        requests: the arguments `prompt`, `images`, `videos` of `chat`, one dict each, and where they differ from those
+        given here `max_new_tokens` and `pruning_rate`. batch_tokens: requests that follow each other are decoded
+        together while their number times the longest, answer included, is not more; a longer one runs alone.
+        return_exceptions: what goes wrong with a request stands in the place of its answer, and the others go on;
+        otherwise the first error is raised. progress: a bar, after two seconds. Raises ValueError or TypeError naming
+        `requests[i]` for other keys.
+
+        Padding and batch change an answer only where the best two tokens are nearer than rounding. A batch ends with
+        its longest answer, and the next one begins then: for many users, or a steady load, take a serving engine,
+        which lets requests come and go at every token (`refvl.handover` gives it what was encoded here).
         """
         self._check_options("chat_batch", generate_kwargs)
-        _check_requests(requests)
-        common = {"pruning_rate": pruning_rate, "allow_special_tokens": allow_special_tokens}
-        traces = [self._prefill_inputs(**(request | common)) for request in requests]
-        return self.answers(traces, max_new_tokens=max_new_tokens, **generate_kwargs)
+        check_positive_int(batch_tokens, "batch_tokens")
+        _check_requests(requests, check_each=not check_flag(return_exceptions, "return_exceptions"))
+        common = {"max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate}
+        common["allow_special_tokens"] = allow_special_tokens
+        answers, bar = [], tqdm(total=len(requests), desc="answer", delay=2, leave=False, disable=not progress)
+        with bar:
+            for answer in self.answer_each(requests, common, batch_tokens, **generate_kwargs):
+                if isinstance(answer, Exception) and not return_exceptions:
+                    answer.add_note(f"in requests[{len(answers)}]")
+                    raise answer
+                answers.append(answer)
+                bar.update()
+        return answers
+
+    def answer_each(
+        self, requests: Iterable[dict], common: dict, batch_tokens: int = BATCH_TOKENS, **generate_kwargs
+    ) -> Iterator[str | Exception]:
+        """What `chat_batch` returns, one by one as batches are done; common: the arguments of requests without them."""
+        waiting, limits = list[Trace | Exception](), list[int]()
+        same_limit = option(self.language_model, generate_kwargs, "num_beams") > 1  # with another, other beams may win
+        alone = drafts(self.language_model, generate_kwargs) is not None
+        for request in requests:
+            made, limit = self._prepare(request, common)
+            longest = max([len(t.input_ids) for t in [*waiting, made] if isinstance(t, Trace)], default=0)
+            together = (len(waiting) + 1) * (longest + max([limit, *limits]))
+            if waiting and (alone or together > batch_tokens or (same_limit and {limit} != set(limits))):
+                yield from self._answers_or_errors(waiting, limits, **generate_kwargs)
+                waiting, limits = [], []
+            waiting.append(made)
+            limits.append(limit)
+        yield from self._answers_or_errors(waiting, limits, **generate_kwargs)
+
+    def _prepare(self, request: dict, common: dict) -> tuple[Trace | Exception, int]:
+        """A request's trace, with no more than `answers` reads, or what went wrong; and its limit of new tokens."""
+        try:
+            _check_request(request, "request")
+            request = common | request
+            limit = check_positive_int(request.pop("max_new_tokens"), "max_new_tokens")
+            trace = self._prefill_inputs(**request)
+        except Exception as error:  # whatever a decoder raises, a lack of memory too
+            clear_frames(error.__traceback__)
+            return error, 1
+        ready = Trace(input_ids=trace.input_ids, inputs_embeds=trace.inputs_embeds, positions=trace.positions)
+        ready.deepstack = trace.deepstack
+        return ready, limit
+
+    def _answers_or_errors(
+        self, made: list[Trace | Exception], limits: list[int], **generate_kwargs
+    ) -> Iterator[str | Exception]:
+        """An answer, cut at its own limit, for every trace; a batch that fails is tried one by one."""
+        traces = {i: trace for i, trace in enumerate(made) if isinstance(trace, Trace)}
+        answers = dict[int, str]()
+        try:
+            if traces:
+                most = max(limits[i] for i in traces)
+                ids = self._generate(list(traces.values()), most, **generate_kwargs).sequences.tolist()
+                answers = {i: self.processor.text(row[: limits[i]]) for i, row in zip(traces, ids, strict=True)}
+        except Exception as error:
+            clear_frames(error.__traceback__)  # which hold the batch's tensors
+            if len(made) == 1:
+                made = [error]
+        for i, trace in enumerate(made):
+            if isinstance(trace, Exception):
+                yield trace
+            elif i in answers:
+                yield answers[i]
+            else:
+                yield from self._answers_or_errors([trace], [limits[i]], **generate_kwargs)
 
     def answers(self, traces: Sequence[Trace], *, max_new_tokens: int = 128, **generate_kwargs) -> list[str]:
         """Answers to prompts that are ready, decoded together: to see what a trace's positions do, change them first.
@@ -215,17 +292,18 @@ class VLM:
         generate_kwargs = {"tokenizer": self.processor.tokenizer} | generate_kwargs  # read where there are stop_strings
         pad_id = self.language_model.generation_config.pad_token_id or 0
         input_ids, mask = left_pad([trace.input_ids.to(device) for trace in traces], pad_id)
-        rows = {"cache": cache}
+        prompt = cache
         if cache is None:
-            rows["inputs_embeds"], _ = left_pad([trace.inputs_embeds for trace in traces])
-            rows["deepstack_embeds"], _ = left_pad([trace.deepstack for trace in traces])
+            embeds, _ = left_pad([trace.inputs_embeds for trace in traces])
+            deepstack, _ = left_pad([trace.deepstack for trace in traces])
+            prompt = embeds, deepstack
         traces[0].cache = None  # it grows with the answer from here on
         positions, _ = left_pad([trace.positions.T.to(device) for trace in traces])
         room = self.max_context - input_ids.shape[1]
         max_new_tokens = min(check_positive_int(max_new_tokens, "max_new_tokens"), room)
         positions = positions.permute(2, 0, 1)  # (B, L, 3) -> (3, B, L)
         return generate(
-            self.language_model, input_ids, positions, mask, max_new_tokens=max_new_tokens, **rows, **generate_kwargs,
+            self.language_model, input_ids, prompt, positions, mask, max_new_tokens=max_new_tokens, **generate_kwargs,
         )  # fmt: skip
 
     def _read(self, options: dict, prefill_chunk: int | None, *request) -> Trace:
@@ -236,10 +314,10 @@ class VLM:
             trace = self._prefill_in_chunks(check_positive_int(prefill_chunk, "prefill_chunk"), *request)
         if assistant := options.get("assistant_model"):
             with trace.stage("assistant"):
-                drafts = assistant._prefill_in_chunks(prefill_chunk or self.max_context, *request)
-            if not torch.equal(drafts.full_ids, trace.full_ids):
+                read = assistant._prefill_in_chunks(prefill_chunk or self.max_context, *request)
+            if not torch.equal(read.full_ids, trace.full_ids):
                 raise ValueError("assistant_model: writes this prompt in other tokens, and cannot draft for this model")
-            options["assistant_model"] = Assistant(assistant.language_model, drafts.cache)
+            options["assistant_model"] = Assistant(assistant.language_model, read.cache)
         return trace
 
     def _decode_media(self, prompt, images, videos) -> tuple[Trace, list[dict]]:
@@ -526,17 +604,21 @@ def _batches(rows: Sequence[Tensor]) -> list[list[int]]:
     return batches
 
 
-def _check_requests(requests: Sequence[dict]) -> None:
-    allowed = ("prompt", "images", "videos")
+def _check_requests(requests: Sequence[dict], *, check_each: bool) -> None:
     if not isinstance(requests, Sequence) or isinstance(requests, str):
         raise TypeError(f"requests: expected a sequence of dicts, got {type(requests).__name__}")
-    for i, request in enumerate(requests):
-        if not isinstance(request, dict):
-            raise TypeError(f"requests[{i}]: expected a dict with {', '.join(allowed)}, got {type(request).__name__}")
-        if unknown := [key for key in request if key not in allowed]:
-            raise ValueError(f"requests[{i}]: unknown key {unknown[0]!r}; allowed: {', '.join(allowed)}")
-        if "prompt" not in request:
-            raise ValueError(f"requests[{i}]: has no prompt")
+    for i, request in enumerate(requests if check_each else ()):
+        _check_request(request, f"requests[{i}]")
+
+
+def _check_request(request: dict, name: str) -> None:
+    allowed = ("prompt", "images", "videos", "max_new_tokens", "pruning_rate")
+    if not isinstance(request, dict):
+        raise TypeError(f"{name}: expected a dict with {', '.join(allowed)}, got {type(request).__name__}")
+    if unknown := [key for key in request if key not in allowed]:
+        raise ValueError(f"{name}: unknown key {unknown[0]!r}; allowed: {', '.join(allowed)}")
+    if "prompt" not in request:
+        raise ValueError(f"{name}: has no prompt")
 
 
 def _parameters(module: Any) -> str:

@@ -122,7 +122,7 @@ class Trace:
 
     def _decoding(self) -> str:
         """How many tokens after the first forward's, how fast, and how many of all were drafts."""
-        more, seconds = sum(self.passes[1:]), self.seconds["decode tokens"]
+        more, seconds = len(self.token_ids) - (self.passes or [1])[0], self.seconds["decode tokens"]
         speed = f", {more / seconds:.0f} a second" if more and seconds else ""
         drafts = f"; {self.accepted} of {len(self.token_ids)} were accepted drafts" if self.accepted else ""
         return f"{more} more{speed}{drafts}"

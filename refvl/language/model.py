@@ -322,21 +322,21 @@ def new_cache(language_model: CausalTextModel) -> Cache:
     return DynamicCache(config=language_model.config)
 
 
-def prefill(language_model: CausalTextModel, rows: Tensor, positions: Tensor, cache: Cache) -> None:
-    """Put the keys and values of (1, n, W) rows at (3, 1, n) positions into the cache."""
-    hidden_size = language_model.config.hidden_size
-    embeds, deepstack = rows[..., :hidden_size], rows[..., hidden_size:]
-    deeper = {"deepstack_embeds": deepstack} if deepstack.shape[-1] else {}
+def prefill(
+    language_model: CausalTextModel, inputs_embeds: Tensor, deepstack_embeds: Tensor, positions: Tensor, cache: Cache
+) -> None:
+    """Put keys and values into the cache: of (1, n, D) embeddings with (1, n, W - D) deeper features, (3, 1, n)."""
+    deeper = {"deepstack_embeds": deepstack_embeds} if deepstack_embeds.shape[-1] else {}
     language_model(
-        inputs_embeds=embeds, position_ids=positions.to(rows.device), past_key_values=cache, use_cache=True,
-        logits_to_keep=1, **deeper,
+        inputs_embeds=inputs_embeds, position_ids=positions.to(inputs_embeds.device), past_key_values=cache,
+        use_cache=True, logits_to_keep=1, **deeper,
     )  # fmt: skip
 
 
 class Assistant:
     """A text model that has read the prompt, media included, where transformers takes a model that drafts from ids."""
 
-    def __init__(self, language_model: CausalTextModel, cache: Cache):
+    def __init__(self, language_model: Any, cache: Cache):
         self.language_model, self.cache = language_model, cache
 
     def __getattr__(self, name: str) -> Any:
@@ -351,38 +351,36 @@ class Assistant:
 def generate(
     language_model: CausalTextModel,
     input_ids: Tensor,
+    prompt: tuple[Tensor, Tensor] | Cache,
     positions: Tensor,
     attention_mask: Tensor,
     *,
     max_new_tokens: int,
-    inputs_embeds: Tensor | None = None,
-    deepstack_embeds: Tensor | None = None,
-    cache: Cache | None = None,
     **options,
 ) -> GenerateOutput:
     """transformers' output, whose `sequences` are the new ids (B * num_return_sequences, at most max_new_tokens).
 
-    input_ids: (B, L), what the embeddings stand for: a repetition penalty counts them. inputs_embeds: (B, L, D).
-    positions: (3, B, L) int64; decode steps continue at the last position + 1 on every axis, so the prompt must end
-    in text. attention_mask: (B, L), 0 for left padding. deepstack_embeds: (B, L, W - D), see `row_width`; zeros where
-    nothing is added. cache: instead of both, the keys and values of the prompt but its last token. options: those of
-    transformers' `generate` (`do_sample`, `num_beams`, ...), greedy without them.
+    input_ids: (B, L), of the prompt: a repetition penalty counts them. prompt: its embeddings (B, L, D) and its
+    deeper features (B, L, W - D), see `row_width`, zeros where nothing is added; or the keys and values of all but its
+    last token. positions: (3, B, L) int64; decode steps continue at the last position + 1 on every axis, so the prompt
+    must end in text. attention_mask: (B, L), 0 for left padding. options: those of transformers' `generate`
+    (`do_sample`, `num_beams`, ...), greedy without them.
     """
     draft = drafts(language_model, options)
     if draft and len(input_ids) > 1:
         raise ValueError(f"{draft}: one prompt at a time, got a batch of {len(input_ids)}")
-    if draft and cache is None:  # or transformers would go back to the ids, in which the media are placeholders
-        cache = new_cache(language_model)
-        rows = torch.cat([inputs_embeds, deepstack_embeds], dim=-1)[:, :-1]
-        prefill(language_model, rows, positions[..., :-1], cache)
-    if cache is not None:
-        copies = max(option(language_model, options, name) for name in ("num_beams", "num_return_sequences"))
-        cache.batch_repeat_interleave(copies)
-        options["past_key_values"] = cache
+    if draft and isinstance(prompt, tuple):  # or transformers would go back to the ids, in which media are placeholders
+        embeds, deepstack = prompt
+        prompt = new_cache(language_model)
+        prefill(language_model, embeds[:, :-1], deepstack[:, :-1], positions[..., :-1], prompt)
+    if isinstance(prompt, tuple):
+        options["inputs_embeds"], deepstack = prompt
+        if deepstack.shape[-1]:
+            options["deepstack_embeds"] = deepstack
     else:
-        options["inputs_embeds"] = inputs_embeds
-        if deepstack_embeds is not None and deepstack_embeds.shape[-1]:
-            options["deepstack_embeds"] = deepstack_embeds
+        copies = max(option(language_model, options, name) for name in ("num_beams", "num_return_sequences"))
+        prompt.batch_repeat_interleave(copies)
+        options["past_key_values"] = prompt
     if options.get("generation_config") is None:
         options = {"do_sample": False} | options
         if not options["do_sample"]:  # the checkpoint's sampling defaults mean nothing to greedy decoding

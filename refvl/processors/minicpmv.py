@@ -260,8 +260,8 @@ class MiniCPMV2_6Processor(MiniCPMVProcessor):
         return [indices[i] for i in middle_indices(len(indices), config.max_frames)]
 
     def _patchify_video(self, video: Video) -> Patches:
-        layouts, rows = zip(*self._video_pieces(video, self.query_num), strict=True)
-        return Patches(video, torch.cat(rows), sum(layouts, ()), self._video_extents(video))
+        rows = [rows for _, rows in self._video_pieces(video, self.query_num)]
+        return Patches(video, torch.cat(rows), self._video_layout(video), self._video_extents(video))
 
     def _video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Tensor]]:
         plan, layout = self._plan_frame(video), self._video_layout(video)
