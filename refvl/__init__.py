@@ -15,8 +15,8 @@ __all__ = ["VLM", "Trace", "load"]
 # what type checkers and editors should see is in __init__.pyi
 _HOME = {"load": "refvl.loading", "VLM": "refvl.pipeline", "Trace": "refvl.trace"}
 _ROOMS = (
-    "attention", "checkpoints", "contracts", "encoders", "families", "graphs", "language", "merge", "parallel",
-    "pipeline", "pixels", "positions", "processors", "tools", "viz",
+    "attention", "checkpoints", "contracts", "encoders", "families", "graphs", "handover", "language", "merge",
+    "parallel", "pipeline", "pixels", "positions", "processors", "tools", "viz",
 )  # fmt: skip
 
 
