@@ -372,14 +372,16 @@ def generate(
     if draft and isinstance(prompt, tuple):  # or transformers would go back to the ids, in which media are placeholders
         embeds, deepstack = prompt
         prompt = new_cache(language_model)
-        prefill(language_model, embeds[:, :-1], deepstack[:, :-1], positions[..., :-1], prompt)
+        if embeds.shape[1] > 1:
+            prefill(language_model, embeds[:, :-1], deepstack[:, :-1], positions[..., :-1], prompt)
     if isinstance(prompt, tuple):
         options["inputs_embeds"], deepstack = prompt
         if deepstack.shape[-1]:
             options["deepstack_embeds"] = deepstack
     else:
         copies = max(option(language_model, options, name) for name in ("num_beams", "num_return_sequences"))
-        prompt.batch_repeat_interleave(copies)
+        if copies > 1:
+            prompt.batch_repeat_interleave(copies)
         options["past_key_values"] = prompt
     if options.get("generation_config") is None:
         options = {"do_sample": False} | options
