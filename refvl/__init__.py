@@ -15,8 +15,8 @@ __all__ = ["VLM", "Trace", "compare", "load"]
 # what type checkers and editors should see is in __init__.pyi
 _HOME = {"load": "refvl.loading", "VLM": "refvl.pipeline", "Trace": "refvl.trace", "compare": "refvl.comparison"}
 _ROOMS = (
-    "attention", "boxes", "checkpoints", "comparison", "contracts", "encoders", "families", "graphs", "language",
-    "merge", "parallel", "pipeline", "pixels", "positions", "processors", "tools", "viz", "watch",
+    "attention", "boxes", "checkpoints", "comparison", "contracts", "encoders", "families", "graphs", "handover",
+    "language", "merge", "parallel", "pipeline", "pixels", "positions", "processors", "tools", "viz", "watch",
 )  # fmt: skip
 
 

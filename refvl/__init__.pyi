@@ -6,6 +6,7 @@ from refvl import contracts as contracts
 from refvl import encoders as encoders
 from refvl import families as families
 from refvl import graphs as graphs
+from refvl import handover as handover
 from refvl import language as language
 from refvl import merge as merge
 from refvl import parallel as parallel

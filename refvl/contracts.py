@@ -146,6 +146,12 @@ class Processor(Protocol):
     def patchify(self, media: Sequence[Image.Image | Video]) -> list:
         """Each medium as patch rows, with its layout and the extents that the language model sees."""
 
+    def extents(self, media: Sequence[Image.Image | Video]) -> list[MergedMedia]:
+        """How the language model sees each medium: what `patchify` says of it, without touching a pixel."""
+
+    def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Tensor]]:
+        """(layout, patch rows) of a medium's consecutive parts, of at most max_tokens tokens where it can be cut."""
+
     def layout_of(self, medium: Image.Image | Video) -> Any:
         """The layout that `patchify` gives a decoded medium, from its size alone."""
 

@@ -12,7 +12,9 @@ prefill, decode   language/          embeddings + positions -> token ids -> text
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -33,10 +35,11 @@ from refvl.checks import (
     check_shape,
     check_values,
 )
+from refvl.chunks import MediumRows, prefill_in_chunks
 from refvl.contracts import Encoder, Processor
 from refvl.encoders.tower import send_rows
 from refvl.graphs import DualPathGraphManager, EncoderGraphManager
-from refvl.language.model import CausalTextModel, check_generate_options, generate, option
+from refvl.language.model import Assistant, CausalTextModel, check_generate_options, drafts, generate, option
 from refvl.language.streaming import FanOut, stream_text
 from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
 from refvl.positions import find_pruner, restrict_positions
@@ -44,6 +47,7 @@ from refvl.trace import TokenTimer, Trace
 from refvl.watch import LanguageWatch, TowerWatch
 
 MAX_PATCHES_PER_FORWARD = 2**16  # longer encodes run in several forwards, with a progress bar
+BATCH_TOKENS = 2**14  # requests decoded together, padding and answers included
 NOT_IN_TEXT = (  # options of `generate` whose results an answer in text cannot hold
     "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
 )  # fmt: skip
@@ -99,6 +103,7 @@ class VLM:
         pruning: str = "evs",
         stream: bool = False,
         allow_special_tokens: bool = False,
+        prefill_chunk: int | None = None,
         **generate_kwargs,
     ) -> str | Iterator[str]:
         """Answer a question about images and videos; greedy unless `do_sample=True` and its options are given.
@@ -107,18 +112,23 @@ class VLM:
         PIL images, arrays, frame lists; they come before the text, images first. pruning_rate: the share of a video's
         tokens that goes, in [0, 1). pruning: which of them, by "evs" or "vidcom2" (`refvl.positions.PRUNERS`).
         allow_special_tokens: special tokens in the caller's text count as such, instead of being plain text.
-        stream: return a generator of text pieces; closing or dropping it ends the generation within one token.
-        generate_kwargs: options of transformers' `generate` that lead to one answer in text (`num_beams`,
-        `stop_strings`, `streamer`, ...). Errors: see `trace`.
+        prefill_chunk: prefill the prompt so many tokens at a time, in memory that does not grow with it but for the
+        cache (`refvl.chunks`); None: all at once. stream: return a generator of text pieces; closing or dropping it
+        ends the generation within one token. generate_kwargs: options of transformers' `generate` that lead to one
+        answer in text (`num_beams`, `stop_strings`, `streamer`, ...). With `prompt_lookup_num_tokens=n`, or another
+        `VLM` with the same prompts as `assistant_model`, tokens are drafted and checked several at once, which
+        changes no greedy answer. Errors: see `trace`.
         """
         streams = check_flag(stream, "stream")
         self._check_options("chat", generate_kwargs | {"stream": stream})
         if not streams:
             return self.trace(
                 prompt, images=images, videos=videos, max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
-                pruning=pruning, allow_special_tokens=allow_special_tokens, **generate_kwargs,
+                pruning=pruning, allow_special_tokens=allow_special_tokens, prefill_chunk=prefill_chunk,
+                **generate_kwargs,
             ).text  # fmt: skip
-        trace = self._prefill_inputs(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
+        request = prompt, images, videos, pruning_rate, pruning, allow_special_tokens
+        trace = self._read(generate_kwargs, prefill_chunk, *request)
         return self._stream(trace, max_new_tokens, generate_kwargs)
 
     def trace(
@@ -133,6 +143,7 @@ class VLM:
         allow_special_tokens: bool = False,
         attentions: bool = False,
         hidden_states: bool = False,
+        prefill_chunk: int | None = None,
         **generate_kwargs,
     ) -> Trace:
         """The same run as `chat` with every stage kept, and the seconds each took.
@@ -140,7 +151,8 @@ class VLM:
         attentions, hidden_states: keep the weights of all heads, and what passes between blocks, of tower and language
         model (see `Trace`). Both run eagerly for it, on the same weights, also where graphs are captured; for long
         prompts that is much memory: layers * heads * tokens^2.
-        With beams, prefill and decoding are one stage. Raises FileNotFoundError for missing files and ValueError or
+        With `prefill_chunk` pixels and embeddings are let go on the way. With beams, prefill and decoding are one
+        stage. Raises FileNotFoundError for missing files and ValueError or
         TypeError, naming the argument, for media that cannot be read, placeholders that do not match the media, a
         pruning rate outside [0, 1), a prompt longer than the context, and options of `generate` that do not exist or
         do not lead to one answer in text.
@@ -152,11 +164,15 @@ class VLM:
         }
         request = prompt, images, videos, pruning_rate, pruning, allow_special_tokens
         if not any(wanted.values()):
-            trace = self._prefill_inputs(*request, is_measured=True)
+            trace = self._read(generate_kwargs, prefill_chunk, *request, is_measured=True)
             self._answer(trace, max_new_tokens, num_beams, **generate_kwargs)
             return trace
         if num_beams != 1:
             raise ValueError(f"num_beams: must be 1 with attentions or hidden_states, got {num_beams}")
+        if prefill_chunk is not None or drafts(self.language_model, generate_kwargs) is not None:
+            raise ValueError(
+                "prefill_chunk, drafted tokens: not with attentions or hidden_states, which see all at once"
+            )
         tower, language = TowerWatch(self.encoder, **wanted), LanguageWatch(self.language_model, **wanted)
         watched = copy.copy(self)  # whatever else a model has, but no graphs: a replay hands nothing out
         watched.encoder, watched.language_model, watched.graphs = tower.encoder, language.language_model, None
@@ -173,7 +189,9 @@ class VLM:
             generate_kwargs["streamer"] = FanOut(timer, generate_kwargs.get("streamer"))
             with trace.watch("prefill", self.language_model):
                 output = self._generate([trace], max_new_tokens, **generate_kwargs)
-            trace.seconds["prefill"], trace.seconds["decode tokens"] = timer.prefill_and_decode()
+            prefill, decode = timer.prefill_and_decode()
+            trace.seconds["prefill"] = trace.seconds.get("prefill", 0.0) + prefill
+            trace.seconds["decode tokens"], trace.passes = decode, timer.tokens[1:]
         else:  # transformers tells no streamer of beams
             with trace.stage("generate"):
                 output = self._generate([trace], max_new_tokens, **generate_kwargs)
@@ -189,18 +207,93 @@ class VLM:
         pruning_rate: float = 0.0,
         pruning: str = "evs",
         allow_special_tokens: bool = False,
+        batch_tokens: int = BATCH_TOKENS,
+        return_exceptions: bool = False,
+        progress: bool = True,
         **generate_kwargs,
-    ) -> list[str]:
-        """Answers to several independent requests, decoded together with left padding.
+    ) -> list:
+        """Answers to independent requests, in order, decoded together with left padding.
 
-        requests: the arguments `prompt`, `images`, `videos` of `chat`, one dict each. Raises ValueError or TypeError
-        naming `requests[i]` for other keys.
+        requests: the arguments `prompt`, `images`, `videos` of `chat`, one dict each, and where they differ from those
+        given here `max_new_tokens` and `pruning_rate`. batch_tokens: requests that follow each other are decoded
+        together while their number times the longest, answer included, is not more; a longer one runs alone.
+        return_exceptions: what goes wrong with a request stands in the place of its answer, and the others go on;
+        otherwise the first error is raised. progress: a bar, after two seconds. Raises ValueError or TypeError naming
+        `requests[i]` for other keys.
+
+        Padding and batch change an answer only where the best two tokens are nearer than rounding. A batch ends with
+        its longest answer, and the next one begins then: for many users, or a steady load, take a serving engine,
+        which lets requests come and go at every token (`refvl.handover` gives it what was encoded here).
         """
         self._check_options("chat_batch", generate_kwargs)
-        _check_requests(requests)
-        common = {"pruning_rate": pruning_rate, "pruning": pruning, "allow_special_tokens": allow_special_tokens}
-        traces = [self._prefill_inputs(**(request | common)) for request in requests]
-        return self.answers(traces, max_new_tokens=max_new_tokens, **generate_kwargs)
+        check_positive_int(batch_tokens, "batch_tokens")
+        _check_requests(requests, check_each=not check_flag(return_exceptions, "return_exceptions"))
+        common = {"max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate, "pruning": pruning}
+        common["allow_special_tokens"] = allow_special_tokens
+        answers, bar = [], tqdm(total=len(requests), desc="answer", delay=2, leave=False, disable=not progress)
+        with bar:
+            for answer in self.answer_each(requests, common, batch_tokens, **generate_kwargs):
+                if isinstance(answer, Exception) and not return_exceptions:
+                    answer.add_note(f"in requests[{len(answers)}]")
+                    raise answer
+                answers.append(answer)
+                bar.update()
+        return answers
+
+    def answer_each(
+        self, requests: Iterable[dict], common: dict, batch_tokens: int = BATCH_TOKENS, **generate_kwargs
+    ) -> Iterator[str | Exception]:
+        """What `chat_batch` returns, one by one as batches are done; common: the arguments of requests without them."""
+        waiting, limits = list[Trace | Exception](), list[int]()
+        same_limit = option(self.language_model, generate_kwargs, "num_beams") > 1  # with another, other beams may win
+        alone = drafts(self.language_model, generate_kwargs) is not None
+        for request in requests:
+            made, limit = self._prepare(request, common)
+            longest = max([len(t.input_ids) for t in [*waiting, made] if isinstance(t, Trace)], default=0)
+            together = (len(waiting) + 1) * (longest + max([limit, *limits]))
+            if waiting and (alone or together > batch_tokens or (same_limit and {limit} != set(limits))):
+                yield from self._answers_or_errors(waiting, limits, **generate_kwargs)
+                waiting, limits = [], []
+            waiting.append(made)
+            limits.append(limit)
+        yield from self._answers_or_errors(waiting, limits, **generate_kwargs)
+
+    def _prepare(self, request: dict, common: dict) -> tuple[Trace | Exception, int]:
+        """A request's trace, with no more than `answers` reads, or what went wrong; and its limit of new tokens."""
+        try:
+            _check_request(request, "request")
+            request = common | request
+            limit = check_positive_int(request.pop("max_new_tokens"), "max_new_tokens")
+            trace = self._prefill_inputs(**request)
+        except Exception as error:  # whatever a decoder raises, a lack of memory too
+            clear_frames(error.__traceback__)
+            return error, 1
+        ready = Trace(input_ids=trace.input_ids, inputs_embeds=trace.inputs_embeds, positions=trace.positions)
+        ready.deepstack = trace.deepstack
+        return ready, limit
+
+    def _answers_or_errors(
+        self, made: list[Trace | Exception], limits: list[int], **generate_kwargs
+    ) -> Iterator[str | Exception]:
+        """An answer, cut at its own limit, for every trace; a batch that fails is tried one by one."""
+        traces = {i: trace for i, trace in enumerate(made) if isinstance(trace, Trace)}
+        answers = dict[int, str]()
+        try:
+            if traces:
+                most = max(limits[i] for i in traces)
+                ids = self._generate(list(traces.values()), most, **generate_kwargs).sequences.tolist()
+                answers = {i: self.processor.text(row[: limits[i]]) for i, row in zip(traces, ids, strict=True)}
+        except Exception as error:
+            clear_frames(error.__traceback__)  # which hold the batch's tensors
+            if len(made) == 1:
+                made = [error]
+        for i, trace in enumerate(made):
+            if isinstance(trace, Exception):
+                yield trace
+            elif i in answers:
+                yield answers[i]
+            else:
+                yield from self._answers_or_errors([trace], [limits[i]], **generate_kwargs)
 
     def answers(self, traces: Sequence[Trace], *, max_new_tokens: int = 128, **generate_kwargs) -> list[str]:
         """Answers to prompts that are ready, decoded together: to see what a trace's positions do, change them first.
@@ -218,6 +311,11 @@ class VLM:
         own = [name for name in inspect.signature(getattr(self, method)).parameters if name != "generate_kwargs"]
         check_generate_options(self.language_model, options, own)
         num_beams = option(self.language_model, options, "num_beams")
+        if (assistant := options.get("assistant_model")) is not None:
+            if method not in ("chat", "trace"):
+                raise ValueError(f"assistant_model: {method} has no media for it to read; `chat` and `trace` take one")
+            if not isinstance(assistant, VLM):
+                raise TypeError(f"assistant_model: expected a VLM, as `load` gives, got {type(assistant).__name__}")
         for name, off in (("stream", False), ("streamer", None)):
             if num_beams != 1 and options.get(name):
                 raise ValueError(f"{name}: must be {off} with num_beams: the last token decides which beam wins")
@@ -232,20 +330,93 @@ class VLM:
 
     def _generate(self, traces: list[Trace], max_new_tokens: int, **generate_kwargs) -> GenerateOutput:
         """`sequences` (B, new) of prompts that are ready, padded on the left to one length."""
-        device = self.language_model.device
+        device, cache = self.language_model.device, traces[0].cache
         generate_kwargs = {"tokenizer": self.processor.tokenizer} | generate_kwargs  # read where there are stop_strings
         pad_id = self.language_model.generation_config.pad_token_id or 0
         input_ids, mask = left_pad([trace.input_ids.to(device) for trace in traces], pad_id)
-        embeds, _ = left_pad([trace.inputs_embeds for trace in traces])
-        deepstack, _ = left_pad([trace.deepstack for trace in traces])
+        prompt = cache
+        if cache is None:
+            embeds, _ = left_pad([trace.inputs_embeds for trace in traces])
+            deepstack, _ = left_pad([trace.deepstack for trace in traces])
+            prompt = embeds, deepstack
+        traces[0].cache = None  # it grows with the answer from here on
         positions, _ = left_pad([trace.positions.T.to(device) for trace in traces])
         room = self.max_context - input_ids.shape[1]
         max_new_tokens = min(check_positive_int(max_new_tokens, "max_new_tokens"), room)
         positions = positions.permute(2, 0, 1)  # (B, L, 3) -> (3, B, L)
         return generate(
-            self.language_model, input_ids, embeds, positions, mask, max_new_tokens=max_new_tokens,
-            deepstack_embeds=deepstack, **generate_kwargs,
+            self.language_model, input_ids, prompt, positions, mask, max_new_tokens=max_new_tokens, **generate_kwargs,
         )  # fmt: skip
+
+    def _read(self, options: dict, prefill_chunk: int | None, *request, is_measured: bool = False) -> Trace:
+        """Every stage up to generation, of `_prefill_inputs`'s arguments; an assistant in `options` reads them too."""
+        if prefill_chunk is None:
+            trace = self._prefill_inputs(*request, is_measured=is_measured)
+        else:
+            trace = self._prefill_in_chunks(check_positive_int(prefill_chunk, "prefill_chunk"), *request)
+        if assistant := options.get("assistant_model"):
+            with trace.stage("assistant"):
+                read = assistant._prefill_in_chunks(prefill_chunk or self.max_context, *request)
+            if not torch.equal(read.full_ids, trace.full_ids):
+                raise ValueError("assistant_model: writes this prompt in other tokens, and cannot draft for this model")
+            options["assistant_model"] = Assistant(assistant.language_model, read.cache)
+        return trace
+
+    def _decode_media(self, prompt, images, videos, is_measured: bool = False) -> tuple[Trace, list[dict]]:
+        trace = Trace(device=self.check_runnable(), is_measured=is_measured)
+        messages = self.processor.messages(prompt, images, videos)
+        with trace.stage("decode media"):
+            trace.media = self.processor.decode(messages)
+        return trace, messages
+
+    def _prefill_in_chunks(
+        self, chunk: int, prompt, images=(), videos=(), pruning_rate=0.0, pruning="evs", allow_special_tokens=False
+    ) -> Trace:
+        """Every stage up to the last token of the prompt, `chunk` tokens at a time."""
+        q = check_pruning_rate(pruning_rate, "pruning_rate")
+        find_pruner(pruning)
+        trace, messages = self._decode_media(prompt, images, videos)
+        with trace.stage("tokenize"):
+            merged = self.processor.extents(trace.media)
+            for medium in merged:
+                medium.check_pruning(q)
+            ids = self.processor.tokenize(messages, merged, allow_special_tokens=allow_special_tokens)
+            self._find_media(trace, ids, merged)
+        with trace.stage("positions"):
+            trace.full_positions = self.language_model.positions(len(trace.full_ids), trace.spans)
+        spans, media = iter(trace.spans), list[MediumRows]()
+        trace.keep_masks = [None] * len(merged)
+        for number, medium in enumerate(merged):
+            places = [torch.arange(s.offset, s.offset + s.num_tokens) for s in islice(spans, len(medium.runs))]
+            media.append(MediumRows(torch.cat(places), self._encode_pieces(trace, number, medium, q, pruning, chunk)))
+        trace.cache = prefill_in_chunks(trace, self.language_model, media, chunk, self.max_context)
+        trace.input_ids = trace.full_ids[trace.keep]
+        trace.positions, trace.delta = restrict_positions(trace.full_positions, trace.keep)
+        return trace
+
+    def _encode_pieces(
+        self, trace: Trace, number: int, medium: MergedMedia, q: float, pruning: str, chunk: int
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """(rows, which are kept) of a medium's pieces, each made when asked for; of one that is pruned, all at once."""
+        embeds, pieces = list[Tensor](), self.processor.pieces(trace.media[number], chunk)
+        while True:
+            with trace.stage("patchify"):
+                layout, pixel_values = next(pieces, (None, None))
+            if pixel_values is None:
+                break
+            with trace.stage("encode"):
+                [rows] = self._encode(Trace(), [pixel_values], [layout])
+            self._check_width([rows])
+            if medium.kind == "video" and q:
+                embeds.append(rows)
+            else:
+                yield rows, None
+        if embeds:
+            with trace.stage("prune"):
+                rows = torch.cat(embeds)
+                trace.keep_masks[number] = medium.keep_mask(rows, q, pruning)
+            del embeds
+            yield rows, trace.keep_masks[number]
 
     def _prefill_inputs(
         self, prompt, images=(), videos=(), pruning_rate=0.0, pruning="evs", allow_special_tokens: bool = False, *,
@@ -254,10 +425,7 @@ class VLM:
         """Every stage up to what the language model is given."""
         q = check_pruning_rate(pruning_rate, "pruning_rate")
         find_pruner(pruning)
-        trace = Trace(device=self.check_runnable(), is_measured=is_measured)
-        messages = self.processor.messages(prompt, images, videos)
-        with trace.stage("decode media"):
-            trace.media = self.processor.decode(messages)
+        trace, messages = self._decode_media(prompt, images, videos, is_measured)
         with trace.stage("patchify"):
             trace.patches = self.processor.patchify(trace.media)
         trace.keep_largest("patchify", [p.pixel_values for p in trace.patches])
@@ -272,27 +440,35 @@ class VLM:
             trace.keep_masks = [m.keep_mask(e, q, pruning) for m, e in zip(merged, trace.embeds, strict=True)]
         with trace.stage("merge"):
             ids = self.processor.tokenize(messages, merged, allow_special_tokens=allow_special_tokens)
-            trace.full_ids = torch.tensor(ids)
+            self._find_media(trace, ids, merged)
             self._merge(trace, merged)
         trace.keep_largest("merge", [trace.inputs_embeds])
         with trace.stage("positions"):
             self._position(trace)
         return trace
 
+    def _find_media(self, trace: Trace, ids, merged: list[MergedMedia]) -> None:
+        """Match placeholders with media."""
+        trace.full_ids = torch.as_tensor(ids)
+        trace.spans = find_media_spans(self.processor.placeholders(trace.full_ids), merged, self.token_ids)
+        if int(trace.full_ids[-1]) in self.token_ids.values():
+            raise ValueError("prompt: must end in text, because later positions continue from its last token")
+
+    def _check_width(self, embeds: Sequence[Tensor]) -> None:
+        width = self.language_model.row_width
+        if wrong := [rows.shape[1] for rows in embeds if rows.shape[1] != width]:
+            raise ValueError(f"encoder: its rows have {wrong[0]} values, the language model takes {width}")
+
     @torch.no_grad()
     def _merge(self, trace: Trace, merged: list[MergedMedia]) -> None:
-        """Match placeholders with media, drop what was pruned, embed text and put the media's rows in place."""
-        trace.spans = find_media_spans(self.processor.placeholders(trace.full_ids), merged, self.token_ids)
+        """Drop what was pruned, embed text and put the media's rows in place."""
         keep_masks = [piece for m, mask in zip(merged, trace.keep_masks, strict=True) for piece in m.cut(mask)]
         trace.keep = keep_in_prompt(len(trace.full_ids), trace.spans, keep_masks)
         trace.input_ids = trace.full_ids[trace.keep]
         if len(trace.input_ids) >= self.max_context:
             raise ValueError(f"prompt: {len(trace.input_ids)} tokens do not fit the context of {self.max_context}")
-        if int(trace.input_ids[-1]) in self.token_ids.values():
-            raise ValueError("prompt: must end in text, because later positions continue from its last token")
         width, hidden_size = self.language_model.row_width, self.language_model.config.hidden_size
-        if wrong := [embeds.shape[1] for embeds in trace.embeds if embeds.shape[1] != width]:
-            raise ValueError(f"encoder: its rows have {wrong[0]} values, the language model takes {width}")
+        self._check_width(trace.embeds)
         text_LD = self.language_model.get_input_embeddings()(trace.full_ids.to(self.language_model.device))
         pieces = [piece for m, rows in zip(merged, trace.embeds, strict=True) for piece in m.cut_rows(rows)]
         rows_LW = merge_embeddings(F.pad(text_LD, (0, width - hidden_size)), trace.spans, pieces)
@@ -410,10 +586,10 @@ class VLM:
         queues, traces = {"image": iter(images), "video": iter(videos)}, list[Trace]()
         for ids, mask in zip(input_ids, attention_mask, strict=True):
             trace = Trace()
-            trace.full_ids = ids[mask]
-            items = [item for kind in queues for item in self._take(kind, queues[kind], trace.full_ids)]
+            items = [item for kind in queues for item in self._take(kind, queues[kind], ids[mask])]
             trace.embeds = [embeds for _, embeds in items]
             trace.keep_masks = [merged.keep_mask(embeds, q, pruning) for merged, embeds in items]
+            self._find_media(trace, ids[mask], [merged for merged, _ in items])
             self._merge(trace, [merged for merged, _ in items])
             self._position(trace)
             traces.append(trace)
@@ -480,17 +656,21 @@ def _batches(rows: Sequence[Tensor]) -> list[list[int]]:
     return batches
 
 
-def _check_requests(requests: Sequence[dict]) -> None:
-    allowed = ("prompt", "images", "videos")
+def _check_requests(requests: Sequence[dict], *, check_each: bool) -> None:
     if not isinstance(requests, Sequence) or isinstance(requests, str):
         raise TypeError(f"requests: expected a sequence of dicts, got {type(requests).__name__}")
-    for i, request in enumerate(requests):
-        if not isinstance(request, dict):
-            raise TypeError(f"requests[{i}]: expected a dict with {', '.join(allowed)}, got {type(request).__name__}")
-        if unknown := [key for key in request if key not in allowed]:
-            raise ValueError(f"requests[{i}]: unknown key {unknown[0]!r}; allowed: {', '.join(allowed)}")
-        if "prompt" not in request:
-            raise ValueError(f"requests[{i}]: has no prompt")
+    for i, request in enumerate(requests if check_each else ()):
+        _check_request(request, f"requests[{i}]")
+
+
+def _check_request(request: dict, name: str) -> None:
+    allowed = ("prompt", "images", "videos", "max_new_tokens", "pruning_rate")
+    if not isinstance(request, dict):
+        raise TypeError(f"{name}: expected a dict with {', '.join(allowed)}, got {type(request).__name__}")
+    if unknown := [key for key in request if key not in allowed]:
+        raise ValueError(f"{name}: unknown key {unknown[0]!r}; allowed: {', '.join(allowed)}")
+    if "prompt" not in request:
+        raise ValueError(f"{name}: has no prompt")
 
 
 def _parameters(module: Any) -> str:

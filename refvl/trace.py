@@ -37,6 +37,7 @@ class Trace:
     attentions and hidden_states, of language model and tower, are filled only when asked for. Q counts the tokens that
     were read: L of the prompt and all new ones but the last; token_ids[k] was chosen after row L - 1 + k. N counts the
     patch rows of all media, end to end in the order of `patches`.
+    With `prefill_chunk` patches, metadata, embeds and inputs_embeds stay empty: what they hold is let go on the way.
     """
 
     device: torch.device | None = None  # whose queued work the clock waits for
@@ -55,7 +56,10 @@ class Trace:
     deepstack: Tensor = LATER  # (L, W - D), zeros for text: added to hidden states, k layers' features
     positions: Tensor = LATER  # (3, L)
     delta: int = 0  # decode step k sits at L + k + delta
+    cache: Any = None  # keys and values of the prompt but its last token, until `generate` continues from them
+    chunks: list[int] = field(default_factory=list)  # prompt tokens per forward, where it was prefilled in chunks
     token_ids: list[int] = field(default_factory=list)  # generated
+    passes: list[int] = field(default_factory=list)  # tokens that each forward gave: 1, and the drafts it accepted
     text: str = ""
     seconds: dict[str, float] = field(default_factory=dict)  # per stage, in order
     is_measured: bool = False  # whether `largest` is kept
@@ -79,10 +83,10 @@ class Trace:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage into `seconds`."""
+        """Time a stage into `seconds`, or a part of one that runs in several."""
         start = synchronized_time(self.device)
         yield
-        self.seconds[name] = synchronized_time(self.device) - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + synchronized_time(self.device) - start
 
     @contextmanager
     def watch(self, stage: str, model: Any) -> Iterator[None]:
@@ -172,6 +176,8 @@ class Trace:
                 return ", ".join(str(tuple(e.shape)) for e in self.embeds) + self._graph_report()
             case "prune":
                 return ", ".join(f"{int(k.sum())} of {len(k)} kept" for k in self.keep_masks if k is not None)
+            case "tokenize":
+                return f"prompt ({len(self.full_ids)},)"
             case "merge":
                 return f"prompt ({len(self.input_ids)},), embeddings {tuple(self.inputs_embeds.shape)}"
             case "positions":
@@ -179,10 +185,23 @@ class Trace:
             case "generate":
                 return f"{len(self.token_ids)} tokens"
             case "prefill":
-                return "the first token"
+                chunks = f"{sum(self.chunks)} tokens in chunks of {max(self.chunks)}, " if self.chunks else ""
+                return chunks + "the first token"
             case "decode tokens":
-                return f"{len(self.token_ids) - 1} more"
+                return self._decoding()
         return ""
+
+    @property
+    def accepted(self) -> int:
+        """Generated tokens that were drafts: each forward of the language model adds one of its own to them."""
+        return sum(tokens - 1 for tokens in self.passes)
+
+    def _decoding(self) -> str:
+        """How many tokens after the first forward's, how fast, and how many of all were drafts."""
+        more, seconds = len(self.token_ids) - (self.passes or [1])[0], self.seconds["decode tokens"]
+        speed = f", {more / seconds:.0f} a second" if more and seconds else ""
+        drafts = f"; {self.accepted} of {len(self.token_ids)} were accepted drafts" if self.accepted else ""
+        return f"{more} more{speed}{drafts}"
 
     def _packing(self) -> str:
         """What the graphs planned, in one line."""
@@ -208,9 +227,11 @@ class TokenTimer(BaseStreamer):
     def __init__(self, device: torch.device):
         self.device = device
         self.times: list[float] = []
+        self.tokens: list[int] = []  # per call; several new ones where drafts were accepted
 
     def put(self, value: Tensor) -> None:
         self.times.append(synchronized_time(self.device))
+        self.tokens.append(value.numel())
 
     def end(self) -> None:
         pass

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModel, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModel,
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.generation.utils import GenerateOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -69,15 +77,28 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         return get_mrope_input_positions(num_tokens, spans)[0]
 
     def prepare_inputs_for_generation(  # type: ignore[override]  # transformers calls it by names
-        self, input_ids: Tensor, attention_mask=None, inputs_embeds=None, deepstack_embeds=None, **kwargs
+        self,
+        input_ids: Tensor,
+        attention_mask=None,
+        inputs_embeds=None,
+        past_key_values: Cache | None = None,
+        deepstack_embeds=None,
+        **kwargs,
     ) -> dict[str, Any]:
         """transformers', which would hand the prompt's deeper features to the decode steps as well.
 
-        transformers looks for the names of the arguments, to know what a model takes.
+        transformers looks for the names of the arguments, to know what a model takes. Of a prompt that is in the cache
+        already, only what is not goes through the model: transformers' assisted decoding would run it twice.
         """
         base: Any = super()
+        if kwargs.get("is_first_iteration") and inputs_embeds is None and past_key_values is not None:
+            kwargs["next_sequence_length"] = input_ids.shape[1] - past_key_values.get_seq_length()
         inputs = base.prepare_inputs_for_generation(
-            input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+            input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            **kwargs,
         )
         if kwargs.get("is_first_iteration") and deepstack_embeds is not None:
             inputs["deepstack_embeds"] = deepstack_embeds
@@ -258,8 +279,9 @@ def random_language_model(
 
 
 LOSE_MEDIA = (  # with these transformers goes back to the prompt's ids, in which the media are placeholders
-    "prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit",
+    "prefill_chunk_size", "assistant_early_exit",
 )  # fmt: skip
+DRAFTS = ("prompt_lookup_num_tokens", "assistant_model")  # options with which transformers guesses tokens ahead
 GENERATE_OPTIONS = sorted(
     {*inspect.signature(GenerationMixin.generate).parameters, *vars(GenerationConfig()), "tokenizer"}
     - {"self", "inputs", "kwargs", "custom_generate"}  # the last would run code of a checkpoint
@@ -294,31 +316,87 @@ def check_generate_options(language_model: CausalTextModel, options: dict, own: 
     for name in LOSE_MEDIA:
         if option(language_model, options, name) is not None:
             raise ValueError(f"{name}: not with media: transformers would read their placeholders as text")
+    if draft := drafts(language_model, options):
+        if options.get("prompt_lookup_num_tokens") is not None:
+            check_positive_int(options["prompt_lookup_num_tokens"], "prompt_lookup_num_tokens")
+        for name, alone in (("num_beams", 1), ("num_return_sequences", 1), ("cache_implementation", None)):
+            if (value := option(language_model, options, name)) != alone:
+                raise ValueError(f"{name}: must be {alone} with {draft}, got {value!r}")
     if options.get("use_cache") is False:
         raise ValueError("use_cache: must be True: without a cache placeholders would be read as text")
+
+
+def drafts(language_model: CausalTextModel, options: dict) -> str | None:
+    """The option, if any, that makes transformers guess tokens ahead, for one forward to check them all."""
+    return next((name for name in DRAFTS if option(language_model, options, name) is not None), None)
+
+
+def new_cache(language_model: CausalTextModel) -> Cache:
+    """An empty cache, which grows."""
+    return DynamicCache(config=language_model.config)
+
+
+def prefill(
+    language_model: CausalTextModel, inputs_embeds: Tensor, deepstack_embeds: Tensor, positions: Tensor, cache: Cache
+) -> None:
+    """Put keys and values into the cache: of (1, n, D) embeddings with (1, n, W - D) deeper features, (3, 1, n)."""
+    deeper = {"deepstack_embeds": deepstack_embeds} if deepstack_embeds.shape[-1] else {}
+    language_model(
+        inputs_embeds=inputs_embeds, position_ids=positions.to(inputs_embeds.device), past_key_values=cache,
+        use_cache=True, logits_to_keep=1, **deeper,
+    )  # fmt: skip
+
+
+class Assistant:
+    """A text model that has read the prompt, media included, where transformers takes a model that drafts from ids."""
+
+    def __init__(self, language_model: Any, cache: Cache):
+        self.language_model, self.cache = language_model, cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.language_model, name)
+
+    def generate(self, **options) -> Any:
+        """transformers' `generate`, which gives the cache of a call to the next one, and to the first none."""
+        return self.language_model.generate(**({"past_key_values": self.cache} | options))
 
 
 @torch.inference_mode()
 def generate(
     language_model: CausalTextModel,
     input_ids: Tensor,
-    inputs_embeds: Tensor,
+    prompt: tuple[Tensor, Tensor] | Cache,
     positions: Tensor,
     attention_mask: Tensor,
     *,
     max_new_tokens: int,
-    deepstack_embeds: Tensor,
     **options,
 ) -> GenerateOutput:
     """transformers' output, whose `sequences` are the new ids (B * num_return_sequences, at most max_new_tokens).
 
-    input_ids: (B, L), what the embeddings stand for: a repetition penalty counts them. inputs_embeds: (B, L, D).
-    positions: (3, B, L) int64; decode steps continue at the last position + 1 on every axis, so the prompt must end
-    in text. attention_mask: (B, L), 0 for left padding. deepstack_embeds: (B, L, W - D), see `row_width`; zeros where
-    nothing is added. options: those of transformers' `generate` (`do_sample`, `num_beams`, ...), greedy without them.
+    input_ids: (B, L), of the prompt: a repetition penalty counts them. prompt: its embeddings (B, L, D) and its
+    deeper features (B, L, W - D), see `row_width`, zeros where nothing is added; or the keys and values of all but its
+    last token. positions: (3, B, L) int64; decode steps continue at the last position + 1 on every axis, so the prompt
+    must end in text. attention_mask: (B, L), 0 for left padding. options: those of transformers' `generate`
+    (`do_sample`, `num_beams`, ...), greedy without them.
     """
-    if deepstack_embeds.shape[-1]:
-        options["deepstack_embeds"] = deepstack_embeds
+    draft = drafts(language_model, options)
+    if draft and len(input_ids) > 1:
+        raise ValueError(f"{draft}: one prompt at a time, got a batch of {len(input_ids)}")
+    if draft and isinstance(prompt, tuple):  # or transformers would go back to the ids, in which media are placeholders
+        embeds, deepstack = prompt
+        prompt = new_cache(language_model)
+        if embeds.shape[1] > 1:
+            prefill(language_model, embeds[:, :-1], deepstack[:, :-1], positions[..., :-1], prompt)
+    if isinstance(prompt, tuple):
+        options["inputs_embeds"], deepstack = prompt
+        if deepstack.shape[-1]:
+            options["deepstack_embeds"] = deepstack
+    else:
+        copies = max(option(language_model, options, name) for name in ("num_beams", "num_return_sequences"))
+        if copies > 1:
+            prompt.batch_repeat_interleave(copies)
+        options["past_key_values"] = prompt
     if options.get("generation_config") is None:
         options = {"do_sample": False} | options
         if not options["do_sample"]:  # the checkpoint's sampling defaults mean nothing to greedy decoding
@@ -326,7 +404,6 @@ def generate(
     output: Any = GenerationMixin.generate(
         language_model,  # type: ignore[arg-type]  # transformers asks for a protocol that its own base class misses
         input_ids=input_ids,
-        inputs_embeds=inputs_embeds,
         position_ids=positions,
         attention_mask=attention_mask,
         max_new_tokens=max_new_tokens,

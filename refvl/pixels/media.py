@@ -9,10 +9,12 @@ decoded at all (`MediaLimits`). The packets of a video are listed first, which s
 then it is decoded forward once, without seeking, and only the frames that are asked for are kept.
 """
 
+import math
 import operator
 import os
 import re
 import stat
+import tempfile
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +31,7 @@ from PIL import ExifTags, Image, ImageFile
 from refvl.checks import blame, check_positive, check_positive_int, check_positive_ints, check_values, printable
 
 DEFAULT_FPS = 2.0
+FRAMES_IN_MEMORY = 2**26  # bytes of a clip's frames; more lie in a file, whose pages the system may drop and read again
 _URL = re.compile(r"data:|[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # Path turns :// into :/
 _NEVER_DECODED = {"EPS", "MPEG"}  # drawn by Ghostscript, another program; Pillow only tells the size
 _NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS
@@ -360,12 +363,27 @@ def _stack(images: Iterable[np.ndarray], count: int, what: str, limits: MediaLim
         height, width, _ = image.shape
         if i == 0:
             limits.check_frames(count, width, height, what)
-            stacked = np.empty((count, height, width, 3), np.uint8)
+            stacked = _empty_frames((count, height, width, 3), what)
         elif image.shape != stacked.shape[1:]:
             sizes = f"{stacked.shape[2]} x {stacked.shape[1]} and {width} x {height}"
             raise ValueError(f"{what}: all frames must have one size, got {sizes} pixels (width x height)")
         stacked[i] = image
     return stacked
+
+
+def _empty_frames(shape: tuple[int, ...], what: str) -> np.ndarray:
+    """(T, H, W, 3) uint8, unwritten: in memory, or where they are many in a temporary file without a name."""
+    if (size := math.prod(shape)) <= FRAMES_IN_MEMORY:
+        return np.empty(shape, np.uint8)
+    try:
+        with tempfile.TemporaryFile() as file:
+            if hasattr(os, "posix_fallocate"):  # so that a full disk is an error here, not a crash while it is written
+                os.posix_fallocate(file.fileno(), 0, size)
+            file.truncate(size)
+            return np.memmap(file, np.uint8, "r+", shape=shape)
+    except OSError as error:
+        where = tempfile.gettempdir()
+        raise OSError(f"{what}: its frames need {size:,} bytes in {where}, see TMPDIR ({error.strerror})") from error
 
 
 def _make_video(frames: np.ndarray, indices: Sequence[int], total: int, source_fps: float) -> Video:

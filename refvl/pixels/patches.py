@@ -377,12 +377,13 @@ def rows_of_image(image: Image.Image, config: PatchConfig) -> tuple[Tensor, Grid
     return patch_rows(normalize(pixels, config), config)
 
 
-def patchify_video(frames, config: PatchConfig) -> tuple[Tensor, Grid]:
+def patchify_video(frames, config: PatchConfig, num_frames: int | None = None) -> tuple[Tensor, Grid]:
     """Sampled frames, (T, H, W, 3) uint8 or anything `as_frames` takes -> (patches (N, C*Tp*P*P) float32, (t, h, w)).
 
+    num_frames: of the whole video, where `frames` are some of it: their size depends on how many there are.
     Raises ValueError for no frames and for an aspect ratio above 200.
     """
-    return patch_rows(normalize(resize_frames(as_frames(frames), config), config, fused=True), config)
+    return patch_rows(normalize(resize_frames(as_frames(frames), config, num_frames), config, fused=True), config)
 
 
 def resize_image(image: Image.Image, config: PatchConfig) -> Image.Image:
@@ -391,10 +392,10 @@ def resize_image(image: Image.Image, config: PatchConfig) -> Image.Image:
     return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def resize_frames(frames: np.ndarray, config: PatchConfig) -> Tensor:
+def resize_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | None = None) -> Tensor:
     """(T, H, W, 3) uint8 -> (T, 3, H', W') uint8, bicubic with antialias in torch; it must stay 8 bits to be exact."""
-    num_frames, height, width, _ = frames.shape
-    size = config.fit(height, width, num_frames)
+    given, height, width, _ = frames.shape
+    size = config.fit(height, width, num_frames or given)
     pixels = torch.from_numpy(np.ascontiguousarray(frames.transpose(0, 3, 1, 2)))
     return F.interpolate(pixels, size=size, mode="bicubic", antialias=True, align_corners=False)
 

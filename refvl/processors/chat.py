@@ -8,7 +8,7 @@ caller's strings where a special token could begin; `encode` takes the flags out
 begin there as ordinary text. A prompt without special tokens in it is tokenized as it is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 from refvl.checks import read_json
 from refvl.merge import MergedMedia, expand_placeholders
 from refvl.pixels.media import LIMITS, MediaLimits, Video, load_image
-from refvl.pixels.patches import PatchConfig, merged_grid, plan_grid, rows_of_image
+from refvl.pixels.patches import PatchConfig, merged_grid, patchify_video, plan_grid, rows_of_image
 from refvl.processors.messages import as_messages, map_texts, media_of
 
 READ_TOKENIZER = partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
@@ -105,15 +105,34 @@ class ChatProcessor:
 
     def patchify(self, media: Sequence[Image.Image | Video]) -> list[Patches]:
         """Resize, normalise and cut each medium into patch rows. Raises ValueError that says which medium it was."""
-        return [self._patchify(medium, number) for number, medium in enumerate(media, 1)]
+        return self._each(media, self._patchify_image, self._patchify_video)
 
-    def _patchify(self, medium: Image.Image | Video, number: int) -> Patches:
-        try:
-            self._check_kind(medium)
-            return self._patchify_video(medium) if isinstance(medium, Video) else self._patchify_image(medium)
-        except ValueError as error:
-            source = medium.source if isinstance(medium, Video) else medium.info.get("source")
-            raise ValueError(f"{source or f'medium {number}'}: {error}") from error
+    def extents(self, media: Sequence[Image.Image | Video]) -> list[MergedMedia]:
+        """How the language model sees each medium: what `patchify` says of it, without touching a pixel."""
+        return self._each(media, self._image_extents, self._video_extents)
+
+    def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Tensor]]:
+        """(layout, patch rows) of a medium's consecutive parts, made one by one; encoded, they follow each other.
+
+        A part of a video has at most max_tokens tokens, or is a single step. An image is one part.
+        """
+        if isinstance(medium, Video):
+            yield from self._video_pieces(medium, max_tokens)
+        else:
+            patches = self._patchify_image(medium)
+            yield patches.layout, patches.pixel_values
+
+    def _each(self, media: Sequence, of_image: Callable, of_video: Callable) -> list:
+        """One result per medium; a ValueError begins with the medium's file, or its number."""
+        results = []
+        for number, medium in enumerate(media, 1):
+            try:
+                self._check_kind(medium)
+                results.append(of_video(medium) if isinstance(medium, Video) else of_image(medium))
+            except ValueError as error:
+                source = medium.source if isinstance(medium, Video) else medium.info.get("source")
+                raise ValueError(f"{source or f'medium {number}'}: {error}") from error
+        return results
 
     def _check_kind(self, medium: Image.Image | Video) -> None:
         if isinstance(medium, Video) and self.video_config is None:
@@ -124,7 +143,27 @@ class ChatProcessor:
         return Patches(image, pixel_values, grid, self.merged("image", grid))
 
     def _patchify_video(self, video: Video) -> Patches:
-        raise NotImplementedError
+        pixel_values, grid = patchify_video(video.frames[self._frames_read(video)], self.video_config)
+        return Patches(video, pixel_values, grid, self._video_extents(video))
+
+    def _frames_read(self, video: Video) -> Any:
+        """Which of a sampled video's frames become patch rows, in order: all of them."""
+        return range(len(video.frames))
+
+    def _video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[Any, Tensor]]:
+        frames, config = list(self._frames_read(video)), self.video_config
+        _, h, w = self._video_extents(video).thw
+        at_once = config.temporal_patch_size * max(1, max_tokens // (h * w))
+        for start in range(0, len(frames), at_once):
+            part = video.frames[frames[start : start + at_once]]
+            pixel_values, grid = patchify_video(part, config, len(frames))
+            yield grid, pixel_values
+
+    def _image_extents(self, image: Image.Image) -> MergedMedia:
+        return self.merged("image", self._image_layout(image))
+
+    def _video_extents(self, video: Video) -> MergedMedia:
+        return self.merged("video", self._video_layout(video))
 
     def layout_of(self, medium: Image.Image | Video) -> Any:
         """The layout that `patchify` gives a decoded medium, from its size alone; ValueError for a video too many."""
@@ -135,8 +174,8 @@ class ChatProcessor:
         return plan_grid(image.height, image.width, self.image_config)
 
     def _video_layout(self, video: Video) -> Any:
-        frames, height, width, _ = video.frames.shape
-        return plan_grid(height, width, self.video_config, frames)
+        _, height, width, _ = video.frames.shape
+        return plan_grid(height, width, self.video_config, len(self._frames_read(video)))
 
     def merged(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MergedMedia:
         """How the language model sees a medium of this layout; second_per_grid: of a video's time axis."""

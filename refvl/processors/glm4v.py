@@ -28,7 +28,6 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,9 +35,9 @@ from torch import Tensor
 from refvl.checks import Grid, read_json
 from refvl.merge import FramewiseMedia, MergedMedia
 from refvl.pixels.media import Video, load_video
-from refvl.pixels.patches import Glm4vPatchConfig, GlmgaPatchConfig, merged_grid, patchify_video, plan_grid
+from refvl.pixels.patches import Glm4vPatchConfig, GlmgaPatchConfig, merged_grid
 from refvl.positions.timestamps import FrameSample, sample_video_frames
-from refvl.processors.chat import ChatProcessor, Patches
+from refvl.processors.chat import ChatProcessor
 
 
 class Glm4vProcessor(ChatProcessor):
@@ -87,18 +86,15 @@ class Glm4vProcessor(ChatProcessor):
             frames_indices=video.indices,
         )  # fmt: skip
 
-    def _patchify_video(self, video: Video) -> Patches:
+    def _frames_read(self, video: Video) -> list[int]:
         """Pixels and seconds come from one `FrameSample`, so that there are as many of both."""
-        sample = self._sample_of(video)
-        rows = np.array([video.indices.index(i) for i in sample.indices])
-        pixel_values, grid = patchify_video(video.frames[rows], self.video_config)
-        seconds = tuple(int(video.timestamps[row]) for row in rows[::2])  # true ones, also where the rate varies
-        merged = FramewiseMedia("video", merged_grid(grid, self.merge_size), timestamps=seconds)
-        return Patches(video, pixel_values, grid, merged)
+        places = {index: place for place, index in enumerate(video.indices)}
+        return [places[index] for index in self._sample_of(video).indices]
 
-    def _video_layout(self, video: Video) -> Grid:
-        _, height, width, _ = video.frames.shape
-        return plan_grid(height, width, self.video_config, len(self._sample_of(video).indices))
+    def _video_extents(self, video: Video) -> MergedMedia:
+        timestamps = video.timestamps  # true ones, also where the rate varies
+        seconds = tuple(int(timestamps[place]) for place in self._frames_read(video)[::2])
+        return FramewiseMedia("video", merged_grid(self._video_layout(video), self.merge_size), timestamps=seconds)
 
     def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
         """A video is t images; second_per_grid is not read, because the prompt says the time."""

@@ -16,10 +16,10 @@ video without line breaks. Chat templates are the tokenizer's; version 2.0 has n
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from itertools import count, dropwhile
+from itertools import count, dropwhile, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -140,8 +140,12 @@ class MiniCPMVProcessor(ChatProcessor):
 
     def _patchify_image(self, image: Image.Image) -> Patches:
         plan = plan_slices(*image.size, self.image_config)
-        merged = replace(self.merged("image", plan.layout), grid=plan.grid)
-        return Patches(image, rows_of_slices(image, plan, self.image_config), plan.layout, merged)
+        rows = rows_of_slices(image, plan, self.image_config)
+        return Patches(image, rows, plan.layout, self._image_extents(image))
+
+    def _image_extents(self, image: Image.Image) -> SlicedMedia:
+        plan = plan_slices(*image.size, self.image_config)
+        return replace(self.merged("image", plan.layout), grid=plan.grid)
 
     def _image_layout(self, image: Image.Image) -> SliceLayout:
         return plan_slices(*image.size, self.image_config).layout
@@ -260,10 +264,16 @@ class MiniCPMV2_6Processor(MiniCPMVProcessor):
         return [indices[i] for i in middle_indices(len(indices), config.max_frames)]
 
     def _patchify_video(self, video: Video) -> Patches:
-        plan = self._plan_frame(video)
-        rows = [rows_of_slices(Image.fromarray(frame), plan, self.image_config) for frame in video.frames]
-        layout = self.group(video, plan.tgt_sizes[0])
-        return Patches(video, torch.cat(rows), layout, self.merged("video", layout))
+        rows = [rows for _, rows in self._video_pieces(video, self.query_num)]
+        return Patches(video, torch.cat(rows), self._video_layout(video), self._video_extents(video))
+
+    def _video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Tensor]]:
+        plan, layout = self._plan_frame(video), self._video_layout(video)
+        frames, at_once = iter(video.frames), max(1, max_tokens // self.query_num)
+        for start in range(0, len(layout), at_once):
+            part = layout[start : start + at_once]
+            taken = islice(frames, sum(len(group.slices) for group in part))
+            yield part, torch.cat([rows_of_slices(Image.fromarray(f), plan, self.image_config) for f in taken])
 
     def _video_layout(self, video: Video) -> SliceLayout:
         return self.group(video, self._plan_frame(video).tgt_sizes[0])

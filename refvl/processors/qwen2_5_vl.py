@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from refvl.checks import Grid
 from refvl.merge import MergedMedia
 from refvl.pixels.media import Video, load_video, sample_frame_indices
-from refvl.pixels.patches import merged_grid, patchify_video
-from refvl.processors.chat import ChatProcessor, Patches
+from refvl.pixels.patches import merged_grid
+from refvl.processors.chat import ChatProcessor
 
 
 class Qwen2_5_VLProcessor(ChatProcessor):
@@ -29,10 +29,8 @@ class Qwen2_5_VLProcessor(ChatProcessor):
         limits = {"min_frames": config.min_frames, "max_frames": config.max_frames}
         return load_video(source, **(rate | limits | options), limits=self.limits)
 
-    def _patchify_video(self, video: Video) -> Patches:
-        pixel_values, grid = patchify_video(video.frames, self.video_config)
-        second_per_grid = self.video_config.temporal_patch_size / video.fps
-        return Patches(video, pixel_values, grid, self.merged("video", grid, second_per_grid))
+    def _video_extents(self, video: Video) -> MergedMedia:
+        return self.merged("video", self._video_layout(video), self.video_config.temporal_patch_size / video.fps)
 
     def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
         """Only a video's time axis is scaled."""

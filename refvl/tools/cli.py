@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import rich.console
@@ -36,6 +37,10 @@ Images = Annotated[list[str] | None, typer.Option("--image", "-i", help="an imag
 Videos = Annotated[list[str] | None, typer.Option("--video", "-v", help="a video file; may be repeated")]
 MaxNewTokens = Annotated[int, typer.Option(help="stop after this many tokens")]
 PruningRate = Annotated[float, typer.Option(help="share of video tokens that go, in [0, 1)")]
+PrefillChunk = Annotated[int | None, typer.Option(help="prefill so many tokens of the prompt at a time")]
+LookupTokens = Annotated[
+    int | None, typer.Option(help="draft so many tokens from what was said before; changes no answer")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
 Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower in graphs first")]
@@ -44,7 +49,7 @@ Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto,
 Pruning = StrEnum("Pruning", ["evs", "vidcom2"])  # refvl.positions.PRUNERS, without importing it
 PruningRule = Annotated[Pruning, typer.Option("--pruning", help="which of them go")]
 Other = StrEnum("Other", ["transformers"])
-Benchmark = StrEnum("Benchmark", ["tower", "graphs", "evs_ttft", "pruning_accuracy", "generated_ids"])
+Benchmark = StrEnum("Benchmark", ["tower", "graphs", "evs_ttft", "pruning_accuracy", "generated_ids", "prefill_chunks"])
 
 
 class Stopped(KeyboardInterrupt):
@@ -126,26 +131,61 @@ def _options(version: Version = False):
 
 @command()
 def chat(
-    checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
+    checkpoint: Checkpoint,
+    prompt: Annotated[str | None, typer.Argument(help="the question; none with --jsonl")] = None,
+    image: Images = None, video: Videos = None,
+    jsonl: Annotated[str | None, typer.Option(help="answer a file of requests, one JSON object in a line")] = None,
+    out: Annotated[str | None, typer.Option(help="file of the answers; else FILE.answers.jsonl")] = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
+    prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
-    """Answer a question about images and videos; the text streams as it is generated."""
+    """Answer a question about images and videos; the text streams as it is generated.
+
+    A line of --jsonl is {"prompt": ..., "images": [...], "videos": [...]}, and may have its own "max_new_tokens" and
+    "pruning_rate". Answers come in the same order, and an error in the place of one; then the exit status is 1. A run
+    that was stopped is continued by the same command.
+    """
+    if jsonl is not None:
+        _answer_file(
+            checkpoint, jsonl, out, {"PROMPT": prompt, "image": image, "video": video, "prefill_chunk": prefill_chunk,
+            "prompt_lookup_num_tokens": prompt_lookup_num_tokens}, (device, dtype, attention, graphs),
+            {"max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate, "pruning": pruning},
+        )  # fmt: skip
+    if out is not None:
+        raise ValueError("out: only with --jsonl, which writes a file of answers")
+    if prompt is None:
+        raise ValueError("prompt: give a question, or a file of requests with --jsonl")
     _check_request(prompt, video, pruning_rate)
     model = _load(checkpoint, device, dtype, attention, graphs)
     pieces = model.chat(
         prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
-        pruning=pruning, stream=True,
+        pruning=pruning, prefill_chunk=prefill_chunk, prompt_lookup_num_tokens=prompt_lookup_num_tokens, stream=True,
     )  # fmt: skip
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
 
 
+def _answer_file(checkpoint: str, jsonl: str, out: str | None, single: dict, load: tuple, common: dict) -> None:
+    """Answer a file of requests, say which failed, and exit. single: arguments of a single question."""
+    from refvl.tools.requests import answer_file
+
+    if given := [name for name, value in single.items() if value]:
+        raise ValueError(f"jsonl: its lines say what is asked; give no {', '.join(given)} beside it")
+    answers = Path(out or f"{jsonl}.answers.jsonl")
+    errors = answer_file(_load(checkpoint, *load), Path(jsonl), answers, common=common, progress=sys.stderr.isatty())
+    print(f"answers in {answers}", flush=True)
+    for line, error in errors.items():
+        print("refvl:", *f"{jsonl}, line {line}: {error}".split(), file=sys.stderr)
+    raise SystemExit(1 if errors else 0)
+
+
 @command()
 def trace(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
+    prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None,
     with_: Annotated[Other | None, typer.Option("--with", help="run its own model as well, and compare")] = None,
     save: Annotated[str | None, typer.Option(help="a new folder for every stage's tensors")] = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
@@ -161,7 +201,7 @@ def trace(
         check_recordable(model)
     run = model.trace(
         prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
-        pruning=pruning,
+        pruning=pruning, prefill_chunk=prefill_chunk, prompt_lookup_num_tokens=prompt_lookup_num_tokens,
     )  # fmt: skip
     console = Console()
     console.print(stage_table(run))
@@ -220,15 +260,18 @@ def info(
 @command(stopped="stopped; the same command continues")
 def encode(
     checkpoint: Checkpoint,
-    folder: Annotated[str, typer.Argument(help="a folder of images")],
+    folder: Annotated[str, typer.Argument(help="a folder of images and clips, a .tar file, or a list of paths (.txt)")],
     out: Annotated[str, typer.Option(help="a folder for shards and manifest.json; what it holds is not encoded again")],
     data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share the work of torchrun")] = False,
-    shard_size: Annotated[int, typer.Option(help="images per safetensors file")] = 64,
+    shard_size: Annotated[int, typer.Option(help="images and clips per safetensors file")] = 64,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
-    """Encode a folder of images to safetensors, to be handed to an engine that accepts embeddings.
+    """Encode images and clips to safetensors, to be handed to an engine that accepts embeddings.
 
     torchrun --nproc-per-node 8 -m refvl encode CHECKPOINT FOLDER --out DIR --data-parallel
+
+    Clips are sampled as `chat` samples them, and skipped where the model reads images only. From tar files, also those
+    in the folder, the images are taken. `refvl.handover.vllm_inputs` gives vLLM what was written.
 
     An image that cannot be read is named on stderr and in the manifest, with the reason; the others are encoded, and
     the exit status is 1. A run that was stopped is continued by the same command, which also encodes the images that
@@ -242,7 +285,8 @@ def encode(
     vlm = _load(checkpoint, device, dtype, attention, graphs)
     manifest = encode_folder(vlm, folder, out, shard_size=shard_size, progress=sys.stderr.isatty() and rank == 0)
     if rank == 0:  # a failure of another rank would make torchrun end this one before it has spoken
-        print(f"{len(manifest['images'])} images in {out}", flush=True)
+        clips = f" and {len(manifest['videos'])} clips" if manifest["videos"] else ""
+        print(f"{len(manifest['images'])} images{clips} in {out}", flush=True)
         for name, reason in manifest["unreadable"].items():
             print("refvl:", *f"{name}: {reason}".split(), file=sys.stderr)
         raise SystemExit(1 if manifest["unreadable"] else 0)

@@ -1,8 +1,8 @@
-"""A folder of images to embeddings on disk, for a serving engine that accepts them: `python -m refvl encode`.
+"""A folder of images and clips to embeddings on disk, for an engine that accepts them: `python -m refvl encode`.
 
-    folder -> which images are not encoded yet -> dealt out by size to the ranks that torchrun started, if any
-    rank   -> batches of images -> shards of its own, each written whole and then named
-    rank 0 -> manifest.json: image -> shard, layout, tokens, what the file was
+    folder -> which media are not encoded yet -> dealt out by size to the ranks that torchrun started, if any
+    rank   -> batches of media -> shards of its own, each written whole and then named
+    rank 0 -> manifest.json: image or clip -> shard, layout, tokens, size in pixels, what the file was
 
 What is finished is read off the headers of the shards alone (`shards.py`), and checked against the files as they are
 now (`images.py`). A run that was killed is continued by the same command, with any number of ranks, and loses at most
@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,12 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from refvl.checks import check_positive_int
+from refvl.handover import read_embeddings as read_embeddings  # public here, beside `encode_folder`
 from refvl.parallel import get_load_balance_assignment, torchrun_ranks
 from refvl.pipeline import VLM
-from refvl.pixels.media import load_image
-from refvl.tools.images import STAMP, ImageFile, digest_of, find_images, is_unchanged, read_stamp
+from refvl.pixels.media import Video, load_image
+from refvl.tools.images import STAMP, MediaFile, find_media, is_unchanged
 from refvl.tools.shards import SHARDS, Encoded, ShardWriter, held_folder, read_header, write_manifest
-from refvl.tools.shards import read_embeddings as read_embeddings  # public here, beside `encode_folder`
 
 BATCH_PATCHES = 2**14  # images are decoded and encoded together up to here
 T = TypeVar("T")
@@ -39,9 +39,10 @@ T = TypeVar("T")
 def encode_folder(
     vlm: VLM, folder: str | Path, out: str | Path, *, shard_size: int = 64, progress: bool = True
 ) -> dict:
-    """Encode every image in `folder` and below that `out` does not hold yet; returns the manifest, on every rank.
+    """Encode every image and clip in `folder` that `out` does not hold yet; returns the manifest, on every rank.
 
-    shard_size: images per shard. Called in processes that torchrun started (`torchrun_ranks`), they share the work.
+    folder: or a .tar file, or a text file that lists paths, see `find_media`; clips count where the model takes videos.
+    shard_size: media per shard. Called in processes that torchrun started (`torchrun_ranks`), they share the work.
     An image that cannot be read or encoded is left out and listed under "unreadable" with the reason. Raises
     ValueError when `out` holds embeddings of another model or dtype or a shard that cannot be read, when the folder
     holds no image, or when images came or changed during the run; BlockingIOError while another process writes to
@@ -51,8 +52,8 @@ def encode_folder(
     folder, out, model = Path(folder), Path(out), describe_model(vlm)
     with torchrun_ranks() as (rank, world_size), ExitStack() as until_the_end:
 
-        def deal() -> list[list[ImageFile]]:
-            found = find_images(folder)
+        def deal() -> list[list[MediaFile]]:
+            found = find_media(folder, videos=takes_videos(vlm))
             until_the_end.enter_context(held_folder(out))
             return _deal(vlm, found, out, model, world_size)
 
@@ -65,7 +66,11 @@ def encode_folder(
                 shards.add(_encode_batch(vlm, batch, unreadable))
                 bar.update(len(batch))
             shards.write()
-        return _finish(folder, out, model, unreadable, rank, world_size)
+        return _finish(vlm, folder, out, model, unreadable, rank, world_size)
+
+
+def takes_videos(vlm: VLM) -> bool:
+    return vlm.processor.video_config is not None
 
 
 def describe_model(vlm: VLM) -> dict:
@@ -73,7 +78,8 @@ def describe_model(vlm: VLM) -> dict:
 
     The digest reads every byte of the encoder: about a second per GB where the processor has instructions for SHA-256.
     """
-    digest = hashlib.sha256(f"{vlm.processor.image_config} {vlm.encoder.config}".encode())
+    settings = f"{vlm.processor.image_config} {vlm.processor.video_config} {vlm.encoder.config}"
+    digest = hashlib.sha256(settings.encode())
     tensors = [*vlm.encoder.named_parameters(), *vlm.encoder.named_buffers()]
     for name, tensor in sorted(tensors, key=itemgetter(0)):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -100,7 +106,7 @@ def _from_rank_0(work: Callable[[], T], rank: int, world_size: int) -> T:
     return told[0]
 
 
-def _deal(vlm: VLM, images: list[ImageFile], out: Path, model: dict, world_size: int) -> list[list[ImageFile]]:
+def _deal(vlm: VLM, images: list[MediaFile], out: Path, model: dict, world_size: int) -> list[list[MediaFile]]:
     finished = _finished(out, model, images)
     todo = [_measured(vlm, image) for image in images if image.name not in finished]
     order, counts, _ = get_load_balance_assignment([image.rows for image in todo], world_size)
@@ -108,19 +114,22 @@ def _deal(vlm: VLM, images: list[ImageFile], out: Path, model: dict, world_size:
     return [[todo[i] for i in islice(dealt, own)] for own in counts]
 
 
-def _measured(vlm: VLM, image: ImageFile) -> ImageFile:
-    """With its patch rows; 0 for a file that will turn out to be unreadable."""
+def _measured(vlm: VLM, image: MediaFile) -> MediaFile:
+    """With its patch rows; 0 for a file that will turn out to be unreadable. A clip, not decoded yet, fills a batch."""
     if image.stamp is None:  # a pipe would be waited for
         return image
+    if image.is_video:
+        return replace(image, rows=BATCH_PATCHES)
     try:
-        with Image.open(image.path) as opened:
+        source = image.source()
+        with source if isinstance(source, Image.Image) else Image.open(source) as opened:
             layout = vlm.processor.layout_of(opened)
         return replace(image, rows=vlm.encoder.item_size(layout)[0])
     except Exception:  # Pillow's readers raise all kinds of errors; the reason is given when the image is decoded
         return image
 
 
-def _finished(out: Path, model: dict, images: Sequence[ImageFile]) -> dict[str, dict]:
+def _finished(out: Path, model: dict, images: Sequence[MediaFile]) -> dict[str, dict]:
     """Manifest entries of the images that `out` holds, read off the shards' headers; files changed since are not."""
     finished, now = {}, {image.name: image for image in images}
     for path in sorted(out.glob(SHARDS)):
@@ -133,7 +142,7 @@ def _finished(out: Path, model: dict, images: Sequence[ImageFile]) -> dict[str, 
 # --- encoding and writing ---------------------------------------------------------------------------------------------
 
 
-def _next_batch(waiting: deque[ImageFile], room: int) -> list[ImageFile]:
+def _next_batch(waiting: deque[MediaFile], room: int) -> list[MediaFile]:
     """Take the next images off the queue: at most `room`, and of at most BATCH_PATCHES patch rows together, or one."""
     batch = [waiting.popleft()]
     rows = batch[0].rows
@@ -142,7 +151,7 @@ def _next_batch(waiting: deque[ImageFile], room: int) -> list[ImageFile]:
     return batch
 
 
-def _encode_batch(vlm: VLM, images: Sequence[ImageFile], unreadable: dict[str, str]) -> Encoded:
+def _encode_batch(vlm: VLM, images: Sequence[MediaFile], unreadable: dict[str, str]) -> Encoded:
     """What can be read and encoded; why others cannot goes to `unreadable`. A batch that fails is tried one by one."""
     decoded = {}
     for file in images:
@@ -161,24 +170,35 @@ def _encode_batch(vlm: VLM, images: Sequence[ImageFile], unreadable: dict[str, s
     return encoded
 
 
-def _decode(vlm: VLM, image: ImageFile) -> tuple[Image.Image, dict]:
-    """The image, and what the manifest will say of its file."""
-    stamp = read_stamp(image.path)
+def _decode(vlm: VLM, file: MediaFile) -> tuple[Image.Image | Video, dict]:
+    """The image or clip, and what the manifest will say of it and its file."""
+    stamp = file.read_stamp()
     if stamp is None:
         raise ValueError("no regular file, or a link that leads nowhere")
-    digest, picture = digest_of(image.path), load_image(image.path, limits=vlm.processor.limits)
-    layout = vlm.processor.layout_of(picture)
-    if read_stamp(image.path) != stamp:
+    digest, said = file.digest(), dict[str, Any]()
+    medium: Image.Image | Video
+    if file.is_video:
+        medium = vlm.processor.load_video(file.path, {})
+        height, width = medium.frames.shape[1:3]
+        step = getattr(vlm.processor.video_config, "temporal_patch_size", 1)
+        said = {"second_per_grid": step / medium.fps, "timestamps": medium.timestamps}
+    else:
+        medium = load_image(file.source(), limits=vlm.processor.limits)
+        width, height = medium.size
+    said |= {"size": (width, height), "layout": vlm.processor.layout_of(medium)}
+    if file.read_stamp() != stamp:
         raise ValueError("changed while it was read; the same command encodes it")
-    return picture, {"layout": layout, **dict(zip(STAMP, stamp, strict=True)), "sha256": digest}
+    return medium, {**said, **dict(zip(STAMP, stamp, strict=True)), "sha256": digest}
 
 
-def _embed(vlm: VLM, decoded: dict[str, tuple[Image.Image, dict]]) -> Encoded:
-    embeds = vlm.encode(images=[image for image, _ in decoded.values()], progress=False) if decoded else []
+def _embed(vlm: VLM, decoded: dict[str, tuple[Image.Image | Video, dict]]) -> Encoded:
+    videos = {name: medium for name, (medium, _) in decoded.items() if isinstance(medium, Video)}
+    images = {name: medium for name, (medium, _) in decoded.items() if name not in videos}
+    embeds = vlm.encode([*images.values()], videos=[*videos.values()], progress=False) if decoded else []
     return {
-        name: (x.cpu(), {"tokens": len(x)} | entry)
-        for (name, (_, entry)), x in zip(decoded.items(), embeds, strict=True)
-    }  # fmt: skip
+        name: (x.cpu(), {"tokens": len(x)} | decoded[name][1])
+        for name, x in zip([*images, *videos], embeds, strict=True)
+    }
 
 
 def _reason(error: Exception) -> str:
@@ -187,7 +207,7 @@ def _reason(error: Exception) -> str:
     return " ".join(f"{kind}{error}".split()).encode(errors="backslashreplace").decode()
 
 
-def _finish(folder: Path, out: Path, model: dict, unreadable: dict, rank: int, world_size: int) -> dict:
+def _finish(vlm: VLM, folder: Path, out: Path, model: dict, unreadable: dict, rank: int, world_size: int) -> dict:
     """When all ranks are done, rank 0 writes the manifest, and every rank returns it.
 
     Raises ValueError unless every image that is found then is accounted for.
@@ -197,7 +217,7 @@ def _finish(folder: Path, out: Path, model: dict, unreadable: dict, rank: int, w
         dist.all_gather_object(reasons := [{}] * world_size, unreadable)
 
     def account() -> dict:
-        found = find_images(folder)
+        found = find_media(folder, videos=takes_videos(vlm))
         images, unread = _finished(out, model, found), {name: why for own in reasons for name, why in own.items()}
         names = sorted(image.name for image in found)
         if lacking := [name for name in names if name not in images and name not in unread]:
@@ -206,9 +226,13 @@ def _finish(folder: Path, out: Path, model: dict, unreadable: dict, rank: int, w
                 f"folder: {len(lacking)} of {len(names)} images came or changed during the run, or their shards were "
                 f"taken away: {shown}; the same command encodes them"
             )
-        encoded = {name: images[name] for name in names if name in images}
         unreadable = {name: unread[name] for name in names if name not in images}
-        manifest = model | {"images": encoded, "unreadable": unreadable}
+        kinds = {file.name: "videos" if file.is_video else "images" for file in found}
+        encoded = {
+            kind: {name: images[name] for name in names if name in images and kinds[name] == kind}
+            for kind in ("images", "videos")
+        }
+        manifest = model | encoded | {"unreadable": unreadable}
         write_manifest(out, manifest)
         return manifest
 

@@ -1,56 +1,145 @@
-"""The images of a folder: which files they are, what they are called in a manifest, and whether one has changed.
+"""The media to encode: which files they are, what they are called in a manifest, and whether one has changed.
 
-A file counts as unchanged while its size and both its times (of its contents, and of its entry, which a renaming sets)
-are those that were written down. Where only times differ, the digest of its bytes decides: a file that was touched or
-copied is the same, one that was overwritten by another of its size, or swapped with it, is not.
+A source is a folder, a tar file as WebDataset writes them, or a text file that lists paths; tar files in a folder count
+as well. A file counts as unchanged while its size and both its times (of its contents, and of its entry, which a
+renaming sets) are those that were written down. Where only times differ, the digest of its bytes decides: a file that
+was touched or copied is the same, one that was overwritten by another of its size, or swapped with it, is not.
 """
 
 import hashlib
+import io
 import os
 import stat
+import tarfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from urllib.parse import quote_from_bytes
 
+from PIL import Image
+
 from refvl.pixels.media import image_suffixes
 
 STAMP = ("bytes", "mtime_ns", "ctime_ns")
+VIDEO_SUFFIXES = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"))
+LIST_SUFFIXES = (".txt", ".lst")
 
 
 @dataclass(frozen=True, slots=True)
-class ImageFile:
-    """A file to encode. name: see `image_name`; stamp: see `read_stamp`; rows: patch rows, as far as is known yet."""
+class MediaFile:
+    """A file to encode. name: see `media_name`; stamp: see `read_stamp`; rows: patch rows, as far as is known yet.
+
+    begin, size: of the bytes of a picture in the tar file at `path`; None: the file itself.
+    """
 
     name: str
     path: Path
     stamp: tuple[int, ...] | None
     rows: int = 0
+    begin: int | None = None
+    size: int = 0
+
+    @property
+    def is_video(self) -> bool:
+        return self.begin is None and self.path.suffix.lower() in VIDEO_SUFFIXES
+
+    def read_stamp(self) -> tuple[int, ...] | None:
+        """What the file's entry says now; of a picture in a tar file its own size and the tar file's times."""
+        stamp = read_stamp(self.path)
+        return stamp if stamp is None or self.begin is None else (self.size, *stamp[1:])
+
+    def digest(self) -> str:
+        """The sha256 of the bytes, as hexadecimal digits."""
+        if self.begin is not None:
+            return hashlib.sha256(self._bytes()).hexdigest()
+        with open(self.path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def source(self) -> Path | Image.Image:
+        """What `load_image` and `load_video` take; raises Pillow's errors for a picture in a tar file."""
+        return self.path if self.begin is None else Image.open(io.BytesIO(self._bytes()))
+
+    def _bytes(self) -> bytes:
+        with open(self.path, "rb") as file:
+            file.seek(self.begin or 0)
+            return file.read(self.size)
 
 
-def find_images(folder: Path) -> list[ImageFile]:
-    """Files in `folder` and below whose suffix is that of an image which Pillow can open, sorted by path.
+def find_media(source: Path, *, videos: bool = False) -> list[MediaFile]:
+    """What `source` holds, sorted by name: pictures that Pillow can open, and with `videos` clips, by their suffix.
 
-    Links to folders are not followed. Raises FileNotFoundError or NotADirectoryError where there is no folder, OSError
-    for one that cannot be listed, and ValueError when no image is found.
+    source: a folder with all below it, a .tar file, or a text file with a path in each line, from where it lies. In
+    tar files only pictures are found. Links to folders are not followed. Raises FileNotFoundError or
+    NotADirectoryError where there is no source, OSError for a folder that cannot be listed, and ValueError when
+    nothing is found, a list names what is no picture, or a tar file cannot be read.
     """
+    suffixes = image_suffixes() | (VIDEO_SUFFIXES if videos else frozenset())
+    if source.is_file() and source.suffix.lower() in LIST_SUFFIXES:
+        paths, root, is_list = list(_listed(source)), source.parent, True
+    elif source.is_file() and source.suffix.lower() == ".tar":
+        paths, root, is_list = [source], source.parent, False
+    else:
+        paths, root, is_list = list(_walk(source)), source, False
+    found = list[MediaFile]()
+    for path in paths:
+        name = media_name(path.relative_to(root) if path.is_relative_to(root) else path)
+        if path.suffix.lower() == ".tar":
+            found += _members(path, name)
+        elif path.suffix.lower() in suffixes:
+            found.append(MediaFile(name, path, read_stamp(path)))
+        elif is_list:
+            raise ValueError(f"folder: {source} lists {path}, which is no file of a kind that is encoded")
+    if not found:
+        raise ValueError(f"folder: {source} holds no image that Pillow can read")
+    return sorted(_without_repeats(found), key=lambda file: (file.path, file.begin or 0))
+
+
+def _without_repeats(files: Iterable[MediaFile]) -> Iterator[MediaFile]:
+    """Each name once: a list may repeat a path, a tar file a member, of which the last one counts."""
+    return iter({file.name: file for file in files}.values())
+
+
+def _walk(folder: Path) -> Iterator[Path]:
     if not folder.is_dir():
         missing = NotADirectoryError if folder.exists() else FileNotFoundError
-        raise missing(f"folder: {folder} is no folder")
-    suffixes = image_suffixes()
-    files = (Path(parent, name) for parent, _, names in os.walk(folder, onerror=_refuse) for name in names)
-    paths = sorted(path for path in files if path.suffix.lower() in suffixes)
-    if not paths:
-        raise ValueError(f"folder: {folder} holds no image that Pillow can read")
-    return [ImageFile(image_name(path.relative_to(folder)), path, read_stamp(path)) for path in paths]
+        raise missing(f"folder: {folder} is no folder, no .tar file and no list ({', '.join(LIST_SUFFIXES)})")
+    for parent, _, names in os.walk(folder, onerror=_refuse):
+        yield from (Path(parent, name) for name in names)
 
 
-def image_name(path: PurePath) -> str:
+def _listed(file: Path) -> Iterator[Path]:
+    """The paths in the lines of a text file; empty lines do not count."""
+    for line in file.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        if line.strip():
+            path = file.parent / line.strip()
+            if not path.exists():
+                raise FileNotFoundError(f"folder: {file} lists {line.strip()}, which is not there")
+            yield path
+
+
+def _members(path: Path, name: str) -> Iterator[MediaFile]:
+    """The pictures in a tar file, called by its name and theirs; their labels, in other files, are not read."""
+    stamp = read_stamp(path)
+    if stamp is None:
+        return
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                if member.isreg() and PurePath(member.name).suffix.lower() in image_suffixes():
+                    called = media_name(PurePath(f"{name}/{member.name}"))
+                    own = (member.size, *stamp[1:])
+                    yield MediaFile(called, path, own, begin=member.offset_data, size=member.size)
+    except (tarfile.TarError, OSError) as error:
+        raise ValueError(f"folder: {path} cannot be read as an uncompressed tar file ({error})") from error
+
+
+def media_name(path: PurePath) -> str:
     """A path in the folder as shards and manifest name it.
 
     They hold UTF-8 alone. A path that is something else is percent-encoded, byte by byte, behind a "./": nothing else
     begins with that, so no two files share a name.
 
-    >>> image_name(PurePath("cats/1.jpg")), image_name(PurePath("caf\\udce9.jpg"))
+    >>> media_name(PurePath("cats/1.jpg")), media_name(PurePath("caf\\udce9.jpg"))
     ('cats/1.jpg', './caf%E9.jpg')
     """
     name = path.as_posix()
@@ -74,18 +163,12 @@ def read_stamp(path: Path) -> tuple[int, ...] | None:
     return (found.st_size, found.st_mtime_ns, found.st_ctime_ns) if stat.S_ISREG(found.st_mode) else None
 
 
-def is_unchanged(image: ImageFile, entry: dict) -> bool:
+def is_unchanged(file: MediaFile, entry: dict) -> bool:
     """Whether the file is still what was encoded; its bytes are read only where times differ and the size does not."""
     stamp = tuple(entry.get(key) for key in STAMP)
-    if image.stamp is None or image.stamp == stamp:
-        return image.stamp is not None
+    if file.stamp is None or file.stamp == stamp:
+        return file.stamp is not None
     try:
-        return image.stamp[0] == stamp[0] and digest_of(image.path) == entry.get("sha256")
+        return file.stamp[0] == stamp[0] and file.digest() == entry.get("sha256")
     except OSError:
         return False
-
-
-def digest_of(path: Path) -> str:
-    """The sha256 of a file's bytes, as hexadecimal digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

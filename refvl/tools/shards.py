@@ -4,6 +4,7 @@ A shard is a safetensors file: one (tokens, width) tensor per image, named by th
 says of which model, and of each image what the manifest says.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -17,19 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from refvl.handover import MANIFEST
 from refvl.tools.lock import folder_lock
 
-MANIFEST, SHARDS, UNFINISHED = "manifest.json", "embeds-*.safetensors", "unfinished"
+SHARDS, UNFINISHED = "embeds-*.safetensors", "unfinished"
 Encoded = dict[str, tuple[Tensor, dict]]  # name -> embeddings, manifest entry
-
-
-def read_embeddings(out: str | Path, name: str) -> Tensor:
-    """(tokens, width) of one image, by its name in the manifest."""
-    manifest = json.loads((Path(out) / MANIFEST).read_text())
-    if name not in manifest["images"]:
-        raise KeyError(f"{name} is not in {Path(out) / MANIFEST}")
-    with safe_open(Path(out) / manifest["images"][name]["shard"], framework="pt") as shard:
-        return shard.get_tensor(name)
 
 
 def write_manifest(out: Path, manifest: dict) -> None:
@@ -100,9 +93,11 @@ class ShardWriter:
 
 
 def _plain(group):
-    """What JSON has no form for: a slice of MiniCPM-V becomes its (h, w), which the encoder reads as the same."""
-    [size] = group.slices
-    return size
+    """What JSON has no form for: a slice of MiniCPM-V becomes its (h, w), which the encoder reads as the same.
+
+    Frames that share a set of tokens become the arguments of their `SliceGroup`.
+    """
+    return group.slices[0] if len(group.slices) == 1 and group.temporal_ids is None else dataclasses.asdict(group)
 
 
 @contextmanager

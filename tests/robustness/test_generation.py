@@ -140,7 +140,7 @@ REFUSED = {
     "scores": ({"output_scores": True}, "output_scores: trace answers in text"),
     "no cache": ({"use_cache": False}, "use_cache: must be True"),
     "prefill in chunks": ({"prefill_chunk_size": 4}, "prefill_chunk_size: not with media"),
-    "lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens: not with media"),
+    "early exit": ({"assistant_early_exit": 1}, "assistant_early_exit: not with media"),
     "code of a checkpoint": ({"custom_generate": "owner/name"}, "custom_generate: generate takes no such argument"),
     "beams and a streamer": ({"num_beams": 2, "streamer": Recorder()}, "streamer: must be None with num_beams"),
 }
@@ -165,7 +165,11 @@ def test_beams_do_not_stream(vlm):
             ValueError,
             "requests[1]: unknown key 'image'; allowed: ",
         ),
-        (["What?"], TypeError, "requests[0]: expected a dict with prompt, images, videos, got str"),
+        (
+            ["What?"],
+            TypeError,
+            "requests[0]: expected a dict with prompt, images, videos, max_new_tokens, pruning_rate, got str",
+        ),
         ([{"images": [PHOTO]}], ValueError, "requests[0]: has no prompt"),
         ("What?", TypeError, "requests: expected a sequence of dicts, got str"),
         (3, TypeError, "requests: expected a sequence of dicts, got int"),

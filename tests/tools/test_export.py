@@ -15,7 +15,7 @@ import refvl
 from refvl.paths import DATA
 from refvl.pixels.media import load_image
 from refvl.tools import export
-from refvl.tools.export import encode_folder, find_images, read_embeddings
+from refvl.tools.export import encode_folder, find_media, read_embeddings
 
 SIZES = {"a.png": (84, 84), "b.jpg": (120, 60), "c.webp": (30, 90), "sub/a.png": (200, 140), "z.PNG": (64, 64)}
 
@@ -267,5 +267,5 @@ def test_two_processes_share_the_work(vlm, checkpoint, folder, tmp_path):
     assert check_equal(vlm, folder, out)["unreadable"] == {}
 
 
-def test_find_images_sorts_by_name(folder):
-    assert [image.name for image in find_images(folder)] == sorted(SIZES)
+def test_find_media_sorts_by_name(folder):
+    assert [image.name for image in find_media(folder)] == sorted(SIZES)

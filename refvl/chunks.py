@@ -1,0 +1,83 @@
+"""A long prompt in chunks: N tokens at a time go through the language model, which keeps their keys and values.
+
+    full prompt   t t t v v v v v v v v v v t t v v v v t   t text, v placeholders of media
+    chunks        |-------|-------|-------|-------|---|-|   media are cut anywhere; `generate` reads the last token
+    pieces              |-----------|-------|   |-------|   of a medium: encoded when first needed, let go when read
+
+Memory then depends on N, not on the length of the prompt, but for the cache, and for media that are pruned: which of
+their tokens stay is known when all are encoded, so that their embeddings wait together. Positions are those of the full
+prompt, known from sizes alone before anything is encoded: a chunk's are a cut of them. `recompute_mrope_positions`,
+which an engine needs that does not know the media to come, gives the same.
+
+Shape suffixes: L tokens of the full prompt, M of a medium, W values of the encoder's rows.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache
+
+from refvl.language.model import CausalTextModel, new_cache, prefill
+from refvl.trace import Trace
+
+
+class MediumRows:
+    """The rows of one medium, in order, read a few at a time."""
+
+    def __init__(self, places_M: Tensor, pieces: Iterator[tuple[Tensor, Tensor | None]]):
+        """places_M: where its rows stand in the full prompt. pieces: (rows (m, W), which are kept (m,) or None)."""
+        self.places_M, self.pieces, self.used = places_M, pieces, 0
+        self.rows, self.keep = list[Tensor](), list[Tensor]()
+
+    def take(self, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(places, rows, keep) of what stands before `stop` in the full prompt and was not taken yet."""
+        end = int((self.places_M < stop).sum())
+        places, self.used = self.places_M[self.used : end], end
+        while sum(map(len, self.rows)) < len(places):
+            rows, keep = next(self.pieces)
+            self.rows.append(rows)
+            self.keep.append(torch.ones(len(rows), dtype=torch.bool) if keep is None else keep.cpu())
+        if not len(places):
+            return places, torch.empty(0), torch.empty(0, dtype=torch.bool)
+        rows, keep = torch.cat(self.rows), torch.cat(self.keep)
+        self.rows, self.keep = [rows[len(places) :]], [keep[len(places) :]]
+        return places, rows[: len(places)], keep[: len(places)]
+
+
+@torch.inference_mode()
+def prefill_in_chunks(
+    trace: Trace, language_model: CausalTextModel, media: Sequence[MediumRows], chunk: int, max_context: int
+) -> Cache:
+    """Keys and values of the whole prompt but its last token; sets `keep` and `chunks` of the trace.
+
+    trace: with full_ids and full_positions. Raises ValueError when the tokens kept do not fit max_context.
+    """
+    cache, last = new_cache(language_model), len(trace.full_ids) - 1
+    trace.keep = torch.ones(len(trace.full_ids), dtype=torch.bool)
+    for start in range(0, last, chunk):
+        stop = min(start + chunk, last)
+        rows_LW = _text_rows(language_model, trace.full_ids[start:stop])
+        for medium in media:
+            places, rows, keep = medium.take(stop)
+            if len(places):
+                rows_LW[places - start] = rows.to(rows_LW)
+                trace.keep[places] = keep
+        kept = trace.keep[start:stop]
+        if sum(trace.chunks) + int(kept.sum()) >= max_context:
+            raise ValueError(f"prompt: more than the {max_context - 1} tokens that fit the context of {max_context}")
+        if kept.any():
+            positions = trace.full_positions[:, start:stop][:, kept]
+            rows = rows_LW[kept.to(rows_LW.device)][None]
+            hidden_size = language_model.config.hidden_size
+            with trace.stage("prefill"):
+                prefill(language_model, rows[..., :hidden_size], rows[..., hidden_size:], positions[:, None], cache)
+            trace.chunks.append(int(kept.sum()))
+    return cache
+
+
+def _text_rows(language_model: CausalTextModel, ids_L: Tensor) -> Tensor:
+    """(L, W): the embeddings of the ids, wide enough for a medium's rows."""
+    text_LD = language_model.get_input_embeddings()(ids_L.to(language_model.device))
+    return F.pad(text_LD, (0, language_model.row_width - text_LD.shape[1]))

@@ -1,0 +1,194 @@
+"""Prompts prefilled in chunks. Oracles: the whole prefill of the same request, `recompute_mrope_positions`.
+
+The two prefills round in different orders: logits agree as far as rounding explains (`closeness`), and ids are the
+same unless the best two are nearer than that, which they are in none of these.
+"""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_step3_checkpoint
+from checkpoint_factory_minicpmv import make_minicpmv_checkpoint
+from closeness import assert_agree
+
+import refvl
+from refvl.chunks import MediumRows
+from refvl.paths import DATA
+from refvl.pixels import media
+from refvl.positions import compute_mrope_for_media, recompute_mrope_positions
+
+PHOTOS = list(np.random.default_rng(1).integers(0, 256, (2, 60, 90, 3), dtype=np.uint8))
+FRAMES = np.random.default_rng(0).integers(0, 256, (7, 60, 90, 3), dtype=np.uint8)
+NEW_TOKENS = 4
+MODELS = {  # what makes the checkpoint, and whether it takes videos
+    "Qwen2.5-VL": (make_checkpoint, True),
+    "GLM-4.1V": (partial(make_glm_checkpoint, model_type="glm4v", processor_class="Glm4vProcessor"), True),
+    "GLM-4.6V": (partial(make_glm_checkpoint, model_type="glm46v", processor_class="Glm46VProcessor"), True),
+    "MiniCPM-V 2.0": (partial(make_minicpmv_checkpoint, version="2.0"), False),
+    "MiniCPM-V 2.6": (partial(make_minicpmv_checkpoint, version="2.6"), True),
+    "MiniCPM-V 4.5": (partial(make_minicpmv_checkpoint, version="4.5"), True),
+    "Step3-VL": (make_step3_checkpoint, False),
+}
+PRUNES = ("Qwen2.5-VL", "GLM-4.1V", "GLM-4.6V")
+
+
+def load(name, folder):
+    make, takes_videos = MODELS[name]
+    vlm = refvl.load(make(folder), device="cpu", progress=False)
+    vlm.language_model.generation_config.eos_token_id = None
+    video = [{"type": "video", "video": FRAMES}, {"type": "text", "text": "then"}] if takes_videos else []
+    first, second = ({"type": "image", "image": photo} for photo in PHOTOS)
+    content = [first, {"type": "text", "text": "and"}, *video, second, {"type": "text", "text": "What is it?"}]
+    return vlm, [{"role": "user", "content": content}]
+
+
+def run_and_logits(vlm, messages, **options):
+    """A trace, and the logits from which its first token was chosen."""
+    seen = []
+    hook = vlm.language_model.register_forward_hook(lambda module, given, output: seen.append(output.logits[0, -1]))
+    try:
+        trace = vlm.trace(messages, max_new_tokens=NEW_TOKENS, **options)
+    finally:
+        hook.remove()
+    return trace, seen[-NEW_TOKENS]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ids_logits_and_positions_equal_the_whole_prefill(name, tmp_path):
+    vlm, messages = load(name, tmp_path)
+    for q in (0.0, 0.6) if name in PRUNES else (0.0,):
+        whole, expected = run_and_logits(vlm, messages, pruning_rate=q)
+        for chunk in (9, 10_000):
+            trace, logits = run_and_logits(vlm, messages, pruning_rate=q, prefill_chunk=chunk)
+            assert trace.token_ids == whole.token_ids, (q, chunk)
+            assert_agree(logits, expected, vlm.language_model)
+            assert torch.equal(trace.positions, whole.positions) and trace.delta == whole.delta
+            assert torch.equal(trace.input_ids, whole.input_ids) and torch.equal(trace.keep, whole.keep)
+            assert sum(trace.chunks) == len(trace.input_ids) - 1 and max(trace.chunks) <= chunk
+            assert trace.cache is None and not trace.embeds
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "GLM-4.1V", "MiniCPM-V 4.5"])
+def test_pieces_of_a_medium_are_what_patchify_makes(name, tmp_path):
+    """Oracle: `patchify`, row for row, whatever the size of the pieces; sizes are known without a pixel."""
+    vlm, _ = load(name, tmp_path)
+    for medium in vlm.processor.decode(vlm.processor.messages("", PHOTOS[:1], [FRAMES])):
+        [whole] = vlm.processor.patchify([medium])
+        assert vlm.processor.extents([medium]) == [whole.merged]
+        for max_tokens in (1, whole.merged.num_tokens // 2, 10**6):
+            layouts, rows = zip(*vlm.processor.pieces(medium, max_tokens), strict=True)
+            assert torch.equal(torch.cat(rows), whole.pixel_values)
+            assert sum(vlm.encoder.item_size(layout)[1] for layout in layouts) == whole.merged.num_tokens
+
+
+def test_media_are_encoded_when_they_are_needed_and_not_before(tmp_path):
+    """Between two encodes come the forwards that use up the first: no more than a chunk or a step is ever ahead."""
+    vlm, messages = load("Qwen2.5-VL", tmp_path)
+    events = []
+    hooks = [
+        vlm.encoder.register_forward_hook(lambda module, given, rows: events.append(("encode", len(rows)))),
+        vlm.language_model.register_forward_hook(
+            lambda module, given, kwargs, output: events.append(("prefill", kwargs["position_ids"].shape[-1])),
+            with_kwargs=True,
+        ),
+    ]
+    try:
+        trace = vlm.trace(messages, prefill_chunk=5, max_new_tokens=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    first, clip, second = vlm.processor.patchify(vlm.processor.decode(messages))
+    step = clip.merged.num_tokens // clip.layout[0]
+    encoded = read = 0
+    is_media = torch.isin(trace.full_ids, torch.tensor(list(vlm.token_ids.values())))
+    for kind, count in events:
+        if kind == "encode":
+            needed = int(is_media[: read + 5].sum())
+            assert encoded < needed, "the medium could have waited"
+            encoded += count
+        else:
+            read += count
+    sizes = [count for kind, count in events if kind == "encode"]
+    images = [first.merged.num_tokens, second.merged.num_tokens]
+    assert encoded == int(is_media.sum())
+    assert sorted(set(sizes)) == sorted({*images, max(step, 5 // step * step)})
+
+
+def test_rows_that_were_read_are_let_go():
+    rows = MediumRows(torch.arange(10, 18), ((torch.full((3, 2), float(i)), None) for i in range(3)))
+    assert len(rows.take(10)[0]) == 0 and rows.rows == []
+    places, taken, keep = rows.take(12)
+    assert places.tolist() == [10, 11] and taken.tolist() == [[0.0, 0.0]] * 2 and keep.all()
+    assert sum(map(len, rows.rows)) == 1
+    assert rows.take(18)[1][:, 0].tolist() == [0, 1, 1, 1, 2, 2]
+    assert len(rows.take(30)[0]) == 0
+
+
+@pytest.mark.parametrize("q", [0.0, 0.6])
+def test_positions_equal_those_that_an_engine_recomputes(q, tmp_path):
+    """Oracle: `recompute_mrope_positions`, told of the media piece by piece as the chunks bring them."""
+    vlm, messages = load("Qwen2.5-VL", tmp_path)
+    trace = vlm.trace(messages, pruning_rate=q, prefill_chunk=9, max_new_tokens=1)
+    full = torch.full((4, len(trace.full_ids)), -1)
+    owner = torch.full((len(trace.full_ids),), -1)
+    for number, span in enumerate(trace.spans):
+        stop = span.offset + span.num_tokens
+        full[:, span.offset : stop] = compute_mrope_for_media((span.t, span.h, span.w), 1, span.t_factor).T
+        owner[span.offset : stop] = number
+    full, owner = full[:, trace.keep], owner[trace.keep]
+    positions, done, config = torch.arange(len(trace.input_ids)).expand(3, -1), 0, vlm.config
+    for size in [*trace.chunks, 1]:
+        in_chunk = slice(done, done + size)
+        numbers = owner[in_chunk].unique_consecutive().tolist()
+        pieces = [full[:, in_chunk][:, owner[in_chunk] == number] for number in numbers if number >= 0]
+        positions, delta = recompute_mrope_positions(
+            trace.input_ids, pieces, positions, done, config.vision_start_token_id, config.image_token_id,
+            config.video_token_id,
+        )  # fmt: skip
+        done += size
+        assert torch.equal(positions[:, :done], trace.positions[:, :done])
+    assert torch.equal(positions, trace.positions) and delta == trace.delta
+
+
+def test_beams_streams_and_a_penalty_continue_from_chunks(tmp_path):
+    vlm, messages = load("Qwen2.5-VL", tmp_path)
+    for options in ({"num_beams": 3}, {"repetition_penalty": 1.5}):
+        whole = vlm.chat(messages, max_new_tokens=NEW_TOKENS, **options)
+        assert vlm.chat(messages, max_new_tokens=NEW_TOKENS, prefill_chunk=16, **options) == whole
+    pieces = vlm.chat(messages, max_new_tokens=NEW_TOKENS, prefill_chunk=16, stream=True)
+    assert "".join(pieces) == vlm.chat(messages, max_new_tokens=NEW_TOKENS)
+
+
+def test_text_alone_and_a_prompt_that_is_too_long(tmp_path):
+    vlm, messages = load("Qwen2.5-VL", tmp_path)
+    whole = vlm.trace("Where is the circle?", max_new_tokens=NEW_TOKENS)
+    assert vlm.trace("Where is the circle?", max_new_tokens=NEW_TOKENS, prefill_chunk=3).token_ids == whole.token_ids
+    vlm.language_model.config.max_position_embeddings = 40
+    with pytest.raises(ValueError, match="prompt: more than the 39 tokens that fit the context of 40"):
+        vlm.chat(messages, prefill_chunk=8)
+
+
+def test_a_chunk_is_a_positive_integer(tmp_path):
+    vlm, _ = load("Qwen2.5-VL", tmp_path)
+    for value, error in ((0, ValueError), (-3, ValueError), (2.5, TypeError), ("8", TypeError)):
+        with pytest.raises(error, match="prefill_chunk"):
+            vlm.chat("What?", images=["nowhere.png"], prefill_chunk=value)
+
+
+def test_the_frames_of_a_long_clip_lie_in_a_file(monkeypatch):
+    """Oracle: the same clip in memory. A disk without room is an error that says how much was needed."""
+    clip = DATA / "clips" / "scene.mp4"
+    want = media.load_video(clip).frames
+    assert not isinstance(want, np.memmap)
+    monkeypatch.setattr(media, "FRAMES_IN_MEMORY", 0)
+    frames = media.load_video(clip).frames
+    assert isinstance(frames, np.memmap) and np.array_equal(frames, want)
+
+    def no_room(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(media.os, "posix_fallocate", no_room)
+    with pytest.raises(OSError, match=f"its frames need {want.nbytes:,} bytes in .*No space left"):
+        media.load_video(clip)

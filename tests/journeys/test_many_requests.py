@@ -1,0 +1,183 @@
+"""Many requests. Oracle: `chat`, request by request."""
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from checkpoint_factory import make_checkpoint
+
+import refvl
+from refvl.paths import DATA
+from refvl.tools import requests
+from refvl.tools.requests import answer_file
+
+PHOTO, CLIP = DATA / "pictures" / "scene.png", DATA / "clips" / "scene.mp4"
+LARGE = np.random.default_rng(1).integers(0, 256, (140, 140, 3), dtype=np.uint8)
+GOOD = [
+    {"prompt": "What is it?", "images": [str(PHOTO)]},
+    {"prompt": "Where?", "max_new_tokens": 3},
+    {"prompt": "What moves?", "videos": [str(CLIP)], "pruning_rate": 0.5},
+    {"prompt": "And this?", "images": [str(PHOTO), str(PHOTO)], "max_new_tokens": 7},
+    {"prompt": [{"role": "user", "content": "Hm?"}]},
+]
+BAD = {
+    1: ({"prompt": "What?", "images": ["nowhere.png"]}, "no such file: nowhere.png"),
+    3: ({"prompt": "What?", "color": 1}, "unknown key 'color'"),
+    4: ({"prompt": "What?", "max_new_tokens": 0}, "max_new_tokens: must be at least 1"),
+    7: ("What?", "expected a dict"),
+}
+COMMON = {"max_new_tokens": 5, "pruning_rate": 0.0}
+
+
+def mixed():
+    """The good requests and the bad among them."""
+    good, count = iter(GOOD), len(GOOD) + len(BAD)
+    return [BAD[i][0] if i in BAD else next(good) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def vlm(folder):
+    return refvl.load(folder, device="cpu", progress=False)
+
+
+@pytest.fixture(scope="module")
+def want(vlm):
+    return [vlm.chat(**(COMMON | request)) for request in GOOD]
+
+
+def sizes(vlm, monkeypatch):
+    """How many prompts each batch held, as they are decoded."""
+    seen, decode = [], vlm._generate
+    monkeypatch.setattr(
+        vlm, "_generate", lambda traces, *args, **kw: seen.append(len(traces)) or decode(traces, *args, **kw)
+    )
+    return seen
+
+
+@pytest.mark.parametrize(("batch_tokens", "batches"), [(2**14, [5]), (1, [1] * 5), (160, None)])
+def test_answers_do_not_depend_on_the_batch(vlm, want, monkeypatch, batch_tokens, batches):
+    seen = sizes(vlm, monkeypatch)
+    assert vlm.chat_batch(GOOD, batch_tokens=batch_tokens, **COMMON) == want
+    assert sum(seen) == 5 and (seen == batches if batches else 1 < len(seen) < 5)
+
+
+def test_an_error_stands_where_its_answer_would(vlm, want):
+    answers = vlm.chat_batch(mixed(), return_exceptions=True, **COMMON)
+    for i, (_, message) in BAD.items():
+        assert isinstance(answers[i], (ValueError, TypeError, OSError)) and message in str(answers[i])
+    assert [answer for i, answer in enumerate(answers) if i not in BAD] == want
+
+
+def test_a_batch_that_fails_is_tried_one_by_one(vlm, want, monkeypatch):
+    """As where it does not fit into memory: the one that fails alone, too, is the only error."""
+    decode = vlm._generate
+
+    def fails(traces, *args, **kwargs):
+        if len(traces) > 1 or len(traces[0].input_ids) > 40:
+            raise MemoryError("too much")
+        return decode(traces, *args, **kwargs)
+
+    longest = max(len(vlm.trace(**(COMMON | request)).input_ids) for request in GOOD)
+    monkeypatch.setattr(vlm, "_generate", fails)
+    answers = vlm.chat_batch(GOOD, return_exceptions=True, **COMMON)
+    assert longest > 40
+    assert sum(isinstance(answer, MemoryError) for answer in answers) >= 1
+    assert all(answer == expected for answer, expected in zip(answers, want, strict=True) if isinstance(answer, str))
+
+
+def test_the_first_error_is_raised_and_says_which(vlm):
+    with pytest.raises(FileNotFoundError) as raised:
+        vlm.chat_batch([GOOD[1], BAD[1][0]], **COMMON)
+    assert raised.value.__notes__ == ["in requests[1]"]
+    for name, value in (("batch_tokens", 0), ("return_exceptions", 1)):
+        with pytest.raises((ValueError, TypeError), match=name):
+            vlm.chat_batch(GOOD, **{name: value})
+
+
+# --- files of requests ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(json.dumps(request) for request in mixed()) + "\nno json\n")
+    return path
+
+
+def read(out):
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_a_file_of_requests_becomes_a_file_of_answers(vlm, want, file, tmp_path):
+    errors = answer_file(vlm, file, tmp_path / "out", common=COMMON, progress=False)
+    entries = read(tmp_path / "out")
+    assert [entry["line"] for entry in entries] == list(range(1, 11))
+    assert [entry["answer"] for entry in entries if "answer" in entry] == want
+    assert sorted(errors) == [*(i + 1 for i in BAD), 10] and "not JSON" in errors[10]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40])
+def test_a_run_that_was_killed_is_continued(vlm, file, tmp_path, monkeypatch, cut):
+    """Wherever the file of answers was cut off, it ends as if it had not been, and nothing is asked twice."""
+    out = tmp_path / "out"
+    answer_file(vlm, file, out, common=COMMON, progress=False)
+    whole = out.read_bytes()
+    kept = whole[: whole.index(b"\n", 300) + 1 + cut]
+    out.write_bytes(kept)
+    asked, parse = [], requests._parse
+    monkeypatch.setattr(requests, "_parse", lambda line: asked.append(line) or parse(line))
+    answer_file(vlm, file, out, common=COMMON, progress=False)
+    assert out.read_bytes() == whole
+    assert len(asked) == 10 - kept.count(b"\n")
+
+
+def test_answers_to_other_requests_are_not_continued(vlm, file, tmp_path):
+    out = tmp_path / "out"
+    out.write_text('{"line": 1, "request": "0", "answer": "red"}\n')
+    with pytest.raises(ValueError, match=r"out: .*out, line 1: is no answer to that line of the requests"):
+        answer_file(vlm, file, out, common=COMMON, progress=False)
+    assert out.read_text().count("\n") == 1
+    with pytest.raises(FileNotFoundError, match="jsonl: no such file"):
+        answer_file(vlm, tmp_path / "none", out, common=COMMON)
+
+
+def test_one_process_at_a_time_writes_answers(vlm, file, tmp_path):
+    code = 'import fcntl, sys, time; f = open(sys.argv[1], "a"); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True)'
+    code += "; time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", code, tmp_path / "out"], stdout=subprocess.PIPE)
+    try:
+        holder.stdout.readline()
+        with pytest.raises(BlockingIOError, match="out: .* is being written by another process"):
+            answer_file(vlm, file, tmp_path / "out", common=COMMON)
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_the_command_line(folder, want, file, monkeypatch, capsys):
+    from refvl.tools.cli import main
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["refvl", "chat", str(folder), *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return stop.value.code or 0, *capsys.readouterr()
+
+    status, out, err = run("--jsonl", file, "--max-new-tokens", 5)
+    assert status == 1 and out == f"answers in {file}.answers.jsonl\n" and len(err.splitlines()) == 5
+    assert [e["answer"] for e in read(file.with_name("requests.jsonl.answers.jsonl")) if "answer" in e] == want
+    for arguments, message in (
+        (["--jsonl", file, "-i", PHOTO], "jsonl: its lines say what is asked; give no image beside it"),
+        (["Hi", "--out", "x"], "out: only with --jsonl"),
+        ([], "prompt: give a question, or a file of requests with --jsonl"),
+    ):
+        status, _, err = run(*arguments)
+        assert status == 1 and re.search(re.escape(message), err)
