@@ -165,26 +165,24 @@ class VLM:
         request = prompt, images, videos, pruning_rate, pruning, allow_special_tokens
         if not any(wanted.values()):
             trace = self._read(generate_kwargs, prefill_chunk, *request, is_measured=True)
-            self._answer(trace, max_new_tokens, num_beams, **generate_kwargs)
+            self._answer(trace, max_new_tokens, **generate_kwargs)
             return trace
         if num_beams != 1:
             raise ValueError(f"num_beams: must be 1 with attentions or hidden_states, got {num_beams}")
         if prefill_chunk is not None or drafts(self.language_model, generate_kwargs) is not None:
-            raise ValueError(
-                "prefill_chunk, drafted tokens: not with attentions or hidden_states, which see all at once"
-            )
+            raise ValueError("attentions, hidden_states: not with prefill_chunk or drafted tokens")
         tower, language = TowerWatch(self.encoder, **wanted), LanguageWatch(self.language_model, **wanted)
         watched = copy.copy(self)  # whatever else a model has, but no graphs: a replay hands nothing out
         watched.encoder, watched.language_model, watched.graphs = tower.encoder, language.language_model, None
         trace = watched._prefill_inputs(*request, is_measured=True)
-        output = watched._answer(trace, max_new_tokens, num_beams, **(generate_kwargs | language.options))
+        output = watched._answer(trace, max_new_tokens, **(generate_kwargs | language.options))
         tower.fill(trace)
         language.fill(trace, output)
         return trace
 
-    def _answer(self, trace: Trace, max_new_tokens: int, num_beams: int, **generate_kwargs) -> GenerateOutput:
+    def _answer(self, trace: Trace, max_new_tokens: int, **generate_kwargs) -> GenerateOutput:
         """Generate, and tell the trace tokens, text and seconds."""
-        if num_beams == 1:
+        if option(self.language_model, generate_kwargs, "num_beams") == 1:
             timer = TokenTimer(self.device)
             generate_kwargs["streamer"] = FanOut(timer, generate_kwargs.get("streamer"))
             with trace.watch("prefill", self.language_model):

@@ -262,6 +262,7 @@ def attention(explorer, state: tuple) -> dict:
             tower[:, patch, rows] = weights[:, query]
     return {
         "question": list(explorer.watched).index(question), "token": token - 1,
+        "layer": layer, "head": 0 if head == "mean" else 1 + head,
         "weights": of_head(trace.attentions[layer][:, read - 1, :read], head), "tower": of_head(tower, tower_head),
         "segments": segments_of(trace, block),
     }  # fmt: skip

@@ -163,7 +163,10 @@ export default explorer(view => {
     count: () => asked().patches.length / 2,
     read: () => {
       const all = slice(asked().tower, view.place("block"), view.place("tower_head"));
-      return { question: view.place("question"), token: token(), weights: weights(), segments: segments(), tower: all };
+      return {
+        question: view.place("question"), token: token(), layer: view.place("layer"), head: view.place("head"),
+        weights: weights(), segments: segments(), tower: all,
+      };
     },
   };
 });

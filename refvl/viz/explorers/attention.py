@@ -85,7 +85,7 @@ class AttentionExplorer(Explorer):
         number = list(self.watched).index(question)
         shown = self.shared["questions"][number]
         return {
-            "question": number, "token": token - 1,
+            "question": number, "token": token - 1, "layer": layer, "head": _place(head),
             "weights": shown["language"][token - 1, layer, _place(head), : shown["length"] + token - 1],
             "tower": shown["tower"][block, _place(tower_head)], "segments": shown["segments"][block],
         }  # fmt: skip
