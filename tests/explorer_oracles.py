@@ -117,7 +117,7 @@ def slices(explorer, state: tuple) -> dict:
             "tokens": 81 * crops.layout.crops + 169, "of_crop": 81, "of_overview": 169,
             "marks": 2 * (crops.layout.crops + 1) + crops.layout.newlines,
         },
-        "overview_heat": in_steps[0].astype(int), "slice_heat": in_steps[1].astype(int) if columns else [],
+        "overview_heat": in_steps[0].astype(int), "slice_heat": in_steps[1].astype(int) if columns else None,
         "answer": run.text,
     }  # fmt: skip
 

@@ -2,7 +2,7 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const W = 620, ROW = 26, GAP = 6, TEXT = 210;
+  const W = 620, ROW = 26, GAP = 6, TEXT = 250;
   const tokens = () => view.row.tokens;
   const largest = () => view.shared.largest[view.place("arrivals")];
   const scale = () => W / Math.max(view.shared.widest, largest());

@@ -90,7 +90,7 @@ class SlicesExplorer(Explorer):
         heat = query_heat(self.model, run)
         return {
             "overview_heat": quantised(heat[:1]),
-            "slice_heat": quantised(heat[1:]) if len(heat) > 1 else [],
+            "slice_heat": quantised(heat[1:]) if len(heat) > 1 else None,
             "answer": run.text,
         }
 
