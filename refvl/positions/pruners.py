@@ -1,7 +1,7 @@
 """The ways to prune a video, one row each: how many tokens stay, from sizes alone, and which, from the embeddings."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -9,7 +9,8 @@ from refvl.positions.evs import compute_retained_tokens_count, compute_retention
 from refvl.positions.vidcom2 import vidcom2_retained_tokens_count, vidcom2_retention_mask
 
 
-class Pruner(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Pruner:
     """`count(tokens_per_frame, num_frames, q)` is the sum of `mask(video_embeds, video_size_thw, merge_size, q)`."""
 
     title: str

@@ -24,10 +24,12 @@ def plot_boxes(
     ax = image_axes(ax, title)
     ax.imshow(image)
     for i, (x1, y1, x2, y2) in enumerate(np.asarray(boxes, dtype=float).reshape(-1, 4)):
-        ax.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=color, lw=2))
+        ax.add_patch(_rectangle((x1, y1, x2, y2), fill=False, edgecolor=color, lw=2))
         if i < len(labels):
-            inside = {"xytext": (3, -3), "textcoords": "offset points", "va": "top"}
-            ax.annotate(labels[i], (min(x1, x2), min(y1, y2)), **inside, fontsize=9, backgroundcolor="white")
+            ax.annotate(
+                labels[i], (min(x1, x2), min(y1, y2)), xytext=(3, -3), textcoords="offset points", va="top", fontsize=9,
+                backgroundcolor="white",
+            )  # fmt: skip
     for x, y in np.asarray(points, dtype=float).reshape(-1, 2):
         ax.plot(x, y, "o", color=color, ms=7, markeredgecolor="white")
     return ax
@@ -43,24 +45,23 @@ def plot_box_readings(
     """
     answer = from_picture([box], picture=picture, resized=resized, family=family).round()
     ax = image_axes(ax, f"{family} says {answer[0].int().tolist()}", figsize=(4.4, 5.4))
-    ax.add_patch(
-        Rectangle((0, 0), *picture, facecolor=PRUNED, edgecolor="0.4", label=f"picture, {picture[0]} x {picture[1]}")
-    )
-    ax.add_patch(
-        Rectangle(box[:2], box[2] - box[0], box[3] - box[1], facecolor=HIGHLIGHT, alpha=0.5, label="the object")
-    )
+    size = f"picture, {picture[0]} x {picture[1]}"
+    ax.add_patch(_rectangle((0, 0, *picture), facecolor=PRUNED, edgecolor="0.4", label=size))
+    ax.add_patch(_rectangle(box, facecolor=HIGHLIGHT, alpha=0.5, label="the object"))
     spaces = {"0 to 1000": (1000, 1000), "pixels of the picture": picture, "pixels of the resized picture": resized}
     for i, (name, space) in enumerate(spaces.items()):
         x1, y1, x2, y2 = rescale(answer, space, picture)[0].tolist()
         off = np.hypot(x1 + x2 - box[0] - box[2], y1 + y2 - box[1] - box[3]) / 2
-        style = {
-            "edgecolor": STAGE_COLORS[(0, 3, 2)[i]],
-            "lw": 2,
-            "ls": ("-", "--", ":")[i],
-            "label": f"as {name}: {off:.0f} px off",
-        }
-        ax.add_patch(Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, **style))
+        label, color = f"as {name}: {off:.0f} px off", STAGE_COLORS[(0, 3, 2)[i]]
+        ax.add_patch(
+            _rectangle((x1, y1, x2, y2), fill=False, edgecolor=color, lw=2, ls=("-", "--", ":")[i], label=label)
+        )
     ax.autoscale_view()
     ax.invert_yaxis()
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.02), fontsize=9)
     return ax
+
+
+def _rectangle(box: Sequence[float], **style) -> Rectangle:
+    x1, y1, x2, y2 = box
+    return Rectangle((x1, y1), x2 - x1, y2 - y1, **style)
