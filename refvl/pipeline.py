@@ -228,7 +228,7 @@ class VLM:
         _check_requests(requests, check_each=not check_flag(return_exceptions, "return_exceptions"))
         common = {"max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate, "pruning": pruning}
         common["allow_special_tokens"] = allow_special_tokens
-        answers, bar = [], tqdm(total=len(requests), desc="answer", delay=2, leave=False, disable=not progress)
+        answers, bar = list[Any](), tqdm(total=len(requests), desc="answer", delay=2, leave=False, disable=not progress)
         with bar:
             for answer in self.answer_each(requests, common, batch_tokens, **generate_kwargs):
                 if isinstance(answer, Exception) and not return_exceptions:

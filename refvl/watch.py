@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.generation.utils import GenerateOutput
 
 from refvl.attention import Segments
 from refvl.language.model import CausalTextModel
@@ -83,7 +82,7 @@ class LanguageWatch:
         if attentions:
             self.language_model.set_attn_implementation("eager")
 
-    def fill(self, trace: Trace, output: GenerateOutput) -> None:
+    def fill(self, trace: Trace, output: Any) -> None:
         """`attentions` and `hidden_states`; transformers gives each per token, and all of the prompt's at once."""
         if output.attentions is not None:
             trace.attentions = [_square(steps) for steps in zip(*output.attentions, strict=True)]

@@ -170,7 +170,7 @@ def clamp_overflow(x_NE: Tensor) -> Tensor:
 class VisionAttention(nn.Module):
     """Fused q, k, v with bias; rotary on q and k; every token attends within its own segment."""
 
-    def __init__(self, config: Qwen2_5_VisionConfig):
+    def __init__(self, config: GridVisionConfig):
         super().__init__()
         self.num_heads = config.num_heads
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)

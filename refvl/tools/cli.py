@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import rich.console
 import typer
@@ -245,7 +245,7 @@ def info(
     _check_request("", video, pruning_rate, **sampling)
     model = load(checkpoint, weights="random", device="meta", dtype=dtype)
     set_pixel_limits(model.processor, min_pixels=min_pixels, max_pixels=max_pixels)
-    parts = [{"type": "image", "image": file} for file in image or ()]
+    parts: list[dict[str, Any]] = [{"type": "image", "image": file} for file in image or ()]
     parts += [{"type": "video", "video": file} | sampling for file in video or ()]
     media = model.processor.decode([{"role": "user", "content": parts}])
     if as_json:

@@ -176,9 +176,10 @@ def _decode(vlm: VLM, file: MediaFile) -> tuple[Image.Image | Video, dict]:
     if stamp is None:
         raise ValueError("no regular file, or a link that leads nowhere")
     digest, said = file.digest(), dict[str, Any]()
-    medium: Image.Image | Video
+    medium: Any
     if file.is_video:
-        medium = vlm.processor.load_video(file.path, {})
+        processor: Any = vlm.processor
+        medium = processor.load_video(file.path, {})
         height, width = medium.frames.shape[1:3]
         step = getattr(vlm.processor.video_config, "temporal_patch_size", 1)
         said = {"second_per_grid": step / medium.fps, "timestamps": medium.timestamps}

@@ -11,7 +11,7 @@ explore_mrope       two tokens, their rotary angles and their score
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -26,7 +26,6 @@ from refvl.checks import check_shape
 from refvl.families import load_processor, read_config
 from refvl.paths import DATA, check_clone
 from refvl.positions import MediaSpan, get_mrope_input_positions, merge_block_coordinates, vision_rotary_cos_sin
-from refvl.processors.chat import ChatProcessor
 from refvl.viz.style import AXIS_COLORS, TOKEN_COLORS, axes_or_new
 
 if TYPE_CHECKING:
@@ -219,7 +218,7 @@ def plot_clip_positions(
 
 
 def explore_positions(
-    second_per_grid: float = 1.0, side: int = 4, *, processors: Mapping[str, ChatProcessor] | None = None,
+    second_per_grid: float = 1.0, side: int = 4, *, processors: Mapping[str, Any] | None = None,
     image=None, clip=None,
 ) -> "PositionsExplorer":  # fmt: skip
     """A prompt with an image and a video of several sizes, lengths and rates: t, h, w of every token, and delta.

@@ -70,7 +70,7 @@ class Explorer(anywidget.AnyWidget):
 
     index = traitlets.Int(0).tag(sync=True)
     selected = traitlets.Int(-1).tag(sync=True)
-    controls = traitlets.List().tag(sync=True)
+    controls: traitlets.List = traitlets.List().tag(sync=True)
     table = traitlets.Dict().tag(sync=True)
     palette = traitlets.Dict().tag(sync=True)
     name = traitlets.Unicode().tag(sync=True)
@@ -142,7 +142,7 @@ class Explorer(anywidget.AnyWidget):
 
     def _repr_mimebundle_(self, **kwargs):
         """The widget; where it cannot run, its figure; where there are no pictures, a sentence."""
-        data, metadata = super()._repr_mimebundle_(**kwargs)
+        data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
         figure = self.figure()
         picture = base64.b64encode(png_of(figure)).decode()
         plt.close(figure)

@@ -22,6 +22,13 @@ from refvl.viz.windows import explore_windows
 
 SCENE, ROCKET, CLIP = (DATA / "pictures" / "scene.png", DATA / "pictures" / "rocket.jpg", DATA / "clips" / "scene.mp4")
 
+
+@cache
+def small_model(name: str = "tiny-qwen2_5_vl") -> VLM:
+    """One that ships, trained on scenes; Qwen2.5-VL's has a tower with windows, and its videos are pruned."""
+    return refvl.load(DATA / "checkpoints" / name, device="cpu", progress=False)
+
+
 GALLERY: dict[str, Callable[[], Explorer]] = {
     "windows": lambda: explore_windows(
         {name: DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")}, PatchConfig()
@@ -52,9 +59,3 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
         {question: (question, CLIP) for question in ("Which way does the circle move?", "What color is the circle?")},
     ),
 }
-
-
-@cache
-def small_model(name: str = "tiny-qwen2_5_vl") -> VLM:
-    """One that ships, trained on scenes; Qwen2.5-VL's has a tower with windows, and its videos are pruned."""
-    return refvl.load(DATA / "checkpoints" / name, device="cpu", progress=False)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -36,7 +37,8 @@ class GraphExplorer(Explorer):
         self.run = model.trace(question, images=[image])
         largest = max(len(embeds) for embeds in (*self.first.embeds, *self.run.embeds))
         budget = 2 ** (largest - 1).bit_length()
-        manager = EncoderGraphManager(model.encoder, budgets=[budget], max_frames=1, backend="trace", progress=False)
+        encoder: Any = model.encoder
+        manager = EncoderGraphManager(encoder, budgets=[budget], max_frames=1, backend="trace", progress=False)
         manager.capture()
         self.captured = manager.captured[budget]
         rows = list(map(self._row, replay_stale(self.captured, _batch(self.first), _batch(self.run)).values()))
@@ -45,7 +47,7 @@ class GraphExplorer(Explorer):
             "image": photo(self.run.media[0], side=160),
         }
         said = {"question": question, "right": rows[0]["answer"]}
-        shared = said | {"photos": photos} | describe_recording(self.captured, model.encoder)
+        shared = said | {"photos": photos} | describe_recording(self.captured, encoder)
         buffers = list(self.captured.buffers)
         controls = [Control("stale", "buffer not refilled", [NONE, *buffers])]
         super().__init__(controls, rows, shared=shared, start=(START,))
@@ -111,7 +113,7 @@ def _levels(errors: Sequence[float]) -> np.ndarray:
 def _answer(model: VLM, run: Trace, embeds: Tensor) -> tuple[str, float]:
     """What the model says with these embeddings of the image, and the probability of its first token."""
     ids = run.full_ids[None]
-    output = model.generate(
+    output: Any = model.generate(
         ids, image_embeds=[embeds], image_grid_thw=run.layouts, max_new_tokens=16,
         return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip

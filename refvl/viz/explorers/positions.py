@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -62,7 +63,7 @@ class PositionsExplorer(Explorer):
     _esm = module("positions")
     title = "Positions"
 
-    def __init__(self, processors: Mapping[str, ChatProcessor], image, clip, *, second_per_grid: float, side: int):
+    def __init__(self, processors: Mapping[str, Any], image, clip, *, second_per_grid: float, side: int):
         self.processors, self.image = processors, load_image(image)
         video = load_video(clip, num_frames=8)
         self.frames = [Image.fromarray(frame) for frame in video.frames]

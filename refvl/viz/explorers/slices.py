@@ -1,6 +1,7 @@
 """Slices and crops: what MiniCPM-V and Step3-VL cut out of one photo of any size, and what the queries read of it."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -147,7 +148,8 @@ def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 @torch.inference_mode()
 def query_heat(model: VLM, run: Trace) -> list[np.ndarray]:
     """(Q, h, w) of the overview, then of each slice of a run on one image: the mean over heads, rows sum to 1."""
-    [metadata], encoder = run.metadata, model.encoder
+    encoder: Any = model.encoder
+    [metadata] = run.metadata
     rows = encoder.vpm.encode(run.patches[0].pixel_values, metadata.vision)
     sizes = [size for group in run.layouts[0] for size in group.slices]
     weights = attention_weights(encoder.resampler, rows, metadata.resampler)
