@@ -64,11 +64,11 @@ class SliceConfig:
 
     @classmethod
     def from_folder(cls, folder: Path, defaults: dict) -> "SliceConfig":
-        """preprocessor_config.json over `defaults`; version 2.0 has no such file, its config.json says the sizes."""
+        """preprocessor_config.json, where it says something, over `defaults`; version 2.0 has no such file."""
         file = Path(folder) / "preprocessor_config.json"
         values = read_json(file) if file.is_file() else {}
         with blame(file):
-            return cls.from_dict(defaults | values)
+            return cls.from_dict(defaults | {name: value for name, value in values.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
