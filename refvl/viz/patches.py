@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from matplotlib import patheffects
 from matplotlib.axes import Axes
@@ -14,7 +15,10 @@ from refvl.checks import Grid, as_grids, check_shape
 from refvl.pixels.media import load_image
 from refvl.pixels.patches import PatchConfig, plan_grid, resize_image, unpatchify
 from refvl.positions import merge_block_coordinates
-from refvl.viz.style import HIGHLIGHT, axes_or_new, image_axes, interactive
+from refvl.viz.style import HIGHLIGHT, axes_or_new, image_axes
+
+if TYPE_CHECKING:
+    from refvl.viz.explorers.windows import WindowsExplorer
 
 MIN_FONT_SIZE, MAX_FONT_SIZE = 4.5, 11  # points; numbers that would be smaller than the first are left out
 
@@ -122,17 +126,11 @@ def _mark_channels(ax: Axes, config: PatchConfig) -> None:
     ax.tick_params(axis="x", length=0)
 
 
-def explore_resize(image, config: PatchConfig, *, max_tokens: int = 512):
-    """A slider over the pixel budget, in merged tokens: the resized image with its blocks. Needs ipywidgets."""
-    import ipywidgets
+def explore_resize(image, config: PatchConfig, *, max_tokens: int = 512) -> "WindowsExplorer":
+    """The resized image and its blocks while the pixel budget, in merged tokens, changes: `explore_windows`."""
+    from refvl.viz.windows import explore_windows
 
-    def draw(budget: int) -> Axes:
-        return plot_patches(image, with_token_budget(config, budget), numbers=False, highlight=())
-
-    slider = ipywidgets.IntSlider(
-        value=max_tokens // 4, min=4, max=max_tokens, step=4, description="max tokens", continuous_update=False
-    )
-    return interactive(draw, budget=slider)
+    return explore_windows(image, config, max_tokens=max_tokens)
 
 
 def with_token_budget(config: PatchConfig, tokens: int) -> PatchConfig:

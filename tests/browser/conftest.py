@@ -12,10 +12,10 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+from explorers_in import OUT
 
 from refvl.paths import DATA
 
-OUT = DATA.parent / "outputs" / "browser"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 

@@ -2,6 +2,9 @@
 
 from explorer_oracles import assert_agree
 
+from refvl.paths import DATA
+
+OUT = DATA.parent / "outputs" / "browser"  # timings and screenshots
 STEPS = 20
 PIXELS = "root => [...root.querySelectorAll('canvas')].map(c => c.toDataURL()).join()"
 # one step of the slider with the most options, to and fro; milliseconds until the second frame was painted

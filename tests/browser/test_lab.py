@@ -4,9 +4,8 @@ import shutil
 
 import nbformat
 import pytest
-from conftest import OUT
 from explorer_oracles import ORACLES
-from explorers_in import STEPS, TIMED, check_controls, check_keys_and_pointer, check_names, shown
+from explorers_in import OUT, STEPS, TIMED, check_controls, check_keys_and_pointer, check_names, shown
 from nbformat.v4 import new_code_cell, new_notebook
 
 from refvl.paths import DATA

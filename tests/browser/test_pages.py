@@ -1,15 +1,13 @@
 """Every explorer as one file, offline in Chromium. Oracle: refvl's functions, as in `explorer_oracles`."""
 
 import pytest
-from conftest import OUT
 from explorer_oracles import ORACLES
-from explorers_in import STEPS, TIMED, check_controls, check_keys_and_pointer, check_names, shown
+from explorers_in import OUT, STEPS, TIMED, check_controls, check_keys_and_pointer, check_names, shown
 
 from refvl.viz.explorers import page as page_of
 from refvl.viz.explorers.gallery import GALLERY
 
 pytestmark = pytest.mark.browser
-each_explorer = pytest.mark.parametrize("name", GALLERY)
 
 
 @pytest.fixture(scope="module", params=GALLERY)

@@ -39,10 +39,6 @@ def rectangles(ax) -> list[Rectangle]:
     return [patch for patch in ax.patches if isinstance(patch, Rectangle)]
 
 
-def png(view) -> bytes:
-    return bytes(view.children[-1].value)
-
-
 @pytest.mark.parametrize(
     "draw",
     [
@@ -199,13 +195,12 @@ def traced(tmp_path_factory):
     return refvl.load(folder, progress=False).trace("What is this?", images=[PICTURE], max_new_tokens=2)
 
 
-def test_resize_slider_redraws_with_the_budget():
-    view = viz.explore_resize(WIDE, CONFIG, max_tokens=128)
-    slider, before = view.children[0], png(view)
-    slider.value = 8
-    assert png(view) != before and png(view).startswith(b"\x89PNG")
-    slider.value = 32
-    assert png(view) == before  # a function of the slider alone
+def test_resizing_is_explored_under_every_budget():
+    """Oracle: the grids of `plan_grid`, which grow with the budget."""
+    explorer = viz.explore_resize(WIDE, CONFIG, max_tokens=128)
+    grids = {explorer.row(i)["grid"] for i in range(len(explorer.states))}
+    budgets = [viz.patches.with_token_budget(CONFIG, tokens) for tokens in range(4, 129)]
+    assert grids == {plan_grid(196, 280, config)[1:] for config in budgets}
 
 
 def test_windows_are_explored_under_every_budget_and_size_that_differ():

@@ -106,15 +106,16 @@ class PositionsExplorer(Explorer):
         return Prompt(ids, spans, [medium.kind for medium in media for _ in medium.runs])
 
     def compared(self, prompt: Prompt, family: str) -> dict[str, dict]:
-        """A row per convention that differs from ours, and one for none."""
+        """A row per convention that differs from ours, and one for none; of conventions that agree, the first."""
         count = len(prompt.ids)
         positions, delta = get_mrope_input_positions(count, prompt.spans)
         row = {"positions": positions, "delta": delta, "words": self._words(prompt, family)} | _places(prompt)
-        rows = {OURS: row | {"other": None, "other_delta": None}}
+        rows, seen = {OURS: row | {"other": None, "other_delta": None}}, [positions]
         for name, convention in CONVENTIONS.items():
             other, other_delta = convention(count, prompt.spans)
-            if other_delta != delta or not torch.equal(other, positions):
+            if not any(torch.equal(other, one) for one in seen):
                 rows[name] = row | {"other": other, "other_delta": other_delta}
+                seen.append(other)
         return rows
 
     def _words(self, prompt: Prompt, family: str) -> Tensor:
