@@ -60,9 +60,9 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `${view.row.replays.length} replays, as long as their budgets; hatched: padding`,
-    caption: () => `graphs captured: ${view.row.budgets.join(", ")} tokens. Bars: replays, as long as their budget; ` +
+    caption: () => `dotted: the graphs captured, of ${view.row.budgets.join(", ")} tokens. Bars: replays, as long as their budget; ` +
       `hatched: padding; dashed: too large for every graph, so it runs eagerly`,
-    size: () => [W + TEXT, Math.max(5, view.row.replays.length) * (ROW + GAP)],
+    size: () => [W + TEXT, Math.max(5, view.row.replays.length) * (ROW + GAP) + 18],
     at(x, y) {
       const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW);
       return hit ? hit.item : -1;
@@ -72,8 +72,15 @@ export default explorer(view => {
       const target = replays[line + dy]?.items;
       return (dy ? target?.[Math.min(place, target.length - 1)] : replays[line].items[place + dx]) ?? -1;
     },
-    draw(pen) {
-      pen.font = "12px system-ui, sans-serif"; pen.textBaseline = "middle";
+    draw(pen, width, height) {
+      pen.font = "12px system-ui, sans-serif"; pen.textAlign = "right"; pen.textBaseline = "bottom";
+      view.row.budgets.forEach(budget => {  // a ruler for every graph, used or not
+        const x = budget * scale();
+        pen.strokeStyle = view.colors.line; pen.lineWidth = 1; pen.setLineDash([2, 3]);
+        pen.beginPath(); pen.moveTo(x - 0.5, 0); pen.lineTo(x - 0.5, height - 16); pen.stroke(); pen.setLineDash([]);
+        pen.fillStyle = view.colors.muted; pen.fillText(budget, x, height);
+      });
+      pen.textBaseline = "middle";
       view.row.replays.forEach((replay, line) => {
         const y = line * (ROW + GAP), total = replay.tokens, end = Math.max(total, replay.budget) * scale();
         if (replay.budget > total) hatch(pen, total * scale(), y, (replay.budget - total) * scale(), ROW);
