@@ -1,7 +1,5 @@
 """The site as `make site` writes it. Oracle: the checks of `refvl.tools.site`, each seen to find what it looks for."""
 
-import json
-
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
@@ -79,7 +77,7 @@ def notebook(tmp_path):
     ]
     made = new_notebook(cells=cells, metadata={"widgets": {site.STATE: {"state": {"m": widget}}}})
     path = site.ROOT / "notebooks" / "lesson.ipynb"
-    return path, nbformat.from_dict(json.loads(nbformat.writes(made)))
+    return path, nbformat.reads(nbformat.writes(made), as_version=4)
 
 
 def test_a_notebook_becomes_a_page(notebook, monkeypatch):
