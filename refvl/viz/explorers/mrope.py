@@ -45,7 +45,7 @@ class MropeExplorer(Explorer):
                 [axis_scores(axes, *turns[name, theta]) for theta in THETAS] for name, axes in self.axes.items()
             ],
         }
-        super().__init__(controls, shared=shared, start=(next(iter(SECTIONS)), 1_000_000, 5, 3, 9))
+        super().__init__(controls, shared=shared, start=("Qwen3-VL: 24, 20, 20 interleaved", 1_000_000, 5, 3, 9))
 
     def row(self, index: int) -> dict:
         """axes, cos and sin (planes,) of the key's angles; the part of each axis in the score, and their sum."""
