@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -153,8 +154,8 @@ def measure_times(encoder: Qwen2_5_VisionTransformer, sides) -> Iterator[Row]:
         metadata = encoder.plan(grids)
         px = f"{side * encoder.config.patch_size} px"
         yield Row(f"{px}: floor", _operations(encoder, side**2, tokens) / rate * 1e3, None, "ms")
-        yield Row(f"{px}: eager", _milliseconds(lambda p=pixels, m=metadata: encoder(p, metadata=m)), None, "ms")
-        yield Row(f"{px}: graph", _milliseconds(lambda p=pixels, g=grids, m=manager: m.execute(p, g)), None, "ms")
+        yield Row(f"{px}: eager", _milliseconds(partial(encoder, pixels, metadata=metadata)), None, "ms")
+        yield Row(f"{px}: graph", _milliseconds(partial(manager.execute, pixels, grids)), None, "ms")
         manager.clear()
 
 
