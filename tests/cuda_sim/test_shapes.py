@@ -67,8 +67,9 @@ def test_every_backend_takes_every_layout(mode, name):
     put_on_device(mode, encoder)
     for layout, plan in zip(layouts, plans, strict=True):
         rows, tokens, _ = encoder.item_size(layout)
-        pixels = torch.empty(rows, encoder.config.patch_values, dtype=torch.bfloat16, device="meta")
+        pixels = as_fake(mode, torch.empty(rows, encoder.config.patch_values, dtype=torch.bfloat16, device="meta"))
+        metadata = as_fake(mode, plan)
         for attention in ("varlen", "sdpa", "masked"):
             with mode, torch.no_grad():
-                out = encoder(as_fake(mode, pixels), metadata=as_fake(mode, plan), attention=attention)
+                out = encoder(pixels, metadata=metadata, attention=attention)
             assert (out.shape[0], out.dtype, out.device) == (tokens, torch.bfloat16, CUDA)
