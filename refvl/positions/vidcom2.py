@@ -45,7 +45,8 @@ def vidcom2_similarities(video_embeds: Tensor, num_frames: int) -> tuple[Tensor,
     check_floats(check_shape(video_embeds, ("M", "D"), "video_embeds"), "video_embeds")
     usable = video_embeds.isfinite().all(dim=1, keepdim=True)
     frames = split_frames(torch.where(usable, video_embeds, 0).double(), num_frames)  # (t, n, D)
-    steadiest = frames.var(dim=(0, 1), correction=0).argsort(stable=True)[: max(1, frames.shape[2] // 2)]
+    spread = frames.var(dim=(0, 1), correction=0).float()
+    steadiest = spread.argsort(stable=True)[: max(1, frames.shape[2] // 2)]
     frames, usable = F.normalize(frames[..., steadiest], dim=-1), usable.view(num_frames, -1)
     to_video = _similarity(frames, frames.mean(dim=(0, 1)), usable)
     return to_video, _similarity(frames, frames.mean(dim=1, keepdim=True), usable)

@@ -91,4 +91,4 @@ def test_a_million_patches_cost_twelve_bytes_each(monkeypatch, family):
     """Row and column, and for Qwen two indices per merged token; the segments are few."""
     monkeypatch.setattr(Tower, "reads_groups", False)
     plan = build(family).plan([(1, 1000, 1000)])
-    assert sum(tensor.nbytes for tensor in metadata_tensors(plan)) < 12.3 * 10**6
+    assert sum(tensor.nbytes for tensor in metadata_tensors(plan).values()) < 12.3 * 10**6

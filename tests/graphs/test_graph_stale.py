@@ -10,6 +10,7 @@ from refvl.graphs.manager import CapturedBudget
 from tests.closeness import assert_agree, assert_differ
 
 BEFORE, NOW = (1, 6, 8), (1, 6, 6)  # grids in patches
+CONSTANT = {"frequencies"}  # the same for every image: they depend on the tower's width alone
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,8 @@ def test_a_stale_replay_is_the_graph_on_those_buffers(towers, replays):
         captured.fill(rows[NOW], tower.plan([NOW]))
         captured.buffers[name].copy_(left)
         assert torch.equal(captured.graph.replay(), replays[name].outputs), name
-        assert_differ(replays[name].outputs[:9], replays[""].outputs[:9], tower, name)
+        if name not in CONSTANT:
+            assert_differ(replays[name].outputs[:9], replays[""].outputs[:9], tower, name)
 
 
 def test_an_error_begins_where_the_buffer_is_read(towers, replays):
@@ -68,7 +70,7 @@ def test_an_error_begins_where_the_buffer_is_read(towers, replays):
     right = replays[""].outputs
     for name, buffer in captured.buffers.items():
         first = next(i for i, operation in enumerate(captured.graph.operations) if operation.reads(buffer))
-        assert not any(replays[name].errors[:first]) and any(replays[name].errors), name
+        assert not any(replays[name].errors[:first]) and any(replays[name].errors) == (name not in CONSTANT), name
         error = (replays[name].outputs - right).norm() / right.norm()
         assert replays[name].errors[-1] == pytest.approx(float(error))
 

@@ -392,7 +392,7 @@ def test_float16_near_its_limit_is_warned_of_and_only_there():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert "!" not in overflowing("float32").trace("Hi", images=[SCENE], max_new_tokens=1).magnitude("encode")
-    trace = refvl.Trace()
+    trace = refvl.Trace(is_measured=True)
     trace.keep_largest("encode", [torch.tensor([70_000.0])])
     trace.keep_largest("merge", [torch.tensor([float("nan"), 1.0])])
     assert (trace.magnitude("encode"), trace.magnitude("merge")) == ("7e+04!", "nan!")

@@ -432,7 +432,7 @@ def test_the_command_line_has_no_new_flags(dense_folder, dense, monkeypatch, cap
     out = run("chat", dense_folder, question, "--video", CLIP, "--pruning-rate", 0.5, *options)
     assert out == " ".join(answer.split())
     assert "5 frames" in run("trace", dense_folder, question, "--video", CLIP, *options)
-    assert "grid (5, 4, 8)" in run("info", dense_folder, "--video", CLIP)
+    assert "5 x 8 x 4 patches" in run("info", dense_folder, "--video", CLIP)
 
 
 def test_families_are_told_by_model_type():

@@ -57,7 +57,7 @@ def slow_mask(embeds, thw, q):
     """The mask as a list, and how many tokens each frame might keep before the count was met."""
     rows, t = embeds.double().tolist(), thw[0]
     n, columns = len(rows) // t, list(zip(*rows, strict=True))
-    spread = [math.fsum((x - math.fsum(c) / len(c)) ** 2 for x in c) / len(c) for c in columns]
+    spread = [np.float32(math.fsum((x - math.fsum(c) / len(c)) ** 2 for x in c) / len(c)) for c in columns]
     kept = sorted(range(len(columns)), key=lambda i: spread[i])[: max(1, len(columns) // 2)]
     rows = [normalized([row[i] for i in kept]) for row in rows]
     frames = [rows[i * n : (i + 1) * n] for i in range(t)]
@@ -94,6 +94,7 @@ def test_golden_masks(case):
 @example((1, 4, 4), 0.5, 4, 0, False)  # one frame: its centre is the video's
 @example((5, 1, 1), 0.9, 4, 0, False)  # one token per frame
 @example((4, 3, 3), 0.5, 1, 0, True)  # one channel: tokens are -1, 0 or 1
+@example((3, 1, 4), 0.0, 6, 234, True)  # two channels vary alike
 def test_mask_equals_the_slow_formula(thw, q, width, seed, ties):
     """Oracle: `slow_mask`. Both compare float32 of sums in float64, so that ties are ties in both."""
     embeds = random_embeds(thw, seed, width, ties=ties)

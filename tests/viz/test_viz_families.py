@@ -19,7 +19,7 @@ def close_figures():
 
 
 def plan(patches, tokens):
-    return MediaPlan("image", "", "", (), patches, tokens)
+    return MediaPlan("image", "", "", (), patches, tokens, tokens)
 
 
 def test_costs_sum_the_media_of_a_family():

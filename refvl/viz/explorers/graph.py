@@ -41,17 +41,19 @@ class GraphExplorer(Explorer):
         manager = EncoderGraphManager(encoder, budgets=[budget], max_frames=1, backend="trace", progress=False)
         manager.capture()
         self.captured = manager.captured[budget]
-        rows = list(map(self._row, replay_stale(self.captured, _batch(self.first), _batch(self.run)).values()))
+        replays = replay_stale(self.captured, _batch(self.first), _batch(self.run))
+        differing = [name for name, replay in replays.items() if name and any(replay.errors)]
+        rows = [self._row(replays[name]) for name in ("", *differing)]
         photos = {
             "before": photo(self.first.media[0], side=160),
             "image": photo(self.run.media[0], side=160),
         }
         said = {"question": question, "right": rows[0]["answer"]}
-        shared = said | {"photos": photos} | describe_recording(self.captured, encoder)
-        buffers = list(self.captured.buffers)
-        controls = [Control("stale", "buffer not refilled", [NONE, *buffers])]
+        constant = [name for name in self.captured.buffers if name not in differing]  # the same for every image
+        shared = said | {"photos": photos} | describe_recording(self.captured, encoder, [*differing, *constant])
+        controls = [Control("stale", "buffer not refilled", [NONE, *differing])]
         super().__init__(controls, rows, shared=shared, start=(START,))
-        self.selected = int(np.argmax(shared["reads"][:, buffers.index(START)]))
+        self.selected = int(np.argmax(shared["reads"][:, differing.index(START)]))
 
     def _row(self, replay: StaleReplay) -> dict:
         """operations: levels of their errors. tokens: (h, w) relative errors. And what the model says then."""
@@ -77,10 +79,10 @@ class GraphExplorer(Explorer):
         return f"{asked} (right: {right['answer']!r})." if row["answer"] != right["answer"] else f"{asked}."
 
 
-def describe_recording(captured: CapturedBudget, encoder: torch.nn.Module) -> dict:
-    """Buffers, and of every operation its kind, the shape of its result, and which buffers it reads."""
+def describe_recording(captured: CapturedBudget, encoder: torch.nn.Module, names: Sequence[str]) -> dict:
+    """The buffers of these names; of every operation its kind, the shape of its result, and which of them it reads."""
     assert isinstance(captured.graph, TraceGraph)
-    operations, buffers = captured.graph.operations, captured.buffers
+    operations, buffers = captured.graph.operations, {name: captured.buffers[name] for name in names}
     return {
         "buffers": [{"name": name, "shape": list(buffer.shape)} for name, buffer in buffers.items()],
         "groups": group_operations(operations, encoder),
