@@ -173,7 +173,7 @@ def test_evs_restricts_the_layout_and_keeps_every_second(vlm, oracle, rate):
     [{}, {"images": PHOTOS}, {"videos": [CLIP]}, {"images": PHOTOS[:1], "videos": [CLIP], "pruning_rate": 0.5}],
     ids=["text", "pictures", "clip", "picture and pruned clip"],
 )  # fmt: skip
-@pytest.mark.parametrize("budgets", [[16, 32, 64], [8]], ids=["replayed", "too small"])
+@pytest.mark.parametrize("budgets", [[16, 32, 128], [8]], ids=["replayed", "too small"])
 def test_graphs_change_no_id(dense_folder, dense, media, budgets):
     """Hits with padding, and the eager way for what is larger than every budget."""
     graphed = load(dense_folder, graphs={"budgets": budgets, "max_items": 8})
