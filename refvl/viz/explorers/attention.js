@@ -24,15 +24,18 @@ export default explorer(view => {
   const token_of = patch => Math.floor(patch / merge() ** 2);  // rows are in merge-block order
   const sum = values => values.reduce((a, b) => a + b, 0);
 
-  function at(x, y) {
-    const column = Math.floor(x / cell()), row = Math.floor(y / cell()), { patches } = asked();
-    for (let i = 0; i < patches.length; i += 2) if (patches[i] === row && patches[i + 1] === column) return i / 2;
-    return -1;
+  const found = new WeakMap();  // per question, the patch at each place of the grid
+  function patch_at(column, row) {
+    const { patches, grid } = asked();
+    if (!found.has(patches)) {
+      const places = new Int32Array(grid[0] * grid[1]);
+      for (let i = 0; i < places.length; i++) places[patches[2 * i] * grid[1] + patches[2 * i + 1]] = i;
+      found.set(patches, places);
+    }
+    return column < 0 || row < 0 || column >= grid[1] || row >= grid[0] ? -1 : found.get(patches)[row * grid[1] + column];
   }
-  function step(item, dx, dy) {
-    const [x, y] = corner(item), c = cell();
-    return at(x + c / 2 + dx * c, y + c / 2 + dy * c);
-  }
+  const at = (x, y) => patch_at(Math.floor(x / cell()), Math.floor(y / cell()));
+  const step = (item, dx, dy) => patch_at(asked().patches[2 * item + 1] + dx, asked().patches[2 * item] + dy);
   function shade(pen, x, y, side, byte, most) {
     pen.globalAlpha = 0.8 * byte / Math.max(1, most);
     pen.fillStyle = view.colors.highlight; pen.fillRect(x, y, side, side);
@@ -78,12 +81,13 @@ export default explorer(view => {
       for (let x = c; x < width - 1; x += c) { pen.moveTo(x, 0); pen.lineTo(x, height); }
       for (let y = c; y < height - 1; y += c) { pen.moveTo(0, y); pen.lineTo(width, y); }
       pen.stroke();
+      const windows = segments();
       for (const [color, thickness] of [["#000", 5], ["#fff", 3]]) {  // where the neighbour is in another window
         pen.beginPath(); pen.strokeStyle = color; pen.lineWidth = thickness;
-        segments().forEach((segment, patch) => {
+        windows.forEach((segment, patch) => {
           const [x, y] = corner(patch), right = step(patch, 1, 0), below = step(patch, 0, 1);
-          if (right >= 0 && segments()[right] !== segment) { pen.moveTo(x + c, y); pen.lineTo(x + c, y + c); }
-          if (below >= 0 && segments()[below] !== segment) { pen.moveTo(x, y + c); pen.lineTo(x + c, y + c); }
+          if (right >= 0 && windows[right] !== segment) { pen.moveTo(x + c, y); pen.lineTo(x + c, y + c); }
+          if (below >= 0 && windows[below] !== segment) { pen.moveTo(x, y + c); pen.lineTo(x + c, y + c); }
         });
         pen.stroke();
       }

@@ -14,15 +14,18 @@ export default explorer(view => {
   const rgb = (colors, i) => `rgb(${colors[3 * i]} ${colors[3 * i + 1]} ${colors[3 * i + 2]})`;
   const norm = (s, patch) => shown().norms[s * count() + patch];
 
-  function at(x, y) {
-    const column = Math.floor(x / (W * unit())), row = Math.floor(y / (W * unit())), { patches } = shown();
-    for (let i = 0; i < patches.length; i += 2) if (patches[i] === row && patches[i + 1] === column) return i / 2;
-    return -1;
+  const found = new WeakMap();  // per picture, the patch at each place of the grid
+  function patch_at(column, row) {
+    const { patches, grid } = shown();
+    if (!found.has(patches)) {
+      const places = new Int32Array(grid[0] * grid[1]);
+      for (let i = 0; i < places.length; i++) places[patches[2 * i] * grid[1] + patches[2 * i + 1]] = i;
+      found.set(patches, places);
+    }
+    return column < 0 || row < 0 || column >= grid[1] || row >= grid[0] ? -1 : found.get(patches)[row * grid[1] + column];
   }
-  function step(item, dx, dy) {
-    const [column, row] = place(item), c = W * unit();
-    return at((column + 0.5 + dx) * c, (row + 0.5 + dy) * c);
-  }
+  const at = (x, y) => patch_at(Math.floor(x / (W * unit())), Math.floor(y / (W * unit())));
+  const step = (item, dx, dy) => patch_at(place(item)[0] + dx, place(item)[1] + dy);
   function frame(pen, x, y, side) {
     pen.strokeStyle = "#000"; pen.lineWidth = 5; pen.strokeRect(x, y, side, side);
     pen.strokeStyle = "#fff"; pen.lineWidth = 2; pen.strokeRect(x, y, side, side);
