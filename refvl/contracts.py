@@ -132,6 +132,9 @@ class Processor(Protocol):
     def decode(self, messages: Sequence[dict]) -> list[Image.Image | Video]:
         """The media of the messages, in order of appearance."""
 
+    def load_video(self, source: Any, options: dict) -> Video:
+        """A video, sampled by the checkpoint's rule, `options` of a message first; ValueError where none is taken."""
+
     def patchify(self, media: Sequence[Image.Image | Video]) -> list:
         """Each medium as patch rows, with its layout and the extents that the language model sees."""
 
