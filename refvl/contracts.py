@@ -143,6 +143,9 @@ class Processor(Protocol):
     def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
         """Which of a file's `total` frames are read; ValueError where no videos are taken."""
 
+    def load_video(self, source: Any, options: dict) -> Video:
+        """A video, sampled by the checkpoint's rule, `options` of a message first; ValueError where none is taken."""
+
     def patchify(self, media: Sequence[Image.Image | Video]) -> list:
         """Each medium as patch rows, with its layout and the extents that the language model sees."""
 

@@ -228,8 +228,8 @@ class VLM:
         _check_requests(requests, check_each=not check_flag(return_exceptions, "return_exceptions"))
         common = {"max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate, "pruning": pruning}
         common["allow_special_tokens"] = allow_special_tokens
-        answers, bar = list[Any](), tqdm(total=len(requests), desc="answer", delay=2, leave=False, disable=not progress)
-        with bar:
+        answers = list[str | Exception]()
+        with tqdm(total=len(requests), desc="answer", delay=2, leave=False, disable=not progress) as bar:
             for answer in self.answer_each(requests, common, batch_tokens, **generate_kwargs):
                 if isinstance(answer, Exception) and not return_exceptions:
                     answer.add_note(f"in requests[{len(answers)}]")

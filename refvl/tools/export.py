@@ -178,8 +178,7 @@ def _decode(vlm: VLM, file: MediaFile) -> tuple[Image.Image | Video, dict]:
     digest, said = file.digest(), dict[str, Any]()
     medium: Any
     if file.is_video:
-        processor: Any = vlm.processor
-        medium = processor.load_video(file.path, {})
+        medium = vlm.processor.load_video(file.path, {})
         height, width = medium.frames.shape[1:3]
         step = getattr(vlm.processor.video_config, "temporal_patch_size", 1)
         said = {"second_per_grid": step / medium.fps, "timestamps": medium.timestamps}
