@@ -171,7 +171,7 @@ def plot_mrope_axes(layouts: Mapping[str, Tensor], *, title: str = "", ax: Axes 
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
     handles = [Patch(color=AXIS_COLORS[axis], label=f"{axis}: {_NAMES[axis]}") for axis in "thw"]
-    ax.legend(handles=handles, ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=9)
+    ax.legend(handles=handles, loc="upper right", fontsize=9)
     return ax
 
 
