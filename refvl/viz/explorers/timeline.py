@@ -45,7 +45,9 @@ class TimelineExplorer(Explorer):
 
     def figure(self) -> Figure:
         fps, duration = self.states[self.index]
-        return plot_timelines(duration, fps).figure
+        figure = plot_timelines(duration, fps).figure
+        assert isinstance(figure, Figure)
+        return figure
 
     def describe(self) -> str:
         (fps, duration), row = self.states[self.index], self.row(self.index)
