@@ -88,8 +88,19 @@ class Lab:
         page.set_default_timeout(5 * MINUTES)
         page.goto(f"{self.address}/lab/workspaces/{name.removesuffix('.ipynb')}/tree/{name}?reset")
         page.wait_for_selector(".jp-Notebook .jp-Cell")
-        page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")  # the kernel can be asked
+        for _ in range(600):
+            if self._is_ready(name):
+                break
+            page.wait_for_timeout(500)
+        page.wait_for_timeout(2000)  # until the page has heard of it, too
+        page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")
         return page
+
+    def _is_ready(self, name: str) -> bool:
+        """The notebook's kernel is idle and connected, says the server; the page's own sign comes too early."""
+        with urllib.request.urlopen(f"{self.address}/api/sessions") as answer:
+            kernels = [session["kernel"] for session in json.load(answer) if session["path"] == name]
+        return any(kernel["execution_state"] == "idle" and kernel["connections"] for kernel in kernels)
 
     def trust(self, name: str) -> None:
         subprocess.run(
