@@ -26,9 +26,11 @@ pytest.importorskip("anywidget")
 import traitlets
 from explorer_oracles import ORACLES, assert_agree
 
+from refvl.paths import DATA
 from refvl.viz.explorers import Control, Explorer, module, page, photo
 from refvl.viz.explorers.gallery import GALLERY
 
+README = DATA.parent / "README.md"
 MAX_PAGE, MAX_PICTURE = 150_000, 120_000  # bytes
 make = cache(lambda name: GALLERY[name]())
 each_explorer = pytest.mark.parametrize("name", GALLERY)
@@ -147,6 +149,15 @@ def test_page_is_light_and_asks_for_nothing(name):
     assert re.findall(r"(?:https?:)?//\w+[.]\w+", re.sub(r'"data":"[^"]*"|data:image/[^"]*"', "", text)) == []
     assert re.findall(r'(?:src|href)="(?!data:|#)[^"]*"', text) == []
     assert text.count("</script>") == 2 and "default-src 'none'" in text
+
+
+@each_explorer
+def test_the_readme_has_its_numbers(name):
+    """States exactly; kilobytes within a tenth, as compression differs between versions of its libraries."""
+    explorer = make(name)
+    [(states, size)] = re.findall(rf"^\| {explorer.title} \|.*?\| (\d+) \| (\d+) \|", README.read_text(), flags=re.M)
+    assert int(states) == len(explorer.states)
+    assert float(size) == pytest.approx(len(page(explorer).encode()) / 1000, rel=0.1)
 
 
 @each_explorer
