@@ -12,12 +12,14 @@ from PIL import Image
 from benchmarks.families import load_released
 from refvl.encoders.resampler import attention_weights
 from refvl.graphs import generate_budgets, padding_waste, plan_batches, replay_stale
+from refvl.parallel import get_count_assignment, get_load_balance_assignment
 from refvl.paths import DATA
 from refvl.pixels.crops import plan_crops
 from refvl.pixels.media import load_image
 from refvl.pixels.patches import plan_grid
 from refvl.pixels.slices import SliceConfig, plan_slices
 from refvl.positions import compute_retention_mask, get_window_index, merge_block_coordinates, restrict_positions
+from refvl.positions.timestamps import sample_video_frames
 from refvl.tools.costs import (
     blank_clip,
     count_positions,
@@ -25,6 +27,7 @@ from refvl.tools.costs import (
     kv_cache_bytes_per_token,
     plan_media,
 )
+from refvl.viz.explorers.gallery import SIZES
 from refvl.viz.explorers.mrope import QUERY, SECTIONS
 from refvl.viz.explorers.slices import fit
 from refvl.viz.explorers.tower import project_colors
@@ -230,7 +233,7 @@ def assert_agree(got, wanted, name: str = "row") -> None:
         found, right = np.asarray(got, dtype=np.float64).ravel(), np.asarray(wanted, dtype=np.float64).ravel()
         assert found.shape == right.shape, name
         whole = np.asarray(wanted).dtype.kind in "biu"
-        np.testing.assert_allclose(found, right, rtol=0, atol=0 if whole else 1e-5 * max(1, np.abs(right).max()))
+        np.testing.assert_allclose(found, right, rtol=0, atol=0 if whole else 1e-5 * np.abs(right).max(initial=1))
 
 
 @kept
@@ -300,7 +303,31 @@ def evs(explorer, state: tuple) -> dict:
     }  # fmt: skip
 
 
+def timeline(explorer, state: tuple) -> dict:
+    fps, duration = state
+    video = {"fps": fps, "total_num_frames": max(1, round(duration * fps)), "duration": duration}
+    samples = [sample_video_frames(variant, **video) for variant in ("glm4v", "glm46v", "glmga")]
+    sampled = [{"indices": sample.indices, "timestamps": sample.timestamps} for sample in samples]
+    return {"frames": video["total_num_frames"], "sampled": sampled}
+
+
+def assignment(explorer, state: tuple) -> dict:
+    """Who has which item is found by dealing out numbers; a rank is sooner done by the sum of all over the largest."""
+    items, n, rule = state
+    sizes = SIZES[:items]
+    dealt = {"by size": get_load_balance_assignment(sizes, n), "by count": get_count_assignment(sizes, n)}
+    assert (rule == "either") == (dealt["by size"] == dealt["by count"])
+    order, counts, _ = dealt["by size" if rule == "either" else rule]
+    own = [order[sum(counts[:rank]) : sum(counts[: rank + 1])] for rank in range(n)]
+    loads = [sum(sizes[i] for i in ids) for ids in own]
+    return {
+        "sizes": sizes, "ranks": [{"items": ids, "load": load} for ids, load in zip(own, loads, strict=True)],
+        "speed_up": round(sum(sizes) / max(loads), 4),
+    }  # fmt: skip
+
+
 ORACLES = {
     "windows": windows, "positions": positions, "mrope": mrope, "graph": graph, "packing": packing, "slices": slices,
     "families": families, "attention": attention, "tower": tower, "evs": evs,
+    "timeline": timeline, "assignment": assignment,
 }  # fmt: skip

@@ -31,7 +31,7 @@ from PIL import ExifTags, Image, ImageFile
 from refvl.checks import blame, check_positive, check_positive_int, check_positive_ints, check_values, printable
 
 DEFAULT_FPS = 2.0
-FRAMES_IN_MEMORY = 2**26  # bytes of a clip's frames; more lie in a file, whose pages the system may drop and read again
+FRAMES_IN_MEMORY = 2**24  # bytes of a clip's frames; more lie in a file, whose pages the system may drop and read again
 _URL = re.compile(r"data:|[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # Path turns :// into :/
 _NEVER_DECODED = {"EPS", "MPEG"}  # drawn by Ghostscript, another program; Pillow only tells the size
 _NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS

@@ -5,10 +5,11 @@ plot_patch_values    a number per patch, laid over the image
 plot_timelines       which frames of a video each variant samples, and the seconds it writes
 plot_clip_tokens     prompt tokens of a video against its duration
 plot_clip_prompt     a video's part of the prompt, one frame per row, pruned tokens faded
-explore_timeline     one timeline while the video's duration and frame rate change
+explore_timeline     the timelines of all variants for many durations and frame rates
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -21,10 +22,13 @@ from refvl.positions import interpolate_position_table, merge_block_coordinates
 from refvl.positions.timestamps import VARIANTS, FrameSample, sample_video_frames
 from refvl.trace import Trace
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import HIGHLIGHT, PRUNED, SEQUENCE_CMAP, TOKEN_COLORS, axes_or_new, image_axes, interactive
+from refvl.viz.style import HIGHLIGHT, PRUNED, SEQUENCE_CMAP, TOKEN_COLORS, axes_or_new, image_axes
+
+if TYPE_CHECKING:
+    from refvl.viz.explorers.timeline import TimelineExplorer
 
 VARIANT_COLORS = {"glm4v": "#3d5a80", "glm46v": "#8d5a97", "glmga": "#2a9d8f"}
-_RELEASES = {"glm4v": "GLM-4.1V, 4.5V", "glm46v": "GLM-4.6V", "glmga": "GLM-GA"}
+RELEASES = {"glm4v": "GLM-4.1V, 4.5V", "glm46v": "GLM-4.6V", "glmga": "GLM-GA"}
 _SECOND = {"facecolor": HIGHLIGHT, "alpha": 0.4, "edgecolor": "none", "pad": 1.2}
 _LABELS = 16  # seconds written along a timeline, at most
 
@@ -98,7 +102,7 @@ def plot_timelines(duration: float, fps: float, variants: Sequence[str] = VARIAN
         _draw_timeline(ax, -row, sample, fps, VARIANT_COLORS[variant])
     ticks = np.linspace(0, (total - 1) / fps, min(total, 3000))
     ax.eventplot([ticks], lineoffsets=[-len(variants) + 0.35], linelengths=0.18, colors="0.65", linewidths=0.5)
-    names = [f"{variant}\n{_RELEASES[variant]}" for variant in variants]
+    names = [f"{variant}\n{RELEASES[variant]}" for variant in variants]
     ax.set_yticks([*(-row for row in range(len(variants))), -len(variants) + 0.35], [*names, f"{total:,} frames"])
     ax.tick_params(axis="y", length=0, labelsize=8)
     ax.set(xlabel="second of the video", ylim=(-len(variants) + 0.1, 0.8))
@@ -128,7 +132,7 @@ def plot_clip_tokens(
     ax = axes_or_new(ax, figsize=(7, 3.6))
     for i, (variant, counts) in enumerate(tokens.items()):
         label, width = (
-            f"{variant} ({_RELEASES[variant]})",
+            f"{variant} ({RELEASES[variant]})",
             6 - 2 * i,
         )  # where two agree, the thinner lies on the thicker
         ax.plot(seconds, counts, "o-", ms=width + 2, lw=width, color=VARIANT_COLORS[variant], label=label)
@@ -178,19 +182,14 @@ def _box(ax: Axes, x: float, y: float, color: str, text: str = "") -> None:
     ax.text(x + 0.45, y + 0.47, text, ha="center", va="center", fontsize=8)
 
 
-def draw_timeline(duration: float, fps: float, variant: str) -> Axes:
-    """What `explore_timeline` draws: one timeline."""
-    return plot_timelines(duration, fps, [variant])
+def explore_timeline(duration: float = 12.0, fps: float = 25.0, variant: str = "glm46v") -> "TimelineExplorer":
+    """A video's length and rate: the frames that each variant samples, and the second written for every two.
 
+    duration: seconds. fps: of the video. Both are where it starts, and offered beside others. variant: the one whose
+    first step is selected. Needs anywidget.
+    """
+    from refvl.viz.explorers.timeline import TimelineExplorer
 
-def explore_timeline(duration: float = 12.0, fps: float = 25.0, variant: str = "glm46v"):
-    """Sliders over a video's duration and rate, and the variant that samples it. Needs ipywidgets."""
-    import ipywidgets
-
-    options = {"continuous_update": False}
-    return interactive(
-        draw_timeline,
-        duration=ipywidgets.FloatSlider(value=duration, min=0.2, max=400, step=0.2, description="seconds", **options),
-        fps=ipywidgets.FloatSlider(value=fps, min=1, max=60, step=1, description="fps", **options),
-        variant=ipywidgets.Dropdown(options=list(VARIANTS), value=variant, description="variant"),
-    )
+    if variant not in VARIANTS:
+        raise ValueError(f"variant: expected one of {VARIANTS}, got {variant!r}")
+    return TimelineExplorer(duration, fps, variant)

@@ -3,17 +3,20 @@
 plot_assignment     one bar per rank, its items side by side; hatched: the rank waits for the slowest
 plot_gather         the rows of an all-gather, rank after rank with their padding, and the caller's order below
 plot_speed_up       how much sooner, against the number of ranks
-explore_assignment  the assignment while ranks, items and the rule change
+explore_assignment  the assignment for every number of items and ranks, by both rules
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 
 from refvl.parallel import Assignment, get_count_assignment, get_load_balance_assignment, get_speed_up
-from refvl.viz.style import UNUSED, axes_or_new, interactive
+from refvl.viz.style import UNUSED, axes_or_new
 from refvl.viz.windows import sequence_colors
+
+if TYPE_CHECKING:
+    from refvl.viz.explorers.assignment import AssignmentExplorer
 
 RULES = {"by size": get_load_balance_assignment, "by count": get_count_assignment}
 
@@ -99,20 +102,17 @@ def plot_speed_up(speed_up: Mapping[str, Mapping[int, float]], *, title: str = "
     return ax
 
 
-def draw_assignment(items: int, ranks: int, rule: str, sizes: Sequence[int], unit: str = "patches") -> Axes:
-    """What `explore_assignment` draws: the first `items` arrivals on `ranks` ranks."""
-    sizes = list(sizes)[:items]
-    ax = axes_or_new(None, figsize=(9, 3.8))
-    return plot_assignment(sizes, RULES[rule](sizes, ranks), title=rule, unit=unit, ax=ax)
+def explore_assignment(
+    sizes: Sequence[int], *, ranks: int = 4, max_ranks: int = 8, unit: str = "patches"
+) -> "AssignmentExplorer":
+    """Items arrive one by one and are dealt out to 1 to `max_ranks` ranks, by size and by count.
 
+    sizes: of the items as they come, in `unit`. ranks: how many it starts with. Needs anywidget.
+    """
+    from refvl.viz.explorers.assignment import AssignmentExplorer
 
-def explore_assignment(sizes: Sequence[int], *, ranks: int = 4, max_ranks: int = 8, unit: str = "patches"):
-    """Sliders over how many items arrive and how many ranks share them, and a choice of the rule. Needs ipywidgets."""
-    import ipywidgets
-
-    return interactive(
-        partial(draw_assignment, sizes=list(sizes), unit=unit),
-        items=ipywidgets.IntSlider(value=len(sizes), min=1, max=len(sizes), description="items"),
-        ranks=ipywidgets.IntSlider(value=ranks, min=1, max=max_ranks, description="ranks"),
-        rule=ipywidgets.ToggleButtons(options=list(RULES), description="rule"),
-    )
+    if not sizes:
+        raise ValueError("sizes: expected at least one, got none")
+    if not 1 <= ranks <= max_ranks:
+        raise ValueError(f"ranks: expected 1 to {max_ranks} (max_ranks), got {ranks}")
+    return AssignmentExplorer(sizes, ranks=ranks, max_ranks=max_ranks, unit=unit)

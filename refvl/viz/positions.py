@@ -167,11 +167,12 @@ def plot_mrope_axes(layouts: Mapping[str, Tensor], *, title: str = "", ax: Axes 
         ax.barh([row] * len(colors), [0.92] * len(colors), 0.7, [i + 0.04 for i in range(len(colors))], color=colors)
     ax.set_yticks(range(len(layouts)), layouts)
     ax.invert_yaxis()
-    ax.set(xlabel="rotary pair, the fastest first", title=title, xlim=(0, max(map(len, layouts.values()))))
+    ax.set(xlabel="rotary pair, the fastest first", xlim=(0, max(map(len, layouts.values()))))
+    ax.set_title(title, loc="left", fontsize=11)
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
     handles = [Patch(color=AXIS_COLORS[axis], label=f"{axis}: {_NAMES[axis]}") for axis in "thw"]
-    ax.legend(handles=handles, ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=9)
+    ax.legend(handles=handles, loc="upper right", fontsize=9)
     return ax
 
 

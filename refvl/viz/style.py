@@ -1,7 +1,6 @@
 """One figure language: the same thing has the same colour in every notebook."""
 
 import io
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -86,26 +85,3 @@ def image_axes(ax: Axes | None, title: str, *, figsize: tuple[float, float] = (5
     ax = axes_or_new(ax, figsize=figsize)
     ax.set(title=title, xticks=[], yticks=[], aspect="equal")
     return ax
-
-
-def interactive(draw: Callable, **widgets):
-    """Sliders that redraw `draw(**values)` into one image; `draw` returns Axes. Needs ipywidgets.
-
-    The figure is rendered to PNG and closed, which is quicker than a live canvas and leaves no widget output behind.
-    Returns the ipywidgets container, with the controls in order.
-    """
-    import ipywidgets
-
-    picture = ipywidgets.Image(format="png", layout={"align_self": "flex-start", "max_width": "100%"})  # not stretched
-
-    def redraw(*_):
-        figure = draw(**{name: widget.value for name, widget in widgets.items()}).figure
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=90)
-        plt.close(figure)
-        picture.value = buffer.getvalue()
-
-    for widget in widgets.values():
-        widget.observe(redraw, names="value")
-    redraw()
-    return ipywidgets.VBox([*widgets.values(), picture])

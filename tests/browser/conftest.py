@@ -16,6 +16,7 @@ from explorers_in import OUT
 
 from refvl.paths import DATA
 
+MINUTES = 60_000  # ms; on a busy machine JupyterLab takes some until it is there
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
@@ -78,8 +79,10 @@ class Lab:
     def open(self, browser, name: str):
         """A page with the notebook `name`, in a workspace of its own."""
         page = browser.new_context(viewport={"width": 1300, "height": 1000}).new_page()
-        page.goto(f"{self.address}/lab/workspaces/{name.removesuffix('.ipynb')}/tree/{name}?reset", timeout=120_000)
-        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=120_000)
+        page.set_default_timeout(5 * MINUTES)
+        page.goto(f"{self.address}/lab/workspaces/{name.removesuffix('.ipynb')}/tree/{name}?reset")
+        page.wait_for_selector(".jp-Notebook .jp-Cell")
+        page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")  # the kernel can be asked
         return page
 
     def trust(self, name: str) -> None:

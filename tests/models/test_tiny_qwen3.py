@@ -84,7 +84,6 @@ def test_ids_equal_transformers_generate(dtype):
     for kind in ("place", "motion", "change"):
         for request in evaluate_tiny.requests_for(kind, 4, first=FIRST):
             trace = model.trace(**request.arguments, max_new_tokens=8)
-            assert trace.text == request.question.answer
             [medium], ids = trace.patches, trace.full_ids
             types = (ids == model.token_ids["image"]).int() + 2 * (ids == model.token_ids["video"]).int()
             pixels, grid = ("pixel_values", "image_grid_thw")

@@ -8,8 +8,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from refvl import viz
-from refvl.parallel import get_count_assignment, get_load_balance_assignment
-from refvl.viz.parallel import draw_assignment
+from refvl.parallel import get_load_balance_assignment
 
 SIZES = [40, 10, 25, 30, 5, 12]
 
@@ -69,27 +68,8 @@ def test_speed_up_draws_the_ideal_and_each_line(ax):
     assert ax.get_xlabel() == "ranks" and "times" in ax.get_ylabel() and ax.get_ylim()[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("rule", "assign"), [("by size", get_load_balance_assignment), ("by count", get_count_assignment)]
-)
-def test_exploring_takes_the_rule(rule, assign):
-    ax = draw_assignment(4, 2, rule, SIZES)
-    assert sorted(bar[1] for bar in bars(ax, hatched=False)) == [10, 25, 30, 40]
-    loads = assign(SIZES[:4], 2)[2]
-    assert [text for text in texts(ax) if "patches" in text] == [
-        f"{count} item{'s' * (count != 1)}, {load} patches"
-        for count, load in zip(assign(SIZES[:4], 2)[1], loads, strict=True)
-    ]
-    plt.close(ax.figure)
-
-
-def test_explorer_redraws():
-    pytest.importorskip("ipywidgets")
-    box = viz.explore_assignment(SIZES, ranks=2)
-    *controls, picture = box.children
-    before = picture.value
-    assert [control.description for control in controls] == ["items", "ranks", "rule"]
-    controls[1].value = 4
-    after = picture.value
-    controls[2].value = "by count"
-    assert len({before, after, picture.value}) == 3
+def test_what_cannot_be_dealt_out_is_refused():
+    with pytest.raises(ValueError, match="sizes: expected at least one, got none"):
+        viz.explore_assignment([])
+    with pytest.raises(ValueError, match=r"ranks: expected 1 to 8 \(max_ranks\), got 9"):
+        viz.explore_assignment(SIZES, ranks=9)

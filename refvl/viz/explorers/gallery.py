@@ -15,12 +15,15 @@ from refvl.viz.evs import explore_evs
 from refvl.viz.explorers.base import Explorer
 from refvl.viz.explorers.packing import arrivals_of_images
 from refvl.viz.families import explore_families
+from refvl.viz.glm4v import explore_timeline
 from refvl.viz.graphs import explore_graph, explore_packing
 from refvl.viz.minicpmv import explore_slices
+from refvl.viz.parallel import explore_assignment
 from refvl.viz.positions import explore_mrope, explore_positions
 from refvl.viz.windows import explore_windows
 
 SCENE, ROCKET, CLIP = (DATA / "pictures" / "scene.png", DATA / "pictures" / "rocket.jpg", DATA / "clips" / "scene.mp4")
+SIZES = [480, 2100, 768, 5320, 264, 1496, 3024, 620, 912, 4080, 352, 1180]  # of images as they come, in patches
 
 
 @cache
@@ -54,6 +57,8 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
         small_model(),
         {"a scene": ("What color is the circle?", SCENE), "a rocket": ("What is in the picture?", ROCKET)},
     ),
+    "timeline": explore_timeline,
+    "assignment": lambda: explore_assignment(SIZES),
     "evs": lambda: explore_evs(
         small_model(),
         {question: (question, CLIP) for question in ("Which way does the circle move?", "What color is the circle?")},

@@ -1,0 +1,73 @@
+// A bar per rank: its items as long as they are large, and hatched while it waits for the slowest.
+import { explorer } from "./shared.js";
+
+export default explorer(view => {
+  const W = 620, ROW = 28, GAP = 6, LEFT = 60, TEXT = 200;
+  const sizes = () => view.row.sizes, ranks = () => view.row.ranks;
+  const longest = () => Math.max(1, ...ranks().map(rank => rank.load));
+  const scale = () => (W - LEFT) / longest();
+  const rankOf = item => ranks().findIndex(rank => rank.items.includes(item));
+
+  const places = () => ranks().flatMap((rank, line) => {
+    let x = LEFT;
+    return rank.items.map(item => {
+      const box = { item, x, y: line * (ROW + GAP), width: sizes()[item] * scale() };
+      x += box.width;
+      return box;
+    });
+  });
+
+  function hatch(pen, x, y, width, height) {
+    pen.save();
+    pen.beginPath(); pen.rect(x, y, width, height); pen.clip();
+    pen.strokeStyle = view.colors.line; pen.lineWidth = 1; pen.beginPath();
+    for (let k = -height; k < width; k += 7) { pen.moveTo(x + k, y + height); pen.lineTo(x + k + height, y); }
+    pen.stroke(); pen.restore();
+  }
+
+  view.canvas({
+    name: () => `${sizes().length} items on ${ranks().length} ranks, ${view.row.speed_up.toFixed(1)} times as fast as one`,
+    caption: () => `${view.row.speed_up.toFixed(1)} times as fast as one rank, if time goes with ${view.shared.unit}; hatched: waits`,
+    size: () => [W + TEXT, ranks().length * (ROW + GAP)],
+    at(x, y) {
+      const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW);
+      return hit ? hit.item : -1;
+    },
+    step(i, dx, dy) {  // along a rank, and to the nearest one that has items
+      const line = rankOf(i), place = ranks()[line].items.indexOf(i);
+      if (!dy) return ranks()[line].items[place + dx] ?? -1;
+      for (let k = line + dy; ranks()[k]; k += dy) if (ranks()[k].items.length) return ranks()[k].items[Math.min(place, ranks()[k].items.length - 1)];
+      return -1;
+    },
+    draw(pen) {
+      pen.textBaseline = "middle";
+      ranks().forEach((rank, line) => {
+        const y = line * (ROW + GAP), end = LEFT + rank.load * scale();
+        hatch(pen, end, y, W - end, ROW);
+        pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.font = "12px system-ui, sans-serif";
+        pen.fillText(`rank ${line}`, 0, y + ROW / 2);
+        const count = rank.items.length;
+        pen.fillText(`${count} item${count === 1 ? "" : "s"}, ${rank.load} ${view.shared.unit}`, W + 8, y + ROW / 2, TEXT - 8);
+      });
+      pen.textAlign = "center"; pen.font = "bold 12px system-ui, sans-serif";
+      places().forEach(({ item, x, y, width }) => {
+        const chosen = item === view.item;
+        pen.fillStyle = view.colors.sequence(item / Math.max(1, view.options("items").length - 1));
+        pen.fillRect(x, y, width, ROW);
+        pen.strokeStyle = chosen ? view.colors.highlight : view.colors.surface; pen.lineWidth = chosen ? 4 : 1;
+        pen.strokeRect(x + pen.lineWidth / 2, y + pen.lineWidth / 2, Math.max(1, width - pen.lineWidth), ROW - pen.lineWidth);
+        if (width < 16) return;
+        pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(item, x + width / 2, y + ROW / 2);
+        pen.fillStyle = "#fff"; pen.fillText(item, x + width / 2, y + ROW / 2);
+      });
+    },
+  });
+
+  view.readout(() => {
+    const line = rankOf(view.item), rank = ranks()[line], others = rank.items.length - 1;
+    const waits = longest() - rank.load, unit = view.shared.unit;
+    return `item ${view.item}: ${sizes()[view.item]} ${unit}, on rank ${line} ${others ? `with ${others} more` : "alone"}, ` +
+      (waits ? `which waits as long as ${waits} ${unit} take` : "which the others wait for");
+  });
+  return { count: () => sizes().length };
+});

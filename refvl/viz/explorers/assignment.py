@@ -1,0 +1,60 @@
+"""Assignment: items of all sizes arrive, ranks share them by one rule or the other, and wait for the slowest."""
+
+import itertools
+from collections.abc import Sequence
+from itertools import islice
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from refvl.parallel import get_speed_up
+from refvl.viz.explorers.base import Control, Explorer, module
+from refvl.viz.parallel import RULES, plot_assignment
+
+EITHER = "either"  # the rule, where both deal out alike
+
+
+class AssignmentExplorer(Explorer):
+    """Items are what arrives, in that order."""
+
+    _esm = module("assignment")
+    title = "Who encodes what"
+
+    def __init__(self, sizes: Sequence[int], *, ranks: int, max_ranks: int, unit: str):
+        self.sizes, self.unit = list(sizes), unit
+        arrivals, groups = range(1, len(self.sizes) + 1), range(1, max_ranks + 1)
+        rows: dict[tuple, dict] = {}
+        for items, n in itertools.product(arrivals, groups):
+            dealt = {rule: deal(self.sizes[:items], n) for rule, deal in RULES.items()}
+            if len({str(assignment) for assignment in dealt.values()}) == 1:
+                dealt = {EITHER: dealt["by size"]}
+            rows |= {(items, n, rule): self._row(items, assignment) for rule, assignment in dealt.items()}
+        controls = [
+            Control("items", "items", arrivals, kind="player"),
+            Control("ranks", "ranks", groups),
+            Control("rule", "dealt out", [*RULES, EITHER], kind="menu"),
+        ]
+        middle = max(1, 3 * len(self.sizes) // 4)
+        start = next(state for state in rows if state[:2] == (middle, ranks))
+        super().__init__(controls, list(rows.values()), shared={"unit": unit}, states=list(rows), start=start)
+
+    def _row(self, items: int, assignment) -> dict:
+        order, counts, loads = assignment
+        dealt = iter(order)
+        ranks = [{"items": list(islice(dealt, n)), "load": load} for n, load in zip(counts, loads, strict=True)]
+        return {"sizes": self.sizes[:items], "ranks": ranks, "speed_up": round(get_speed_up(loads), 4)}
+
+    def figure(self) -> Figure:
+        items, ranks, rule = self.states[self.index]
+        figure, ax = plt.subplots(figsize=(9, 0.34 * ranks + 1.3), layout="constrained")
+        deal = RULES["by size" if rule == EITHER else rule]
+        plot_assignment(self.sizes[:items], deal(self.sizes[:items], ranks), title=rule, unit=self.unit, ax=ax)
+        return figure
+
+    def describe(self) -> str:
+        (items, ranks, rule), row = self.states[self.index], self.row(self.index)
+        loads = ", ".join(str(rank["load"]) for rank in row["ranks"])
+        return (
+            f"{items} item{'s' * (items != 1)} on {ranks} rank{'s' * (ranks != 1)}, rule: {rule}; the ranks "
+            f"encode {loads} {self.unit}, {row['speed_up']:.1f} times as fast as one."
+        )

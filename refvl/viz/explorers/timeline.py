@@ -1,0 +1,58 @@
+"""Timelines: the frames that each release of GLM samples from a video, two to a grid step, and the step's second."""
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from refvl.positions.timestamps import VARIANTS, sample_video_frames
+from refvl.viz.explorers.base import Control, Explorer, module
+from refvl.viz.glm4v import RELEASES, plot_timelines
+
+SECONDS = (0.2, 0.6, 1, 2, 3, 5, 8, 16, 24, 30, 31, 60, 120, 240, 300, 301, 400)  # rules change at 30 and at 300
+RATES = (1, 4, 10, 25, 30, 60)  # frames per second
+
+
+class TimelineExplorer(Explorer):
+    """Item i is step i // 3 of the grid by rule i % 3, in the order of `VARIANTS`."""
+
+    _esm = module("timeline")
+    title = "Frames and seconds"
+
+    def __init__(self, duration: float, fps: float, variant: str):
+        durations, rates = sorted({*SECONDS, duration}), sorted({*RATES, fps})
+        long_enough = [(rate, seconds) for rate in rates for seconds in durations if rate * seconds >= 1]
+        different = {(seconds, round(rate * seconds)): (rate, seconds) for rate, seconds in long_enough}
+        states = sorted((different | {(duration, round(fps * duration)): (fps, duration)}).values())
+        controls = [
+            Control("fps", "frames per second", rates),
+            Control("duration", "length, s", durations, kind="player"),
+        ]
+        shared = {"rules": [f"{name}: {RELEASES[name]}" for name in VARIANTS]}
+        super().__init__(
+            controls, [self._row(*state) for state in states], shared=shared, states=states, start=(fps, duration)
+        )
+        self.selected = VARIANTS.index(variant)
+
+    def _row(self, fps: float, duration: float) -> dict:
+        """frames: how many the video has. indices: two per step."""
+        frames = max(1, round(duration * fps))
+        sampled = [sample_video_frames(name, fps=fps, total_num_frames=frames, duration=duration) for name in VARIANTS]
+        return {
+            "frames": frames,
+            "sampled": [
+                {"indices": np.array(sample.indices), "timestamps": np.array(sample.timestamps)} for sample in sampled
+            ],
+        }
+
+    def figure(self) -> Figure:
+        fps, duration = self.states[self.index]
+        figure = plot_timelines(duration, fps).figure
+        assert isinstance(figure, Figure)
+        return figure
+
+    def describe(self) -> str:
+        (fps, duration), row = self.states[self.index], self.row(self.index)
+        each = ", ".join(
+            f"{name} looks at {len(set(sample['indices'].tolist()))} in {len(sample['timestamps'])} grid steps"
+            for name, sample in zip(VARIANTS, row["sampled"], strict=True)
+        )
+        return f"Of the {row['frames']:,} frames of a video of {duration:g} s at {fps:g} per second, {each}."
