@@ -16,8 +16,8 @@ import numpy as np
 from refvl.checks import Grid, check_positive, check_positive_ints
 from refvl.merge import FramewiseMedia, MergedMedia
 from refvl.pixels.media import Video, load_video
-from refvl.pixels.patches import Qwen3VLPatchConfig, merged_grid, patchify_video
-from refvl.processors.chat import ChatProcessor, Patches
+from refvl.pixels.patches import Qwen3VLPatchConfig, merged_grid
+from refvl.processors.chat import ChatProcessor
 
 RULE = ("fps", "min_frames", "max_frames")
 
@@ -39,11 +39,13 @@ class Qwen3VLProcessor(ChatProcessor):
         rule = {name: getattr(self.video_config, name) for name in RULE} if "num_frames" not in options else {}
         return load_video(source, sample=partial(even_indices, **(rule | options)), limits=self.limits)
 
-    def _patchify_video(self, video: Video) -> Patches:
-        pixel_values, grid = patchify_video(video.frames, self.video_config)
+    def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
+        """`even_indices`, by the checkpoint's rate and limits."""
+        return even_indices(total, source_fps, **{name: getattr(self.video_config, name) for name in RULE})
+
+    def _video_extents(self, video: Video) -> MergedMedia:
         seconds = tuple(seconds_of_steps(video.timestamps))
-        merged = FramewiseMedia("video", merged_grid(grid, self.merge_size), timestamps=seconds)
-        return Patches(video, pixel_values, grid, merged)
+        return FramewiseMedia("video", merged_grid(self._video_layout(video), self.merge_size), timestamps=seconds)
 
     def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
         """A video is t images; second_per_grid is not read, because the prompt says the time."""

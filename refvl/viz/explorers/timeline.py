@@ -1,5 +1,6 @@
 """Timelines: the frames that each release of GLM samples from a video, two to a grid step, and the step's second."""
 
+import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -45,8 +46,8 @@ class TimelineExplorer(Explorer):
 
     def figure(self) -> Figure:
         fps, duration = self.states[self.index]
-        figure = plot_timelines(duration, fps).figure
-        assert isinstance(figure, Figure)
+        figure, ax = plt.subplots(figsize=(10.5, 3.6), layout="constrained")
+        plot_timelines(duration, fps, ax=ax)
         return figure
 
     def describe(self) -> str:
