@@ -31,7 +31,8 @@ import refvl
 from data.training import everyday, scenes
 from data.training.run import digest
 from data.training.tiny_family import DEFAULT, TinyFamily, family_names, find_family
-from data.training.train_tiny import draw_times
+from data.training.tiny_minicpmv import PACKING
+from data.training.train_tiny import WHOLE, draw_times
 from refvl.pixels.media import Video
 from refvl.trace import Trace
 
@@ -48,13 +49,20 @@ GOALS = {  # kind of question -> least and greatest share that is right
     "motion, EVS at 0.5": (0.98, 1.0),
     "motion, times exchanged in a pack": (0.95, 1.0),
     "motion, times exchanged between packs": (0.95, 1.0),
-    "motion, all times exchanged": (0.95, 1.0),
+    "motion, packs exchanged as they are": (0.95, 1.0),
     "place, slices exchanged": (0.95, 1.0),
     "other spellings": (0.95, 1.0),
     "what is there": (0.85, 1.0),  # one or two objects by name, more by number
     "not there": (0.95, 1.0),
     "everyday": (0.95, 1.0),
     "everyday, no image": (0.95, 1.0),
+}
+
+
+EXCHANGES = {  # kind of question -> frames of the video, and how their times are exchanged (`draw_times`)
+    "motion, times exchanged in a pack": ((0, 3, 5), "all"),
+    "motion, times exchanged between packs": (WHOLE, "all"),
+    "motion, packs exchanged as they are": (WHOLE, "packs"),
 }
 
 
@@ -91,7 +99,7 @@ def kinds_of(family: TinyFamily) -> list[str]:
     kinds += [SWAPPED, STILL_TRUE, "place, one position"] if family.reads_places else []
     kinds += ["motion, t reversed"] if family.reads_steps else []
     kinds += ["motion, EVS at 0.5"] if family.prunable else []
-    kinds += [kind for kind in GOALS if "times exchanged" in kind] if family.reads_times else []
+    kinds += list(EXCHANGES) if family.packing else []
     kinds += ["place, slices exchanged"] if family.sliced else []
     return [*kinds, "other spellings", "what is there", "not there", "everyday", "everyday, no image"]
 
@@ -114,7 +122,7 @@ def requests_for(kind: str, count: int, split: str = "test", first: int = 0) -> 
         "what is there": _summed_up,
         "not there": _missing,
     }
-    make = makers.get(kind, _times_exchanged if "times exchanged" in kind else _plain)
+    make = makers.get(kind, _times_exchanged if kind in EXCHANGES else _plain)
     found, index = [], first
     while len(found) < count:
         request = make(kind.split(",")[0] if make is _plain else kind, split, index)
@@ -230,13 +238,11 @@ def _replace_media(trace: Trace, change: Callable) -> Trace:
 
 
 def _times_exchanged(kind: str, split: str, index: int) -> Request | None:
-    """A video whose frames were taken at held-out times, exchanged within packs, between them, or both."""
-    rng = _rng(split, index)
-    how = {"in a pack": "within", "between packs": "between"}.get(kind.split("exchanged ")[-1], "both")
-    frames = (1, 5) if how == "within" else (0, 2, 4, 5) if how == "between" else tuple(range(scenes.FRAMES))
-    times = draw_times(frames, rng, how=how, held_out=True)
+    """A video whose frames were taken at held-out times that do not rise with their order; see `EXCHANGES`."""
+    frames, how = EXCHANGES[kind]
+    times = draw_times(len(frames), PACKING, _rng(split, index), how=how, held_out=True)
     scene = scenes.draw_scene(split, index, clip=True)
-    told = scenes.retell(scene, frames, times)
+    told = scenes.retell(scene, scenes.packs_of(frames, times, PACKING))
     total = max(times) + 10
     video = Video(scenes.render(scene)[list(frames)], scenes.FPS, 10.0, times, total, total / 10)
     return _request(index, _pick(told, "motion", split, index), {"videos": [video]})
@@ -244,7 +250,7 @@ def _times_exchanged(kind: str, split: str, index: int) -> Request | None:
 
 def _slices_exchanged(kind: str, split: str, index: int) -> Request | None:
     """Slices in another order behind their overview, with their sizes and marks."""
-    scene, order = scenes.draw_corners(split, index), _rng(split, index).permutation(4)
+    scene, order = scenes.draw_scene(split, index), _rng(split, index).permutation(4)
     places = scenes.places_of_slices(order)
     question = _pick(scene, "place", split, index)
     place = scenes.PLACES.index(question.answer)

@@ -7,8 +7,7 @@ never drawn in training, and any scene can be drawn again. So it is with the tim
 (`is_held_out`) keeps some of them from training.
 
 For models that are told the time there is a third sort of scene: in a video of eight frames, taken at seconds that no
-rule predicts, one object changes its colour. For models that cut an image into 2 x 2 slices there is a fourth: every
-object lies in the middle of a slice.
+rule predicts, one object changes its colour.
 
 >>> scene = draw_scene("test", 0)
 >>> render(scene).shape
@@ -25,7 +24,7 @@ SIDE, CELL, FRAMES, FPS = 84, 28, 6, 2.0
 SECONDS = tuple(i * 2 / FPS for i in range(FRAMES // 2))  # of the temporal patches of a video
 SPLITS = {"train": 0, "select": 1, "test": 2, "demo": 3}  # "select" chose the recipe, "test" measures it
 SEED = 20260
-SORTS = ("picture", "motion", "change", "corners")
+SORTS = ("picture", "motion", "change")
 STEPS, LAST_SECOND = 4, 29  # of a video in which a colour changes: temporal patches, and when the last may be
 
 COLORS = {
@@ -123,18 +122,6 @@ def draw_change(split: str, index: int, *, objects: tuple[int, int] = (1, 4), al
     return replace(scene, becomes=becomes, step=step, seconds=draw_seconds(rng, STEPS, held_out=split != "train"))
 
 
-def draw_corners(split: str, index: int) -> Scene:
-    """Draw image number `index` of a split in which each object lies in the middle of a quarter of the image."""
-    scene_rng(split, index)  # refuses unknown splits
-    rng = np.random.default_rng([SEED, SPLITS[split], index, SORTS.index("corners")])
-    scene, quarters = _draw(rng, False, (1, 4), bool(rng.integers(2))), rng.permutation(4).tolist()
-    things = []
-    for thing, quarter in zip(scene.things, quarters, strict=False):
-        x, y = (float(SIDE * (0.25 + 0.5 * side) + rng.uniform(-2, 2)) for side in (quarter % 2, quarter // 2))
-        things.append(replace(thing, place=CORNERS[quarter], center=(x, y)))
-    return replace(scene, things=tuple(things))
-
-
 def places_of_slices(order) -> np.ndarray:
     """(9,): the place that slices name for each place, when the quarter order[i] of an image comes as slice i."""
     places = np.arange(len(PLACES))
@@ -162,8 +149,6 @@ def draw_sort(sort: str, split: str, index: int, **how) -> Scene:
     """Scene number `index` of one of `SORTS`."""
     if sort not in SORTS:
         raise ValueError(f"sort: expected one of {SORTS}, got {sort!r}")
-    if sort == "corners":
-        return draw_corners(split, index)
     if sort == "change":
         return draw_change(split, index, **how)
     return draw_scene(split, index, clip=sort == "motion", **how)
@@ -260,45 +245,76 @@ def mover_centers(scene: Scene) -> list[tuple[float, float]]:
     return [(x + dx * scene.distance * p, y + dy * scene.distance * p) for p in PROGRESS]
 
 
-def retell(scene: Scene, frames, times) -> Scene:
-    """The same motion as it is when these of its frames were taken at these times: from the earliest to the latest."""
-    first, last = (frames[int(pick(times))] for pick in (np.argmin, np.argmax))
-    back = PROGRESS[first] > PROGRESS[last]
+def packs_of(frames, times, size: int) -> list[list[int]]:
+    """Frames that share tokens, `size` of them a pack (the last may have fewer), each pack in order of its times."""
+    pairs = list(zip(times, frames, strict=True))
+    return [[frame for _, frame in sorted(pairs[i : i + size])] for i in range(0, len(pairs), size)]
+
+
+def way_of_pack(pack: list[int]) -> float:
+    """How far the moving object comes on its way during a pack in order of its times; below 0 it goes back."""
+    return PROGRESS[pack[-1]] - PROGRESS[pack[0]]
+
+
+def retell(scene: Scene, packs: list[list[int]]) -> Scene:
+    """The same motion as packs of its frames show it: the other way round where it goes back in them."""
+    back = sum(map(way_of_pack, packs)) < 0
     return replace(scene, direction=OPPOSITE[scene.direction]) if back else scene
 
 
-def cell_labels(scene: Scene, frames=None, times=None) -> np.ndarray:
+def cell_labels(scene: Scene) -> np.ndarray:
     """(t, 9, 3) int64: shape, color and movement seen in each place at each temporal patch; 0 is none of them.
-
-    frames: which of the frames are shown (default: all), two for each patch; times: when, if not in that order.
 
     Of a colour that changes during a patch it is the new one; the change itself is a movement.
 
     An object counts for the place in which its centre lies on average during the two frames of the patch.
     """
     count = {"picture": 2, "motion": FRAMES, "change": 2 * STEPS}[scene.sort]
-    frames = np.arange(count) if frames is None else np.asarray(frames)
-    times = np.arange(len(frames)) if times is None else np.asarray(times)
     centers = np.array([[thing.center] * count for thing in scene.things])  # (things, frames, 2)
     if scene.sort == "motion":
         centers[0] = mover_centers(scene)
-    steps = len(frames) // 2
-    cells = (centers[:, frames].reshape(len(centers), steps, 2, 2).mean(2) // CELL).clip(0, 2).astype(int)
-    labels = np.zeros((steps, 9, 3), dtype=np.int64)
+    centers = centers.reshape(len(centers), count // 2, 2, 2).mean(2)
+    moves = [_movement(scene, t) for t in range(count // 2)]
+    return _labels(scene, centers, moves)
+
+
+def pack_labels(scene: Scene, packs: list[list[int]]) -> np.ndarray:
+    """As `cell_labels` of a video of which each pack of frames shares tokens: where everything is at the pack's end."""
+    centers = np.array([[thing.center] * FRAMES for thing in scene.things])
+    centers[0] = mover_centers(scene)
+    told = [retell(scene, [pack]) if way_of_pack(pack) else None for pack in packs]
+    moves = [1 + list(DIRECTIONS).index(t.direction) if t else 0 for t in told]
+    return _labels(scene, centers[:, [pack[-1] for pack in packs]], moves)
+
+
+def slice_labels(scene: Scene, order) -> np.ndarray:
+    """(36, 3) int64: the same of an image's four slices, nine tokens each; the quarter order[i] comes as slice i.
+
+    What lies in a corner is whole in one slice, and the middle one of its tokens names it; the rest is cut.
+    """
+    labels = np.zeros((4, 9, 3), dtype=np.int64)
+    for thing in (thing for thing in scene.things if thing.place in CORNERS):
+        number = list(order).index(CORNERS.index(thing.place))
+        labels[number, 4] = 1 + SHAPES.index(thing.shape), 1 + list(COLORS).index(thing.color), 0
+    return labels.reshape(36, 3)
+
+
+def _labels(scene: Scene, centers: np.ndarray, moves: list) -> np.ndarray:
+    """centers: (things, t, 2) px. moves: of the first object at each of the t steps, 0 for none."""
+    cells = (centers // CELL).clip(0, 2).astype(int)
+    labels = np.zeros((len(moves), 9, 3), dtype=np.int64)
     for i, thing in enumerate(scene.things):
-        for t in range(steps):
+        for t, move in enumerate(moves):
             now = scene.becomes if i == 0 and scene.becomes and t >= scene.step else thing
             place = cells[i, t, 1] * 3 + cells[i, t, 0]
-            pair = slice(2 * t, 2 * t + 2)
-            move = _movement(scene, t, frames[pair], times[pair]) if i == 0 else 0
-            labels[t, place] = 1 + SHAPES.index(now.shape), 1 + list(COLORS).index(now.color), move
+            labels[t, place] = 1 + SHAPES.index(now.shape), 1 + list(COLORS).index(now.color), 0 if i else move
     return labels
 
 
-def _movement(scene: Scene, t: int, frames, times) -> int:
+def _movement(scene: Scene, t: int) -> int:
     """What the first object does during temporal patch t: nothing (0), move in a direction (1-4), change (5)."""
-    if scene.sort == "motion" and PROGRESS[frames[0]] != PROGRESS[frames[1]]:
-        return 1 + list(DIRECTIONS).index(retell(scene, frames, times).direction)
+    if scene.sort == "motion" and PROGRESS[2 * t] != PROGRESS[2 * t + 1]:
+        return 1 + list(DIRECTIONS).index(scene.direction)
     return 1 + len(DIRECTIONS) if scene.sort == "change" and t == scene.step else 0
 
 

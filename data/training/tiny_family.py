@@ -57,9 +57,8 @@ class TinyFamily:
     sliced: bool = False  # whether an image becomes an overview and slices, whose order says where they are
     reads_places: bool = False  # whether the language model is to read from positions where a token is in an image
     reads_steps: bool = False  # ... and when, in a video
-    packs_frames: bool = False  # whether frames of a video share tokens, and carry temporal ids
     spells_seconds: bool = False  # whether seconds are written digit by digit, so that prompts differ in length
-    reads_times: bool = False  # whether the tower is to read from temporal ids when each frame was taken
+    packing: int = 0  # frames of a video that share tokens, whose temporal ids say when each was taken; 0: none do
     recipe: dict = {}  # noqa: RUF012  where its training differs from `train_tiny.Recipe`
     by_adam: tuple[str, ...] = ("embed_tokens", "lm_head")  # parts of names of matrices that Muon does not suit
     release: str | None = None  # names the folder, where a family has several releases
@@ -196,7 +195,7 @@ class TinyFamily:
         return 1.0
 
     def time_columns(self, spans: list[MediaSpan]) -> list[int]:
-        """Indices of the words that say when each step of a video was."""
+        """Indices of the words that say when each step of a video was, or of what else stands once for a step."""
         return []
 
     def positions(self, length: int, spans: list[MediaSpan]) -> Tensor:

@@ -1,7 +1,7 @@
 """The tiny MiniCPM-V 4.5, `data/checkpoints/tiny-minicpmv-4_5`: what is there besides trained numbers, and its slices.
 
 A scene of 84 x 84 px is larger than its overview of 56 x 56, so that it is cut into 2 x 2 slices of 56 x 56 as well;
-frames of a video are overviews, two of which share a set of queries; only their temporal ids tell them apart. Nine
+frames of a video are overviews, three of which share a set of queries; only their temporal ids tell them apart. Nine
 queries: while the tower learns to see, query i of the overview is asked about place i.
 """
 
@@ -23,7 +23,7 @@ from refvl.pixels.slices import SliceConfig, SliceGroup, patchify_slices, plan_s
 from refvl.positions import MediaSpan
 from refvl.processors.minicpmv import MARKS, TENTHS, MiniCPMV4_5Processor, SlicedMedia
 
-QUERIES, PACKING, FPS, PATCH = 9, 2, 2.0, 14
+QUERIES, PACKING, FPS, PATCH = 9, 3, 2.0, 14
 SLICES = SliceConfig(scale_resolution=56, use_image_id=True)
 FRAMES = SliceConfig(scale_resolution=56, max_slice_nums=1)
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *MARKS.values())
@@ -60,8 +60,8 @@ class TinyMiniCPMV(TinyFamily):
     by_adam = ("embed_tokens", "lm_head", "position_embedding", "resampler.query")
     prunable = False
     sliced = True
-    packs_frames = True
-    recipe = {"see": 200, "steps": 1600}  # noqa: RUF012
+    packing = PACKING
+    recipe = {"see": 200, "steps": 2400, "clips": 6}  # noqa: RUF012
 
     def config(self, tokenizer: Tokenizer) -> dict:
         """The dict of `config.json`, flat as released. The position table is for 112 x 112 px: it is sampled."""
@@ -200,6 +200,10 @@ class TinyMiniCPMV(TinyFamily):
             rows = parts[:, [0, *(1 + i for i in order)]].flatten(0, 2)
         return rows, [layout] * len(pixels)
 
+    def grid(self, shape) -> tuple[int, int, int]:
+        """As of other families, but for t, the sets of queries of a video."""
+        return -(-shape[1] // PACKING), shape[2] // PATCH, shape[3] // PATCH
+
     def plan(self, tower: MiniCPMV4_5Encoder, layouts: list, kept: dict):
         """Not kept for videos: their times differ at every step."""
         return super().plan(tower, layouts, kept if layouts[0][0].temporal_ids is None else {})
@@ -220,6 +224,10 @@ class TinyMiniCPMV(TinyFamily):
         placed = [*ids[:start], *written, *ids[start + 3 :]]
         runs = groupby(range(len(placed)), lambda i: placed[i] == unknown)
         return placed, [MediaSpan(next(run), 1, 1, QUERIES) for is_run, run in runs if is_run]
+
+    def time_columns(self, spans: list[MediaSpan]) -> list[int]:
+        """The mark behind each set of queries."""
+        return [span.offset + span.num_tokens for span in spans]
 
     def positions(self, length: int, spans: list[MediaSpan]) -> Tensor:
         """One after the other, media included."""

@@ -28,6 +28,7 @@ from data.training import (
     train_tiny,
 )
 from data.training.tiny_family import family_names, find_family
+from data.training.tiny_minicpmv import PACKING
 from data.training.tiny_step3 import FAMILY as STEP3
 from refvl.paths import DATA
 
@@ -94,10 +95,8 @@ def test_no_held_out_timing_can_be_drawn_in_training():
     for _ in range(300):
         assert not scenes.is_held_out(10 * s for s in scenes.draw_seconds(rng, scenes.STEPS, held_out=False))
         assert not scenes.is_held_out(round(10 * s) for s in train_tiny.tell_rate(scenes.FRAMES, rng))
-        for frames in train_tiny.FRAMES_SHOWN:
-            assert not scenes.is_held_out(train_tiny.draw_times(frames, rng))
-    for rate in train_tiny.FRAME_RATES:
-        assert not scenes.is_held_out(rate * i for i in range(scenes.FRAMES))
+        for frames in (train_tiny.WHOLE, *train_tiny.FRAMES_SHOWN):
+            assert not scenes.is_held_out(train_tiny.draw_times(len(frames), PACKING, rng))
     for scene in (scenes.draw_change("train", i) for i in range(100)):
         assert not scenes.is_held_out(10 * s for s in scene.seconds)
         told = train_tiny.tell_other_seconds(scene, rng)
