@@ -70,6 +70,7 @@ def encode_folder(
 
 
 def takes_videos(vlm: VLM) -> bool:
+    """Whether the model was made for videos."""
     return vlm.processor.video_config is not None
 
 

@@ -99,16 +99,19 @@ def build(out: Path) -> dict[str, int]:
 
 
 def document(title: str, body: str, *, style: str = "") -> str:
+    """A whole page: `body` is HTML, `style` CSS beside the site's own."""
     return PAGE.format(title=html.escape(title), body=body, style=STYLE.read_text() + style)
 
 
 def explorer_page(explorer) -> str:
+    """An explorer as a page of its own that leads back to the index."""
     from refvl.viz.explorers import page
 
     return page(explorer, foot='<p><a href="../index.html">All notebooks and explorers</a></p>')
 
 
 def explorer_title(pages: dict[str, str], name: str) -> str:
+    """The title of an explorer's page, as text."""
     return html.unescape(re.search(r"<title>(.*?)</title>", pages[f"explorers/{name}.html"])[1])  # type: ignore[index]
 
 
@@ -203,6 +206,7 @@ def file_page(name: str) -> str:
 
 
 def title_of(notebook: Any) -> str:
+    """The first line of its first cell, without the mark of a heading."""
     return notebook.cells[0].source.splitlines()[0].lstrip("# ")
 
 
@@ -233,6 +237,7 @@ def index_page(paths: list[Path], explorers: dict[str, str]) -> str:
 
 
 def station_item(station: Station, titles: dict[str, str], explorers: dict[str, str]) -> str:
+    """A stop of the journey as an item of a list, with links to its notebooks, explorers and files."""
     links = [(f"notebooks/{s}.html", t) for n in station.notebooks for s, t in titles.items() if s.startswith(n)]
     links += [(f"explorers/{name}.html", f"▶ {explorers[name]}") for name in station.explorers if name in explorers]
     links += [(f"files/refvl/{name}.html", name) for name in station.files]
