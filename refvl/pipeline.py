@@ -121,15 +121,12 @@ class VLM:
         """
         streams = check_flag(stream, "stream")
         self._check_options("chat", generate_kwargs | {"stream": stream})
-        if not streams:
-            return self.trace(
-                prompt, images=images, videos=videos, max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
-                pruning=pruning, allow_special_tokens=allow_special_tokens, prefill_chunk=prefill_chunk,
-                **generate_kwargs,
-            ).text  # fmt: skip
         request = prompt, images, videos, pruning_rate, pruning, allow_special_tokens
         trace = self._read(generate_kwargs, prefill_chunk, *request)
-        return self._stream(trace, max_new_tokens, generate_kwargs)
+        if streams:
+            return self._stream(trace, max_new_tokens, generate_kwargs)
+        self._answer(trace, max_new_tokens, **generate_kwargs)
+        return trace.text
 
     def trace(
         self,
