@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import resource
+import signal
 import sys
 import time
 from itertools import count
@@ -27,6 +28,7 @@ def _run(arguments: list[str], log: Path, gate: Path | None = None, file_limit: 
     from refvl.tools.cli import main
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell lets its background jobs ignore
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 2)
     if not reader:
