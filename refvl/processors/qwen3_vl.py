@@ -36,12 +36,12 @@ class Qwen3VLProcessor(ChatProcessor):
             return load_video(source, **options, limits=self.limits)
         if "num_frames" in options and len(options) > 1:
             raise ValueError(f"prompt: a video is sampled by {', '.join(RULE)}, or num_frames alone, got {[*options]}")
-        rule = {name: getattr(self.video_config, name) for name in RULE} if "num_frames" not in options else {}
-        return load_video(source, sample=partial(even_indices, **(rule | options)), limits=self.limits)
+        return load_video(source, sample=partial(self.frame_indices, **options), limits=self.limits)
 
-    def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
-        """`even_indices`, by the checkpoint's rate and limits."""
-        return even_indices(total, source_fps, **{name: getattr(self.video_config, name) for name in RULE})
+    def frame_indices(self, total: int, source_fps: float, **options) -> Sequence[int]:
+        """`even_indices`, by the checkpoint's rate and limits, unless `options` say otherwise."""
+        rule = {name: getattr(self.video_config, name) for name in RULE} if "num_frames" not in options else {}
+        return even_indices(total, source_fps, **(rule | options))
 
     def _video_extents(self, video: Video) -> MergedMedia:
         seconds = tuple(seconds_of_steps(video.timestamps))
