@@ -9,8 +9,8 @@ import torch
 from matplotlib.figure import Figure
 
 from refvl.viz.attention import plot_attention
-from refvl.viz.explorers.base import Control, Explorer, module, photo
-from refvl.viz.explorers.watched import Watched, as_bytes, dense, mean_first, watch_all, word_of
+from refvl.viz.explorers.base import Control, module, photo
+from refvl.viz.explorers.watched import Watched, WatchedExplorer, as_bytes, dense, mean_first, word_of
 from refvl.watch import media_attention
 
 LABELS = {
@@ -20,7 +20,7 @@ LABELS = {
 MENUS = ("question", "token", "head", "tower_head")
 
 
-class AttentionExplorer(Explorer):
+class AttentionExplorer(WatchedExplorer):
     """Attention of the answer over the picture by layer and head, and of each patch by block and head of the tower.
 
     Items are patches, numbered as the rows of the tower's input.
@@ -29,21 +29,10 @@ class AttentionExplorer(Explorer):
     _esm = module("attention")
     title = "Where does it look"
 
-    def __init__(self, model, questions: Mapping[str, tuple[str, Any]]):
-        self.model = model
-        super().__init__(**self._table(questions))
-        self.selected = next(iter(self.watched.values())).looked_at_most
-
-    def ask(self, questions: Mapping[str, tuple[str, Any]]) -> None:
-        """Ask the model again, name -> (prompt, image), and show that instead."""
-        self.fill(**self._table(questions))
-        self.selected = next(iter(self.watched.values())).looked_at_most
-
-    def _table(self, questions) -> dict[str, Any]:
-        watched = watch_all(self.model, questions)
-        self.watched = dict(zip(questions, watched, strict=True))
+    def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+        watched = self.watch(questions)
         first = watched[0].trace
-        offered = {
+        offered: dict[str, list[Any]] = {
             "question": list(questions),
             "token": list(range(1, max(len(w.answer) for w in watched) + 1)),
             "layer": list(range(len(first.attentions))),

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from refvl.pixels.patches import unpatchify
 from refvl.viz.attention import plot_states
-from refvl.viz.explorers.base import Control, Explorer, module, photo
-from refvl.viz.explorers.watched import Watched, as_bytes, watch_all
+from refvl.viz.explorers.base import Control, module, photo
+from refvl.viz.explorers.watched import Watched, WatchedExplorer, as_bytes
 from refvl.viz.style import HIGHLIGHT
 from refvl.watch import media_attention
 
 COMMON = 0.98  # share of the values that the colours tell apart; the others are cut off
 
 
-class TowerExplorer(Explorer):
+class TowerExplorer(WatchedExplorer):
     """What becomes of each patch of a picture, state by state of the tower.
 
     Colours are the first three principal components of all patches' states, of all pictures and blocks together, so
@@ -30,19 +30,8 @@ class TowerExplorer(Explorer):
     _esm = module("tower")
     title = "One patch through the tower"
 
-    def __init__(self, model, questions: Mapping[str, tuple[str, Any]]):
-        self.model = model
-        super().__init__(**self._table(questions))
-        self.selected = next(iter(self.watched.values())).looked_at_most
-
-    def ask(self, questions: Mapping[str, tuple[str, Any]]) -> None:
-        """Ask the model again, name -> (prompt, image), and show that instead."""
-        self.fill(**self._table(questions))
-        self.selected = next(iter(self.watched.values())).looked_at_most
-
-    def _table(self, questions) -> dict[str, Any]:
-        watched = watch_all(self.model, questions)
-        self.watched = dict(zip(questions, watched, strict=True))
+    def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+        watched = self.watch(questions)
         blocks = [_name(i, watched[0].segments(i)) for i in range(len(watched[0].trace.tower_attentions))]
         stages = ["patch embedding", *blocks]
         colors = project_colors([torch.stack(w.trace.tower_hidden_states) for w in watched])

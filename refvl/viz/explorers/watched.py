@@ -12,6 +12,7 @@ from torch import Tensor
 from refvl.pixels.media import load_image
 from refvl.positions import merge_block_coordinates
 from refvl.trace import Trace
+from refvl.viz.explorers.base import Explorer
 from refvl.watch import SegmentAttention, media_attention, probabilities
 
 MAX_PATCHES = 400  # of a picture: every patch's attention to every other one is kept
@@ -51,6 +52,34 @@ class Watched:
         grid = values_N.new_empty(*self.grid, *values_N.shape[1:])
         grid[tuple(self.patches.T)] = values_N
         return grid
+
+
+class WatchedExplorer(Explorer):
+    """What the explorers of answers about pictures share. Not used by itself: `_table` says what is shown of them."""
+
+    def __init__(self, model, questions: Mapping[str, tuple[str, Any]]):
+        self.model = model
+        super().__init__(**self._table(questions))
+        self.selected = self.first.looked_at_most
+
+    def ask(self, questions: Mapping[str, tuple[str, Any]]) -> None:
+        """Ask the model again, name -> (prompt, image), and show that instead."""
+        self.fill(**self._table(questions))
+        self.selected = self.first.looked_at_most
+
+    def watch(self, questions: Mapping[str, tuple[str, Any]]) -> list[Watched]:
+        """Ask every question, and keep the answers in `watched` by name."""
+        watched = watch_all(self.model, questions)
+        self.watched = dict(zip(questions, watched, strict=True))
+        return watched
+
+    @property
+    def first(self) -> Watched:
+        return next(iter(self.watched.values()))
+
+    def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+        """The arguments of `Explorer.fill`."""
+        raise NotImplementedError
 
 
 def watch_all(model, questions: Mapping[str, tuple[str, Any]]) -> list[Watched]:
