@@ -130,16 +130,21 @@ def glm_config(model_type: str) -> dict:
     }
 
 
-def make_glm_checkpoint(folder: Path, model_type: str, processor_class: str, *, seed: int = 0) -> Path:
-    """Write a random GLM checkpoint to `folder`, weights under the names that transformers saves."""
-    config = glm_config(model_type)
+def save_random_model(folder: Path, config: dict, seed: int) -> None:
+    """Random weights for a whole model, in bfloat16, as transformers saves them."""
     sizes = {name: value for name, value in config.items() if name != "model_type"}
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(model_type, **sizes))
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(config["model_type"], **sizes))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3 if parameter.ndim > 1 else 1.0, generator=generator)
     model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def make_glm_checkpoint(folder: Path, model_type: str, processor_class: str, *, seed: int = 0) -> Path:
+    """Write a random GLM checkpoint to `folder`, weights under the names that transformers saves."""
+    config = glm_config(model_type)
+    save_random_model(folder, config, seed)
     glm_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(GLM_TEMPLATE)
     ends = {name: config["text_config"][name] for name in ("pad_token_id", "eos_token_id")}
@@ -200,13 +205,7 @@ def qwen3_config(model_type: str) -> dict:
 def make_qwen3_checkpoint(folder: Path, model_type: str, *, seed: int = 0) -> Path:
     """Write a random Qwen3-VL or Qwen3.5 checkpoint to `folder`, weights as transformers saves them."""
     config = qwen3_config(model_type)
-    sizes = {name: value for name, value in config.items() if name != "model_type"}
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(model_type, **sizes))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.3 if parameter.ndim > 1 else 1.0, generator=generator)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    save_random_model(folder, config, seed)
     tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TINY_QWEN3.chat_template)
     for name, values in TINY_QWEN3.side_files(config).items():

@@ -9,6 +9,7 @@ import transformers
 from checkpoint_factory import make_checkpoint, transformers_model
 from closeness import assert_agree
 from packaging.version import Version
+from prompts import image_part, text_part
 
 import refvl
 from refvl import pipeline
@@ -66,14 +67,6 @@ def prompt_ids(vlm, content) -> torch.Tensor:
     messages = vlm.processor.messages([{"role": "user", "content": content}])
     patches = vlm.processor.patchify(vlm.processor.decode(messages))
     return torch.tensor([vlm.processor.tokenize(messages, [p.merged for p in patches])])
-
-
-def image_part(path):
-    return {"type": "image", "image": str(path)}
-
-
-def text_part(text):
-    return {"type": "text", "text": text}
 
 
 CONTENTS = {

@@ -10,9 +10,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import prompts
 import pytest
 import torch
 from checkpoint_factory import glm_config, glm_transformers_model, make_glm_checkpoint
+from prompts import image_part, text_part
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -82,23 +84,7 @@ def hf_inputs(vlm, trace) -> dict:
     is_video = placeholders == vlm.token_ids["video"]
     types = (placeholders == vlm.token_ids["image"]).int() + 2 * is_video.int()
     ids = torch.where(is_video, vlm.token_ids["image"], trace.full_ids)
-    inputs = {"input_ids": ids[None], "mm_token_type_ids": types[None], "attention_mask": torch.ones_like(ids)[None]}
-    for kind, names in (
-        ("image", ("pixel_values", "image_grid_thw")),
-        ("video", ("pixel_values_videos", "video_grid_thw")),
-    ):
-        if patches := [p for p in trace.patches if p.merged.kind == kind]:
-            inputs[names[0]] = torch.cat([p.pixel_values for p in patches])
-            inputs[names[1]] = torch.tensor([p.layout for p in patches])
-    return inputs
-
-
-def image_part(path):
-    return {"type": "image", "image": str(path)}
-
-
-def text_part(text):
-    return {"type": "text", "text": text}
+    return prompts.hf_inputs(trace, ids, types)
 
 
 CONTENTS = {

@@ -10,9 +10,11 @@ import re
 from types import SimpleNamespace
 
 import numpy as np
+import prompts
 import pytest
 import torch
 from checkpoint_factory import glm_transformers_model, make_qwen3_checkpoint, qwen3_config
+from prompts import image_part, text_part
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -66,23 +68,7 @@ def hf_inputs(vlm, trace) -> dict:
     """The prompt and pixels of a trace as transformers' model takes them."""
     ids = trace.full_ids
     types = (ids == vlm.token_ids["image"]).int() + 2 * (ids == vlm.token_ids["video"]).int()
-    inputs = {"input_ids": ids[None], "mm_token_type_ids": types[None], "attention_mask": torch.ones_like(ids)[None]}
-    for kind, names in (
-        ("image", ("pixel_values", "image_grid_thw")),
-        ("video", ("pixel_values_videos", "video_grid_thw")),
-    ):
-        if patches := [p for p in trace.patches if p.merged.kind == kind]:
-            inputs[names[0]] = torch.cat([p.pixel_values for p in patches])
-            inputs[names[1]] = torch.tensor([p.layout for p in patches])
-    return inputs
-
-
-def image_part(path):
-    return {"type": "image", "image": str(path)}
-
-
-def text_part(text):
-    return {"type": "text", "text": text}
+    return prompts.hf_inputs(trace, ids, types)
 
 
 CONTENTS = {
