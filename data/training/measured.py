@@ -3,7 +3,7 @@
 import json
 import re
 
-from data.training.evaluate_tiny import GOALS, kinds_of
+from data.training.evaluate_tiny import GOALS, goal_of, kinds_of
 from data.training.tiny_family import family_names, find_family
 from data.training.tiny_step3 import FAMILY as STEP3
 from refvl.paths import DATA
@@ -20,6 +20,9 @@ def tables() -> str:
         shares = [record["accuracy"].get(kind) for record in measured.values()]
         least, most = GOALS[kind]
         goal = f"at least {least:.0%}" if least else f"at most {most:.0%}"
+        for family in families:
+            if goal_of(family, kind) != GOALS[kind]:
+                goal += f" (`{family.folder.name}`: {goal_of(family, kind)[0]:.0%})"
         rows.append([kind, *("-" if share is None else f"{share:.1%}" for share in shares), goal])
     pages = json.loads(STEP3.measurements.read_text())["accuracy"]
     crops = [["`tiny-step3`", "with crops", "overview only", "chance"], ["---"] * 4]
