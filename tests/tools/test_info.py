@@ -171,7 +171,7 @@ def test_a_wrong_option_is_one_line(info, arguments, message):
 
 CHANGED = {  # a value that changes the number of tokens of the photo or the clip
     "max_pixels": 8_000, "min_pixels": 700_000, "size.longest_edge": 20_000, "size.shortest_edge": 700_000, "fps": 0.5,
-    "max_frames": 4, "max_slice_nums": 2, "scale_resolution": 448, "slice_config.max_slice_nums": 2,
+    "max_frames": 2, "max_slice_nums": 2, "scale_resolution": 448, "slice_config.max_slice_nums": 2,
     "vision_config.image_size": 168,
 }  # fmt: skip
 RAISED = {"min_pixels": "max_pixels", "size.shortest_edge": "size.longest_edge"}  # a minimum needs room above it
