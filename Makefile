@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 MODEL  ?= qwen2_5_vl
+TORCH  ?= $(shell grep '^torch==' constraints.txt)
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -43,10 +44,13 @@ lab: $(STAMP) ## trust the shipped notebooks, so that their explorers live, and 
 test-cuda-sim: $(STAMP) ## the tests that need a GPU, on a simulated one
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "gpu and not allocator" --simulated-cuda
 
-test-shapes: ## every released config on fake CUDA tensors, in .venv-cuda, for which the index should have a CUDA build
+test-shapes: ## every released config on fake CUDA tensors, in .venv-cuda: needs a CUDA build (TORCH=torch==... takes another)
 	$(PYTHON) -m venv .venv-cuda
-	.venv-cuda/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	.venv-cuda/bin/pip install --quiet -c constraints.txt -e '.[test]'
+	.venv-cuda/bin/pip install --quiet "$(TORCH)"
+	@.venv-cuda/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || { \
+	  echo "$(TORCH) is a build without CUDA where pip looks; name one that has it: make test-shapes TORCH=torch==..."; exit 1; }
+	grep -v '^torch==' constraints.txt > .venv-cuda/constraints.txt
+	.venv-cuda/bin/pip install --quiet -c .venv-cuda/constraints.txt -e '.[test]'
 	.venv-cuda/bin/python -m pytest -m shapes tests/cuda_sim/test_shapes.py
 
 notebooks: $(STAMP) ## run the notebooks and keep their outputs

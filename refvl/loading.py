@@ -6,6 +6,8 @@ import warnings
 from pathlib import Path
 
 import torch
+from PIL import Image
+from tqdm.auto import tqdm
 from transformers import PretrainedConfig
 
 from refvl import checkpoints, families
@@ -49,13 +51,14 @@ def load(
     do not compute in bfloat16: they get float16, and a warning says so. attention: backend of the vision tower
     (`refvl.attention`). weights: "checkpoint", or "random" to build the true shape from a config alone (a folder, a
     JSON file, a dict) - on device "meta" it costs no memory. graphs: True captures the encoder in graphs now (CUDA
-    graphs, or their stand-in elsewhere); a dict gives the options of `EncoderGraphManager`. compile: decode with a
-    cache of fixed size, for which transformers compiles the step on CUDA (the first answer then takes longer, the
-    others less); elsewhere the cache alone. revision, cache_dir, token,
-    local_files_only: for a hub id, as in `huggingface_hub.snapshot_download`. torch_dtype: `dtype`, as transformers
-    called it. model_kwargs go to transformers' text model: `attn_implementation`; `device_map="auto"` or a map, to
-    spread its layers over devices, memory and disk (needs accelerate); `tp_plan="auto"`, to split every layer among the
-    processes that torchrun started. The vision tower stays whole, on `device`.
+    graphs, or their stand-in elsewhere); a dict gives the options of `EncoderGraphManager`. compile: answers are
+    decoded with a cache of fixed size, for which transformers compiles the step on CUDA (the first answer then takes
+    longer, the others less), and where the tower runs varlen attention, its blocks are compiled now, while a bar shows
+    the seconds. Elsewhere it is the cache alone. revision, cache_dir, token, local_files_only: for a hub id, as in
+    `huggingface_hub.snapshot_download`. torch_dtype: `dtype`, as transformers called it. model_kwargs go to
+    transformers' text model: `attn_implementation`; `device_map="auto"` or a map, to spread its layers over devices,
+    memory and disk (needs accelerate); `tp_plan="auto"`, to split every layer among the processes that torchrun
+    started. The vision tower stays whole, on `device`.
 
     Raises FileNotFoundError when nothing is there, TypeError for arguments that do not exist, ValueError for an unknown
     family, files that are malformed or weights that do not fit.
@@ -83,6 +86,7 @@ def load(
     _add_stop_tokens(vlm)
     if check_flag(compile, "compile"):
         vlm.language_model.generation_config.cache_implementation = "static"
+        _compile_blocks(vlm, progress)
     if graphs:
         vlm.graphs = _capture_graphs(vlm, {} if graphs is True else graphs, progress)
     return vlm
@@ -126,6 +130,15 @@ def _add_stop_tokens(vlm: VLM) -> None:
         config = vlm.language_model.generation_config
         own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         config.eos_token_id = list(dict.fromkeys(i for i in (*own, *stop) if i is not None))
+
+
+def _compile_blocks(vlm: VLM, progress: bool) -> None:
+    """An empty picture is encoded meanwhile, because torch compiles what runs."""
+    if vlm.encoder.backend(None, vlm.device) == "varlen":
+        vlm.encoder.compile_blocks()
+        with tqdm(total=1, desc="compile the tower's blocks", disable=not progress) as bar:
+            vlm.encode(images=[Image.new("RGB", (448, 448))])
+            bar.update()
 
 
 def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphManager | DualPathGraphManager:
