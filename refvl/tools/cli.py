@@ -52,16 +52,10 @@ Other = StrEnum("Other", ["transformers"])
 Benchmark = StrEnum(
     "Benchmark",
     [
-        "tower",
-        "graphs",
-        "evs_ttft",
-        "pruning_accuracy",
-        "generated_ids",
-        "prefill_chunks",
-        "cost_curves",
+        "tower", "graphs", "evs_ttft", "pruning_accuracy", "generated_ids", "prefill_chunks", "cost_curves",
         "performance",
     ],
-)
+)  # fmt: skip
 
 
 class Stopped(KeyboardInterrupt):
