@@ -124,6 +124,7 @@ def measure_peaks(repeats: int) -> dict[str, float]:
     return peaks
 
 
+@torch.inference_mode()
 def measure_linear(repeats: int) -> list[dict]:
     """One layer of full width by rows: torch's kernel, oneDNN's, and bfloat16."""
     torch.manual_seed(0)
@@ -138,6 +139,7 @@ def measure_linear(repeats: int) -> list[dict]:
     return rows
 
 
+@torch.inference_mode()
 def measure_towers(repeats: int) -> list[dict]:
     """Forwards, plan included, with their operations and bytes."""
     rows = []
