@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import typer
 from PIL import Image
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import DynamicCache
 
 import refvl
@@ -47,7 +47,9 @@ TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 CONFIG = Qwen2_5_VisionConfig.tiny()
 WINDOWS_ONLY = replace(CONFIG, fullatt_block_indexes=())
 PICTURES_PER_REPLAY = 8
-COUNTED_TOO = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop}  # torch forgets the CPU's
+COUNTED_TOO = {  # which torch forgets
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)
+}
 
 
 @dataclass(frozen=True)
