@@ -14,6 +14,7 @@ import functools
 import html
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -513,3 +514,47 @@ def check_read_sets(function: Callable) -> str:
         for case, patches in sets.items()
     }  # fmt: skip
     return _run(function, ours, cases)
+
+
+@exercise
+def check_exponent(function: Callable) -> str:
+    """`function(sizes, seconds) -> float`: the slope through the four largest sizes, on logarithmic axes."""
+
+    def ours(sizes: list[float], seconds: list[float]) -> Tensor:
+        x, y = (torch.tensor(values[-4:], dtype=torch.float64).log() for values in (sizes, seconds))
+        return ((x - x.mean()) * y).sum() / (x - x.mean()).square().sum()
+
+    sizes = [64, 256, 1024, 4096, 16384]
+    cases: dict[str, Sequence] = {
+        "linear": (sizes, [n / 1e6 for n in sizes]),
+        "quadratic": (sizes[:4], [(n / 1e4) ** 2 for n in sizes[:4]]),
+        "linear behind a fixed cost": (sizes, [1e-3 + n / 1e6 for n in sizes]),
+        "linear, and in the end quadratic": (sizes, [n / 1e6 + (n / 1e5) ** 2 for n in sizes]),
+        "with noise": (
+            sizes,
+            [n**1.5 / 1e6 * factor for n, factor in zip(sizes, (9, 1.1, 0.9, 1.2, 1.0), strict=True)],
+        ),
+    }
+    return _run(_as_number(function), ours, cases)
+
+
+@exercise
+def check_times_as_fast(function: Callable) -> str:
+    """`function(theirs, ours) -> float`: seconds of rounds, the first a warm-up; how many times as fast ours is."""
+
+    def ratio(theirs: list[float], ours: list[float]) -> Tensor:
+        return torch.tensor(statistics.median(a / b for a, b in zip(theirs[1:], ours[1:], strict=True)))
+
+    cases: dict[str, Sequence] = {
+        "a quiet machine": ([9.0, 2.0, 2.0, 2.0], [3.0, 1.0, 1.0, 1.0]),
+        "a slow warm-up": ([50.0, 3.0, 3.0, 3.3], [1.0, 2.0, 2.0, 2.2]),
+        "one slow moment": ([1.0, 2.0, 2.0, 2.0, 40.0, 2.0], [1.0, 1.0, 1.0, 1.0, 20.0, 1.0]),
+        "it meets one side": ([1.0, 3.0, 3.0, 3.0, 3.0, 3.0], [1.0, 2.0, 2.0, 30.0, 2.0, 2.0]),
+        "busier all the time": ([1.0, 1.0, 2.0, 4.0, 8.0, 16.0], [1.0, 0.8, 1.6, 3.2, 6.4, 12.8]),
+    }
+    return _run(_as_number(function), ratio, cases)
+
+
+def _as_number(function: Callable) -> Callable:
+    """Numbers are compared up to rounding where they are tensors."""
+    return lambda *arguments: torch.tensor(float(function(*arguments)))

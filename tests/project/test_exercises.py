@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import exercises
+import numpy as np
 import pytest
 import torch
 
@@ -187,6 +188,15 @@ def without_a_scale(q, k, v, patches_per_set):
     return read_sets(q * q.shape[-1] ** 0.5, k, v, patches_per_set)
 
 
+def exponent(sizes, seconds):
+    """Oracle: numpy's fit."""
+    return np.polyfit(np.log(sizes[-4:]), np.log(seconds[-4:]), 1)[0]
+
+
+def median_of_ratios(theirs, ours):
+    return float(np.median(np.divide(theirs, ours)[1:]))
+
+
 def larger_area_first(width, height):
     """The number of slices is right, their ratio is not looked at."""
     wanted = min(-(-width * height // 448**2), 9)
@@ -199,6 +209,7 @@ def larger_area_first(width, height):
         (exercises.check_cache_bytes, kv_cache_bytes_per_token),
         (exercises.check_count_tokens, lambda height, width: count_tokens(height, width, PatchConfig())),
         (exercises.check_crop_layout, lambda width, height: plan_crops(width, height).layout),
+        (exercises.check_exponent, exponent),
         (exercises.check_fill_buffer, fill_buffer),
         (exercises.check_frame_sample, frame_sample),
         (exercises.check_frames_that_fit, frames_that_fit),
@@ -219,6 +230,7 @@ def larger_area_first(width, height):
         (exercises.check_retention_mask, retention_mask),
         (exercises.check_slice_grid, lambda width, height: slice_grid(width, height, SliceConfig())),
         (exercises.check_smallest_budget_sum, smallest_budget_sum),
+        (exercises.check_times_as_fast, median_of_ratios),
         (exercises.check_window_index, window_index),
     ],
 )
@@ -237,6 +249,21 @@ def test_the_library_passes(check, function):
         ),
         (exercises.check_crop_layout, rounded_layout, r"728 x 728 px .*rows=2, columns=2\), got \(1, 1\)"),
         (exercises.check_crop_layout, lambda w, h: plan_crops(h, w).layout, "500 x 300 px .*rows=1, columns=2"),
+        (
+            exercises.check_exponent,
+            lambda sizes, seconds: np.polyfit(np.log(sizes), np.log(seconds), 1)[0],
+            r"linear behind a fixed cost: element \[\] should be 0.6\d+, got 0.5",
+        ),
+        (
+            exercises.check_times_as_fast,
+            lambda theirs, ours: sum(theirs) / sum(ours),
+            r"a quiet machine: element \[\] should be 2.0, got 2.5",
+        ),
+        (
+            exercises.check_times_as_fast,
+            lambda theirs, ours: np.mean(theirs[1:]) / np.mean(ours[1:]),
+            r"it meets one side: element \[\] should be 1.5, got 0.39",
+        ),
         (
             exercises.check_fill_buffer,
             fill_another_buffer,
