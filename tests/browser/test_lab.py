@@ -3,7 +3,7 @@
 import nbformat
 import pytest
 from explorer_oracles import ORACLES
-from explorers_in import OUT, STEPS, TIMED, check_controls, check_keys_and_pointer, check_names, shown
+from explorers_in import OUT, check_controls, check_keys_and_pointer, check_names, keep_time, made, shown
 from nbformat.v4 import new_code_cell, new_notebook
 
 from refvl.paths import DATA
@@ -53,19 +53,31 @@ def gallery(lab, chromium):
 
 
 @pytest.mark.parametrize("name", GALLERY)
-def test_an_explorer_is_live(name, gallery, timings):
+def test_an_explorer_is_live(name, gallery, record):
     """Controls, keys and names as on the page; the time of a step, while the kernel hears of each."""
     page, heard = gallery
     root = page.locator(".refvl").nth(list(GALLERY).index(name))
     root.scroll_into_view_if_needed()
-    made = GALLERY[name]()
-    assert shown(root) == made.index
-    check_controls(root, made, ORACLES[name])
+    assert shown(root) == made(name).index
+    check_controls(root, made(name), ORACLES[name])
     check_keys_and_pointer(root)
     check_names(root)
-    timings.setdefault("lab", {})[name] = round(root.evaluate(TIMED, STEPS), 1)
+    keep_time(root, name, "lab", record)
     root.screenshot(path=OUT / f"lab_{name}.png")
     assert heard == []
+
+
+def test_plain_keys_are_the_explorers_not_the_notebooks(gallery):
+    """JupyterLab, outside of an editor, walks through cells with arrows, adds one by B and deletes one by D, D."""
+    page, _ = gallery
+    cells, active = page.locator(".jp-Cell"), page.locator(".jp-Cell.jp-mod-active")
+    for control in ("select", "input[type=range]:not([disabled])", "canvas[role=application]"):
+        control = page.locator(f".refvl {control}").first
+        control.focus()
+        before = cells.count(), active.element_handle()
+        for key in ("ArrowUp", "ArrowDown", "b", "d", "d"):
+            control.press(key)
+        assert cells.count() == before[0] and before[1].evaluate("cell => cell.classList.contains('jp-mod-active')")
 
 
 def test_the_next_cell_reads_where_the_reader_is(gallery):
