@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from refvl.viz.explorers.mrope import MropeExplorer
     from refvl.viz.explorers.positions import PositionsExplorer
 
-SHIPPED = {"Qwen2.5-VL": "tiny-qwen2_5_vl", "GLM-4.1V": "tiny-glm4v"}  # those of the repository with M-RoPE
+# those of the repository with M-RoPE
+SHIPPED = {"Qwen2.5-VL": "tiny-qwen2_5_vl", "Qwen3-VL": "tiny-qwen3_vl", "GLM-4.1V": "tiny-glm4v"}
 _NAMES = {"t": "time", "h": "height", "w": "width"}
 _LINE_WIDTHS = {"t": 5.5, "h": 3.2, "w": 1.5}  # where the axes agree, the thinner line lies on the thicker one
 
