@@ -28,6 +28,7 @@ from refvl.paths import DATA, check_clone
 
 ROOT, STYLE = DATA.parent, Path(__file__).with_suffix(".css")
 MAX_NOTEBOOK, MAX_EXPLORER = 600_000, 150_000  # bytes
+MIN_WORDS = 3  # of an alt text
 STATE, VIEW = "application/vnd.jupyter.widget-state+json", "application/vnd.jupyter.widget-view+json"
 FORMULA = re.compile(r"(?<![\w$\\])\$([^$\n]+)\$(?![\w$])")
 LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
@@ -143,7 +144,8 @@ def prepare(notebook: Any, folder: Path) -> None:
     said = title_of(notebook)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            said = first_sentence(cell.source) or said
+            sentence = first_sentence(cell.source)
+            said = sentence if len(sentence.split()) >= MIN_WORDS else said
             cell.source = as_page(cell.source, folder)
         for output in cell.get("outputs", []):
             if "data" in output:
@@ -287,7 +289,7 @@ class Names(HTMLParser):
             self.links.append(found["href"])
         elif address := found.get("src") or (tag == "link" and found.get("href")):
             self.loads.append(address)
-        self.wordless += tag == "img" and len((found.get("alt") or "").split()) < 3
+        self.wordless += tag == "img" and len((found.get("alt") or "").split()) < MIN_WORDS
 
 
 def check(pages: dict[str, str]) -> Iterator[str]:
@@ -301,7 +303,7 @@ def check(pages: dict[str, str]) -> Iterator[str]:
             yield f"{name}: {size:,} bytes, allowed are {limit:,}"
         yield from (f"{name}: loads {address[:60]}" for address in found.loads if not address.startswith("data:"))
         if found.wordless:
-            yield f"{name}: {found.wordless} images with an alt text of fewer than three words"
+            yield f"{name}: {found.wordless} images with an alt text of fewer than {MIN_WORDS} words"
         for link in found.links:
             if not re.match(r"https?:|mailto:", link):
                 path, _, part = link.partition("#")

@@ -59,8 +59,8 @@ def test_stations_name_files_that_are_there():
     [
         ('<a href="gone.html">x</a>', "links gone.html, which is not there"),
         ('<a href="#gone">x</a>', "links #gone, which is not there"),
-        ('<img src="data:image/png;base64,AA==">', "1 images with an alt text of fewer than three words"),
-        ('<img alt="" src="data:image/png;base64,AA==">', "1 images with an alt text of fewer than three words"),
+        ('<img src="data:image/png;base64,AA==">', "1 images with an alt text of fewer than 3 words"),
+        ('<img alt="" src="data:image/png;base64,AA==">', "1 images with an alt text of fewer than 3 words"),
         ('<img alt="x y z" src="https://example.org/x.png">', "loads https://example.org/x.png"),
         ('<script src="x.js"></script>', "loads x.js"),
         ('<link rel="stylesheet" href="x.css">', "loads x.css"),
