@@ -157,6 +157,7 @@ def positions(explorer, state: tuple) -> dict:
     the largest position. The other conventions change what a step lasts, or where text goes on."""
     *sizes, convention = state
     prompt, family = explorer.prompt(*sizes), sizes[0]
+    assert convention == "nothing" or family == "Qwen2.5-VL"  # the others write text between frames: no release differs
     starts = {span.offset: (span, kind) for span, kind in zip(prompt.spans, prompt.kinds, strict=True)}
     rows = {"positions": [], "other": []}
     places, kinds, extents = [], [], []

@@ -58,7 +58,9 @@ def plot_keep_masks(frames: np.ndarray, masks: dict[str, Tensor], merged_thw: Gr
     t, h, w = merged_thw
     width = min(1.6, 12 / t)
     height = width * _ratio(frames, merged_thw) * h / w + 0.3
-    axes = grid_of_axes(ax, len(masks), t, (t * width, len(masks) * height + 0.3))
+    counts = ", ".join(f"{name} {int(keep_M.sum())}" for name, keep_M in masks.items())
+    label = f"Which of {t * h * w} tokens stay in the {t} frames of a video, by each rule: {counts}."
+    axes = grid_of_axes(ax, len(masks), t, (t * width, len(masks) * height + 0.3), label)
     for row, (name, keep_M) in zip(axes, masks.items(), strict=True):
         plot_keep_mask(frames, keep_M, merged_thw, ax=row)
         row[0].set_ylabel(name)

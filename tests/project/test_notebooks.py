@@ -88,6 +88,20 @@ def test_outputs_hold_no_error_and_no_install_log(path):
 
 
 @each_notebook
+def test_nothing_was_said_on_stderr(path):
+    streams = [o for cell in code_cells(path) for o in cell.outputs if o.output_type == "stream"]
+    assert [stream.text for stream in streams if stream.name == "stderr"] == []
+
+
+@each_notebook
+def test_every_picture_has_words(path):
+    """Alt text in the output's metadata: `notebook_figures` and explorers write it when a cell runs."""
+    shown = [o for cell in code_cells(path) for o in cell.outputs if "data" in o]
+    alts = [o.metadata.get(kind, {}).get("alt", "") for o in shown for kind in o.data if kind.startswith("image/")]
+    assert [alt for alt in alts if len(alt.split()) < 3] == []
+
+
+@each_notebook
 def test_length_is_a_lesson(path):
     assert 12 <= len(code_cells(path)) <= 20
 
