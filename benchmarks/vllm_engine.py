@@ -1,9 +1,8 @@
 """A vLLM engine in this process, so that what passes through its model is seen; and what two of our folders need.
 
 Qwen's and GLM's folders load as they are. Step3's sizes are constants in vLLM, and released MiniCPM-V folders bring
-code that ours do not: `stand_ins` puts ours in their place. Names are those of vLLM 0.32, and
-`benchmarks/vllm_env.sh` makes an environment with its build for CPUs. Import this before vllm, which reads the variables
-below when it is imported.
+code that ours do not: `stand_ins` puts ours in their place. Names are those of vLLM 0.32; `benchmarks/vllm_env.sh`
+makes an environment with its build for CPUs. Import this module first: vLLM reads these variables when imported.
 """
 
 import os

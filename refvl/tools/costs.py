@@ -197,8 +197,9 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
 def costs(vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning: str = "evs") -> dict[str, Any]:
     """Every number that `describe` words, ready for JSON: parameters, tokens, px, bytes; `vlm` may live on `meta`.
 
-    media: decoded, see `VLM.processor.decode`. pruning_rate: of videos, [0, 1), by the rule `pruning`. `activation_bytes` is an
-    estimate of the tower's peak while it encodes that medium alone; in `memory_bytes` it encodes all at once.
+    media: decoded, see `VLM.processor.decode`. pruning_rate: of videos, [0, 1), by the rule `pruning`.
+    `activation_bytes` is an estimate of the tower's peak while it encodes that medium alone; in `memory_bytes` it
+    encodes all at once.
     """
     dtype, processor = vlm.encoder.dtype, vlm.processor
     per_token = kv_cache_bytes_per_token(vlm.language_model.config, dtype)

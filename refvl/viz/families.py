@@ -42,7 +42,7 @@ def plot_family_costs(plans: Mapping[str, Sequence[Counts]], *, title: str = "",
 
     plans: per family, those of all media that the bar sums up.
     """
-    ax = axes_or_new(ax, figsize=(7, 3.4))
+    ax = axes_or_new(ax, figsize=(1.6 * len(plans) + 0.6, 3.4))
     patches = [sum(plan.patches for plan in of_family) for of_family in plans.values()]
     tokens = [sum(plan.tokens for plan in of_family) for of_family in plans.values()]
     places = np.arange(len(plans))
@@ -83,7 +83,7 @@ def plot_family_stages(traces: Mapping[str, Trace], *, title: str = "", ax: Axes
         left += widths
     ax.invert_yaxis()
     ax.set(xlabel="milliseconds", title=title)
-    ax.legend(fontsize=8, ncols=len(stages), loc="upper center", bbox_to_anchor=(0.5, -0.35), frameon=False)
+    ax.legend(fontsize=8, ncols=len(stages), loc="upper center", bbox_to_anchor=(0.5, -1.3 / len(traces)), frameon=False)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
 
