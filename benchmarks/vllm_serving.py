@@ -153,7 +153,7 @@ def compare_one(model: refvl.VLM, trace: Trace, output: Any, seen: dict, kind: s
         same["positions_as_upstream"] = positions is not None and positions.equal(positions_as_upstream(model, trace))
         same["kept"] = _same_kept(trace, seen)
     agrees, given = same["answer"] and own <= TOLERANCE, own
-    if not agrees and same["prompt"]:
+    if (kind == ODD or not agrees) and same["prompt"]:
         run = as_given(model, trace, kind, seen, positions)
         [text] = model.answers([run], max_new_tokens=NEW_TOKENS)
         given = apart(run)

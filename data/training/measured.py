@@ -10,6 +10,7 @@ from data.training.tiny_step3 import FAMILY as STEP3
 from refvl.paths import DATA
 
 README, BEGIN, END = DATA / "README.md", "<!-- measured: begin -->\n", "<!-- measured: end -->"
+VLLM_BEGIN, VLLM_END = "<!-- in vllm: begin -->\n", "<!-- in vllm: end -->"
 
 
 def tables() -> str:
@@ -50,8 +51,9 @@ def in_vllm() -> str:
 
 def main():
     text = README.read_text()
-    new = re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}{tables()}{END}", text, flags=re.DOTALL)
-    README.write_text(new)
+    for begin, made, end in ((BEGIN, tables(), END), (VLLM_BEGIN, in_vllm(), VLLM_END)):
+        text = re.sub(f"{begin}.*?{end}", lambda _, new=begin + made + end: new, text, flags=re.DOTALL)
+    README.write_text(text)
 
 
 if __name__ == "__main__":
