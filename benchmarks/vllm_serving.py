@@ -209,8 +209,7 @@ def hand_over(name: str, count: int) -> list[dict]:
             (media / CLIP.name).write_bytes(CLIP.read_bytes())
             asked[CLIP.name] = {"prompt": "Which way does the circle move?", "videos": [CLIP]}
         encode_folder(model, media, out, progress=False)
-        limits = {"image": 0, "video": 0} if name == "tiny-qwen2_5_vl" else {"image": 0}
-        folder = DATA / "checkpoints" / name
+        folder, limits = DATA / "checkpoints" / name, {"image": 0, "video": 0}
         engine = vllm_engine.start(folder, enable_mm_embeds=True, limit_mm_per_prompt=limits)
         parts = vllm_engine.runner(engine).model.named_parameters()
         assert not [part for part, _ in parts if part.startswith(("visual.", "vpm.", "resampler."))]
