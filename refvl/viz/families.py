@@ -83,7 +83,8 @@ def plot_family_stages(traces: Mapping[str, Trace], *, title: str = "", ax: Axes
         left += widths
     ax.invert_yaxis()
     ax.set(xlabel="milliseconds", title=title)
-    ax.legend(fontsize=8, ncols=len(stages), loc="upper center", bbox_to_anchor=(0.5, -1.3 / len(traces)), frameon=False)
+    below = (0.5, -1.3 / len(traces))
+    ax.legend(fontsize=8, ncols=len(stages), loc="upper center", bbox_to_anchor=below, frameon=False)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
 
