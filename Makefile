@@ -11,7 +11,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LIMIT  := $(if $(shell command -v timeout 2>/dev/null),timeout 900)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-portable test-browser test-cuda-sim test-shapes lab notebooks site train clean
+.PHONY: help demo test test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,13 @@ test-shapes: ## every released config on fake CUDA tensors, in .venv-cuda: needs
 	grep -v '^torch==' constraints.txt > .venv-cuda/constraints.txt
 	.venv-cuda/bin/pip install --quiet -c .venv-cuda/constraints.txt -e '.[test]'
 	.venv-cuda/bin/python -m pytest -m shapes tests/cuda_sim/test_shapes.py
+
+test-vllm: .venv-vllm/.installed ## every small model in a running vLLM, request by request (N=40 RECORD=1 keeps the results)
+	.venv-vllm/bin/python -m benchmarks.vllm_serving -n $(or $(N),5) $(if $(RECORD),--write)
+
+.venv-vllm/.installed: benchmarks/vllm_env.sh
+	benchmarks/vllm_env.sh .venv-vllm $(PYTHON)
+	@touch $@
 
 notebooks: $(STAMP) ## run the notebooks and keep their outputs
 	OMP_NUM_THREADS=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=True \

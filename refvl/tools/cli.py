@@ -240,7 +240,8 @@ def info(
     max_pixels: Annotated[int | None, typer.Option(help="instead of the checkpoint's")] = None,
     fps: Annotated[float | None, typer.Option(help="frames a second taken from a video file")] = None,
     num_frames: Annotated[int | None, typer.Option(help="frames taken from a video file")] = None,
-    pruning_rate: PruningRate = 0.0, dtype: Annotated[str, typer.Option(help="for memory")] = "bfloat16",
+    pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
+    dtype: Annotated[str, typer.Option(help="for memory")] = "bfloat16",
     as_json: Annotated[bool, typer.Option("--json", help="the numbers, for a program")] = False,
 ):  # fmt: skip
     """Family, sizes, tokens for given media step by step, and the memory needed. Reads no weights."""
@@ -255,10 +256,10 @@ def info(
     parts += [{"type": "video", "video": file} | sampling for file in video or ()]
     media = model.processor.decode([{"role": "user", "content": parts}])
     if as_json:
-        print(json.dumps(costs(model, media, pruning_rate=pruning_rate), indent=2))
+        print(json.dumps(costs(model, media, pruning_rate=pruning_rate, pruning=pruning), indent=2))
         return
     table = Table(show_header=False, title=checkpoint)
-    for row in describe(model, media, pruning_rate=pruning_rate).items():
+    for row in describe(model, media, pruning_rate=pruning_rate, pruning=pruning).items():
         table.add_row(*row)
     Console().print(table)
 

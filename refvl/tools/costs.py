@@ -16,7 +16,7 @@ from refvl.pixels.crops import CropConfig, plan_crops
 from refvl.pixels.media import Video
 from refvl.pixels.patches import PatchConfig, count_tokens
 from refvl.pixels.slices import count_sets, plan_slices
-from refvl.positions import MediaSpan, compute_retained_tokens_count
+from refvl.positions import MediaSpan, find_pruner
 from refvl.trace import layout_text
 
 BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the image that upstream plans with
@@ -77,8 +77,8 @@ class MediaPlan:
     kept: int  # after pruning
 
 
-def plan_media(vlm: VLM, medium, pruning_rate: float = 0.0) -> MediaPlan:
-    """Plan a decoded image (PIL) or a `Video`, which EVS prunes. Raises ValueError where it cannot be pruned."""
+def plan_media(vlm: VLM, medium, pruning_rate: float = 0.0, pruning: str = "evs") -> MediaPlan:
+    """Plan a decoded image (PIL) or a `Video`, pruned by a rule of `PRUNERS`. Raises ValueError where it cannot be."""
     if isinstance(medium, Video):
         frames, height, width = medium.frames.shape[:3]
         kind, size = "video", f"{frames} frames of {width} x {height} px"
@@ -90,7 +90,7 @@ def plan_media(vlm: VLM, medium, pruning_rate: float = 0.0) -> MediaPlan:
     merged = vlm.processor.merged(kind, layout)
     merged.check_pruning(pruning_rate)
     t, h, w = merged.thw
-    kept = compute_retained_tokens_count(h * w, t, pruning_rate) if kind == "video" and pruning_rate else tokens
+    kept = find_pruner(pruning).count(h * w, t, pruning_rate) if kind == "video" and pruning_rate else tokens
     return MediaPlan(kind, size, becomes, layout, patches, tokens, kept)
 
 
@@ -194,11 +194,12 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
     return patches * (5 * encoder.config.num_heads * encoder.config.head_dim + width) * encoder.dtype.itemsize
 
 
-def costs(vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0) -> dict[str, Any]:
+def costs(vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning: str = "evs") -> dict[str, Any]:
     """Every number that `describe` words, ready for JSON: parameters, tokens, px, bytes; `vlm` may live on `meta`.
 
-    media: decoded, see `VLM.processor.decode`. pruning_rate: of EVS on videos, [0, 1). `activation_bytes` is an
-    estimate of the tower's peak while it encodes that medium alone; in `memory_bytes` it encodes all at once.
+    media: decoded, see `VLM.processor.decode`. pruning_rate: of videos, [0, 1), by the rule `pruning`.
+    `activation_bytes` is an estimate of the tower's peak while it encodes that medium alone; in `memory_bytes` it
+    encodes all at once.
     """
     dtype, processor = vlm.encoder.dtype, vlm.processor
     per_token = kv_cache_bytes_per_token(vlm.language_model.config, dtype)
@@ -211,7 +212,7 @@ def costs(vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0) -> dict[
     limits = processor.image_config if isinstance(processor.image_config, PatchConfig) else None
     height, width = image_size_with_most_features(limits) if limits else (LARGER_THAN_ANY_CUT, LARGER_THAN_ANY_CUT)
     parameters = {"encoder": parameter_count(vlm.encoder), "language_model": parameter_count(vlm.language_model)}
-    planned = [cost(plan_media(vlm, medium, pruning_rate)) for medium in media]
+    planned = [cost(plan_media(vlm, medium, pruning_rate, pruning)) for medium in media]
     weights = sum(parameters.values()) * dtype.itemsize
     together = encoder_activation_bytes(vlm.encoder, sum(medium["patches"] for medium in planned))
     return {
@@ -230,9 +231,10 @@ def costs(vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0) -> dict[
     }
 
 
-def describe(vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0) -> dict[str, str]:
+def describe(vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning: str = "evs") -> dict[str, str]:
     """`costs` in words, as rows for a table."""
-    found, tower, text = costs(vlm, media, pruning_rate=pruning_rate), vlm.encoder.config, vlm.language_model.config
+    found = costs(vlm, media, pruning_rate=pruning_rate, pruning=pruning)
+    tower, text = vlm.encoder.config, vlm.language_model.config
     parameters, largest = found["parameters"], found["largest_square_picture"]
     rows = {
         "family": found["family"],

@@ -169,6 +169,7 @@ def test_the_measurements_are_of_these_weights_and_meet_their_goals(family):
 def test_the_tables_are_those_of_the_measurements():
     text = measured.README.read_text()
     assert f"{measured.BEGIN}{measured.tables()}{measured.END}" in text
+    assert f"{measured.VLLM_BEGIN}{measured.in_vllm()}{measured.VLLM_END}" in text
 
 
 # ----------------------------------------------------------------------------------------------- answers
