@@ -169,10 +169,11 @@ def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPl
 
 
 def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int:
-    """The side of the crops' windows in pixels; 0 when the overview is enough. Upstream: `determine_window_size`.
+    """The side of the crops' windows in pixels; 0 when the overview is enough.
 
-    Below `image_size`: none, unless the image is elongated; then its short side. Above: `crop_size`, or the short
-    side of a long strip if that is less.
+    Below `image_size`: none, unless the image is elongated; then its short side. Above:
+    `crop_size`, or the short side of a long strip if that is less. Upstream:
+    `determine_window_size`.
     """
     long, short = max(width, height), min(width, height)
     if long < config.image_size:
