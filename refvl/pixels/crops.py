@@ -242,9 +242,10 @@ def _shrink_rows(rows: np.ndarray, side: int, size: int) -> np.ndarray:
 
 
 def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED) -> Tensor:
-    """An image -> (3, side, side) float32: to [0, 1], normalised, and only then resized, bilinear with antialias.
+    """An image -> (3, side, side) float32: to [0, 1], normalised, and only then resized.
 
-    The order matters: this resize works on floats, which are neither rounded nor clamped to 8 bits.
+    The order matters: this resize (bilinear with antialias) works on floats, which are neither
+    rounded nor clamped to 8 bits.
     """
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (config.image_mean, config.image_std))

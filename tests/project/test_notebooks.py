@@ -32,7 +32,7 @@ COLUMNS = 100  # of printed text
 GLOSSARY = (FOLDER.parent / "docs/glossary.md").read_text(encoding="utf-8")
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 LANGUAGE = {"codemirror_mode", "file_extension", "mimetype", "name", "nbconvert_exporter", "pygments_lexer", "version"}
-CLAIM = re.compile(r"(?<!\*)\*Claims?: ")
+CLAIM = re.compile(r"(?<!\*)\*Claims?:\s")
 DATE = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d")
 
 each_notebook = pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
@@ -77,9 +77,9 @@ def is_bare(text: str) -> bool:
 
 
 def prose_of(path: Path) -> list[str]:
-    """The markdown cells without code, collapsed blocks and addresses of links."""
+    """The markdown cells without code, collapsed blocks and addresses of links; not the last, which announces another."""
     left_out = re.compile(r"```.*?```|<details>.*?</details>|`[^`\n]*`|(?<=\])\([^)]*\)", re.S)
-    return [left_out.sub("", cell.source) for cell in read(path).cells if cell.cell_type == "markdown"]
+    return [left_out.sub("", cell.source) for cell in read(path).cells[:-1] if cell.cell_type == "markdown"]
 
 
 def test_the_expected_notebooks_are_there():
