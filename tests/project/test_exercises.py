@@ -525,7 +525,7 @@ def test_progress_lists_every_exercise():
 def test_minutes_come_from_words_cells_and_exercises():
     """What is collapsed, code, tables and addresses of links are not read."""
     text = [
-        "a " * 220 + "\n| no | word |\n[" + "b " * 219 + "b](no/word)",
+        "a " * 240 + "\n| no | word |\n[" + "b " * 239 + "b](no/word)",
         "<details>\nno word\n</details>\n```\nno word\n```",
     ]
     assert exercises.minutes_of(text, code_cells=12, exercises=2) == 2 + 4 + 8
