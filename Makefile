@@ -25,7 +25,7 @@ test: $(STAMP) ## lint, check types, test, and run every notebook from top to bo
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --cov --cov-report=
-	OMP_NUM_THREADS=1 $(LIMIT) $(BIN)/python -m pytest --nbmake --nbmake-timeout=120 -n 2 notebooks
+	OMP_NUM_THREADS=1 $(LIMIT) $(BIN)/python -m pytest --nbmake --nbmake-timeout=60 -n 2 notebooks
 
 test-slow: $(STAMP) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
@@ -39,7 +39,7 @@ test-browser: $(STAMP) ## every explorer in Chromium, as a page and in JupyterLa
 
 lab: $(STAMP) ## trust the shipped notebooks, so that their explorers live, and open them in JupyterLab
 	$(BIN)/jupyter trust notebooks/*.ipynb
-	$(BIN)/jupyter lab --notebook-dir=notebooks --LabApp.default_url=/lab/tree/index.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
+	$(BIN)/jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks/index.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
 test-cuda-sim: $(STAMP) ## the tests that need a GPU, on a simulated one
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "gpu and not allocator" --simulated-cuda
@@ -62,7 +62,7 @@ test-vllm: .venv-vllm/.installed ## every small model in a running vLLM, request
 
 notebooks: $(STAMP) ## run the notebooks and keep their outputs
 	OMP_NUM_THREADS=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=True \
-	  --ExecutePreprocessor.record_timing=False notebooks/[0-9]*.ipynb
+	  --ExecutePreprocessor.record_timing=False notebooks/[0-9]*.ipynb notebooks/index.ipynb
 
 site: $(STAMP) ## the notebooks and explorers as pages that need neither kernel nor network, in site/
 	OMP_NUM_THREADS=1 $(BIN)/python -m refvl.tools.site

@@ -8,6 +8,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib import color_sequences
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -106,3 +107,9 @@ def image_axes(ax: Axes | None, title: str, *, figsize: tuple[float, float] = (5
     ax = axes_or_new(ax, figsize=figsize)
     ax.set(title=title, xticks=[], yticks=[], aspect="equal")
     return ax
+
+
+def ink_on(color) -> str:
+    """Black or white, whichever has more contrast on `color` (relative luminance as in WCAG 2)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+    return "black" if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.179 else "white"

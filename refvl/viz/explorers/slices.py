@@ -99,14 +99,14 @@ class SlicesExplorer(Explorer):
     def figure(self) -> Figure:
         row = self.row(self.index)
         stretched = fit(self.image, tuple(row["size"])).resize(row["size"])
-        figure, axes = plt.subplots(1, 4, figsize=(9, 2.9), layout="constrained", width_ratios=(2, 1, 2, 1))
-        plot_slices(stretched, self.slices, ax=axes[:2])
+        figure, axes = plt.subplots(2, 2, figsize=(7, 5.2), layout="constrained", width_ratios=(2, 1))
+        plot_slices(stretched, self.slices, ax=axes[0])
         plot_crops(
-            stretched, self.crops, crop_tokens=self.crops.crop_tokens, image_tokens=self.crops.image_tokens, ax=axes[2:]
+            stretched, self.crops, crop_tokens=self.crops.crop_tokens, image_tokens=self.crops.image_tokens, ax=axes[1]
         )
-        for ax in axes:
-            ax.title.set_size(6)
-            ax.xaxis.label.set_size(6)
+        for ax in axes.flat:
+            ax.title.set_size(7)
+            ax.xaxis.label.set_size(7)
         return figure
 
     def describe(self) -> str:
