@@ -36,7 +36,6 @@ from torch import Tensor
 
 import refvl
 from refvl.attention import group_segment_pairs, varlen_cross_attention
-from refvl.encoders.grid import RMSNorm
 from refvl.graphs import Batch, TraceGraph, plan_batches
 from refvl.graphs.buffers import fill_padded
 from refvl.merge import merge_embeddings
@@ -914,10 +913,10 @@ def check_rgb_frame(function: Callable) -> str:
 
 
 def _ask_rms_norm(function: Callable) -> list[Said]:
-    def ours(layer: RMSNorm, x: Tensor) -> Tensor:
+    def ours(layer: torch.nn.RMSNorm, x: Tensor) -> Tensor:
         return function(x, layer.weight, layer.eps)
 
-    return _asked_with("refvl.encoders.grid.RMSNorm.forward", ours, "qwen2_5_vl", "color")
+    return _asked_with("torch.nn.RMSNorm.forward", ours, "qwen2_5_vl", "color")
 
 
 @exercise(
