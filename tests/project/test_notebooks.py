@@ -174,7 +174,7 @@ def test_every_picture_has_words(path):
 
 @each_notebook
 def test_length_is_a_lesson(path):
-    assert 12 <= len(code_cells(path)) <= 20
+    assert 12 <= len(code_cells(path)) <= 30
 
 
 @each_notebook
