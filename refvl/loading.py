@@ -144,7 +144,7 @@ def _compile_blocks(vlm: VLM, progress: bool) -> None:
     if vlm.encoder.backend(None, vlm.device) == "varlen":
         vlm.encoder.compile_blocks()
         with tqdm(total=1, desc="compile the tower's blocks", disable=not progress) as bar:
-            vlm.encode(images=[Image.new("RGB", (448, 448))])
+            vlm._prefill_inputs("", images=[Image.new("RGB", (448, 448))])
             bar.update()
 
 
