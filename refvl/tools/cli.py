@@ -242,7 +242,7 @@ def info(
 ):  # fmt: skip
     """Family, sizes, tokens for given media step by step, and the memory needed. Reads no weights."""
     from refvl.loading import load
-    from refvl.tools.costs import costs, describe, set_pixel_limits
+    from refvl.tools.costs import costs, describe, set_pixel_limits, stored_text_bytes
 
     sampling = {name: value for name, value in (("fps", fps), ("num_frames", num_frames)) if value is not None}
     _check_request("", video, pruning_rate, **sampling)
@@ -251,11 +251,14 @@ def info(
     parts: list[dict[str, Any]] = [{"type": "image", "image": file} for file in image or ()]
     parts += [{"type": "video", "video": file} | sampling for file in video or ()]
     media = model.processor.decode([{"role": "user", "content": parts}])
+    options: dict[str, Any] = {"pruning_rate": pruning_rate}
+    if Path(checkpoint).is_dir() and getattr(model.config, "quantization_config", None):
+        options["text_bytes"] = stored_text_bytes(Path(checkpoint), model.family.vision_prefix)
     if as_json:
-        print(json.dumps(costs(model, media, pruning_rate=pruning_rate), indent=2))
+        print(json.dumps(costs(model, media, **options), indent=2))
         return
     table = Table(show_header=False, title=checkpoint)
-    for row in describe(model, media, pruning_rate=pruning_rate).items():
+    for row in describe(model, media, **options).items():
         table.add_row(*row)
     Console().print(table)
 
