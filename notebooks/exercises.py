@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from refvl.adapters import GRIDS
 from refvl.attention import group_segment_pairs, varlen_cross_attention
 from refvl.graphs import TraceGraph, generate_budgets, plan_batches, plan_paired_batches
 from refvl.graphs.buffers import fill_padded
@@ -513,3 +514,27 @@ def check_read_sets(function: Callable) -> str:
         for case, patches in sets.items()
     }  # fmt: skip
     return _run(function, ours, cases)
+
+
+@exercise
+def check_merged_weight(function: Callable) -> str:
+    """`function(weight (m, n), a (r, n), b (m, r), lora_alpha, rank) -> (m, n)`: what PEFT's merging makes of it."""
+    generator = torch.Generator().manual_seed(0)
+    cases: dict[str, Any] = {}
+    for m, n, rank, lora_alpha in [(3, 3, 1, 1), (4, 6, 2, 8), (6, 4, 4, 2)]:
+        shapes = ((m, n), (rank, n), (m, rank))
+        weight, a, b = (torch.randint(-3, 4, shape, generator=generator).float() for shape in shapes)
+        cases[f"{m} x {n}, lora_alpha={lora_alpha}, rank={rank}"] = weight, a, b, lora_alpha, rank
+    return _run(function, lambda weight, a, b, lora_alpha, rank: weight + (b @ a) * (lora_alpha / rank), cases)
+
+
+@exercise
+def check_adapter_name(function: Callable) -> str:
+    """`function(old) -> new`: a layer of a Qwen or GLM model as transformers calls it since 4.52."""
+    layers = ("layers.0.self_attn.q_proj", "blocks.3.attn.qkv", "merger.mlp.0")
+    text, tower, connector = (
+        [f"model.{layers[0]}", f"model.language_model.{layers[0]}"],
+        [f"visual.{layers[1]}", f"model.visual.{layers[1]}"],
+        [f"visual.{layers[2]}", f"model.visual.{layers[2]}"],
+    )
+    return _run(function, GRIDS.rename, _named("{!r}", [(name,) for name in (*text, *tower, *connector, "lm_head")]))

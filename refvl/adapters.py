@@ -12,11 +12,11 @@ its layers in place of the model's own: chat, trace, encode and graphs go throug
 model, which `attach` returns, switches, merges, unmerges and saves them.
 
 "served" is what vLLM 0.32 adapts: tower and connector only with `enable_tower_connector_lora=True`, without which it
-leaves their layers out silently. It takes adapters of one request one at a time, up to `max_lora_rank` (16), and no
-DoRA, no `modules_to_save`, no rank above that limit.
+leaves their layers out silently. It takes one adapter per request, of ranks up to `max_lora_rank` (16), and no DoRA and
+no `modules_to_save`.
 
-An adapted layer is an `nn.Linear`, or what transformers' quantisation makes of one. Convolutions (patch embedding,
-GLM's downsampling) and tables are left alone.
+What can be adapted is an `nn.Linear` that computes with its own `weight`, a subclass of it, or what transformers'
+quantisation makes of it. Convolutions (patch embedding, GLM's downsampling) and tables are left alone.
 """
 
 import re

@@ -237,7 +237,7 @@ def test_what_replaces_the_head_is_found(qwen, tmp_path):
     assert "lora" in type(other.language_model.lm_head).__module__
     ids = other.trace(**QUESTION).token_ids
     made.merge_and_unload()
-    assert type(other.language_model.lm_head) is torch.nn.Linear and other.trace(**QUESTION).token_ids == ids
+    assert isinstance(other.language_model.lm_head, torch.nn.Linear) and other.trace(**QUESTION).token_ids == ids
 
 
 @pytest.mark.parametrize("family", ["Qwen2.5-VL", "GLM-4.1V", "MiniCPM-V 4.5", "Step3-VL"])
