@@ -1,7 +1,8 @@
 """What rounding leaves of a tiny model's answers: `python -m benchmarks.quantized` (needs the extra `quantized`).
 
 The text model's matrices are held in integers of 8 to 2 bits, a scale for every 32 values (torchao through
-transformers' quantisation config); the tower keeps its floats. Colour, place and motion of held-out scenes. With
+transformers' quantisation config); the tower keeps its floats. On a CPU torchao keeps a byte for each, however few of its
+bits are used: what is measured below 8 bits is accuracy, not memory. Colour, place and motion of held-out scenes. With
 --write the results go to data/measurements/quantized.json.
 
 Groups of 32, not of the usual 128: the shipped models' rows are 128 and 320 values long. So it is with real ones: a row

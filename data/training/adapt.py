@@ -94,7 +94,7 @@ def training_batch(pupil: Pupil, step: int, count: int, replay: float) -> Batch:
 
 
 def adapt(
-    pupil: Pupil, steps: int, *, lr: float = 5e-3, count: int = 10, replay: float = 0.0
+    pupil: Pupil, steps: int, *, lr: float = 5e-3, count: int = 8, replay: float = 0.0
 ) -> Iterator[tuple[int, float]]:
     """Train what is trainable for `steps` steps of `count` scenes; yields (step, loss) after each."""
     weights = [weight for weight in pupil.vlm.adapters.parameters() if weight.requires_grad]
@@ -114,7 +114,7 @@ def adapt(
 
 
 @torch.no_grad()
-def accuracy(pupil: Pupil, what: str, count: int = 64) -> float:
+def accuracy(pupil: Pupil, what: str, count: int = 50) -> float:
     """Share right of `count` held-out scenes, one question each, every token the most likely one.
 
     what: "color" or "shape", to be answered with the new word; "place" of the new objects; "old": the scenes and

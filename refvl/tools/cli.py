@@ -50,7 +50,9 @@ Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto,
 Pruning = StrEnum("Pruning", ["evs", "vidcom2"])  # refvl.positions.PRUNERS, without importing it
 PruningRule = Annotated[Pruning, typer.Option("--pruning", help="which of them go")]
 Other = StrEnum("Other", ["transformers"])
-Benchmark = StrEnum("Benchmark", ["tower", "graphs", "evs_ttft", "pruning_accuracy", "generated_ids", "prefill_chunks"])
+Benchmark = StrEnum(
+    "Benchmark", ["tower", "graphs", "evs_ttft", "pruning_accuracy", "generated_ids", "prefill_chunks", "quantized"]
+)
 
 
 class Stopped(KeyboardInterrupt):

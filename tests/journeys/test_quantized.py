@@ -84,3 +84,10 @@ def test_info_reads_what_a_quantised_checkpoint_takes(tmp_path):
     assert json.loads(json.dumps(costs(vlm)))["weights_bytes_of"]["encoder"] == 2 * sum(
         p.numel() for p in vlm.encoder.parameters()
     )
+
+
+def test_eight_bits_cost_less_than_a_point():
+    """Oracle: the committed measurement of `benchmarks.quantized`."""
+    measured = json.loads((DATA / "measurements" / "quantized.json").read_text())
+    right = {row["bits"]: row["all"] for row in measured["rows"]}
+    assert right[8] >= right[32] - 0.01 and right[2] < right[4]
