@@ -1,13 +1,13 @@
 """What rounding leaves of a tiny model's answers: `python -m benchmarks.quantized` (needs the extra `quantized`).
 
 The text model's matrices are held in integers of 8 to 2 bits, a scale for every 32 values (torchao through
-transformers' quantisation config); the tower keeps its floats. On a CPU torchao keeps a byte for each, however few of its
-bits are used: what is measured below 8 bits is accuracy, not memory. Colour, place and motion of held-out scenes. With
---write the results go to data/measurements/quantized.json.
+transformers' quantisation config); the tower keeps its floats. On a CPU torchao keeps a byte for each, however few of
+its bits are used: what is measured below 8 bits is accuracy, not memory. Colour, place and motion of held-out scenes.
+With --write the results go to data/measurements/quantized.json.
 
 Groups of 32, not of the usual 128: the shipped models' rows are 128 and 320 values long. So it is with real ones: a row
-of Qwen2.5-VL's tower has 3,420 values (4 * 9 * 5 * 19), which no group of 8, 32 or 128 divides, and quantisers that do
-not spare the tower stop there.
+of `down_proj` in Qwen2.5-VL's tower has 3,420 values (4 * 9 * 5 * 19), which no group of 8, 32 or 128 divides, and
+quantisers that do not spare the tower stop there.
 """
 
 from typing import Annotated
