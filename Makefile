@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 MODEL  ?= qwen2_5_vl
+TORCH  ?= $(shell grep '^torch==' constraints.txt)
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -10,7 +11,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LIMIT  := $(if $(shell command -v timeout 2>/dev/null),timeout 900)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-portable test-browser test-cuda-sim test-shapes lab notebooks site train clean
+.PHONY: help demo test test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,7 +25,7 @@ test: $(STAMP) ## lint, check types, test, and run every notebook from top to bo
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --cov --cov-report=
-	OMP_NUM_THREADS=1 $(LIMIT) $(BIN)/python -m pytest --nbmake --nbmake-timeout=120 -n 2 notebooks
+	OMP_NUM_THREADS=1 $(LIMIT) $(BIN)/python -m pytest --nbmake --nbmake-timeout=60 -n 2 notebooks
 
 test-slow: $(STAMP) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
@@ -32,26 +33,36 @@ test-slow: $(STAMP) ## the tests that take minutes
 test-portable: $(STAMP) ## the tests under every set of vector instructions that this CPU has, with one thread and with two
 	$(BIN)/python tests/portable.py
 
-test-browser: $(STAMP) ## every explorer in Chromium, as a page and in JupyterLab (RECORD=1 keeps the timings)
+test-browser: $(STAMP) ## every explorer in Chromium, as a page and in JupyterLab (RECORD=1 keeps the numbers for benchmarks.explorers)
 	@$(BIN)/python -c 'import playwright' 2>/dev/null || $(PIP) -c constraints.txt -e '.[browser]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser -rs tests/browser
 
 lab: $(STAMP) ## trust the shipped notebooks, so that their explorers live, and open them in JupyterLab
 	$(BIN)/jupyter trust notebooks/*.ipynb
-	$(BIN)/jupyter lab --notebook-dir=notebooks --LabApp.default_url=/lab/tree/index.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
+	$(BIN)/jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks/index.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
 test-cuda-sim: $(STAMP) ## the tests that need a GPU, on a simulated one
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "gpu and not allocator" --simulated-cuda
 
-test-shapes: ## every released config on fake CUDA tensors, in .venv-cuda, for which the index should have a CUDA build
+test-shapes: ## every released config on fake CUDA tensors, in .venv-cuda: needs a CUDA build (TORCH=torch==... takes another)
 	$(PYTHON) -m venv .venv-cuda
-	.venv-cuda/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	.venv-cuda/bin/pip install --quiet -c constraints.txt -e '.[test]'
+	.venv-cuda/bin/pip install --quiet "$(TORCH)"
+	@.venv-cuda/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || { \
+	  echo "$(TORCH) is a build without CUDA where pip looks; name one that has it: make test-shapes TORCH=torch==..."; exit 1; }
+	grep -v '^torch==' constraints.txt > .venv-cuda/constraints.txt
+	.venv-cuda/bin/pip install --quiet -c .venv-cuda/constraints.txt -e '.[test]'
 	.venv-cuda/bin/python -m pytest -m shapes tests/cuda_sim/test_shapes.py
+
+test-vllm: .venv-vllm/.installed ## every small model in a running vLLM, request by request (N=40 RECORD=1 keeps the results)
+	.venv-vllm/bin/python -m benchmarks.vllm_serving -n $(or $(N),5) $(if $(RECORD),--write)
+
+.venv-vllm/.installed: benchmarks/vllm_env.sh
+	benchmarks/vllm_env.sh .venv-vllm $(PYTHON)
+	@touch $@
 
 notebooks: $(STAMP) ## run the notebooks and keep their outputs
 	OMP_NUM_THREADS=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=True \
-	  --ExecutePreprocessor.record_timing=False notebooks/[0-9]*.ipynb
+	  --ExecutePreprocessor.record_timing=False notebooks/[0-9]*.ipynb notebooks/index.ipynb
 
 site: $(STAMP) ## the notebooks and explorers as pages that need neither kernel nor network, in site/
 	OMP_NUM_THREADS=1 $(BIN)/python -m refvl.tools.site

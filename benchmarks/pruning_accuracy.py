@@ -2,9 +2,10 @@
 
 Which way does it move, and when does it change colour: held-out scenes at rates from 0 to 0.9, by every rule, for every
 tiny model whose video tokens have places and that was trained on such videos. With --write the results go to
-data/measurements/pruning_accuracy.json.
+data/measurements/pruning_accuracy.json, where those of models that were not asked stay.
 """
 
+import json
 import math
 from typing import Annotated
 
@@ -14,6 +15,7 @@ import refvl
 from benchmarks.report import PrintedTable, Write, environment, resolve_device, write_measurement
 from data.training.evaluate_tiny import evaluate, interval, requests_for, share
 from data.training.tiny_family import TinyFamily, family_names, find_family
+from refvl.paths import DATA
 from refvl.positions import PRUNERS
 
 RATES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
@@ -61,6 +63,12 @@ def run(
     table = PrintedTable(f"{count} videos of each kind, held out", COLUMNS)
     rows = measure(families, count, table)
     if write:
+        file, asked = DATA / "measurements" / "pruning_accuracy.json", {row["model"] for row in rows}
+        kept = json.loads(file.read_text()) if file.is_file() else {"n": count, "rows": []}
+        if kept["n"] != count:
+            raise SystemExit(f"{file.name} holds {kept['n']} videos of each kind: ask for as many, or remove it")
+        rows += [row for row in kept["rows"] if row["model"] not in asked]
+        rows.sort(key=lambda row: row["model"])  # stable
         write_measurement("pruning_accuracy", environment(device) | {"n": count, "split": "test", "rows": rows})
 
 

@@ -4,6 +4,9 @@ import datetime
 import json
 import os
 import platform
+import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -22,15 +25,16 @@ Write = Annotated[bool, typer.Option(help="keep the result under data/measuremen
 def announce(name: str, what: str, calls: int) -> None:
     """Say what will run, and how long its timed calls take by the measurement NAME that is kept.
 
-    calls: of each row and way, warm-up included. What is kept are the median milliseconds of one.
+    calls: of each row and way, warm-up included. What is kept are median milliseconds of one, or the seconds of all.
     """
     print(what, flush=True)
     path = DATA / "measurements" / f"{name}.json"
     if not path.is_file():
         return print(f"how long that takes is not known: there is no {path.name} yet", flush=True)
     kept = json.loads(path.read_text())
-    times = ((key, value) for row in kept["rows"] for key, value in row.items() if key.endswith("_ms"))
-    seconds = calls * sum(value for key, value in times if not key.endswith(("p99_ms", "floor_ms"))) / 1e3
+    if (seconds := kept.get("seconds")) is None:
+        times = ((key, value) for row in kept["rows"] for key, value in row.items() if key.endswith("_ms"))
+        seconds = calls * sum(value for key, value in times if not key.endswith(("p99_ms", "floor_ms"))) / 1e3
     print(f"about {seconds:.0f} s on the machine of {path.name} ({kept['device']}), and some for building", flush=True)
 
 
@@ -48,6 +52,33 @@ class PrintedTable:
     def add(self, *cells) -> None:
         line = "  ".join(format(str(cell), spec) for cell, spec in zip(cells, self.formats, strict=True))
         print(line.rstrip(), flush=True)
+
+
+def processor_seconds(call: Callable) -> float:
+    """What a call takes of this thread's processor: while others have it, that clock stands."""
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    """ms: the median. spread: half of the values lie within ms * (1 - spread / 2) and ms * (1 + spread / 2)."""
+    median, (low, _, high) = statistics.median(seconds), statistics.quantiles(seconds, n=4)
+    return {"ms": median * 1e3, "spread": (high - low) / median}
+
+
+def side_by_side(ways: dict[str, Callable], repeats: int) -> dict[str, dict[str, float]]:
+    """`summary` of each way; they take turns after a warm-up. ratio: how many times as fast as the first way.
+
+    The ratio is the median over the rounds, each of which compares calls that ran within a moment.
+    """
+    rounds = [{name: processor_seconds(call) for name, call in ways.items()} for _ in range(repeats + 1)][1:]
+    first = next(iter(ways))
+    return {
+        name: summary([times[name] for times in rounds])
+        | {"ratio": statistics.median(times[first] / times[name] for times in rounds)}
+        for name in ways
+    }
 
 
 def resolve_device(device: str) -> str:

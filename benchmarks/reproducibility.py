@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 import refvl
-from benchmarks.report import environment, write_measurement
+from benchmarks.report import PrintedTable, Write, environment, write_measurement
 from refvl.paths import DATA
 
 CHECKPOINTS = ("tiny-qwen2_5_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3")
@@ -103,14 +101,18 @@ def measure(checkpoint: str) -> dict[str, dict[str, float]]:
     return matrix
 
 
-def run(write: bool = False) -> None:
+def run(write: Write = False) -> None:
     """Print the matrix; with --write keep it under data/measurements."""
-    matrices = {name: measure(name) for name in CHECKPOINTS}
-    table = Table("way of computing", *CHECKPOINTS, title="relative difference to float64 (what rounding explains)")
-    for way in WAYS:
-        cells = (matrices[name][way] for name in CHECKPOINTS)
-        table.add_row(way, *(f"{cell['difference']:.1e} ({cell['bound']:.1e})" for cell in cells))
-    Console().print(table)
+    print(
+        f"{len(CHECKPOINTS)} checkpoints, each encoding {len(PICTURES)} pictures in {len(WAYS)} ways: a minute",
+        flush=True,
+    )
+    columns = {"checkpoint": "<20", "way of computing": "<20", "difference": ">10", "explained by rounding": ">21"}
+    table, matrices = PrintedTable("relative difference to float64", columns), {}
+    for name in CHECKPOINTS:
+        matrices[name] = measure(name)
+        for way, cell in matrices[name].items():
+            table.add(name, way, f"{cell['difference']:.1e}", f"{cell['bound']:.1e}")
     if write:
         write_measurement("reproducibility_cpu", environment("cpu") | {"checkpoints": matrices})
 

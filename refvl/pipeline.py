@@ -431,7 +431,8 @@ class VLM:
         for medium in merged:
             medium.check_pruning(q)
         rows, layouts = [p.pixel_values for p in trace.patches], [p.layout for p in trace.patches]
-        with trace.watch("encode", self.encoder if self.graphs is None else None):
+        is_eager = self.graphs is None and not self.encoder.is_compiled
+        with trace.watch("encode", self.encoder if is_eager else None):
             trace.embeds = self._encode(trace, rows, layouts)
         trace.keep_largest("encode", trace.embeds)
         with trace.stage("prune"):

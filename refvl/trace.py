@@ -92,8 +92,8 @@ class Trace:
     def watch(self, stage: str, model: Any) -> Iterator[None]:
         """Keep the largest magnitude that any layer of `model` puts out for more than one token; see `keep_largest`.
 
-        Only what this thread runs counts. model: None where graphs run, which must not record this; what the stage
-        left has to do there.
+        Only what this thread runs counts. model: None where graphs or compiled blocks run, which must not hold this;
+        what the stage left has to do there.
         """
         if model is None or not self.is_measured:
             yield

@@ -49,7 +49,7 @@ GOALS = {  # kind of question -> least and greatest share that is right
     "motion, EVS at 0.5": (0.98, 1.0),
     "motion, times exchanged in a pack": (0.95, 1.0),
     "motion, times exchanged between packs": (0.95, 1.0),
-    "motion, packs exchanged as they are": (0.95, 1.0),
+    "motion, packs exchanged as they are": (0.9, 1.0),  # cannot be read: the answer is to stay
     "place, slices exchanged": (0.95, 1.0),
     "other spellings": (0.95, 1.0),
     "what is there": (0.85, 1.0),  # one or two objects by name, more by number
@@ -57,6 +57,7 @@ GOALS = {  # kind of question -> least and greatest share that is right
     "everyday": (0.95, 1.0),
     "everyday, no image": (0.95, 1.0),
 }
+PACKED_GOALS = {"motion": (0.95, 1.0)}  # where the order inside packs is all that tells it
 
 
 EXCHANGES = {  # kind of question -> frames of the video, and how their times are exchanged (`draw_times`)
@@ -302,9 +303,15 @@ def share(asked: list[Asked]) -> float:
     return sum(a.is_right for a in asked) / len(asked)
 
 
-def missed(shares: dict[str, float]) -> list[str]:
+def goal_of(family: TinyFamily, kind: str) -> tuple[float, float]:
+    """The least and the greatest share that is to be right."""
+    return (GOALS | PACKED_GOALS if family.packing else GOALS)[kind]
+
+
+def missed(family: TinyFamily, shares: dict[str, float]) -> list[str]:
     """The kinds whose share is not within their goal."""
-    return [kind for kind, p in shares.items() if not GOALS[kind][0] <= p <= GOALS[kind][1]]
+    goals = {kind: goal_of(family, kind) for kind in shares}
+    return [kind for kind, (least, most) in goals.items() if not least <= shares[kind] <= most]
 
 
 def interval(p: float, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -374,7 +381,7 @@ def main():
     for kind in args.kinds or kinds_of(family):
         asked = evaluate(model, kind, args.n, q=args.q, split=args.split, batch=args.batch)
         accuracy[kind] = p = share(asked)
-        (low, high), (least, most) = interval(p, len(asked)), GOALS[kind]
+        (low, high), (least, most) = interval(p, len(asked)), goal_of(family, kind)
         goal = f"at least {least:.0%}" if least else f"at most {most:.0%}"
         right = sum(a.is_right for a in asked)
         table.add_row(kind, str(right), str(len(asked)), f"{p:.1%}", f"{low:.1%} - {high:.1%}", goal)
@@ -399,8 +406,8 @@ def main():
         record |= {"versions": versions(), "accuracy": accuracy, "evs_curve": curve}
         args.write.write_text(json.dumps(record, indent=2) + "\n")
         console.print(f"written: {args.write}")
-    if missed(accuracy):
-        raise SystemExit(f"goals missed: {', '.join(missed(accuracy))}")
+    if kinds := missed(family, accuracy):
+        raise SystemExit(f"goals missed: {', '.join(kinds)}")
 
 
 if __name__ == "__main__":

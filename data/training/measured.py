@@ -3,12 +3,14 @@
 import json
 import re
 
-from data.training.evaluate_tiny import GOALS, kinds_of
+from data.training.evaluate_tiny import GOALS, goal_of, kinds_of
+from data.training.run import digest
 from data.training.tiny_family import family_names, find_family
 from data.training.tiny_step3 import FAMILY as STEP3
 from refvl.paths import DATA
 
 README, BEGIN, END = DATA / "README.md", "<!-- measured: begin -->\n", "<!-- measured: end -->"
+VLLM_BEGIN, VLLM_END = "<!-- in vllm: begin -->\n", "<!-- in vllm: end -->"
 
 
 def tables() -> str:
@@ -20,6 +22,9 @@ def tables() -> str:
         shares = [record["accuracy"].get(kind) for record in measured.values()]
         least, most = GOALS[kind]
         goal = f"at least {least:.0%}" if least else f"at most {most:.0%}"
+        for family in families:
+            if goal_of(family, kind) != GOALS[kind]:
+                goal += f" (`{family.folder.name}`: {goal_of(family, kind)[0]:.0%})"
         rows.append([kind, *("-" if share is None else f"{share:.1%}" for share in shares), goal])
     pages = json.loads(STEP3.measurements.read_text())["accuracy"]
     crops = [["`tiny-step3`", "with crops", "overview only", "chance"], ["---"] * 4]
@@ -29,10 +34,29 @@ def tables() -> str:
     return "\n\n".join("\n".join(f"| {' | '.join(row)} |" for row in table) for table in (rows, crops)) + "\n"
 
 
+def in_vllm() -> str:
+    """Markdown: what is the same in a running vLLM, a line per folder and pruning rate."""
+    lines = ["| in vLLM | requests | prompts | positions | answers | logits | given the same |", f"|{' --- |' * 7}"]
+    for name, record in json.loads((DATA / "measurements" / "vllm.json").read_text())["folders"].items():
+        older = " (earlier weights)" * (record["weights_sha256"] != digest(DATA / "checkpoints" / name))
+        for q in dict.fromkeys(row["q"] for row in record["rows"]):
+            of_rate = [row for row in record["rows"] if row["q"] == q]
+            counts = ["asked", "same_prompt", "same_positions", "same_answer"]
+            sums = [str(sum(row.get(what, 0) for row in of_rate)) for what in counts]
+            if not any("same_positions" in row for row in of_rate):
+                sums[2] = "-"
+            apart = f"{max(row['apart'] for row in of_rate):.0e}"
+            given = f"{sum(row['agree'] for row in of_rate)}, {max(row['apart_given'] for row in of_rate):.0e}"
+            pruned = f", {q:g} of a video pruned" if q else ""
+            lines.append(f"| `{name}`{pruned}{older} | {' | '.join(sums)} | {apart} | {given} |")
+    return "\n".join(lines) + "\n"
+
+
 def main():
     text = README.read_text()
-    new = re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}{tables()}{END}", text, flags=re.DOTALL)
-    README.write_text(new)
+    for begin, made, end in ((BEGIN, tables(), END), (VLLM_BEGIN, in_vllm(), VLLM_END)):
+        text = re.sub(f"{begin}.*?{end}", lambda _, new=begin + made + end: new, text, flags=re.DOTALL)
+    README.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The tiny MiniCPM-V 4.5, `data/checkpoints/tiny-minicpmv-4_5`: what is there besides trained numbers, and its slices.
 
-A scene of 84 x 84 px is larger than its overview of 56 x 56, so that it is cut into 2 x 2 slices of 56 x 56 as well;
+A scene of 84 x 84 px is larger than its overview of 56 x 56, so that it is cut into 2 x 2 slices of 56 x 56 as well; no
+image has more than four, since none had more in training, and more would be places that the model never heard of;
 frames of a video are overviews, three of which share a set of queries; only their temporal ids tell them apart. Nine
 queries: while the tower learns to see, query i of the overview is asked about place i.
 """
@@ -24,7 +25,7 @@ from refvl.positions import MediaSpan
 from refvl.processors.minicpmv import MARKS, TENTHS, MiniCPMV4_5Processor, SlicedMedia
 
 QUERIES, PACKING, FPS, PATCH = 9, 3, 2.0, 14
-SLICES = SliceConfig(scale_resolution=56, use_image_id=True)
+SLICES = SliceConfig(scale_resolution=56, max_slice_nums=4, use_image_id=True)
 FRAMES = SliceConfig(scale_resolution=56, max_slice_nums=1)
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *MARKS.values())
 
@@ -61,7 +62,7 @@ class TinyMiniCPMV(TinyFamily):
     prunable = False
     sliced = True
     packing = PACKING
-    recipe = {"see": 200, "steps": 2400, "clips": 6}  # noqa: RUF012
+    recipe = {"see": 200, "steps": 2900, "restart": 2400, "clips": 6}  # noqa: RUF012
 
     def config(self, tokenizer: Tokenizer) -> dict:
         """The dict of `config.json`, flat as released. The position table is for 112 x 112 px: it is sampled."""

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from refvl.attention import Segments
 from refvl.checks import Grid
-from refvl.encoders.grid import FrameMetadata, GridEncoder, GridVisionConfig, PatchEmbed, RMSNorm, SwiGLU, VisionBlock
-from refvl.positions.rotary import apply_rotary
+from refvl.encoders.grid import FrameMetadata, GridEncoder, GridVisionConfig, PatchEmbed, SwiGLU, VisionBlock
+from refvl.positions.rotary import rotate
 from refvl.positions.tables import interpolate_position_table
 
 
@@ -85,13 +85,13 @@ class Glm4vVisionTransformer(GridEncoder):
         super().__init__(config, attention=attention)
         c, E = config, config.hidden_size
         self.patch_embed = PatchEmbed(c)
-        self.post_conv_layernorm = RMSNorm(E, c.rms_norm_eps)
+        self.post_conv_layernorm = nn.RMSNorm(E, c.rms_norm_eps)
         self.embeddings = PositionEmbeddings(c)
         self.blocks = nn.ModuleList(
             VisionBlock(E, c.rms_norm_eps, VisionAttention(c), SwiGLU(E, c.out_hidden_size, bias=False))
             for _ in range(c.depth)
         )
-        self.post_layernorm = RMSNorm(E, c.rms_norm_eps)
+        self.post_layernorm = nn.RMSNorm(E, c.rms_norm_eps)
         self.downsample = nn.Linear(E * c.block_size, c.out_hidden_size)
         self.merger = PatchMerger(c.out_hidden_size, c.intermediate_size)
 
@@ -114,9 +114,9 @@ class Glm4vVisionTransformer(GridEncoder):
     def encode(self, patches_NC: Tensor, metadata: VisionMetadata, backend: str) -> Tensor:
         """(N, C*Tp*P*P) -> (M, D)."""
         x_NE = self.post_conv_layernorm(self.patch_embed(patches_NC)) + metadata.position_embeds
-        cos_sin = metadata.cos_sin()
+        rotary = metadata.rotary()
         for block in self.blocks:
-            x_NE = block(x_NE, cos_sin, metadata, backend)
+            x_NE = block(x_NE, rotary, metadata, backend)
         x_MD = self.downsample(fold_blocks(self.post_layernorm(x_NE), self.config.block_size))
         return self.merger(x_MD)
 
@@ -148,9 +148,9 @@ class VisionAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.attention_bias)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, x_NE: Tensor, cos_sin: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
         qk_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1)).tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = apply_rotary(qk_NHK, *cos_sin).chunk(2, dim=1)  # in one pass: half as many kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # in one pass: half as many kernels
         return self.proj(segments.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 

@@ -20,12 +20,13 @@ Upstream: `GlmOcrVisionModel` (transformers).
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from refvl.attention import Segments
 from refvl.encoders.glm4v import PatchMerger, downsample_kernel, fold_blocks
-from refvl.encoders.grid import FrameMetadata, GridEncoder, GridVisionConfig, PatchEmbed, RMSNorm, SwiGLU, VisionBlock
-from refvl.positions.rotary import apply_rotary
+from refvl.encoders.grid import FrameMetadata, GridEncoder, GridVisionConfig, PatchEmbed, SwiGLU, VisionBlock
+from refvl.positions.rotary import rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +65,16 @@ class GlmOcrVisionTransformer(GridEncoder):
             VisionBlock(E, c.rms_norm_eps, VisionAttention(c), SwiGLU(E, c.intermediate_size, bias=c.attention_bias))
             for _ in range(c.depth)
         )
-        self.post_layernorm = RMSNorm(E, c.rms_norm_eps)
+        self.post_layernorm = nn.RMSNorm(E, c.rms_norm_eps)
         self.downsample = nn.Linear(E * c.block_size, c.out_hidden_size)
         self.merger = PatchMerger(c.out_hidden_size, c.out_hidden_size * c.in_channels)
 
     def encode(self, patches_NC: Tensor, metadata: FrameMetadata, backend: str) -> Tensor:
         """(N, C*Tp*P*P) -> (M, D)."""
         x_NE = self.patch_embed(patches_NC)
-        cos_sin = metadata.cos_sin()
+        rotary = metadata.rotary()
         for block in self.blocks:
-            x_NE = block(x_NE, cos_sin, metadata, backend)
+            x_NE = block(x_NE, rotary, metadata, backend)
         x_MD = self.downsample(fold_blocks(self.post_layernorm(x_NE), self.config.block_size))
         return self.merger(x_MD)
 
@@ -90,12 +91,12 @@ class VisionAttention(nn.Module):
         super().__init__()
         self.num_heads = config.num_heads
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.attention_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.attention_bias)
 
-    def forward(self, x_NE: Tensor, cos_sin: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
         q_NHK, k_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
-        q_NHK = apply_rotary(self.q_norm(q_NHK), *cos_sin)
-        k_NHK = apply_rotary(self.k_norm(k_NHK), *cos_sin)
+        qk_NHK = torch.cat([self.q_norm(q_NHK), self.k_norm(k_NHK)], dim=1)
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)
         return self.proj(segments.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)

@@ -6,7 +6,7 @@ rows become one token. Each tower is read in its own file; here is what does not
     GridVisionConfig    sizes that follow from other sizes
     FrameMetadata       row and column of every patch, and where each frame begins
     GridEncoder         plan (the part about frames) -> forward (checks, then the tower's own `encode`); sizes
-    PatchEmbed, SwiGLU, RMSNorm, VisionBlock
+    PatchEmbed, SwiGLU, VisionBlock
 
 Shape suffixes: N patches, M merged tokens, E tower width, D language width, K head dimension.
 """
@@ -25,7 +25,7 @@ from refvl.attention import Segments, plan_segments, segment_capacity
 from refvl.checks import Grid, as_grids, check_pixel_rows
 from refvl.encoders.tower import Tower, TowerConfig
 from refvl.encoders.weights import named_tensors
-from refvl.positions.rotary import merge_block_coordinates, rotary_cos_sin, rotary_frequencies
+from refvl.positions.rotary import merge_block_coordinates, rotary_cos_sin, rotary_factors, rotary_frequencies
 
 
 class GridVisionConfig(TowerConfig):
@@ -76,6 +76,10 @@ class FrameMetadata(Segments):
     def cos_sin(self) -> tuple[Tensor, Tensor]:
         """Of the rotary angles, each (N, K/2) float32."""
         return rotary_cos_sin(self.positions, self.frequencies)
+
+    def rotary(self) -> tuple[Tensor, Tensor]:
+        """What `rotate` multiplies queries and keys by, each (N, 1, K) float32."""
+        return rotary_factors(*self.cos_sin())
 
     @property
     def summary(self) -> str:
@@ -196,24 +200,10 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        # float32 inside, cast back before the weight: as transformers does, so that half precision agrees too
-        y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
-
-
 class VisionBlock(nn.Module):
     """Pre-norm: x + attn(norm1(x)), then x + mlp(norm2(x)). context: what the tower's attention needs besides x."""
 
-    def __init__(self, hidden_size: int, eps: float, attn: nn.Module, mlp: nn.Module, norm=RMSNorm):
+    def __init__(self, hidden_size: int, eps: float, attn: nn.Module, mlp: nn.Module, norm=nn.RMSNorm):
         super().__init__()
         self.norm1, self.norm2 = norm(hidden_size, eps), norm(hidden_size, eps)
         self.attn, self.mlp = attn, mlp

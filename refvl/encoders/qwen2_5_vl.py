@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from refvl.attention import Segments, group_segments
-from refvl.encoders.grid import FrameMetadata, GridEncoder, GridVisionConfig, PatchEmbed, RMSNorm, SwiGLU, VisionBlock
-from refvl.positions.rotary import apply_rotary
+from refvl.encoders.grid import FrameMetadata, GridEncoder, GridVisionConfig, PatchEmbed, SwiGLU, VisionBlock
+from refvl.positions.rotary import rotate
 from refvl.positions.windows import get_window_index, invert_permutation, max_window_count
 
 
@@ -137,11 +137,11 @@ class Qwen2_5_VisionTransformer(GridEncoder):
     def encode(self, patches_NC: Tensor, metadata: VisionMetadata, backend: str) -> Tensor:
         """(N, C*Tp*P*P) -> (M, D). In float16 the last blocks can overflow on long inputs: see `clamp_overflow`."""
         x_NE = self._permute_blocks(self.patch_embed(patches_NC), metadata.window_index)
-        cos_sin = metadata.cos_sin()
+        rotary = metadata.rotary()
         windows = Segments(metadata.cu_window_seqlens, metadata.window_groups, metadata.max_window_seqlen)
         for i, block in enumerate(self.blocks):
             segments = metadata if i in self.config.fullatt_block_indexes else windows
-            x_NE = block(x_NE, cos_sin, segments, backend)
+            x_NE = block(x_NE, rotary, segments, backend)
         return self.merger(clamp_overflow(x_NE))[metadata.reverse_index]  # (M, D)
 
     def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
@@ -176,9 +176,9 @@ class VisionAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x_NE: Tensor, cos_sin: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
         qk_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1)).tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = apply_rotary(qk_NHK, *cos_sin).chunk(2, dim=1)  # in one pass: half as many kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # in one pass: half as many kernels
         return self.proj(segments.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
@@ -188,7 +188,7 @@ class PatchMerger(nn.Module):
     def __init__(self, config: Qwen2_5_VisionConfig):
         super().__init__()
         self.block_size = config.hidden_size * config.spatial_merge_size**2
-        self.ln_q = RMSNorm(config.hidden_size, config.norm_eps)
+        self.ln_q = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = nn.Sequential(
             nn.Linear(self.block_size, self.block_size), nn.GELU(), nn.Linear(self.block_size, config.out_hidden_size)
         )

@@ -119,9 +119,9 @@ class Qwen3VLVisionTransformer(GridEncoder):
         """(N, C*Tp*P*P) -> (M, W)."""
         mergers = dict(zip(self.config.deepstack_visual_indexes, self.deepstack_merger_list, strict=True))
         x_NE, deeper = self.patch_embed(patches_NC) + metadata.position_embeds, list[Tensor]()
-        cos_sin = metadata.cos_sin()
+        rotary = metadata.rotary()
         for i, block in enumerate(self.blocks):
-            x_NE = block(x_NE, cos_sin, metadata, backend)
+            x_NE = block(x_NE, rotary, metadata, backend)
             if i in mergers:
                 deeper.append(mergers[i](x_NE))  # (M, D)
         return torch.cat([self.merger(x_NE), *deeper], dim=1)

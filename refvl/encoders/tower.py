@@ -100,6 +100,17 @@ class Tower(nn.Module):
         super().__init__()
         self.config, self.attention = config, attention
         self.skipped: list[str] = []  # checkpoint names that `load_weights` left out
+        self.is_compiled = False  # whether `compile_blocks` was called
+
+    def compile_blocks(self) -> None:
+        """Let torch compile each block of the tower as a whole, for all sizes, when it first runs.
+
+        Blocks of a kind share what was compiled. For the backends that read no groups: with `sdpa` the number of groups
+        is a part of the code. A hook on a block would be compiled too, and anew with every other hook: set none.
+        """
+        for block in self.blocks:  # type: ignore[union-attr]  # every encoder has them
+            block.compile(dynamic=True)
+        self.is_compiled = True
 
     @classmethod
     def from_config(cls, config, *, attention: str = "auto", **extra) -> Self:

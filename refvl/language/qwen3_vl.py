@@ -14,7 +14,7 @@ class Qwen3VLTextModel(CausalTextModel):
         return self.config.hidden_size * (1 + self.config.deepstack_layers)
 
     def forward(self, *args, deepstack_embeds=None, **kwargs):
-        """As in `CausalTextModel`. deepstack_embeds: (B, L, D * k), the i-th D of them added behind layer i."""
+        """As in `CausalTextModel`. deepstack_embeds: (B, L, D * k), i-th D added behind layer i."""
         if deepstack_embeds is not None:
             visual_BL = deepstack_embeds.any(-1)
             features = deepstack_embeds[visual_BL].split(self.config.hidden_size, dim=-1)

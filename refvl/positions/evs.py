@@ -45,9 +45,9 @@ def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
 def compute_dissimilarity(video_embeds: Tensor, num_frames: int) -> Tensor:
     """(t, M / t) float32: 1 - cosine similarity with the token at the same place one frame earlier.
 
-    First-frame tokens get 255, so that they come first in any ranking; where nan or inf in the embeddings leaves no
-    number, it is 0. video_embeds: (M, D), frame-major. Raises TypeError or ValueError for other embeddings, and for a
-    num_frames that does not divide M.
+    First-frame tokens get 255, so that they come first in any ranking; where nan or inf in the
+    embeddings leaves no number, it is 0. video_embeds: (M, D), frame-major. Raises TypeError or
+    ValueError for other embeddings, and for a num_frames that does not divide M.
     """
     check_floats(check_shape(video_embeds, ("M", "D"), "video_embeds"), "video_embeds")
     frames = split_frames(video_embeds.float(), num_frames)  # (t, M/t, D)

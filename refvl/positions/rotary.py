@@ -53,6 +53,16 @@ def rotary_cos_sin(positions_N2: Tensor, frequencies: Tensor) -> tuple[Tensor, T
 
 def apply_rotary(x_NHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate (N, H, K) by (N, K/2) angles, rotate-half form; computed in float32, returned in x's dtype."""
-    first, second = x_NHK.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]  # (N, 1, K/2)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_NHK.dtype)
+    return rotate(x_NHK, *rotary_factors(cos, sin))
+
+
+def rotary_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, K/2) each -> the factors of `rotate`, (N, 1, K) each: cos twice; -sin and sin. Once for all blocks."""
+    return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
+
+
+def rotate(x_NHK: Tensor, cos_N1K: Tensor, sin_N1K: Tensor) -> Tensor:
+    """`apply_rotary` by `rotary_factors`, in four kernels: x times cos, plus x with its halves swapped times sin."""
+    first, second = x_NHK.chunk(2, dim=-1)
+    swapped_NHK = torch.cat([second, first], dim=-1)
+    return torch.addcmul(x_NHK * cos_N1K, swapped_NHK, sin_N1K).to(x_NHK.dtype)

@@ -43,6 +43,32 @@ def width_offset_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple
     return _positions_with_cost(num_tokens, spans, lambda span: span.w)
 
 
+def text_uncounted_positions(
+    input_ids, multimodal_positions: Sequence[Tensor], vision_start_token_id: int, image_token_id: int,
+    video_token_id: int,
+) -> tuple[Tensor, int]:  # fmt: skip
+    """Positions (3, L) and delta of a pruned prompt by a search that has counted the media's tokens, but no text.
+
+    The rule of vLLM 0.32.0 (`recompute_mrope_positions`) for a prompt in one piece: behind a text that is longer than
+    the first medium, the second one finds the start of the first again, and is written over it; its own tokens then
+    count on like text. With a server that prunes videos this also meets prompts with two images and no video.
+
+    input_ids: (L,) the pruned prompt. multimodal_positions: of each medium (4, n) - t, h, w, extent, as
+    `compute_mrope_for_media` gives them - of the tokens kept. vLLM has the width there in place of the extent.
+    """
+    ids = torch.as_tensor(input_ids)
+    is_text = (ids != image_token_id) & (ids != video_token_id)
+    starts = (ids == vision_start_token_id).nonzero().flatten()
+    positions, counted = torch.arange(len(ids)).repeat(3, 1), 0
+    for piece in multimodal_positions:
+        start = int(starts[starts >= counted][0])
+        base, stop = int(positions[2, start]) + 1, start + 1 + piece.shape[1]
+        positions[:, start + 1 : stop] = piece[:3] + base
+        positions[:, stop:] = is_text[stop:].cumsum(0) + base + piece[3, 0] - 1
+        counted += piece.shape[1]  # and not the text in front of it
+    return positions, mrope_delta(positions)
+
+
 def bfloat16_position_channels(positions: Tensor) -> Tensor:
     """Integer positions after a trip through bfloat16, which has 8 significant bits: above 256 the odd ones are lost.
 

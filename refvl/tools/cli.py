@@ -51,8 +51,12 @@ Pruning = StrEnum("Pruning", ["evs", "vidcom2"])  # refvl.positions.PRUNERS, wit
 PruningRule = Annotated[Pruning, typer.Option("--pruning", help="which of them go")]
 Other = StrEnum("Other", ["transformers"])
 Benchmark = StrEnum(
-    "Benchmark", ["tower", "graphs", "evs_ttft", "pruning_accuracy", "generated_ids", "prefill_chunks", "quantized"]
-)
+    "Benchmark",
+    [
+        "tower", "graphs", "evs_ttft", "pruning_accuracy", "generated_ids", "prefill_chunks", "cost_curves",
+        "performance", "quantized",
+    ],
+)  # fmt: skip
 
 
 class Stopped(KeyboardInterrupt):
@@ -239,7 +243,8 @@ def info(
     max_pixels: Annotated[int | None, typer.Option(help="instead of the checkpoint's")] = None,
     fps: Annotated[float | None, typer.Option(help="frames a second taken from a video file")] = None,
     num_frames: Annotated[int | None, typer.Option(help="frames taken from a video file")] = None,
-    pruning_rate: PruningRate = 0.0, dtype: Annotated[str, typer.Option(help="for memory")] = "bfloat16",
+    pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
+    dtype: Annotated[str, typer.Option(help="for memory")] = "bfloat16",
     as_json: Annotated[bool, typer.Option("--json", help="the numbers, for a program")] = False,
 ):  # fmt: skip
     """Family, sizes, tokens for given media step by step, and the memory needed. Reads no weights."""
@@ -253,7 +258,7 @@ def info(
     parts: list[dict[str, Any]] = [{"type": "image", "image": file} for file in image or ()]
     parts += [{"type": "video", "video": file} | sampling for file in video or ()]
     media = model.processor.decode([{"role": "user", "content": parts}])
-    options: dict[str, Any] = {"pruning_rate": pruning_rate}
+    options: dict[str, Any] = {"pruning_rate": pruning_rate, "pruning": pruning}
     if Path(checkpoint).is_dir() and getattr(model.config, "quantization_config", None):
         options["text_bytes"] = stored_text_bytes(Path(checkpoint), model.family.vision_prefix)
     if as_json:

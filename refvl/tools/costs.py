@@ -20,7 +20,7 @@ from refvl.pixels.crops import CropConfig, plan_crops
 from refvl.pixels.media import Video
 from refvl.pixels.patches import PatchConfig, count_tokens
 from refvl.pixels.slices import count_sets, plan_slices
-from refvl.positions import MediaSpan, compute_retained_tokens_count
+from refvl.positions import MediaSpan, find_pruner
 from refvl.trace import layout_text
 
 BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the image that upstream plans with
@@ -85,8 +85,8 @@ class MediaPlan:
     kept: int  # after pruning
 
 
-def plan_media(vlm: VLM, medium, pruning_rate: float = 0.0) -> MediaPlan:
-    """Plan a decoded image (PIL) or a `Video`, which EVS prunes. Raises ValueError where it cannot be pruned."""
+def plan_media(vlm: VLM, medium, pruning_rate: float = 0.0, pruning: str = "evs") -> MediaPlan:
+    """Plan a decoded image (PIL) or a `Video`, pruned by a rule of `PRUNERS`. Raises ValueError where it cannot be."""
     if isinstance(medium, Video):
         frames, height, width = medium.frames.shape[:3]
         kind, size = "video", f"{frames} frames of {width} x {height} px"
@@ -98,7 +98,7 @@ def plan_media(vlm: VLM, medium, pruning_rate: float = 0.0) -> MediaPlan:
     merged = vlm.processor.merged(kind, layout)
     merged.check_pruning(pruning_rate)
     t, h, w = merged.thw
-    kept = compute_retained_tokens_count(h * w, t, pruning_rate) if kind == "video" and pruning_rate else tokens
+    kept = find_pruner(pruning).count(h * w, t, pruning_rate) if kind == "video" and pruning_rate else tokens
     return MediaPlan(kind, size, becomes, layout, patches, tokens, kept)
 
 
@@ -222,12 +222,18 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
 
 
 def costs(
-    vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, text_bytes: int | None = None
+    vlm: VLM,
+    media: Sequence = (),
+    *,
+    pruning_rate: float = 0.0,
+    pruning: str = "evs",
+    text_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Every number that `describe` words, ready for JSON: parameters, tokens, px, bytes; `vlm` may live on `meta`.
 
-    media: decoded, see `VLM.processor.decode`. pruning_rate: of EVS on videos, [0, 1). `activation_bytes` is an
-    estimate of the tower's peak while it encodes that medium alone; in `memory_bytes` it encodes all at once.
+    media: decoded, see `VLM.processor.decode`. pruning_rate: of videos, [0, 1), by the rule `pruning`.
+    `activation_bytes` is an estimate of the tower's peak while it encodes that medium alone; in `memory_bytes` it
+    encodes all at once.
     text_bytes: what the language model's weights take, where `vlm` has them in another form than the checkpoint
     (`stored_text_bytes`).
     """
@@ -242,7 +248,7 @@ def costs(
     limits = processor.image_config if isinstance(processor.image_config, PatchConfig) else None
     height, width = image_size_with_most_features(limits) if limits else (LARGER_THAN_ANY_CUT, LARGER_THAN_ANY_CUT)
     parameters = {"encoder": parameter_count(vlm.encoder), "language_model": parameter_count(vlm.language_model)}
-    planned = [cost(plan_media(vlm, medium, pruning_rate)) for medium in media]
+    planned = [cost(plan_media(vlm, medium, pruning_rate, pruning)) for medium in media]
     halves = {"encoder": weight_bytes(vlm.encoder), "language_model": text_bytes or weight_bytes(vlm.language_model)}
     weights = sum(halves.values())
     together = encoder_activation_bytes(vlm.encoder, sum(medium["patches"] for medium in planned))
@@ -264,10 +270,10 @@ def costs(
 
 
 def describe(
-    vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, text_bytes: int | None = None
+    vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning: str = "evs", text_bytes: int | None = None
 ) -> dict[str, str]:
     """`costs` in words, as rows for a table."""
-    found = costs(vlm, media, pruning_rate=pruning_rate, text_bytes=text_bytes)
+    found = costs(vlm, media, pruning_rate=pruning_rate, pruning=pruning, text_bytes=text_bytes)
     tower, text, halves = vlm.encoder.config, vlm.language_model.config, found["weights_bytes_of"]
     parameters, largest = found["parameters"], found["largest_square_picture"]
     rows = {

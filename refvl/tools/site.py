@@ -28,6 +28,7 @@ from refvl.paths import DATA, check_clone
 
 ROOT, STYLE = DATA.parent, Path(__file__).with_suffix(".css")
 MAX_NOTEBOOK, MAX_EXPLORER = 600_000, 150_000  # bytes
+MIN_WORDS = 3  # of an alt text
 STATE, VIEW = "application/vnd.jupyter.widget-state+json", "application/vnd.jupyter.widget-view+json"
 FORMULA = re.compile(r"(?<![\w$\\])\$([^$\n]+)\$(?![\w$])")
 LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
@@ -46,19 +47,22 @@ class Station:
 
 
 STATIONS = [
-    Station("Pixels", "decode, resize, slice or crop", ("00", "07", "08"),
-            ("pixels/media.py", "pixels/patches.py", "pixels/slices.py", "pixels/crops.py"), ("slices", "families")),
+    Station("Pixels", "sample, decode, resize, slice or crop", ("00", "06", "07", "08"),
+            ("pixels/media.py", "positions/timestamps.py", "pixels/patches.py", "pixels/slices.py", "pixels/crops.py"),
+            ("timeline", "slices", "families")),
     Station("Patches", "cut into rows, in blocks and windows", ("01",),
             ("pixels/patches.py", "positions/windows.py"), ("windows",)),
-    Station("Tower", "a vision transformer reads the rows", ("01", "06", "10"),
-            ("encoders/qwen2_5_vl.py", "encoders/glm4v.py", "encoders/step3_vl.py", "attention.py"),
+    Station("Tower", "a vision transformer reads the rows", ("01", "06", "10", "12"),
+            ("encoders/qwen2_5_vl.py", "encoders/qwen3_vl.py", "encoders/glm4v.py", "encoders/step3_vl.py",
+             "attention.py"),
             ("tower", "attention")),
     Station("Tokens", "merged, resampled or projected", ("00", "07"),
             ("encoders/grid.py", "encoders/resampler.py"), ("slices",)),
-    Station("Graphs", "the tower recorded once and replayed", ("04", "05", "09"),
+    Station("Graphs", "the tower recorded once and replayed", ("04", "05"),
             ("graphs/budgets.py", "graphs/packing.py", "graphs/buffers.py"), ("graph", "packing")),
+    Station("Devices", "many images, shared among several towers", ("09",), ("parallel.py",), ("assignment",)),
     Station("Pruning", "video tokens that did not change go", ("03",), ("positions/evs.py",), ("evs",)),
-    Station("Positions", "time, height and width of every token", ("02", "06"),
+    Station("Positions", "time, height and width of every token", ("02", "06", "12"),
             ("positions/mrope.py", "positions/rotary.py"), ("positions", "mrope")),
     Station("Answer", "embeddings into the prompt, words out of it", ("00", "10"),
             ("merge.py", "pipeline.py", "trace.py"), ("attention", "families")),
@@ -140,7 +144,8 @@ def prepare(notebook: Any, folder: Path) -> None:
     said = title_of(notebook)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            said = first_sentence(cell.source) or said
+            sentence = first_sentence(cell.source)
+            said = sentence if len(sentence.split()) >= MIN_WORDS else said
             cell.source = as_page(cell.source, folder)
         for output in cell.get("outputs", []):
             if "data" in output:
@@ -284,7 +289,7 @@ class Names(HTMLParser):
             self.links.append(found["href"])
         elif address := found.get("src") or (tag == "link" and found.get("href")):
             self.loads.append(address)
-        self.wordless += tag == "img" and "alt" not in found
+        self.wordless += tag == "img" and len((found.get("alt") or "").split()) < MIN_WORDS
 
 
 def check(pages: dict[str, str]) -> Iterator[str]:
@@ -298,7 +303,7 @@ def check(pages: dict[str, str]) -> Iterator[str]:
             yield f"{name}: {size:,} bytes, allowed are {limit:,}"
         yield from (f"{name}: loads {address[:60]}" for address in found.loads if not address.startswith("data:"))
         if found.wordless:
-            yield f"{name}: {found.wordless} images without alt text"
+            yield f"{name}: {found.wordless} images with an alt text of fewer than {MIN_WORDS} words"
         for link in found.links:
             if not re.match(r"https?:|mailto:", link):
                 path, _, part = link.partition("#")

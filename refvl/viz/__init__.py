@@ -57,7 +57,13 @@ from refvl.viz.positions import (
     plot_rotary,
 )
 from refvl.viz.step3_vl import explore_crops, plot_crop_prompt, plot_crop_tokens, plot_crops, plot_path_timeline
-from refvl.viz.timings import plot_stage_timings
+from refvl.viz.timings import (
+    plot_cost_curves,
+    plot_gpu_estimates,
+    plot_roofline,
+    plot_stage_shares,
+    plot_stage_timings,
+)
 from refvl.viz.windows import explore_windows, plot_attention_segments, plot_window_permutation, plot_windows
 
 __all__ = [
@@ -86,6 +92,7 @@ __all__ = [
     "plot_clip_positions",
     "plot_clip_prompt",
     "plot_clip_tokens",
+    "plot_cost_curves",
     "plot_crop_prompt",
     "plot_crop_tokens",
     "plot_crops",
@@ -96,6 +103,7 @@ __all__ = [
     "plot_family_stages",
     "plot_frame_tokens",
     "plot_gather",
+    "plot_gpu_estimates",
     "plot_keep_mask",
     "plot_keep_masks",
     "plot_kept_per_frame",
@@ -113,9 +121,11 @@ __all__ = [
     "plot_query_attention",
     "plot_recording",
     "plot_replay_timings",
+    "plot_roofline",
     "plot_rotary",
     "plot_slices",
     "plot_speed_up",
+    "plot_stage_shares",
     "plot_stage_timings",
     "plot_stale_errors",
     "plot_states",

@@ -22,7 +22,7 @@ from torch import Tensor
 from refvl.checks import Grid, check_shape
 from refvl.positions import MediaSpan, restrict_positions
 from refvl.viz.positions import grid_of_axes, kind_of, plot_positions, shade_tokens
-from refvl.viz.style import HIGHLIGHT, KEPT, PRUNED, SEQUENCE_CMAP, axes_or_new
+from refvl.viz.style import HIGHLIGHT, KEPT, PRUNED, SEQUENCE_CMAP, UNUSED, axes_or_new
 
 if TYPE_CHECKING:
     from refvl.viz.explorers.evs import EvsExplorer
@@ -58,7 +58,9 @@ def plot_keep_masks(frames: np.ndarray, masks: dict[str, Tensor], merged_thw: Gr
     t, h, w = merged_thw
     width = min(1.6, 12 / t)
     height = width * _ratio(frames, merged_thw) * h / w + 0.3
-    axes = grid_of_axes(ax, len(masks), t, (t * width, len(masks) * height + 0.3))
+    counts = ", ".join(f"{name} {int(keep_M.sum())}" for name, keep_M in masks.items())
+    label = f"Which of {t * h * w} tokens stay in the {t} frames of a video, by each rule: {counts}."
+    axes = grid_of_axes(ax, len(masks), t, (t * width, len(masks) * height + 0.3), label)
     for row, (name, keep_M) in zip(axes, masks.items(), strict=True):
         plot_keep_mask(frames, keep_M, merged_thw, ax=row)
         row[0].set_ylabel(name)
@@ -165,9 +167,9 @@ def plot_pruned_positions(
     axes = grid_of_axes(ax, 2, 1, (9, 5.6)).flatten()
     pruned_3K, delta = restrict_positions(positions_3L, keep_L)
     before = torch.cat([torch.zeros(1, dtype=torch.int64), keep_L.cumsum(0)]).tolist()  # kept tokens in front
-    plot_positions(positions_3L, spans, title=f"full layout: {len(keep_L)} tokens, the dropped in grey", ax=axes[0])
+    plot_positions(positions_3L, spans, title=f"full layout: {len(keep_L)} tokens, the dropped hatched", ax=axes[0])
     for index in (~keep_L).nonzero().flatten().tolist():
-        axes[0].axvspan(index - 0.5, index + 0.5, color=PRUNED, lw=0)
+        axes[0].axvspan(index - 0.5, index + 0.5, **UNUSED)
     rate = "" if q is None else f" at q = {q:g}"
     title = f"kept{rate}: {pruned_3K.shape[1]} tokens at the positions they had, delta {delta}"
     plot_positions(pruned_3K, title=title, ax=axes[1])

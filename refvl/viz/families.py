@@ -20,7 +20,9 @@ from refvl.viz.style import STAGE_COLORS, THEMES, axes_or_new
 if TYPE_CHECKING:
     from refvl.viz.explorers.families import FamiliesExplorer
 
-FAMILY_KEYS = {"Qwen2.5-VL": "image", "GLM-4.1V": "video", "MiniCPM-V 4.5": "kept", "Step3-VL": "w"}  # in THEMES
+FAMILY_KEYS = {  # in THEMES
+    "Qwen2.5-VL": "image", "Qwen3-VL": "t", "GLM-4.1V": "video", "MiniCPM-V 4.5": "kept", "Step3-VL": "w",
+}  # fmt: skip
 FAMILY_COLORS = {name: THEMES["light"][key] for name, key in FAMILY_KEYS.items()}
 RACE = {"tokens": "tokens", "positions": "positions", "bytes": "memory", "seconds": "time to the first token, at least"}
 
@@ -40,7 +42,7 @@ def plot_family_costs(plans: Mapping[str, Sequence[Counts]], *, title: str = "",
 
     plans: per family, those of all media that the bar sums up.
     """
-    ax = axes_or_new(ax, figsize=(7, 3.4))
+    ax = axes_or_new(ax, figsize=(1.6 * len(plans) + 0.6, 3.4))
     patches = [sum(plan.patches for plan in of_family) for of_family in plans.values()]
     tokens = [sum(plan.tokens for plan in of_family) for of_family in plans.values()]
     places = np.arange(len(plans))
@@ -81,7 +83,8 @@ def plot_family_stages(traces: Mapping[str, Trace], *, title: str = "", ax: Axes
         left += widths
     ax.invert_yaxis()
     ax.set(xlabel="milliseconds", title=title)
-    ax.legend(fontsize=8, ncols=len(stages), loc="upper center", bbox_to_anchor=(0.5, -0.35), frameon=False)
+    below = (0.5, -1.3 / len(traces))
+    ax.legend(fontsize=8, ncols=len(stages), loc="upper center", bbox_to_anchor=below, frameon=False)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
 

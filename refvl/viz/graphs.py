@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from refvl.graphs import Batch, TraceGraph, padding_waste
 from refvl.graphs.recorder import Operation
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import HIGHLIGHT, SEQUENCE_CMAP, STAGE_COLORS, UNUSED, axes_or_new
+from refvl.viz.style import HIGHLIGHT, SEQUENCE_CMAP, STAGE_COLORS, UNUSED, axes_or_new, ink_on
 from refvl.viz.windows import sequence_colors
 
 if TYPE_CHECKING:
@@ -122,7 +122,8 @@ def plot_packing(
         for i in batch.indices:
             ax.barh(row, output_tokens[i], left=left, color=colors[i], edgecolor="white", height=0.7)
             if output_tokens[i] >= 0.02 * widest:
-                ax.text(left + output_tokens[i] / 2, row, str(i), color="white", size=8, ha="center", va="center")
+                ink = ink_on(colors[i])
+                ax.text(left + output_tokens[i] / 2, row, str(i), color=ink, size=8, ha="center", va="center")
             left += output_tokens[i]
         if batch.budget is not None:
             ax.barh(row, batch.budget - total, left=total, height=0.7, **UNUSED)

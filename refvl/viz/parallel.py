@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from matplotlib.axes import Axes
 
 from refvl.parallel import Assignment, get_count_assignment, get_load_balance_assignment, get_speed_up
-from refvl.viz.style import UNUSED, axes_or_new
+from refvl.viz.style import UNUSED, axes_or_new, ink_on
 from refvl.viz.windows import sequence_colors
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def plot_assignment(
 def _draw_item(ax: Axes, row: float, left: float, size: float, number: int, color, widest: float) -> None:
     ax.barh(row, size, left=left, color=color, edgecolor="white", height=0.7)
     if size >= 0.03 * widest:
-        ax.text(left + size / 2, row, str(number), color="white", size=8, ha="center", va="center")
+        ax.text(left + size / 2, row, str(number), color=ink_on(color), size=8, ha="center", va="center")
 
 
 def plot_gather(tokens: Sequence[int], assignment: Assignment, *, title: str = "", ax: Axes | None = None) -> Axes:

@@ -32,15 +32,21 @@ if TYPE_CHECKING:
     from refvl.viz.explorers.mrope import MropeExplorer
     from refvl.viz.explorers.positions import PositionsExplorer
 
-SHIPPED = {"Qwen2.5-VL": "tiny-qwen2_5_vl", "GLM-4.1V": "tiny-glm4v"}  # those of the repository with M-RoPE
+# those of the repository with M-RoPE
+SHIPPED = {"Qwen2.5-VL": "tiny-qwen2_5_vl", "Qwen3-VL": "tiny-qwen3_vl", "GLM-4.1V": "tiny-glm4v"}
 _NAMES = {"t": "time", "h": "height", "w": "width"}
 _LINE_WIDTHS = {"t": 5.5, "h": 3.2, "w": 1.5}  # where the axes agree, the thinner line lies on the thicker one
 
 
-def grid_of_axes(ax, rows: int, columns: int, figsize: tuple[float, float]) -> np.ndarray:
-    """(rows, columns) Axes: those given, as one Axes or an array of the right number, or those of a new figure."""
+def grid_of_axes(ax, rows: int, columns: int, figsize: tuple[float, float], label: str = "") -> np.ndarray:
+    """(rows, columns) Axes: those given, as one Axes or an array of the right number, or those of a new figure.
+
+    label: the new figure in words, where the titles of its many panels say less.
+    """
     if ax is None:
-        return plt.subplots(rows, columns, figsize=figsize, layout="constrained", squeeze=False)[1]
+        figure, axes = plt.subplots(rows, columns, figsize=figsize, layout="constrained", squeeze=False)
+        figure.set_label(label)
+        return axes
     given = np.asarray(ax, dtype=object)
     if given.size != rows * columns:
         raise ValueError(f"ax: this figure needs {rows} x {columns} axes, got {given.size}")
@@ -66,7 +72,8 @@ def plot_rotary(
     maps = np.zeros((2 * planes, h, w))
     maps[:, rows, columns] = cos.T.numpy()  # from merge-block order back to the image
     size = 1.5 * max(1.0, w / h)
-    axes = grid_of_axes(ax, 2, planes, figsize=(planes * size + 1.2, 2 * size * h / w + 0.9))
+    label = f"Cosine of {2 * planes} rotation planes over {h} x {w} patches: half turn with rows, half with columns."
+    axes = grid_of_axes(ax, 2, planes, (planes * size + 1.2, 2 * size * h / w + 0.9), label)
     for k, (panel, values) in enumerate(zip(axes.flat, maps, strict=True)):
         half, frequency = "hw"[k // planes], theta ** -((k % planes) / planes)
         image = panel.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1)
@@ -136,7 +143,8 @@ def plot_position_grid(positions_3L: Tensor, span: MediaSpan, *, max_frames: int
     frames = min(span.t, max_frames)
     cell = min(0.32, 8.5 / (frames * span.w))  # inches per token
     size = (frames * span.w * cell + 0.9, 3 * (span.h * cell + 0.22) + 0.3)
-    axes = grid_of_axes(ax, 3, frames, figsize=size)
+    label = f"Time, height and width of {span.h} x {span.w} tokens, in {frames} of {span.t} steps of the grid."
+    axes = grid_of_axes(ax, 3, frames, size, label)
     low, high = int(grid.min()), int(grid.max())
     for row, axis in enumerate("thw"):
         for frame in range(frames):

@@ -21,7 +21,7 @@ from refvl.pixels.media import load_image
 from refvl.pixels.slices import SliceConfig
 from refvl.viz.minicpmv import explore_slices
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, UNUSED, axes_or_new, image_axes
+from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, UNUSED, axes_or_new, image_axes, ink_on
 from refvl.viz.windows import sequence_colors
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def plot_crop_prompt(
     total = count_prompt_tokens(layout, crop_tokens=crop_tokens, image_tokens=image_tokens)
     for i, ends_row in enumerate(layout.newline_mask):
         ax.barh(0, crop_tokens + 2, left=left, color=colors[i], edgecolor="white")
-        ax.text(left + crop_tokens / 2 + 1, 0, str(i), color="white", ha="center", va="center", size=8)
+        ax.text(left + crop_tokens / 2 + 1, 0, str(i), color=ink_on(colors[i]), ha="center", va="center", size=8)
         left += crop_tokens + 2
         if ends_row:
             ax.plot([left + 0.5] * 2, [-0.55, 0.55], color=HIGHLIGHT, lw=2.5)
@@ -146,7 +146,7 @@ def plot_path_timeline(
             tokens = path_tokens[i][batch.path]
             ax.barh(lane, tokens, left=left, color=colors[i], edgecolor="white", linewidth=0.5, height=0.7)
             if tokens >= 0.012 * whole:
-                ax.text(left + tokens / 2, lane, str(i), color="white", size=7, ha="center", va="center")
+                ax.text(left + tokens / 2, lane, str(i), color=ink_on(colors[i]), size=7, ha="center", va="center")
             left += tokens
         if batch.budget is not None:
             ax.barh(lane, start + length - left, left=left, height=0.7, **UNUSED)

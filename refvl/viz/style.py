@@ -2,11 +2,13 @@
 
 import io
 from functools import partial
+from textwrap import shorten
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib import color_sequences
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -36,7 +38,7 @@ HIGHLIGHT = _LIGHT["highlight"]  # what a figure points at
 
 
 def notebook_figures(dpi: int = 80) -> None:
-    """Make a notebook's inline figures light: photographs become JPEG, drawings PNG of few colours."""
+    """Make a notebook's inline figures light, photographs JPEG and drawings PNG of few colours, and give them words."""
     from IPython import get_ipython
     from matplotlib_inline.backend_inline import set_matplotlib_formats
 
@@ -48,14 +50,34 @@ def notebook_figures(dpi: int = 80) -> None:
             formatter.for_type(Figure, partial(encode_if_lighter, kind))
 
 
-def encode_if_lighter(kind: str, figure: Figure) -> bytes | None:
-    """The figure as "png" or "jpeg", or None when the other one is smaller."""
+def encode_if_lighter(kind: str, figure: Figure) -> tuple[bytes, dict[str, str]] | None:
+    """The figure as "png" or "jpeg" and its alt text as metadata, or None when the other one is smaller."""
     picture = _rendered(figure)
     buffer = io.BytesIO()
     picture.save(buffer, "jpeg", quality=72, optimize=True)
     encoded = {"png": _png(picture), "jpeg": buffer.getvalue()}
     sizes = {name: len(data) for name, data in encoded.items()}
-    return encoded[kind] if kind == min(sizes, key=sizes.__getitem__) else None
+    return (encoded[kind], {"alt": describe_figure(figure)}) if kind == min(sizes, key=sizes.__getitem__) else None
+
+
+def describe_figure(figure: Figure) -> str:
+    """A figure in words, for those who do not see it: its label, or its titles, axes and legends, panel by panel.
+
+    `figure.set_label` gives a better sentence where one is known.
+    """
+    if label := str(figure.get_label()):
+        return label
+    panels = dict.fromkeys([figure.get_suptitle(), *map(_describe_panel, figure.axes)])
+    return shorten("; ".join(filter(None, panels)), 320, placeholder=" ...")
+
+
+def _describe_panel(ax: Axes) -> str:
+    """ "title: y over x (what the legend names)", or what there is of it."""
+    title = ", ".join(filter(None, map(ax.get_title, ("left", "center", "right"))))
+    axes = " over ".join(filter(None, (ax.get_ylabel(), ax.get_xlabel())))
+    said = ": ".join(filter(None, ("colours" if ax.get_label() == "<colorbar>" else title, axes)))
+    legend = ax.get_legend()
+    return f"{said} ({', '.join(name.get_text() for name in legend.get_texts())})" if legend else said
 
 
 def png_of(figure: Figure) -> bytes:
@@ -85,3 +107,9 @@ def image_axes(ax: Axes | None, title: str, *, figsize: tuple[float, float] = (5
     ax = axes_or_new(ax, figsize=figsize)
     ax.set(title=title, xticks=[], yticks=[], aspect="equal")
     return ax
+
+
+def ink_on(color) -> str:
+    """Black or white, whichever has more contrast on `color` (relative luminance as in WCAG 2)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+    return "black" if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.179 else "white"

@@ -1,5 +1,15 @@
-"""Where the seconds of a run go."""
+"""Where the seconds of a run go, and how they grow; the measurements are those of `benchmarks/`.
 
+plot_stage_timings  one bar per stage of a trace
+plot_stage_shares   one bar per question, its stages end to end
+plot_cost_curves    costs against sizes, with the exponents that were fitted
+plot_roofline       operations per second against operations per byte, under what the machine can do
+plot_gpu_estimates  products, traffic and launches of a tower, as milliseconds of a GPU
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 from matplotlib.axes import Axes
 
 from refvl.trace import Trace
@@ -17,5 +27,74 @@ def plot_stage_timings(trace: Trace, *, ax: Axes | None = None) -> Axes:
     ax.set(xlabel="milliseconds", xlim=(0, max(milliseconds) * 2.2))
     ax.invert_yaxis()
     ax.set_title(f"{sum(milliseconds):.0f} ms in all, {trace.ttft * 1e3:.0f} ms to the first token")
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def plot_stage_shares(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
+    """rows: `what`, and the `seconds` of each stage."""
+    ax = axes_or_new(ax, figsize=(9, 0.5 * len(rows) + 1.6))
+    stages = list(dict.fromkeys(stage for row in rows for stage in row["seconds"]))
+    names = [row["what"] for row in rows]
+    left = np.zeros(len(rows))
+    for stage, color in zip(stages, STAGE_COLORS, strict=False):
+        milliseconds = [row["seconds"].get(stage, 0.0) * 1e3 for row in rows]
+        ax.barh(names, milliseconds, left=left, color=color, label=stage)
+        left += milliseconds
+    ax.set(xlabel="milliseconds", title="stages of an answer")
+    ax.invert_yaxis()
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def plot_cost_curves(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
+    """rows: curves of one measurement, all of the same `x`. Logarithmic axes: the slope is the exponent."""
+    ax = axes_or_new(ax)
+    for row, color in zip(rows, STAGE_COLORS, strict=False):
+        xs, ms = [point["x"] for point in row["points"]], [point["ms"] for point in row["points"]]
+        ax.loglog(xs, ms, "o-", color=color, ms=3, label=f"{row['curve']}: {row['time_exponent']:.2f}")
+    ax.set(xlabel=rows[0]["x"], ylabel="milliseconds", title=f"by {rows[0]['x']}")
+    ax.legend(fontsize=8, frameon=False)
+    ax.grid(alpha=0.25)
+    return ax
+
+
+def plot_roofline(measured: Mapping, *, ax: Axes | None = None) -> Axes:
+    """measured: the `peaks` of a machine, and `towers` with counted `operations` and `bytes`, timed in each dtype."""
+    ax, peaks = axes_or_new(ax, figsize=(8, 4.5)), measured["peaks"]
+    intensity = np.geomspace(1, 1e3, 200)
+    for dtype, color in (("float32", STAGE_COLORS[0]), ("bfloat16", STAGE_COLORS[1])):
+        roof = np.minimum(peaks[dtype], intensity * peaks["bytes_per_s"]) / 1e9
+        ax.loglog(intensity, roof, color=color, lw=1, label=f"{dtype}: best product, {peaks[dtype] / 1e9:.0f} G/s")
+        for row, marker in zip(measured["towers"], "ov^s<>Dp", strict=False):
+            moved = sum(row["bytes"].values()) * (0.5 if dtype == "bfloat16" else 1)
+            rate = row["operations"] / row[dtype]["ms"] / 1e6
+            label = f"{row['tower']}, {row['px']} px" if dtype == "float32" else None
+            ax.plot(row["operations"] / moved, rate, marker, color=color, ms=6, ls="", label=label)
+    ax.set(xlabel="operations per byte that kernels read and write", ylabel="operations per second, 10$^9$")
+    ax.set_title(f"towers under the roof of {measured['device']}, one thread")
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
+    ax.grid(alpha=0.25)
+    return ax
+
+
+def plot_gpu_estimates(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
+    """rows: `px`, and milliseconds of `products`, `traffic` and `launches`, none of them measured.
+
+    The first two follow each other on the device; launches run beside them, on the host.
+    """
+    ax = axes_or_new(ax, figsize=(8, 3.8))
+    places, width = np.arange(len(rows)), 0.38
+    products, traffic, launches = ([row[name] for row in rows] for name in ("products", "traffic", "launches"))
+    ax.bar(places - width / 2, products, width, color=STAGE_COLORS[0], label="device: matrix products, attention")
+    ax.bar(
+        places - width / 2, traffic, width, bottom=products, color=STAGE_COLORS[0], alpha=0.4,
+        label="device: traffic of all other kernels",
+    )  # fmt: skip
+    ax.bar(places + width / 2, launches, width, color=STAGE_COLORS[1], label="host: launches of an eager run")
+    ax.set_xticks(places, [f"{row['px']} px" for row in rows])
+    ax.set(ylabel="milliseconds, estimated", title="estimates, not measured")
+    ax.legend(fontsize=8, frameon=False)
     ax.spines[["top", "right"]].set_visible(False)
     return ax

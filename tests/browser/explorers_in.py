@@ -1,10 +1,14 @@
 """What the tests of pages and of JupyterLab do with an explorer on the screen."""
 
+from functools import cache
+
 from explorer_oracles import assert_agree
 
 from refvl.paths import DATA
+from refvl.viz.explorers import page
+from refvl.viz.explorers.gallery import GALLERY
 
-OUT = DATA.parent / "outputs" / "browser"  # timings and screenshots
+OUT = DATA.parent / "outputs" / "browser"  # the record and screenshots
 STEPS = 20
 PIXELS = "root => [...root.querySelectorAll('canvas')].map(c => c.toDataURL()).join()"
 # one step of the slider with the most options, to and fro; milliseconds until the second frame was painted
@@ -20,6 +24,20 @@ TIMED = """async (root, steps) => {
   }
   return times.sort((a, b) => a - b)[steps >> 1];
 }"""
+
+
+@cache
+def made(name: str):
+    """The explorer `name` of the gallery as Python has it."""
+    return GALLERY[name]()
+
+
+def keep_time(root, name: str, place: str, record: dict) -> float:
+    """Milliseconds of a step, kept in the record beside what the explorer weighs."""
+    explorer, milliseconds = made(name), root.evaluate(TIMED, STEPS)
+    sizes = {"title": explorer.title, "states": len(explorer.states), "bytes": len(page(explorer).encode())}
+    record[name] = record.get(name, sizes) | {f"{place}_ms": round(milliseconds, 1)}
+    return milliseconds
 
 
 def shown(root) -> int:

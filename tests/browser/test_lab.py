@@ -1,9 +1,11 @@
 """Explorers and whole notebooks in JupyterLab, as a person uses them. Oracle of the numbers: refvl's functions."""
 
+import shutil
+
 import nbformat
 import pytest
 from explorer_oracles import ORACLES
-from explorers_in import OUT, STEPS, TIMED, check_controls, check_keys_and_pointer, check_names, shown
+from explorers_in import OUT, check_controls, check_keys_and_pointer, check_names, keep_time, made, shown
 from nbformat.v4 import new_code_cell, new_notebook
 
 from refvl.paths import DATA
@@ -12,9 +14,10 @@ from refvl.viz.explorers.gallery import GALLERY
 pytestmark = pytest.mark.browser
 NOTEBOOKS = DATA.parent / "notebooks"
 MINUTES = 60_000
-
-
-FAILED = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
+VIEW = "application/vnd.jupyter.widget-view+json"
+FAILED, STDERR = (
+    f".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.{kind}']" for kind in ("error", "stderr")
+)
 
 
 def run_all(page) -> None:
@@ -46,26 +49,38 @@ def gallery(lab, chromium):
     page.on("pageerror", lambda error: heard.append(str(error)))
     run_all(page)
     page.wait_for_function(
-        f"() => document.querySelectorAll('.refvl[data-index]').length === {len(GALLERY)}", timeout=2 * MINUTES
+        f"() => document.querySelectorAll('.refvl[data-index]').length === {len(GALLERY)}", timeout=10 * MINUTES
     )
     yield page, heard
     page.context.close()
 
 
 @pytest.mark.parametrize("name", GALLERY)
-def test_an_explorer_is_live(name, gallery, timings):
+def test_an_explorer_is_live(name, gallery, record):
     """Controls, keys and names as on the page; the time of a step, while the kernel hears of each."""
     page, heard = gallery
     root = page.locator(".refvl").nth(list(GALLERY).index(name))
     root.scroll_into_view_if_needed()
-    made = GALLERY[name]()
-    assert shown(root) == made.index
-    check_controls(root, made, ORACLES[name])
+    assert shown(root) == made(name).index
+    check_controls(root, made(name), ORACLES[name])
     check_keys_and_pointer(root)
     check_names(root)
-    timings.setdefault("lab", {})[name] = round(root.evaluate(TIMED, STEPS), 1)
+    keep_time(root, name, "lab", record)
     root.screenshot(path=OUT / f"lab_{name}.png")
     assert heard == []
+
+
+def test_plain_keys_are_the_explorers_not_the_notebooks(gallery):
+    """JupyterLab, outside of an editor, walks through cells with arrows, adds one by B and deletes one by D, D."""
+    page, _ = gallery
+    cells, active = page.locator(".jp-Cell"), page.locator(".jp-Cell.jp-mod-active")
+    for control in ("select", "input[type=range]:not([disabled])", "canvas[role=application]"):
+        control = page.locator(f".refvl {control}").first
+        control.focus()
+        before = cells.count(), active.element_handle()
+        for key in ("ArrowUp", "ArrowDown", "b", "d", "d"):
+            control.press(key)
+        assert cells.count() == before[0] and before[1].evaluate("cell => cell.classList.contains('jp-mod-active')")
 
 
 def test_the_next_cell_reads_where_the_reader_is(gallery):
@@ -116,18 +131,21 @@ def test_saved_and_not_run_it_is_a_picture_until_trusted(lab, chromium):
 
 @pytest.mark.parametrize("name", ["01_patches_and_windows", "02_mrope"])
 def test_a_notebook_runs_from_top_to_bottom(name, lab, chromium):
-    """By the menu; no cell fails and nothing is written to stderr."""
+    """By the menu; no cell fails, nothing is written to stderr, and every explorer that was saved is drawn."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.update(outputs=[], execution_count=None)  # numbers then mean that it ran
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    explorers = sum(VIEW in output.get("data", ()) for cell in code for output in cell.outputs)
+    for cell in code:
+        cell.update(outputs=[], execution_count=None)  # numbers then mean that it ran
+    notebook.metadata.pop("widgets", None)
     nbformat.write(notebook, lab.root / f"{name}.ipynb")
+    shutil.copy(NOTEBOOKS / "exercises.py", lab.root)
     page = lab.open(chromium, f"{name}.ipynb")
     run_all(page)
-    page.wait_for_timeout(1000)
-    page.screenshot(path=OUT / f"lab_{name}.png")
-    assert (
-        page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").all_inner_texts() == []
+    page.wait_for_function(
+        "count => document.querySelectorAll('.refvl[data-index]').length === count", arg=explorers, timeout=10 * MINUTES
     )
-    assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']").count() == 0
+    assert explorers
+    page.screenshot(path=OUT / f"lab_{name}.png")
+    assert page.locator(STDERR).all_inner_texts() == page.locator(FAILED).all_inner_texts() == []
     page.context.close()

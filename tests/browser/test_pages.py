@@ -2,7 +2,7 @@
 
 import pytest
 from explorer_oracles import ORACLES
-from explorers_in import OUT, STEPS, TIMED, check_controls, check_keys_and_pointer, check_names, shown
+from explorers_in import OUT, check_controls, check_keys_and_pointer, check_names, keep_time, made, shown
 
 from refvl.viz.explorers import page as page_of
 from refvl.viz.explorers.gallery import GALLERY
@@ -12,11 +12,10 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture(scope="module", params=GALLERY)
 def explorer(request, chromium, tmp_path_factory):
-    """(name, explorer, its file, the page in an offline browser, what was said and asked for)."""
+    """(name, its file, the page in an offline browser, what was said and asked for)."""
     name = request.param
-    made = GALLERY[name]()
     file = tmp_path_factory.mktemp("pages") / f"{name}.html"
-    file.write_text(page_of(made))
+    file.write_text(page_of(made(name)))
     context = chromium.new_context(offline=True, viewport={"width": 1200, "height": 900})
     page, heard, asked = context.new_page(), [], []
     page.on("console", lambda message: heard.append(message.text))
@@ -24,30 +23,27 @@ def explorer(request, chromium, tmp_path_factory):
     page.on("request", lambda ask: asked.append(ask.url))
     page.goto(file.as_uri())
     page.wait_for_selector(".refvl[data-index]", timeout=60_000)
-    yield name, made, file, page, heard, asked
+    yield name, file, page, heard, asked
     context.close()
 
 
 def test_appears_and_every_control_changes_it(explorer):
-    name, made, _, page, _, _ = explorer
+    name, _, page, _, _ = explorer
     root = page.locator(".refvl")
-    assert shown(root) == made.index
-    check_controls(root, made, ORACLES[name])
+    assert shown(root) == made(name).index
+    check_controls(root, made(name), ORACLES[name])
 
 
 def test_keyboard_pointer_and_screen_readers(explorer):
-    root = explorer[3].locator(".refvl")
+    root = explorer[2].locator(".refvl")
     check_keys_and_pointer(root)
     check_names(root)
 
 
-def test_steps_are_timed(explorer, timings):
+def test_steps_are_timed(explorer, record):
     """The goal stands in the record; here only that it was measured, and that steps do draw."""
-    name, _, _, page, _, _ = explorer
-    root = page.locator(".refvl")
-    milliseconds = root.evaluate(TIMED, STEPS)
-    timings.setdefault("page", {})[name] = round(milliseconds, 1)
-    assert 0 < milliseconds < 5000
+    name, _, page, _, _ = explorer
+    assert 0 < keep_time(page.locator(".refvl"), name, "page", record) < 5000
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -55,7 +51,7 @@ def test_both_themes_are_drawn(explorer, theme):
     """In the colours of viz.style, read back from the page; and the screenshots are kept."""
     from refvl.viz.style import THEMES
 
-    name, _, _, page, _, _ = explorer
+    name, _, page, _, _ = explorer
     page.emulate_media(color_scheme=theme)
     root = page.locator(".refvl")
     shown(root)
@@ -65,6 +61,6 @@ def test_both_themes_are_drawn(explorer, theme):
 
 def test_nothing_was_asked_for_and_nothing_complained(explorer):
     """Last, after all that was done with the page."""
-    _, _, file, _, heard, asked = explorer
+    _, file, _, heard, asked = explorer
     assert [url for url in asked if not url.startswith(("blob:", "data:"))] == [file.as_uri()]
     assert heard == []

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.attention.varlen as torch_varlen
+import torch.nn.functional as F
 from simulated_kernels import KERNELS
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -39,7 +40,6 @@ INDEXING = {ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default, 
 WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 WAITING = {ATEN.equal.default, ATEN.is_nonzero.default, ATEN.bincount.default, ATEN.masked_select.default}
 CUDA, META = 1, 14  # of `c10::DeviceType`
-FLASH, EFFICIENT = 1, 2  # of `torch.nn.attention.SDPBackend`
 
 
 class CudaError(RuntimeError):
@@ -190,9 +190,6 @@ class Machine:
         if function is torch.ops.torch_attn._varlen_attn.default:  # an operation written in Python
             with _Dispatch(self):
                 return torch_varlen._varlen_attn._init_fn(*args, **kwargs)
-        if function is ATEN._fused_sdp_choice.default:
-            is_flash = args[0].dtype in (torch.float16, torch.bfloat16) and (len(args) < 4 or args[3] is None)
-            return FLASH if is_flash else EFFICIENT
         if function is ATEN.is_pinned.default:
             return False
         arrives = to_device or (bool(on_device) and wanted is None)
@@ -384,7 +381,10 @@ class _Dispatch(TorchDispatchMode):
 
 
 class _Python(TorchFunctionMode):
-    """What a build without CUDA cannot do before ATen is reached: memory is pinned, and "cuda" gets its index."""
+    """What a build without CUDA does otherwise before ATen is reached.
+
+    Memory is pinned, "cuda" gets its index, and what CUDA has one kernel for stays whole.
+    """
 
     def __init__(self, machine: Machine):
         super().__init__()
@@ -398,11 +398,27 @@ class _Python(TorchFunctionMode):
             return pinned
         if function is Tensor.is_pinned:
             return args[0] in self.machine.pinned
+        if function in FUSED and isinstance(args[0], CudaTensor):
+            return self.machine.run(*FUSED[function](*args, **kwargs))[0]
         if function is Tensor.cuda:
             return args[0].to("cuda:0")
         if function is not torch.device:
             args, kwargs = tree_map(_with_index, (args, kwargs))
         return function(*args, **kwargs)
+
+
+def _rms_norm(x, shape, weight=None, eps=None):
+    return ATEN._fused_rms_norm.default, (x, shape, weight, eps), {}
+
+
+def _sdpa(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    if attn_mask is None and q.dtype in (torch.float16, torch.bfloat16):
+        return ATEN._scaled_dot_product_flash_attention.default, (q, k, v, dropout_p, is_causal), {"scale": scale}
+    efficient = ATEN._scaled_dot_product_efficient_attention.default
+    return efficient, (q, k, v, attn_mask, False, dropout_p, is_causal), {"scale": scale}
+
+
+FUSED = {F.rms_norm: _rms_norm, F.scaled_dot_product_attention: _sdpa}  # which kernel CUDA runs
 
 
 def _with_index(device: Any) -> Any:

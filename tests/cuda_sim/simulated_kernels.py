@@ -59,6 +59,13 @@ def efficient_sdpa(q, k, v, bias, log_sumexp, dropout=0.0, is_causal=False, *, s
     return out, *torch.zeros(3, 0)
 
 
+def fused_rms_norm(x, shape, weight, eps):
+    """float32 inside, rounded once: by parts, as on a CPU, it is rounded before the weight as well."""
+    dims = tuple(range(-len(shape), 0))
+    scale = torch.rsqrt(x.float().pow(2).mean(dims, keepdim=True) + eps)
+    return (x.float() * scale * weight.float()).to(x.dtype), scale
+
+
 def require(holds: bool, what: str) -> None:
     if not holds:
         raise RuntimeError(f"attention: the kernel takes {what}")
@@ -69,4 +76,5 @@ KERNELS: dict = {  # those that a CPU does not have
     torch.ops.aten._cudnn_attention_forward.default: cudnn_attention,
     torch.ops.aten._scaled_dot_product_flash_attention.default: flash_sdpa,
     torch.ops.aten._scaled_dot_product_efficient_attention.default: efficient_sdpa,
+    torch.ops.aten._fused_rms_norm.default: fused_rms_norm,
 }

@@ -1,6 +1,8 @@
 """`python -m refvl check-gpu` on the simulated device: it passes, and a planted mistake turns the verdict."""
 
 import json
+import sys
+from functools import partial
 
 import pytest
 import torch
@@ -8,10 +10,9 @@ import torch
 import refvl.attention as attention
 from refvl.encoders import Qwen2_5_VisionConfig
 from refvl.tools import check_gpu as checks
+from refvl.tools import cli
 
-
-def check():
-    return checks.check_gpu(config=Qwen2_5_VisionConfig.tiny(), sides=(4, 6), compiles=False)
+check = partial(checks.check_gpu, config=Qwen2_5_VisionConfig.tiny(), sides=(4, 6), compiles=False)
 
 
 @pytest.fixture(autouse=True)
@@ -19,11 +20,17 @@ def few_head_dims(monkeypatch):
     monkeypatch.setattr(checks, "HEAD_DIMS", (64, 80))
 
 
-def test_it_passes_and_can_be_written(machine, tmp_path):
-    result = check()
-    assert result["passed"], checks.verdict(result)
-    assert json.loads(checks.write_result(result, tmp_path / "check.json").read_text()) == result
-    assert checks.verdict(result).startswith("check-gpu: simulated (9.0), torch ")
+def test_the_command_passes_and_writes_what_it_found(machine, monkeypatch, tmp_path, capsys):
+    """From the command line to the file, on a small tower."""
+    monkeypatch.setattr(checks, "check_gpu", check)
+    monkeypatch.setattr(sys, "argv", ["refvl", "check-gpu", "--out", str(tmp_path / "check.json")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    *_, verdict = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0, verdict
+    assert verdict.startswith("check-gpu: simulated (9.0), torch ") and "passes all" in verdict
+    result = json.loads((tmp_path / "check.json").read_text())
+    assert result["passed"] and all(row["passed"] for row in result["rows"])
     named = {row["check"] for row in result["rows"]}
     assert {"varlen, bfloat16, heads of 80", "masked, float32, heads of 64", "56 px: graph"} <= named
 

@@ -21,6 +21,22 @@ def test_numbers_are_true(machine):
     assert torch.equal(z.cpu(), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_an_rms_norm_is_one_kernel_and_rounds_no_more_than_its_parts(machine, dtype):
+    """Oracle: the formula in float64. The kernel rounds to dtype once, its parts before the weight as well."""
+    norm, x = torch.nn.RMSNorm(64, eps=1e-6).to(dtype), torch.randn(32, 64).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    exact = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-6) * norm.weight.double()
+    parts, on_device = norm(x), x.cuda()
+    machine.counts.clear()
+    whole = norm.to("cuda")(on_device)
+    assert machine.counts["fused_rms_norm"] == 1
+    inside = 64 * torch.finfo(torch.float32).eps  # a sum of 64 squares, in any order
+    for out, times in ((parts, 2), (whole.cpu(), 1)):
+        rounding = (times * torch.finfo(dtype).eps / 2 + inside) * (exact.abs() + torch.finfo(dtype).tiny)
+        assert ((out.double() - exact).abs() <= rounding).all()
+
+
 def test_operands_share_a_device(machine):
     x = torch.ones(3, device="cuda")
     with pytest.raises(CudaError, match="Expected all tensors to be on the same device"):

@@ -115,5 +115,23 @@ def test_a_cache_of_fixed_size_changes_no_id(name):
     vlm = refvl.load(DATA / "checkpoints" / name, device="cpu", compile=True, progress=False)
     static = vlm.trace(question, max_new_tokens=4, **media).token_ids
     assert vlm.language_model.generation_config.cache_implementation == "static"
+    assert not vlm.encoder.is_compiled
     vlm.language_model.generation_config.cache_implementation = None
     assert vlm.trace(question, max_new_tokens=4, **media).token_ids == static
+
+
+def test_compile_has_torch_compile_every_block_before_it_returns(monkeypatch):
+    """Whole, for all sizes, and run once. What comes of it: `tests/encoders/test_compiled_blocks.py`."""
+    compiled, ran = [], []
+
+    def compile_(module, **options):
+        compiled.append((module, options))
+        module.register_forward_hook(lambda *_: ran.append(module))
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_)
+    with simulated_cuda():
+        folder = DATA / "checkpoints" / "tiny-qwen2_5_vl"
+        vlm = refvl.load(folder, device="cuda", dtype="bfloat16", compile=True, progress=False)
+        blocks = list(vlm.encoder.blocks)
+        assert compiled == [(block, {"dynamic": True}) for block in blocks] and ran == blocks
+        assert vlm.encoder.is_compiled

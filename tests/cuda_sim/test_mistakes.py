@@ -44,8 +44,8 @@ def change_plan(monkeypatch, **changes):
 
 
 def change_rotary(monkeypatch, change):
-    right = qwen.apply_rotary
-    monkeypatch.setattr(qwen, "apply_rotary", lambda x, cos, sin: change(right(x, cos, sin)))
+    right = qwen.rotate
+    monkeypatch.setattr(qwen, "rotate", lambda x, cos, sin: change(right(x, cos, sin)))
 
 
 def test_without_a_mistake_all_is_well(machine, cases):

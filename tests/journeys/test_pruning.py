@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_step3_checkpoint
+from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_qwen3_checkpoint, make_step3_checkpoint
 from checkpoint_factory_minicpmv import make_minicpmv_checkpoint
 
 import refvl
@@ -16,6 +16,8 @@ from refvl.tools.cli import Pruning, main
 CLIP, PHOTO = DATA / "clips" / "bigbuckbunny.mp4", DATA / "pictures" / "coffee.jpg"
 FAMILIES = {
     "Qwen2.5-VL": make_checkpoint,
+    "Qwen3-VL": partial(make_qwen3_checkpoint, model_type="qwen3_vl"),
+    "Qwen3-VL with experts": partial(make_qwen3_checkpoint, model_type="qwen3_vl_moe"),
     "GLM-4.1V": partial(make_glm_checkpoint, model_type="glm4v", processor_class="Glm4vProcessor"),
     "GLM-OCR": partial(make_glm_checkpoint, model_type="glm_ocr", processor_class="Glm46VProcessor"),
 }
@@ -44,6 +46,7 @@ def test_a_trace_keeps_what_the_rule_keeps(vlm, name):
     assert image is None and torch.equal(video, want) and 0 < want.sum() < len(want)
     assert torch.equal(run.positions, full.positions[:, run.keep])
     assert torch.equal(run.inputs_embeds, full.inputs_embeds[run.keep])
+    assert torch.equal(run.deepstack, full.deepstack[run.keep])
 
 
 def test_rules_differ_and_evs_is_the_default(vlm):

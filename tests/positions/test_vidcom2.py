@@ -11,6 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import refvl
+from refvl.paths import DATA
 from refvl.positions import (
     PRUNERS,
     find_pruner,
@@ -101,6 +103,18 @@ def test_mask_equals_the_slow_formula(thw, q, width, seed, ties):
     want, budgets = slow_mask(embeds, thw, q)
     assert vidcom2_frame_budgets(vidcom2_similarities(embeds, thw[0])[0], q).tolist() == budgets
     assert vidcom2_retention_mask(embeds, thw, 1, q).tolist() == want
+
+
+@pytest.mark.parametrize("q", [0.25, 0.5])
+def test_a_clip_of_qwen3_vl_is_pruned_by_the_slow_formula(q):
+    """Oracle: `slow_mask` of the tower's wide rows, features of all depths, in a run that still answers right."""
+    model = refvl.load(DATA / "checkpoints" / "tiny-qwen3_vl", device="cpu", progress=False)
+    ask = {"videos": [DATA / "clips" / "scene.mp4"], "pruning_rate": q, "pruning": "vidcom2"}
+    run = model.trace("Which way does the circle move?", **ask)
+    [rows], [mask] = run.embeds, run.keep_masks
+    assert rows.shape[1] == model.language_model.row_width > model.language_model.config.hidden_size
+    assert mask.tolist() == slow_mask(rows, run.patches[0].merged.thw, q)[0] and run.text == "up"
+    assert run.text == model.chat("Which way does the circle move?", **ask)
 
 
 def test_a_still_video_ties_in_all_frames_and_the_earlier_keep_more():

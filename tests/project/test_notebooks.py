@@ -1,12 +1,15 @@
 """Notebooks as they are committed: executed, in order, light, and defining nothing. Oracle: the file format itself.
 
-That they still run is shown by `make test`, which executes each one.
+That they still run, and no cell for longer than a minute, is shown by `make test`, which executes each one.
 """
 
+import ast
 import copy
+import json
 import re
 from pathlib import Path
 
+import exercises
 import pytest
 
 nbformat = pytest.importorskip("nbformat")
@@ -14,7 +17,7 @@ nbformat = pytest.importorskip("nbformat")
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 EXPECTED = [
     "00_image_to_text", "01_patches_and_windows", "02_mrope", "03_evs", "04_graph_capture", "05_graph_budgets",
-    "06_glm", "07_minicpmv", "08_step3", "09_data_parallel", "10_four_encoders", "12_qwen3_vl", "13_adapt",
+    "06_glm", "07_minicpmv", "08_step3", "09_data_parallel", "10_five_encoders", "12_qwen3_vl", "13_adapt",
 ]  # fmt: skip
 PATHS = sorted(FOLDER.glob("[0-9]*.ipynb"))
 MAX_BYTES = 300_000
@@ -22,6 +25,16 @@ MAX_STATE_BYTES = 250_000
 WIDGETS = "application/vnd.jupyter.widget-state+json"
 VIEW = "application/vnd.jupyter.widget-view+json"
 INSTALL_LOG = re.compile(r"Successfully installed|Requirement already satisfied|Collecting \S+|Downloading \S+\.whl")
+
+MAX_OUTPUTS = 4_000_000  # bytes, of all notebooks together
+MAX_MINUTES = 300
+COLUMNS = 100  # of printed text
+GLOSSARY = (FOLDER.parent / "docs/glossary.md").read_text(encoding="utf-8")
+RUN_NO_MODEL = {"11_performance"}  # it reads measurements, so that its repair is of a benchmark
+KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+LANGUAGE = {"codemirror_mode", "file_extension", "mimetype", "name", "nbconvert_exporter", "pygments_lexer", "version"}
+CLAIM = re.compile(r"(?<!\*)\*Claims?:\s")
+DATE = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d")
 
 each_notebook = pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
 
@@ -51,6 +64,25 @@ def printed(cell) -> str:
     return "".join(output.get("text", "") for output in cell.outputs if output.output_type == "stream")
 
 
+def text_of(output) -> str:
+    """What an output says in words; the words of a figure or an explorer stand in its alt text."""
+    if output.output_type == "stream":
+        return output.text
+    data = output.get("data", {})
+    return "" if set(data) - {"text/plain", "text/html"} else data.get("text/plain", "")
+
+
+def is_bare(text: str) -> bool:
+    """A tuple, list, dict, set, tensor or number, or an object without a repr."""
+    return bool(re.match(r"[(\[{\d-]|torch\.|tensor\(|array\(|<.* at 0x", text))
+
+
+def prose_of(path: Path) -> list[str]:
+    """The markdown cells without code, collapsed blocks and addresses of links; not the last: it announces another."""
+    left_out = re.compile(r"```.*?```|<details>.*?</details>|`[^`\n]*`|(?<=\])\([^)]*\)", re.S)
+    return [left_out.sub("", cell.source) for cell in read(path).cells[:-1] if cell.cell_type == "markdown"]
+
+
 def test_the_expected_notebooks_are_there():
     assert set(EXPECTED) <= {path.stem for path in PATHS}
 
@@ -67,10 +99,49 @@ def test_format_is_valid_and_light(path):
 @each_notebook
 def test_metadata_holds_a_kernel_and_the_state_of_explorers_only(path):
     """Code hosts refuse to render widgets without the key "state"; views need explorers, not ipywidgets' own."""
-    metadata = read(path).metadata
-    assert metadata.kernelspec.name == "python3"
-    saved = metadata.get("widgets", {WIDGETS: {"state": {}}})[WIDGETS]["state"]
+    saved = read(path).metadata.get("widgets", {WIDGETS: {"state": {}}})[WIDGETS]["state"]
     assert all("_esm" in entry["state"] for entry in saved.values() if entry["model_module"] == "anywidget")
+
+
+@pytest.mark.parametrize("path", [*PATHS, FOLDER / "index.ipynb"], ids=lambda path: path.stem)
+def test_opening_leaves_no_unsaved_mark(path):
+    """JupyterLab writes the kernel's name and its language into a notebook, and marks it where they are others."""
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    assert notebook["metadata"]["kernelspec"] == KERNEL
+    assert set(notebook["metadata"]["language_info"]) == LANGUAGE
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+
+
+@each_notebook
+def test_nothing_says_when_it_ran(path):
+    notebook = read(path)
+    assert [cell.metadata for cell in notebook.cells if "execution" in cell.metadata] == []
+    outputs = [output for cell in code_cells(path) for output in cell.outputs]
+    assert [
+        output for output in outputs if DATE.search(text_of(output)) or "execution" in output.get("metadata", {})
+    ] == []
+
+
+@each_notebook
+def test_outputs_are_sentences_tables_or_figures(path):
+    """No container of Python alone, no address of an object, no widget without a picture beside it."""
+    outputs = [output for cell in code_cells(path) for output in cell.outputs if "data" in output]
+    assert [
+        o.data["text/plain"] for o in outputs if set(o.data) == {"text/plain"} and is_bare(o.data["text/plain"])
+    ] == []
+    assert [o.data["text/plain"] for o in outputs if VIEW in o.data and "image/png" not in o.data] == []
+
+
+@each_notebook
+def test_printed_text_fits(path):
+    lines = [line for cell in code_cells(path) for output in cell.outputs for line in text_of(output).splitlines()]
+    shown = [line for line in lines if not line.startswith(tuple(exercises.MARKS.values()))]  # verdicts wrap as HTML
+    assert [line for line in shown if len(line) > COLUMNS] == []
+
+
+def test_outputs_are_light_together():
+    cells = [cell for path in [*PATHS, FOLDER / "index.ipynb"] for cell in code_cells(path)]
+    assert sum(len(json.dumps(cell.outputs)) for cell in cells) < MAX_OUTPUTS
 
 
 @each_notebook
@@ -85,6 +156,20 @@ def test_outputs_hold_no_error_and_no_install_log(path):
     assert [o.ename for cell in cells for o in cell.outputs if o.output_type == "error"] == []
     assert [text for cell in cells if INSTALL_LOG.search(text := printed(cell))] == []
     assert any(cell.outputs for cell in cells)
+
+
+@each_notebook
+def test_nothing_was_said_on_stderr(path):
+    streams = [o for cell in code_cells(path) for o in cell.outputs if o.output_type == "stream"]
+    assert [stream.text for stream in streams if stream.name == "stderr"] == []
+
+
+@each_notebook
+def test_every_picture_has_words(path):
+    """Alt text in the output's metadata: `notebook_figures` and explorers write it when a cell runs."""
+    shown = [o for cell in code_cells(path) for o in cell.outputs if "data" in o]
+    alts = [o.metadata.get(kind, {}).get("alt", "") for o in shown for kind in o.data if kind.startswith("image/")]
+    assert [alt for alt in alts if len(alt.split()) < 3] == []
 
 
 @each_notebook
@@ -105,10 +190,24 @@ def test_nothing_is_defined_but_exercises(path):
 
 
 @each_notebook
-def test_two_exercises_with_their_checks(path):
-    exercises = [cell for cell in code_cells(path) if is_exercise(cell)]
-    assert len(exercises) == 2
-    assert all("check_" in cell.source for cell in exercises)
+def test_two_exercises_that_start_red(path):
+    """One of them is a repair, whose verdict says what a model answers; nothing is done in a notebook as committed."""
+    cells = [cell for cell in code_cells(path) if is_exercise(cell)]
+    assert len(cells) >= 2 and all("check_" in cell.source for cell in cells)
+    verdicts = [output.data["text/plain"] for cell in cells for output in cell.outputs]
+    assert len(verdicts) == len(cells)
+    assert [verdict for verdict in verdicts if verdict.startswith(exercises.MARKS["right"])] == []
+    assert path.stem in RUN_NO_MODEL or any('; asked "' in verdict for verdict in verdicts)
+
+
+@each_notebook
+def test_stubs_say_what_comes_and_what_to_return(path):
+    """Annotations of all arguments and of the result, and a docstring."""
+    for cell in code_cells(path):
+        functions = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.FunctionDef)]
+        for function in functions if is_exercise(cell) else ():
+            assert all(argument.annotation for argument in function.args.args) and function.returns, function.name
+            assert ast.get_docstring(function), function.name
 
 
 @each_notebook
@@ -126,6 +225,70 @@ def test_no_machine_path_is_printed(path):
     assert re.findall(r"/(?:home|root|tmp|Users|work)/\w+", path.read_text()) == []
 
 
-def test_the_index_leads_to_every_notebook():
-    [cell] = read(FOLDER / "index.ipynb").cells
-    assert re.findall(r"\]\((.*?)\)", cell.source) == [path.name for path in PATHS]
+@each_notebook
+def test_claims_are_asserted(path):
+    """Each claim is written `*Claim: ...*`, and the next cell of code asserts something."""
+    claiming = False
+    for cell in read(path).cells:
+        if cell.cell_type == "code":
+            assert not claiming or re.search(r"^\s*assert\b|assert_close", cell.source, re.M), cell.source
+            claiming = False
+        else:
+            assert not claiming, "a claim without a cell"
+            claiming = bool(CLAIM.search(cell.source))
+            assert len(CLAIM.findall(cell.source)) == len(re.findall(r"\bClaims?\b", cell.source)), cell.source
+    assert not claiming
+
+
+@each_notebook
+def test_first_cell_says_how_long_it_takes(path):
+    """Computed from words, cells and exercises; five minutes more or less are not worth an edit."""
+    [said] = re.findall(r"^\*\*Time\.\*\* (\d+) minutes", read(path).cells[0].source, re.M)
+    assert abs(int(said) - exercises.Chapter.read(path).minutes) <= 5
+
+
+def test_the_course_fits_an_afternoon():
+    assert sum(exercises.Chapter.read(path).minutes for path in PATHS) <= MAX_MINUTES
+
+
+def test_the_index_shows_the_course_and_leads_to_every_notebook():
+    """Its table is the one of `exercises.progress`, which counts; run it again when a notebook has changed."""
+    index = read(FOLDER / "index.ipynb")
+    [table] = [output.data["text/html"] for cell in index.cells for output in cell.get("outputs", ())]
+    chapters = exercises.progress().chapters
+    shown = re.findall(r"<a href='(.*?)\.ipynb'>.*?</a></td><td>(\d+)</td>", table)
+    assert shown == [(chapter.name, str(chapter.minutes)) for chapter in chapters]
+    assert exercises.MARKS["right"] not in table and len(chapters) == len(PATHS)
+    assert "](../docs/glossary.md)" in "".join(cell.source for cell in index.cells)
+
+
+TERMS = {  # term -> where the glossary says that it first appears
+    term: (book, section)
+    for term, book, section in re.findall(
+        r"^- \*\*(.+?)\*\*(?:(?!^- ).)*?\[\d\d\]\(\.\./notebooks/(\w+)\.ipynb\),\s+(\"[^\"]+\"|first cell)",
+        GLOSSARY,
+        re.S | re.M,
+    )
+}
+
+
+def test_the_glossary_says_where_each_term_first_appears():
+    listed = re.findall(r"^- \*\*(.+?)\*\*", GLOSSARY.split("## Plain words")[0], re.M)
+    assert list(TERMS) == listed and len(listed) == len(set(listed))
+    for book, section in TERMS.values():
+        headings = re.findall(r"^#.*", "\n".join(cell.source for cell in read(FOLDER / f"{book}.ipynb").cells), re.M)
+        assert section == "first cell" or any(section.strip('"') in heading for heading in headings), (book, section)
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_term_is_defined_before_it_is_used(term):
+    """The first notebook that uses it is the glossary's; there it stands in italics or bold, in a heading or as a link,
+    in the cell that uses it first or before."""
+    word = rf"{term}(?:s|d|ed|ly)?"
+    used = re.compile(rf"\b{word}\b", re.I)
+    defined = re.compile(rf"(?<![\w*])\*{{1,2}}{word}\*{{1,2}}(?!\w)|\[{word}\]\(|^#[^\n]*\b{word}\b", re.I | re.M)
+    path = next(path for path in PATHS if used.search("\n".join(prose_of(path))))
+    assert path.stem == TERMS[term][0]
+    first = next(i for i, prose in enumerate(prose_of(path)) if used.search(prose))
+    sources = [cell.source for cell in read(path).cells if cell.cell_type == "markdown"]
+    assert defined.search("\n".join(sources[: first + 1])), sources[first]

@@ -92,10 +92,10 @@ def test_makefile_and_workflow_ask_for_the_python_of_pyproject():
 
 
 def test_every_command_but_help_and_clean_needs_the_environment():
-    """`test-shapes` makes one of its own, with a CUDA build of torch."""
+    """`test-shapes` and `test-vllm` make their own, with a CUDA build of torch and with vLLM."""
     targets = set(re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.M).group(1).split())
     with_environment = set(re.findall(r"^([a-z-]+): \$\(STAMP\) ## ", MAKEFILE, re.M))
-    assert targets - with_environment == {"help", "clean", "test-shapes"}
+    assert targets - with_environment == {"help", "clean", "test-shapes", "test-vllm"}
 
 
 def test_ci_runs_exactly_the_two_commands_of_the_readme():

@@ -42,6 +42,14 @@ def test_the_index_leads_to_all_of_them(written):
     assert {name for name in sizes if name.startswith(("notebooks/", "explorers/"))} <= set(found.links)
 
 
+def test_the_map_leads_everywhere():
+    from refvl.viz.explorers.gallery import GALLERY
+
+    assert {name for station in site.STATIONS for name in station.explorers} == set(GALLERY)
+    numbers = {path.name[:2] for path in (site.ROOT / "notebooks").glob("[0-9]*.ipynb")}
+    assert {number for station in site.STATIONS for number in station.notebooks} == numbers
+
+
 def test_stations_name_files_that_are_there():
     assert [f for s in site.STATIONS for f in s.files if not (site.ROOT / "refvl" / f).is_file()] == []
 
@@ -51,15 +59,16 @@ def test_stations_name_files_that_are_there():
     [
         ('<a href="gone.html">x</a>', "links gone.html, which is not there"),
         ('<a href="#gone">x</a>', "links #gone, which is not there"),
-        ('<img src="data:image/png;base64,AA==">', "1 images without alt text"),
-        ('<img alt="x" src="https://example.org/x.png">', "loads https://example.org/x.png"),
+        ('<img src="data:image/png;base64,AA==">', "1 images with an alt text of fewer than 3 words"),
+        ('<img alt="" src="data:image/png;base64,AA==">', "1 images with an alt text of fewer than 3 words"),
+        ('<img alt="x y z" src="https://example.org/x.png">', "loads https://example.org/x.png"),
         ('<script src="x.js"></script>', "loads x.js"),
         ('<link rel="stylesheet" href="x.css">', "loads x.css"),
         ("x" * 150_001, "150,001 bytes, allowed are 150,000"),
     ],
 )
 def test_problems_are_found(page, problem):
-    sound = '<a href="../index.html#here">x</a><a href="https://example.org">y</a><img alt="z" src="data:image/png,">'
+    sound = '<a href="../index.html#here">x</a><a href="https://a.org">y</a><img alt="x y z" src="data:image/png,">'
     pages = {"index.html": '<p id="here">', "explorers/x.html": sound}
     assert list(site.check(pages)) == []
     assert list(site.check(pages | {"explorers/x.html": page})) == [f"explorers/x.html: {problem}"]

@@ -5,8 +5,10 @@ import itertools
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
-from refvl.viz.style import AXIS_COLORS, HIGHLIGHT, KEPT, THEMES, TOKEN_COLORS
+from refvl.viz.style import AXIS_COLORS, HIGHLIGHT, KEPT, THEMES, TOKEN_COLORS, ink_on
+from refvl.viz.windows import sequence_colors
 
 SEEN_BY = {
     "everyone": np.eye(3),
@@ -52,6 +54,13 @@ def test_text_and_marks_stand_out(theme):
         if contrast(c, surface) < (4.5 if k in ("ink", "muted") else 3)
     }
     assert too_weak == {}
+
+
+def test_numbers_on_items_can_be_read():
+    """Black or white has a contrast of 4.5 on any colour."""
+    inks = {"black": "#000000", "white": "#ffffff"}
+    assert {ink_on(color) for color in sequence_colors(64)} == set(inks)
+    assert min(contrast(inks[ink_on(color)], to_hex(color)) for color in sequence_colors(64)) > 4.5
 
 
 @each_theme

@@ -223,9 +223,45 @@ def test_inline_figures_are_encoded_once_as_the_lighter_format():
     photo = viz.plot_patches(noise, CONFIG, numbers=False).figure
     drawing = viz.plot_attention_segments(torch.tensor([0, 4, 9])).figure
     encode = viz.style.encode_if_lighter
-    assert encode("png", photo) is None and encode("jpeg", photo).startswith(b"\xff\xd8")
-    assert encode("jpeg", drawing) is None and encode("png", drawing).startswith(b"\x89PNG")
+    assert encode("png", photo) is None and encode("jpeg", photo)[0].startswith(b"\xff\xd8")
+    assert encode("jpeg", drawing) is None and encode("png", drawing)[0].startswith(b"\x89PNG")
     plt.close("all")
+
+
+def test_a_figure_is_described_by_its_titles_axes_and_legends():
+    """Each said once, in order; a label says it better; no more than a few lines."""
+    figure, (left, right, bare) = plt.subplots(1, 3)
+    figure.suptitle("two\nfamilies")
+    left.plot([1, 2], label="GLM")
+    left.legend()
+    left.set(title="an image", xlabel="side, px", ylabel="tokens")
+    figure.colorbar(right.imshow([[0, 1]]), label="error")
+    right.set_title("where", loc="left")
+    bare.set_title("where", loc="left")
+    said = "two families; an image: tokens over side, px (GLM); where; colours: error"
+    assert viz.style.describe_figure(figure) == said
+    left.set_title("long " * 100)
+    assert len(viz.style.describe_figure(figure)) <= 320
+    figure.set_label("GLM makes fewer tokens.")
+    assert viz.style.describe_figure(figure) == "GLM makes fewer tokens."
+    assert viz.style.describe_figure(plt.figure()) == ""
+    plt.close("all")
+
+
+def test_a_cell_gives_its_figures_alt_text():
+    """As metadata of the output, in a real kernel, for a drawing and a photograph."""
+    nbclient = pytest.importorskip("nbclient")
+    from nbformat.v4 import new_code_cell, new_notebook
+
+    setup = "import matplotlib.pyplot as plt, numpy as np\nfrom refvl import viz\nviz.style.notebook_figures()"
+    noise = "np.random.default_rng(0).integers(0, 255, (300, 400, 3), dtype=np.uint8)"
+    drawing, photo = "plt.plot([1, 2])\nplt.title('A line')", f"plt.imshow({noise})\nplt.title('A photo');"
+    notebook = new_notebook(cells=[new_code_cell(source) for source in (setup, drawing, photo)])
+    nbclient.NotebookClient(notebook, timeout=300).execute()
+    shown = [output.metadata for cell in notebook.cells for output in cell.outputs if "metadata" in output]
+    assert [metadata for metadata in shown if metadata] == [
+        {"image/png": {"alt": "A line"}}, {"image/jpeg": {"alt": "A photo"}}
+    ]  # fmt: skip
 
 
 def test_numbers_have_room_in_a_subfigure_as_in_a_figure():

@@ -9,7 +9,7 @@ from refvl import viz
 from refvl.tools.costs import MediaPlan
 from refvl.trace import Trace
 
-NAMES = ("Qwen2.5-VL", "GLM-4.1V", "MiniCPM-V 4.5", "Step3-VL")
+NAMES = ("Qwen2.5-VL", "Qwen3-VL", "GLM-4.1V", "MiniCPM-V 4.5", "Step3-VL")
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +26,9 @@ def test_costs_sum_the_media_of_a_family():
     plans = {name: [plan(100 * i, 10), plan(60 * i, 10)] for i, name in enumerate(NAMES, start=1)}
     ax = viz.plot_family_costs(plans, title="a title")
     heights = [bar.get_height() for bar in ax.patches]
-    assert heights == [160, 320, 480, 640, 20, 20, 20, 20]
+    assert heights == [160, 320, 480, 640, 800, 20, 20, 20, 20, 20]
     assert [label.get_text().split("\n")[1] for label in ax.get_xticklabels()] == [
-        f"{n} patches a token" for n in (8, 16, 24, 32)
+        f"{n} patches a token" for n in (8, 16, 24, 32, 40)
     ]
     assert ax.get_title() == "a title" and ax.get_yscale() == "log"
 
@@ -45,8 +45,8 @@ def test_stages_stand_end_to_end():
     traces = {name: Trace(seconds={"plan": 0.001 * i, "encode": 0.002}) for i, name in enumerate(NAMES, start=1)}
     ax = viz.plot_family_stages(traces)
     ends = [bar.get_x() + bar.get_width() for bar in ax.patches]
-    assert ends[:4] == pytest.approx([1, 2, 3, 4])
-    assert ends[4:] == pytest.approx([sum(trace.seconds.values()) * 1e3 for trace in traces.values()])
+    assert ends[:5] == pytest.approx([1, 2, 3, 4, 5])
+    assert ends[5:] == pytest.approx([sum(trace.seconds.values()) * 1e3 for trace in traces.values()])
 
 
 def test_an_unknown_family_has_no_colour():

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from refvl.merge import find_media_spans
+from refvl.merge import FramewiseMedia, find_media_spans
 from refvl.pixels.media import load_image, load_video
 from refvl.positions import MediaSpan, get_mrope_input_positions, mrope_delta
 from refvl.positions.upstream import (
@@ -55,6 +55,7 @@ class Prompt:
     ids: Tensor  # (L,)
     spans: list[MediaSpan]
     kinds: list[str]  # per span
+    is_framewise: bool  # text stands between the frames of its video
 
 
 class PositionsExplorer(Explorer):
@@ -101,18 +102,22 @@ class PositionsExplorer(Explorer):
             {"type": "video", "video": frames, "fps": rate}, {"type": "text", "text": "And what happens here?"},
         ]  # fmt: skip
         messages = processor.messages([{"role": "user", "content": parts}])
-        media = [patches.merged for patches in processor.patchify(processor.decode(messages))]
+        media = processor.extents(processor.decode(messages))
         ids = torch.tensor(processor.tokenize(messages, media))
         spans = find_media_spans(processor.placeholders(ids), media, processor.token_ids)
-        return Prompt(ids, spans, [medium.kind for medium in media for _ in medium.runs])
+        kinds = [medium.kind for medium in media for _ in medium.runs]
+        return Prompt(ids, spans, kinds, isinstance(media[-1], FramewiseMedia))
 
     def compared(self, prompt: Prompt, family: str) -> dict[str, dict]:
-        """A row per convention that differs from ours, and one for none; of conventions that agree, the first."""
+        """A row per convention that differs from ours, and one for none; of conventions that agree, the first.
+
+        All are about videos in one run. Where frames stand apart, vLLM goes on after the largest position, too.
+        """
         count = len(prompt.ids)
         positions, delta = get_mrope_input_positions(count, prompt.spans)
         row = {"positions": positions, "delta": delta, "words": self._words(prompt, family)} | _places(prompt)
         rows, seen = {OURS: row | {"other": None, "other_delta": None}}, [positions]
-        for name, convention in CONVENTIONS.items():
+        for name, convention in ({} if prompt.is_framewise else CONVENTIONS).items():
             other, other_delta = convention(count, prompt.spans)
             if not any(torch.equal(other, one) for one in seen):
                 rows[name] = row | {"other": other, "other_delta": other_delta}

@@ -200,6 +200,11 @@ export function explorer(build) {
     root.setAttribute("aria-label", model.get("name"));
     said.setAttribute("aria-live", "polite");
     root.append(make("style", { textContent: STYLE }), controls, pictures, said);
+    // In a notebook's command mode JupyterLab takes plain keys of whatever has the focus for its own: arrows walk through
+    // cells, D twice deletes one. It listens on the document, so keys that stop here are the control's.
+    root.addEventListener("keydown", event => {
+      if (!event.ctrlKey && !event.metaKey && !event.altKey && !event.shiftKey) event.stopPropagation();
+    });
 
     let seen, table, wish, ours, hovered = -1, say = () => "", canvases = [], widgets = [], frame = 0;
     const theme = themes(model.get("palette"), () => later());

@@ -144,6 +144,6 @@ export default explorer(view => {
   });
 
   view.readout(() => `query ${view.item} of ${queries}: the same query reads the overview and every slice, ` +
-    `and becomes one token of each\nasked "${question}", the small MiniCPM-V says "${view.row.answer}"`);
+    `and becomes one token of each\nasked "${question}", the small MiniCPM-V, which cuts at most ${view.shared.most}, says "${view.row.answer}"`);
   return { count: () => queries };
 });

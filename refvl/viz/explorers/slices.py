@@ -1,6 +1,7 @@
 """Slices and crops: what MiniCPM-V and Step3-VL cut out of one photo of any size, and what the queries read of it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -13,8 +14,7 @@ from refvl.encoders.resampler import attention_weights
 from refvl.pipeline import VLM
 from refvl.pixels.crops import CropConfig, count_prompt_tokens, plan_crops
 from refvl.pixels.media import load_image
-from refvl.pixels.slices import SliceConfig, plan_slices
-from refvl.trace import Trace
+from refvl.pixels.slices import SliceConfig, patchify_slices, plan_slices
 from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.minicpmv import plot_slices
 from refvl.viz.step3_vl import plot_crops
@@ -27,7 +27,8 @@ class SlicesExplorer(Explorer):
     """A photo at every size at which one of the two cuts it in another way.
 
     Items are the queries of `model`, a MiniCPM-V whose slices are a whole number of times smaller than those of
-    `slices`: it sees the photo scaled down as much, cut in the same way, and is asked `question`.
+    `slices`: its queries read the photo scaled down as much, cut in the same way. Asked `question` about that photo, it
+    cuts at most as many slices as its own config says.
     """
 
     _esm = module("slices")
@@ -47,7 +48,7 @@ class SlicesExplorer(Explorer):
         ]
         shared = {
             "photo": photo(self.image), "question": question if model else "", "queries": self.queries,
-            "overview": crops.image_size,
+            "overview": crops.image_size, "most": model.processor.image_config.max_slice_nums if model else 0,
         }  # fmt: skip
         start = min(rows, key=lambda s: (s[0] != "3 : 2", abs(s[1] - 1600)))
         super().__init__(controls, list(rows.values()), shared=shared, states=list(rows), start=start)
@@ -87,25 +88,25 @@ class SlicesExplorer(Explorer):
         config = self.model.processor.image_config
         scale = self.slices.scale_resolution // config.scale_resolution
         small = fit(self.image, size).resize([side // scale for side in size], Image.Resampling.BICUBIC)
-        run = self.model.trace(self.question, images=[small], max_new_tokens=16)
-        heat = query_heat(self.model, run)
+        alike = replace(config, max_slice_nums=self.slices.max_slice_nums)
+        heat = query_heat(self.model.encoder, *patchify_slices(small, alike))
         return {
             "overview_heat": quantised(heat[:1]),
             "slice_heat": quantised(heat[1:]) if len(heat) > 1 else None,
-            "answer": run.text,
+            "answer": self.model.chat(self.question, images=[small], max_new_tokens=16),
         }
 
     def figure(self) -> Figure:
         row = self.row(self.index)
         stretched = fit(self.image, tuple(row["size"])).resize(row["size"])
-        figure, axes = plt.subplots(1, 4, figsize=(9, 2.9), layout="constrained", width_ratios=(2, 1, 2, 1))
-        plot_slices(stretched, self.slices, ax=axes[:2])
+        figure, axes = plt.subplots(2, 2, figsize=(7, 5.2), layout="constrained", width_ratios=(2, 1))
+        plot_slices(stretched, self.slices, ax=axes[0])
         plot_crops(
-            stretched, self.crops, crop_tokens=self.crops.crop_tokens, image_tokens=self.crops.image_tokens, ax=axes[2:]
+            stretched, self.crops, crop_tokens=self.crops.crop_tokens, image_tokens=self.crops.image_tokens, ax=axes[1]
         )
-        for ax in axes:
-            ax.title.set_size(6)
-            ax.xaxis.label.set_size(6)
+        for ax in axes.flat:
+            ax.title.set_size(7)
+            ax.xaxis.label.set_size(7)
         return figure
 
     def describe(self) -> str:
@@ -146,13 +147,10 @@ def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 @torch.inference_mode()
-def query_heat(model: VLM, run: Trace) -> list[np.ndarray]:
-    """(Q, h, w) of the overview, then of each slice of a run on one image: the mean over heads, rows sum to 1."""
-    encoder: Any = model.encoder
-    [metadata] = run.metadata
-    rows = encoder.vpm.encode(run.patches[0].pixel_values, metadata.vision)
-    sizes = [size for group in run.layouts[0] for size in group.slices]
-    weights = attention_weights(encoder.resampler, rows, metadata.resampler)
+def query_heat(encoder: Any, rows: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+    """(Q, h, w) of each slice, from all patch rows and the slices' (h, w): the mean over heads, shares sum to 1."""
+    metadata = encoder.plan([sizes])
+    weights = attention_weights(encoder.resampler, encoder.vpm.encode(rows, metadata.vision), metadata.resampler)
     return [w.mean(0).view(-1, *size).numpy() for w, size in zip(weights, sizes, strict=True)]
 
 

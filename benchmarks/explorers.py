@@ -1,0 +1,61 @@
+"""What every explorer weighs and how fast it answers, as tables in Markdown: `python -m benchmarks.explorers`.
+
+Nothing is measured here: `RECORD=1 make test-browser` measures in Chromium, on a quiet machine, and keeps
+data/measurements/explorers_browser.json; `make site` writes the pages that are weighed. A step lasts from an input to
+the second frame painted after it; the median of twenty.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from refvl.paths import DATA
+
+RECORD, SITE = DATA / "measurements" / "explorers_browser.json", DATA.parent / "site"
+MADE_BY_AND_BEFORE = {
+    "windows": ("`explore_windows`, `explore_resize`", "two views with sliders"),
+    "positions": ("`explore_positions`", "a view with sliders"),
+    "mrope": ("`explore_mrope`", "-"),
+    "evs": ("`explore_evs`, `explore_keep_mask`", "a view of masks"),
+    "attention": ("`explore_attention`", "-"),
+    "tower": ("`explore_tower`", "-"),
+    "graph": ("`explore_graph`", "-"),
+    "packing": ("`explore_packing`", "a view with sliders"),
+    "slices": ("`explore_slices`, `explore_crops`", "two views with sliders"),
+    "families": ("`explore_families`", "-"),
+    "timeline": ("`explore_timeline`", "a view with sliders"),
+    "assignment": ("`explore_assignment`", "a view with sliders"),
+}
+
+
+def explorer_rows(record: dict) -> Iterator[str]:
+    """A heading, and a line per explorer of a record of tests/browser."""
+    yield "| explorer | made by | states | page, kB | a step on the page, ms | in JupyterLab, ms | before |"
+    yield "|---|---|--:|--:|--:|--:|---|"
+    for name, (made_by, before) in MADE_BY_AND_BEFORE.items():
+        row = record["explorers"][name]
+        numbers = f"{row['states']} | {row['bytes'] / 1000:.0f} | {row['page_ms']:.0f} | {row['lab_ms']:.0f}"
+        yield f"| {row['title']} | {made_by} | {numbers} | {before} |"
+
+
+def page_rows(site: Path) -> Iterator[str]:
+    """A heading, and a line per notebook's page in the folder of `make site`."""
+    yield "| page | kB |"
+    yield "|---|--:|"
+    yield from (f"| {page.stem} | {page.stat().st_size / 1000:.0f} |" for page in sorted(site.glob("notebooks/*.html")))
+
+
+def run() -> None:
+    """Print the tables of what is there, and how to get what is not."""
+    if RECORD.is_file():
+        record = json.loads(RECORD.read_text())
+        goals = "goals {page} and {lab} ms".format_map(record["goals_ms"])
+        print(*explorer_rows(record), sep="\n")
+        print(f"\nChromium {record['browser']}, {record['cores']} cores, load {record['load'][0]}, {goals}\n")
+    else:
+        print(f"There is no {RECORD.name}: RECORD=1 make test-browser\n")
+    print(*(page_rows(SITE) if SITE.is_dir() else ["There is no site/: make site"]), sep="\n")
+
+
+if __name__ == "__main__":
+    run()

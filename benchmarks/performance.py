@@ -1,0 +1,238 @@
+"""Where the time of a CPU goes, and what a GPU would do with the same work: `python -m benchmarks.performance`.
+
+Measured on one thread, in processor seconds, sides taking turns: the best matrix product and copy of this machine;
+linear layers by kernel; the tower, which with its counted operations and bytes is a point under that roof; pixels to
+patch rows beside transformers' Pillow processor; decoding with a cache of fixed size; the stages of whole answers.
+
+Counted, never run: kernels, operations and bytes of the 7B tower in bfloat16, attention as the one kernel that it is on
+a GPU. The notebook makes estimates of them. With --write the results go to data/measurements/performance_cpu.json.
+"""
+
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import typer
+from PIL import Image
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+import refvl
+from benchmarks.report import (
+    PrintedTable,
+    Repeats,
+    Write,
+    announce,
+    environment,
+    processor_seconds,
+    resolve_device,
+    side_by_side,
+    write_measurement,
+)
+from refvl.attention import Segments
+from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
+from refvl.encoders.linear import OneDnnLinear, use_onednn
+from refvl.families import read_config
+from refvl.language.model import random_language_model
+from refvl.paths import DATA
+from refvl.pixels.patches import PatchConfig, rows_of_image
+from refvl.positions import compute_retention_mask
+from refvl.tools.arithmetic import encoder_operations
+
+NAME = "performance_cpu"
+CHECKPOINT = DATA / "checkpoints" / "tiny-qwen2_5_vl"
+MATRIX = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+TOWERS = {
+    "tiny": Qwen2_5_VisionConfig.tiny(),
+    "full width, two blocks": replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,)),
+}
+SIDES = (84, 224, 504)  # px
+GPU_SIDES = (112, 224, 336, 504, 672, 1036)
+ROWS = (1, 8, 64, 256)
+PICTURES = ((224, 224), (448, 448), (1024, 1024), (2048, 1536), (4000, 3000))  # width x height
+QUESTIONS: dict[str, dict[str, Any]] = {
+    "a picture": {"prompt": "What color is the circle?", "images": [DATA / "pictures" / "scene.png"]},
+    "a photograph": {"prompt": "What is in the picture?", "images": [DATA / "pictures" / "coffee.jpg"]},
+    "a clip": {"prompt": "Which way does the circle move?", "videos": [DATA / "clips" / "scene.mp4"]},
+}
+PHOTO, QUESTION = DATA / "pictures" / "coffee.jpg", "What is in the picture?"
+
+
+class Traffic(TorchDispatchMode):
+    """Counts kernels, and the bytes that they read and write, of matrix products, attention and all others."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels, self.bytes = Counter[str](), Counter[str]()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        read, written = _tensors((args, kwargs)), _tensors(result)
+        memory = {tensor.untyped_storage()._cdata for tensor in read}
+        if function._schema.is_mutable or any(tensor.untyped_storage()._cdata not in memory for tensor in written):
+            self.add("matrix" if function in MATRIX else "other", [*read, *written])
+        return result
+
+    def add(self, kind: str, tensors: list[Tensor]) -> None:
+        self.kernels[kind] += 1
+        self.bytes[kind] += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def _tensors(values) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def traffic(config: Qwen2_5_VisionConfig, side: int, dtype: torch.dtype) -> dict:
+    """Of one forward on a square picture: operations, and kernels and bytes by kind; nothing is computed."""
+    grid = [(1, side // config.patch_size, side // config.patch_size)]
+    with torch.device("meta"):
+        tower = Qwen2_5_VisionTransformer(config, attention="sdpa").to(dtype)
+        x = torch.empty(grid[0][1] * grid[0][2], config.patch_values, dtype=dtype)
+    plan = tower.plan(grid)
+    counter = Traffic()
+
+    def attend(segments, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device="meta")
+        counter.add("attention", [q, k, v, out])
+        return out.flatten(1)
+
+    with torch.no_grad(), patch.object(Segments, "attend", attend), counter:
+        tower(x, metadata=plan)
+    counted = {"kernels": dict(counter.kernels), "bytes": dict(counter.bytes)}
+    return {"patches": len(x), "operations": encoder_operations(tower, grid)} | counted
+
+
+def measure_peaks(repeats: int) -> dict[str, float]:
+    """The best that this machine does: operations per second of a product, by dtype, and bytes per second of a copy."""
+    source, target = torch.ones(2**26), torch.empty(2**26)
+    peaks = {"bytes_per_s": 2 * source.nbytes / min(processor_seconds(lambda: target.copy_(source)) for _ in range(5))}
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight = torch.randn(512, 1280).to(dtype), torch.randn(1280, 1280).to(dtype)
+        seconds = min(processor_seconds(partial(F.linear, x, weight)) for _ in range(4 * repeats))
+        peaks[str(dtype).removeprefix("torch.")] = 2 * x.numel() * len(weight) / seconds
+    return peaks
+
+
+@torch.inference_mode()
+def measure_linear(repeats: int) -> list[dict]:
+    """One layer of full width by rows: torch's kernel, oneDNN's, and bfloat16."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(1280, 1280)
+    other, half = OneDnnLinear(1280, 1280), torch.nn.Linear(1280, 1280).bfloat16()
+    other.load_state_dict(layer.state_dict())
+    rows: list[dict] = []
+    for count in ROWS:
+        x = torch.randn(count, 1280)
+        ways = {"torch": partial(layer, x), "onednn": partial(other, x), "bfloat16": partial(half, x.bfloat16())}
+        rows.append({"rows": count} | side_by_side(ways, 4 * repeats))
+    return rows
+
+
+@torch.inference_mode()
+def measure_towers(repeats: int) -> list[dict]:
+    """Forwards, plan included, with their operations and bytes."""
+    rows = []
+    for name, config in TOWERS.items():
+        torch.manual_seed(0)
+        tower = Qwen2_5_VisionTransformer(config).eval()
+        half, onednn = Qwen2_5_VisionTransformer(config).bfloat16().eval(), Qwen2_5_VisionTransformer(config).eval()
+        use_onednn(onednn)
+        for side in SIDES:
+            grid = [(1, side // config.patch_size, side // config.patch_size)]
+            x = torch.randn(grid[0][1] * grid[0][2], config.patch_values)
+            ways: dict[str, Callable] = {"float32": partial(tower, x, grid), "onednn": partial(onednn, x, grid)}
+            ways["bfloat16"] = partial(half, x.bfloat16(), grid)
+            counted = traffic(config, side, torch.float32)
+            rows.append({"tower": name, "px": side} | counted | side_by_side(ways, repeats))
+    return rows
+
+
+def measure_pixels(repeats: int) -> list[dict]:
+    """A picture in memory to patch rows, theirs and ours; the bits are compared first."""
+    config = PatchConfig(max_pixels=2**24)
+    theirs = Qwen2VLImageProcessorPil(size={"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels})
+    rows = []
+    for width, height in PICTURES:
+        pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        image = Image.fromarray(pixels)
+        ours = partial(rows_of_image, image, config)
+        equal = torch.equal(theirs(image, return_tensors="pt")["pixel_values"], ours()[0])
+        ways = {"transformers": lambda image=image: theirs(image, return_tensors="pt"), "refvl": ours}
+        rows.append({"width": width, "height": height, "equal": equal} | side_by_side(ways, repeats))
+    return rows
+
+
+def measure_decode(repeats: int) -> dict:
+    """An answer of 32 tokens: the cache that grows, and the one of fixed size."""
+    models = {kind: refvl.load(CHECKPOINT, compile=kind == "static", progress=False) for kind in ("dynamic", "static")}
+    options: dict[str, Any] = {"images": [PHOTO], "max_new_tokens": 32, "eos_token_id": None}
+    return side_by_side({kind: partial(model.chat, QUESTION, **options) for kind, model in models.items()}, repeats)
+
+
+def measure_evs(repeats: int) -> dict:
+    """One layer as wide as that of Qwen2.5-VL-3B: a prompt of 90 % video tokens, whole and without three quarters."""
+    text_config = read_config(DATA / "configs" / "Qwen2.5-VL-3B-Instruct.json").get_text_config()
+    text_config.num_hidden_layers, text_config.vocab_size = 1, 256
+    layer = random_language_model(text_config, dtype=torch.float32, device="cpu")
+    thw, words, q = (10, 9, 8), 80, 0.75
+    video = torch.randn(math.prod(thw), text_config.hidden_size)
+
+    def prefill(tokens: int) -> None:
+        embeds, positions = torch.randn(1, tokens, text_config.hidden_size), torch.arange(tokens).expand(3, 1, -1)
+        layer(inputs_embeds=embeds, position_ids=positions, logits_to_keep=1)
+
+    kept = words + int(compute_retention_mask(video, thw, 1, q).sum())
+    ways = {"whole": partial(prefill, words + len(video)), f"q = {q}": partial(prefill, kept)}
+    ways["mask"] = partial(compute_retention_mask, video, thw, 1, q)
+    with torch.inference_mode():
+        return {"prompt_tokens": words + len(video), "kept_tokens": kept} | side_by_side(ways, repeats)
+
+
+def measure_stages(repeats: int) -> list[dict]:
+    """Median processor seconds of every stage of a trace of the tiny model, whose own clock runs on while it waits."""
+    model, rows = refvl.load(CHECKPOINT, device="cpu", progress=False), []
+    for name, question in QUESTIONS.items():
+        with patch("refvl.trace.synchronized_time", lambda device: time.process_time()):
+            traces = [model.trace(**question) for _ in range(repeats + 1)][1:]
+        seconds = {stage: statistics.median(t.seconds[stage] for t in traces) for stage in traces[0].seconds}
+        rows.append({"what": name, "prompt_tokens": len(traces[0].full_ids), "seconds": seconds})
+    return rows
+
+
+def run(repeats: Repeats = 3, write: Write = False) -> None:
+    """The best of this machine, the tower under that roof, and work counted for a GPU."""
+    device = resolve_device("cpu")
+    announce(NAME, f"peaks, linear layers, towers, pixels, decoding, stages; timed calls of each: {repeats}", 1)
+    result: dict[str, Any] = environment(device) | {"repeats": repeats, "peaks": measure_peaks(repeats)}
+    print({name: f"{value / 1e9:.0f} G/s" for name, value in result["peaks"].items()}, flush=True)
+    table = PrintedTable("times as fast as the first", {"what": "<32", "first": "<22", "others": "<40"})
+    measured = {
+        "linear": measure_linear, "towers": measure_towers, "pixels": measure_pixels,
+        "decode": lambda repeats: [measure_decode(repeats)], "evs": lambda repeats: [measure_evs(repeats)],
+    }  # fmt: skip
+    for what, measure in measured.items():
+        result[what] = measure(repeats)
+        for row in result[what]:
+            of = [str(value) for value in row.values() if isinstance(value, (int, str))][:2]
+            first, *others = [(name, way) for name, way in row.items() if isinstance(way, dict) and "ratio" in way]
+            ratios = ", ".join(f"{name} {way['ratio']:.2f}" for name, way in others)
+            table.add(f"{what}: {' '.join(of)}", f"{first[0]} {first[1]['ms']:.2f} ms", ratios)
+    result["stages"] = measure_stages(repeats)
+    result["gpu"] = [{"px": side} | traffic(Qwen2_5_VisionConfig(), side, torch.bfloat16) for side in GPU_SIDES]
+    if write:
+        write_measurement(NAME, result | {"seconds": time.process_time()})
+
+
+if __name__ == "__main__":
+    typer.run(run)

@@ -1,0 +1,157 @@
+"""A vLLM engine in this process, so that what passes through its model is seen; and what two of our folders need.
+
+Qwen's and GLM's folders load as they are. Step3's sizes are constants in vLLM, and released MiniCPM-V folders bring
+code that ours do not: `stand_ins` puts ours in their place. Names are those of vLLM 0.32; `benchmarks/vllm_env.sh`
+makes an environment with its build for CPUs. Import this module first: vLLM reads these variables when imported.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, BatchFeature, Qwen3Config, SiglipVisionConfig
+
+import refvl
+from refvl.pixels.crops import CropConfig
+from refvl.pixels.slices import plan_slices, slice_grid
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+WATCHED = ("embed_multimodal", "get_mrope_input_positions", "recompute_mrope_positions")
+
+
+def start(folder: str | Path, **options) -> Any:
+    """A `vllm.LLM` in float32 that keeps nothing between requests, normalises pixels first, and gives raw logits."""
+    import vllm
+
+    options = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16} | options
+    engine = vllm.LLM(
+        str(folder), enforce_eager=True, seed=0, enable_prefix_caching=False, async_scheduling=False,
+        mm_processor_cache_gb=0, mm_device_do_normalize=False, logprobs_mode="raw_logits", max_logprobs=-1, **options,
+    )  # fmt: skip
+    if options.get("video_pruning_rate"):  # the runner for CPUs forgets what the one for GPUs sets when it loads
+        runner(engine).is_multimodal_pruning_enabled = True
+    return engine
+
+
+def runner(engine: Any) -> Any:
+    """The model runner, whose `model` is the model."""
+    return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def watch(engine: Any) -> dict[str, list[tuple[dict, Any]]]:
+    """Method of the model -> (keyword arguments, output) of its calls, from now on; clear it between requests."""
+    model, seen = runner(engine).model, dict[str, list]()
+
+    def wrap(name: str, inner: Callable) -> Callable:
+        def outer(*args, **kwargs):
+            output = inner(*args, **kwargs)
+            seen.setdefault(name, []).append((kwargs, output))
+            return output
+
+        return outer
+
+    for name in WATCHED:
+        if hasattr(model, name):
+            object.__setattr__(model, name, wrap(name, getattr(model, name)))
+    return seen
+
+
+def request(model: refvl.VLM, prompt: str, images=(), videos=()) -> dict:
+    """The same request for vLLM: the template's text, decoded pictures, and frames with their places in the file."""
+    messages = model.processor.messages(prompt, images, videos)
+    media: dict[str, list] = {"image": [], "video": []}
+    for medium in model.processor.decode(messages):
+        if hasattr(medium, "frames"):
+            about = {"fps": medium.source_fps, "duration": medium.duration, "total_num_frames": medium.total_num_frames}
+            about |= {"frames_indices": list(map(int, medium.indices)), "do_sample_frames": False}
+            media["video"].append((medium.frames, about | {"video_backend": "opencv"}))
+        else:
+            media["image"].append(medium)
+    text, _ = model.processor.render(messages)
+    return {"prompt": text, "multi_modal_data": {kind: found for kind, found in media.items() if found}}
+
+
+def stand_ins(model: refvl.VLM) -> None:
+    """For the families whose folders vLLM does not load as they are; for others nothing."""
+    if model.family.name.startswith("Step3"):
+        _step3(model.processor.image_config)
+    if model.family.name.startswith("MiniCPM-V"):
+        _minicpmv(model)
+
+
+def _step3(config: CropConfig) -> None:
+    """The sizes of our pictures, where vLLM has those of the release as constants: 728, 504 and 3024 px."""
+    import vllm.model_executor.models.step3_vl as models
+    import vllm.transformers_utils.processors.step3_vl as processors
+
+    def determine_window_size(self, long: int, short: int) -> int:
+        if long < config.image_size:
+            return short if long / short > 1.5 else 0
+        return min(short, config.crop_size) if long / short > 4 else config.crop_size
+
+    sizes = config.image_size, config.crop_size, config.image_tokens, config.crop_tokens
+    processors.Step3VLImageProcessor.__init__.__defaults__ = (*sizes, True)
+    processors.ImagePatcher.determine_window_size = determine_window_size
+    models.MAX_IMAGE_SIZE = processors.MAX_IMAGE_SIZE = config.max_side
+
+
+class FlatConfig(Qwen3Config):
+    """MiniCPM-V 4.5's config.json as the release's own code reads it: the text model's keys, and a vision config."""
+
+    model_type = "minicpmv"
+
+    def __init__(self, vision_config: dict | None = None, **values):
+        self.vision_config = SiglipVisionConfig(**(vision_config or {}))
+        super().__init__(**values)
+
+
+class SlicesAsReleased:
+    """refvl's slices under the names that the release's own image processor has, as vLLM calls them."""
+
+    im_id_start, im_id_end = "<image_id>", "</image_id>"
+
+    def __init__(self, model: refvl.VLM):
+        self.processor, self.image_feature_size = model.processor, model.processor.query_num
+        self.max_slice_nums = model.processor.image_config.max_slice_nums
+
+    def _config(self, max_slice_nums: int | None):
+        return replace(self.processor.image_config, max_slice_nums=max_slice_nums or self.max_slice_nums)
+
+    def get_sliced_grid(self, size, max_slice_nums: int | None = None):
+        return slice_grid(*size, self._config(max_slice_nums))
+
+    def get_slice_image_placeholder(self, size, image_idx=0, max_slice_nums=None, use_image_id=True) -> str:
+        plan = plan_slices(*size, self._config(max_slice_nums))
+        medium = replace(self.processor.merged("image", plan.layout), grid=plan.grid)
+        return self.processor.write_image(medium, image_idx)
+
+    def __call__(self, images, do_pad=True, return_tensors=None, **kwargs) -> BatchFeature:
+        """images: [[image], ...] -> strips (3, P, L * P) of all slices, sizes (width, height), tgt_sizes (S, 2)."""
+        found = {"pixel_values": [], "image_sizes": [], "tgt_sizes": []}
+        for [image] in images:
+            [patches] = self.processor.patchify([image])
+            tgt_sizes = [size for group in patches.layout for size in group.slices]
+            rows = patches.pixel_values.split([h * w for h, w in tgt_sizes])
+            side = self.processor.image_config.patch_size
+            strips = [x.view(-1, 3, side, side).permute(1, 2, 0, 3).reshape(3, side, -1) for x in rows]
+            found["pixel_values"].append(strips)
+            found["image_sizes"].append([image.size])
+            found["tgt_sizes"].append(torch.tensor(tgt_sizes))
+        return BatchFeature(found)
+
+
+def _minicpmv(model: refvl.VLM) -> None:
+    """Config and image processor of MiniCPM-V 4.5, which released folders bring as code."""
+    from vllm.model_executor.models.minicpmv import MiniCPMVProcessingInfo
+    from vllm.transformers_utils.processors.minicpmv import MiniCPMVProcessor
+
+    AutoConfig.register("minicpmv", FlatConfig)
+    slices = SlicesAsReleased(model)
+    MiniCPMVProcessor.check_argument_for_proper_class = lambda self, name, argument: type(argument)
+    MiniCPMVProcessingInfo.get_hf_processor = lambda info, **kwargs: MiniCPMVProcessor(
+        image_processor=slices, tokenizer=info.get_tokenizer(), version=info.get_model_version()
+    )

@@ -1,0 +1,71 @@
+"""Linear layers on a CPU: by torch's default kernel, or by oneDNN's, whichever is faster on this machine.
+
+torch hands `F.linear` in float32 to MKL, which knows AMD's processors less well than oneDNN does: there oneDNN takes
+less than half the time; on Intel's the two are alike. oneDNN reads torch's weights where they lie, so that a layer
+keeps them: what is saved, moved, changed or adapted, and what graphs watch, is as before.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CPU = torch.device("cpu")
+KERNELS = ("auto", "torch", "onednn")
+MIN_WORK = 2**22  # multiplications of a call; in fewer, what the call itself costs is more than oneDNN saves
+FASTER = 1.3  # how many times as fast oneDNN has to be: the choice must not hang on a busy moment
+
+
+class OneDnnLinear(nn.Linear):
+    """nn.Linear with oneDNN's kernel where that can run: float32 on a CPU, several rows, without gradients."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in) -> (..., out)"""
+        weight, rows = self.weight, input.numel() // max(self.in_features, 1)
+        suits = rows > 1 and rows * weight.numel() >= MIN_WORK and not torch.is_grad_enabled()
+        if suits and input.dtype == weight.dtype == torch.float32 and input.device == weight.device == CPU:
+            return _onednn(input, weight, self.bias)
+        return super().forward(input)
+
+
+def choose_linear(requested: str, device: torch.device, dtype: torch.dtype) -> str:
+    """ "torch" or "onednn": what was asked for, or for "auto" the faster one. Raises ValueError for another name."""
+    if requested not in KERNELS:
+        raise ValueError(f"linear: expected one of {KERNELS}, got {requested!r}")
+    if requested != "auto":
+        return requested
+    runs = device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return "onednn" if runs and times_as_fast() >= FASTER else "torch"
+
+
+def use_onednn(model: nn.Module) -> None:
+    """Make every plain nn.Linear in `model` a `OneDnnLinear`, in place."""
+    for module in model.modules():
+        if type(module) is nn.Linear and type(module.weight) is nn.Parameter:  # subclasses know better
+            module.__class__ = OneDnnLinear
+
+
+@functools.cache
+@torch.no_grad()
+def times_as_fast(rows: int = 128, width: int = 512, repeats: int = 5) -> float:
+    """How many times as fast as torch's default oneDNN is; measured once, in some 10 ms.
+
+    By the processor's time and the shortest of several calls, which take turns: other processes hardly show in it.
+    """
+    x, weight, bias = torch.ones(rows, width), torch.ones(width, width), torch.ones(width)
+    seconds = [[_seconds(kernel, x, weight, bias) for kernel in (F.linear, _onednn)] for _ in range(repeats + 1)]
+    default, onednn = (min(column) for column in zip(*seconds[1:], strict=True))
+    return default / onednn
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _seconds(kernel: Callable, *args) -> float:
+    start = time.thread_time()
+    kernel(*args)
+    return time.thread_time() - start
