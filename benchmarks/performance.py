@@ -119,7 +119,7 @@ def measure_peaks(repeats: int) -> dict[str, float]:
     peaks = {"bytes_per_s": 2 * source.nbytes / min(processor_seconds(lambda: target.copy_(source)) for _ in range(5))}
     for dtype in (torch.float32, torch.bfloat16):
         x, weight = torch.randn(512, 1280).to(dtype), torch.randn(1280, 1280).to(dtype)
-        seconds = min(processor_seconds(partial(F.linear, x, weight)) for _ in range(4 * repeats))
+        seconds = min(processor_seconds(partial(F.linear, x, weight)) for _ in range(20 * repeats))
         peaks[str(dtype).removeprefix("torch.")] = 2 * x.numel() * len(weight) / seconds
     return peaks
 

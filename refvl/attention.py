@@ -275,7 +275,7 @@ def _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_
     """
     from torch.nn.attention.varlen import varlen_attn  # here: few need it, and torch.compile can follow
 
-    return varlen_attn(
+    return varlen_attn(  # type: ignore[return-value]  # one tensor, unless return_aux asks for more
         q, k, v, cu_seq_q=cu_seqlens_q, cu_seq_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
         window_size=(max_seqlen_k, max_seqlen_k),
     )  # fmt: skip

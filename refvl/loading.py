@@ -4,6 +4,7 @@ import inspect
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -76,16 +77,16 @@ def load(
         folder = checkpoints.find_checkpoint(path_or_id, weights=stored, **hub)
     config = families.read_config(folder or path_or_id)
     device = _resolve_device(device)
-    place = {"dtype": _resolve_dtype(dtype, torch_dtype, config, device), "device": device}
+    place: dict[str, Any] = {"dtype": _resolve_dtype(dtype, torch_dtype, config, device), "device": device}
     if isinstance(graphs, dict):
         check_names(graphs, list(inspect.signature(families.find_family(config).graphs).parameters), "graphs")
     if stored and folder is None:
         raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
-    kernel = choose_linear(linear, **place)
+    kernel = choose_linear(linear, device, place["dtype"])
     models = _load_models(folder if stored else None, config, attention, progress, place, model_kwargs)
     if kernel == "onednn":
         for model in models:
-            use_onednn(model)
+            use_onednn(model)  # type: ignore[arg-type]  # both are modules
     beside = folder or (families.processor_folder(Path(path_or_id)) if isinstance(path_or_id, (str, Path)) else None)
     with blame(f"{beside}: tokenizer or processor files cannot be read", WORDED):
         processor = families.load_processor(beside, config)
@@ -144,7 +145,7 @@ def _compile_blocks(vlm: VLM, progress: bool) -> None:
     if vlm.encoder.backend(None, vlm.device) == "varlen":
         vlm.encoder.compile_blocks()
         with tqdm(total=1, desc="compile the tower's blocks", disable=not progress) as bar:
-            vlm.encode(images=[Image.new("RGB", (448, 448))])
+            vlm._prefill_inputs("", images=[Image.new("RGB", (448, 448))])
             bar.update()
 
 

@@ -320,7 +320,7 @@ class CrossAttention(nn.Module):
 
 
 def attention_weights(resampler: Resampler, rows_NC: Tensor, metadata: SetMetadata) -> list[Tensor]:
-    """How much each query takes from each patch: per set of queries (H, Q, L), L patches, whose rows sum to 1.
+    """How much each query takes from each patch: (H, Q, L) per set of L patches; rows sum to 1.
 
     For inspection: `resample` never holds them. Arguments as there.
     """

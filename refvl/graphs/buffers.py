@@ -41,16 +41,18 @@ PAD_RULES: dict[str, Callable[[Tensor, int], None]] = {
 
 
 def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
-    """Copy `values` (n, ...) into the front of `buffer` (capacity, ...) in place and pad the rest by `rule`.
+    """Copy `values` (n, ...) into the front of `buffer` (capacity, ...) and pad the rest by `rule`.
 
-    Raises ValueError when the values do not fit, TypeError for an unknown rule or when there is no tensor.
+    In place. Raises ValueError when the values do not fit, TypeError for an unknown rule or when
+    there is no tensor.
     """
     if rule not in PAD_RULES:
         raise TypeError(f"{name}: no padding rule {rule!r}; known: {sorted(PAD_RULES)}")
     if not isinstance(values, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(values).__name__}")
     if len(values) > len(buffer) or values.shape[1:] != buffer.shape[1:]:
-        raise ValueError(f"{name}: shape {tuple(values.shape)} does not fit the captured {tuple(buffer.shape)}")
+        captured = tuple(buffer.shape)
+        raise ValueError(f"{name}: shape {tuple(values.shape)} does not fit the captured {captured}")
     buffer[: len(values)].copy_(values, non_blocking=True)
     if len(values) < len(buffer):
         PAD_RULES[rule](buffer, len(values))

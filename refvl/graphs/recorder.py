@@ -13,7 +13,7 @@ overwritten, and `.tolist()` is silently baked in - the very things to be shown.
 
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
 from types import FrameType
@@ -114,8 +114,14 @@ def refuse_read_back():
 
     Without inference mode composite operations arrive in parts, so that none hides a part that reads.
     """
-    with torch.inference_mode(False), torch.no_grad(), _RefuseByName(), _RefuseByTag():
+    with _uncompiled(), torch.inference_mode(False), torch.no_grad(), _RefuseByName(), _RefuseByTag():
         yield
+
+
+def _uncompiled() -> AbstractContextManager:
+    """Compiled code runs as it was written: under a dispatch mode torch would drop it for good."""
+    has_compiler = "torch._dynamo" in sys.modules  # its import takes seconds, and without it nothing is compiled
+    return torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
 
 
 class _Recorder(TorchDispatchMode):

@@ -428,23 +428,27 @@ def denormalize(pixels: Tensor, config: Normalization) -> np.ndarray:
 def patch_rows(pixels: Tensor, config: PatchConfig) -> tuple[Tensor, Grid]:
     """(T, C, H, W) -> (patches (N, C*Tp*P*P), (t, h, w)), rows in merge-block order.
 
-    For each t, block row and block column come the m * m patches of the block; within a row channel, time, patch row,
-    patch column. T is padded to a multiple of Tp by repeating the last frame (so a still image is repeated Tp times).
+    For each t, block row and block column come the m * m patches of the block; within a row
+    channel, time, patch row, patch column. T is padded to a multiple of Tp by repeating the last
+    frame (so a still image is repeated Tp times).
     Raises ValueError when H or W is no multiple of P * m.
     """
     check_shape(pixels, ("T", 3, "H", "W"), "pixels")
     m, P, Tp = config.merge_size, config.patch_size, config.temporal_patch_size
     T, C, H, W = pixels.shape
     if T == 0 or H % config.factor or W % config.factor or not H * W:
-        raise ValueError(f"pixels: needs frames, and sides in multiples of {config.factor}, got {tuple(pixels.shape)}")
+        needs = f"needs frames, and sides in multiples of {config.factor}"
+        raise ValueError(f"pixels: {needs}, got {tuple(pixels.shape)}")
     if T == 1:  # without a copy
         pixels = pixels.expand(Tp, -1, -1, -1)
     elif T % Tp:
         pixels = torch.cat([pixels, pixels[-1:].expand(-T % Tp, -1, -1, -1)])
     t, h, w = len(pixels) // Tp, H // P, W // P
     blocks = pixels.view(t, Tp, C, h // m, m, P, w // m, m, P)
-    #                    0  1   2  3       4  5  6       7  8   ->  t, block row, block col, row, col, C, Tp, P, P
-    return blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, config.patch_values), (t, h, w)
+    #                    0  1   2  3       4  5  6       7  8
+    # ->                 t, block row, block col, row, col, C, Tp, P, P
+    rows = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, config.patch_values)
+    return rows, (t, h, w)
 
 
 def unpatchify(patches: Tensor, grid: Sequence[int], config: PatchConfig) -> np.ndarray:

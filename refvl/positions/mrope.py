@@ -62,7 +62,8 @@ def check_t_factor(t_factor: float, t: int, name: str) -> float:
 def grid_positions(t: int, h: int, w: int, t_factor: float = 1.0) -> Tensor:
     """(3, t*h*w) int64: (int(frame * t_factor), row, column) of each merged token, frame-major."""
     frames = (torch.arange(t, dtype=torch.float64) * t_factor).long()
-    return torch.stack(torch.meshgrid(frames, torch.arange(h), torch.arange(w), indexing="ij")).flatten(1)
+    axes = torch.meshgrid(frames, torch.arange(h), torch.arange(w), indexing="ij")
+    return torch.stack(axes).flatten(1)
 
 
 def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:

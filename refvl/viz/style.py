@@ -73,7 +73,7 @@ def describe_figure(figure: Figure) -> str:
 
 def _describe_panel(ax: Axes) -> str:
     """ "title: y over x (what the legend names)", or what there is of it."""
-    title = ", ".join(filter(None, map(ax.get_title, ("left", "center", "right"))))
+    title = ", ".join(filter(None, (ax.get_title("left"), ax.get_title(), ax.get_title("right"))))
     axes = " over ".join(filter(None, (ax.get_ylabel(), ax.get_xlabel())))
     said = ": ".join(filter(None, ("colours" if ax.get_label() == "<colorbar>" else title, axes)))
     legend = ax.get_legend()

@@ -55,7 +55,7 @@ def plot_cost_curves(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes
         xs, ms = [point["x"] for point in row["points"]], [point["ms"] for point in row["points"]]
         ax.loglog(xs, ms, "o-", color=color, ms=3, label=f"{row['curve']}: {row['time_exponent']:.2f}")
     ax.set(xlabel=rows[0]["x"], ylabel="milliseconds", title=f"by {rows[0]['x']}")
-    ax.legend(fontsize=8, frameon=False)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=9, frameon=False)
     ax.grid(alpha=0.25)
     return ax
 

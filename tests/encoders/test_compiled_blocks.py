@@ -8,6 +8,8 @@ from closeness import assert_agree
 from graph_families import GRIDS, build, make_case
 
 from refvl.attention import Segments, cumulative_lengths
+from refvl.encoders.grid import SwiGLU
+from refvl.graphs.recorder import refuse_read_back
 
 LAYOUTS = {"MiniCPM-V 4.5": ((5, 6),), "Step3-VL": (0, 0)}  # others: a grid
 KERNELS = {"Qwen2.5-VL": 11, "Qwen3-VL": 10, "GLM-4.1V": 11, "GLM-OCR": 11, "MiniCPM-V 4.5": 9, "Step3-VL": 8}
@@ -42,6 +44,18 @@ def test_blocks_of_all_sizes_share_one_graph_without_a_break(family):
                 block(torch.zeros(rows, width, dtype=torch.bfloat16), *context, "varlen")
     assert len(graphs) == 1
     assert sum("varlen" in str(node.target) for node in graphs[0].graph.nodes) == 1
+
+
+def test_the_check_before_a_capture_leaves_compiled_code_in_place():
+    """Inside of it the code runs as it was written, and behind it as it was compiled."""
+    runs, layer, x = [], SwiGLU(5, 5, bias=False), torch.ones(2, 5)
+    layer.compile(backend=lambda graph, inputs: lambda *args: runs.append(1) or graph(*args))
+    with torch.no_grad():
+        layer(x)
+        with refuse_read_back():
+            layer(x)
+        layer(x)
+    assert len(runs) == 2
 
 
 @pytest.mark.slow

@@ -172,6 +172,17 @@ def test_the_tables_are_those_of_the_measurements():
     assert f"{measured.VLLM_BEGIN}{measured.in_vllm()}{measured.VLLM_END}" in text
 
 
+def test_every_request_to_vllm_was_the_same_or_explained():
+    """Oracle: a running vLLM, as `benchmarks/vllm_serving.py` asked it; at least 700 requests of four families."""
+    folders = json.loads((DATA / "measurements" / "vllm.json").read_text())["folders"]
+    rows = [row for record in folders.values() for row in record["rows"]]
+    assert all(row["asked"] == row["same_prompt"] == row["agree"] for row in rows)
+    assert all(row["apart_given"] <= 2e-5 for row in rows)
+    assert all(row["same_answer"] == row["asked"] for row in rows if not row["q"]), "no answer turns on a resize"
+    assert len(folders) >= 4 and sum(row["asked"] for row in rows) >= 700
+    assert {row["q"] for row in rows} >= {0.25, 0.5, 0.75}
+
+
 # ----------------------------------------------------------------------------------------------- answers
 
 
