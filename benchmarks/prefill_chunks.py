@@ -8,6 +8,7 @@ has to grow with the prompt; it is named beside. With --write the results go to
 data/measurements/prefill_chunks_<cpu|cuda>.json.
 """
 
+import ctypes
 import gc
 import re
 import statistics
@@ -66,6 +67,7 @@ def peak_bytes(device: str) -> Iterator[list[int]]:
         yield peak
         peak.append(torch.cuda.max_memory_allocated() - before)
         return
+    ctypes.CDLL(None).malloc_trim(0)  # else what earlier runs have freed is taken again, and not seen
     stop, before = threading.Event(), anonymous_bytes()
     seen = [before]
 

@@ -35,6 +35,7 @@ from PIL import Image
 from torch import Tensor
 
 import refvl
+from refvl.adapters import GRIDS
 from refvl.attention import group_segment_pairs, varlen_cross_attention
 from refvl.graphs import Batch, TraceGraph, plan_batches
 from refvl.graphs.buffers import fill_padded
@@ -988,3 +989,56 @@ def check_times_as_fast(function: Callable) -> str:
 def _as_number(function: Callable) -> Callable:
     """Numbers are compared up to rounding where they are tensors."""
     return lambda *arguments: torch.tensor(float(function(*arguments)))
+
+
+def _ask_merged_weight(function: Callable) -> list[Said]:
+    """The head of a model, with an adapter in it that exchanges two words: what is red is called blue."""
+    model = _tiny("qwen2_5_vl")
+    head = model.language_model.lm_head
+    weight = head.weight.detach().clone()
+    [red], [blue] = (model.processor.tokenizer.encode(word, add_special_tokens=False) for word in ("red", "blue"))
+    a, b = torch.zeros(2, weight.shape[1]), torch.zeros(len(weight), 2)
+    a[0], b[red, 0], b[blue, 0] = (weight[blue] - weight[red]) / 4, 1, -1
+    asked = [r for r in requests_for("color", 40, split="demo") if r.question.answer in ("red", "blue")][:6]
+    other = {"red": "blue", "blue": "red"}
+    try:
+        with torch.no_grad():
+            head.weight.copy_(function(weight.clone(), a, b, 8, 2))
+        said = model.chat_batch([r.arguments for r in asked], max_new_tokens=16, progress=False)
+    finally:
+        with torch.no_grad():
+            head.weight.copy_(weight)
+    return [(r.question.text, text, other[r.question.answer]) for r, text in zip(asked, said, strict=True)]
+
+
+@exercise(
+    "Two narrow matrices make one as large as the weight: which of them comes first?",
+    "B is (m, r) and A is (r, n): B @ A is (m, n). And lora_alpha says how strong, whatever the rank.",
+    "weight + lora_alpha / rank * b @ a",
+    ask=_ask_merged_weight,
+)
+def check_merged_weight(function: Callable) -> str:
+    """`function(weight (m, n), a (r, n), b (m, r), lora_alpha, rank) -> (m, n)`: what PEFT's merging makes of it."""
+    generator = torch.Generator().manual_seed(0)
+    cases: dict[str, Any] = {}
+    for m, n, rank, lora_alpha in [(3, 3, 1, 1), (4, 6, 2, 8), (6, 4, 4, 2)]:
+        shapes = ((m, n), (rank, n), (m, rank))
+        weight, a, b = (torch.randint(-3, 4, shape, generator=generator).float() for shape in shapes)
+        cases[f"{m} x {n}, lora_alpha={lora_alpha}, rank={rank}"] = weight, a, b, lora_alpha, rank
+    return _run(function, lambda weight, a, b, lora_alpha, rank: weight + (b @ a) * (lora_alpha / rank), cases)
+
+
+@exercise(
+    "`model.layers` and `model.visual` both begin with `model.`: look at what comes behind it.",
+    "Three cases: `visual.` gets `model.` in front; `model.` becomes `model.language_model.`; the rest stays.",
+    "Test for `model.visual.` and `model.language_model.` before you replace `model.`, and replace it once.",
+)
+def check_adapter_name(function: Callable) -> str:
+    """`function(old) -> new`: a layer of a Qwen or GLM model as transformers calls it since 4.52."""
+    layers = ("layers.0.self_attn.q_proj", "blocks.3.attn.qkv", "merger.mlp.0")
+    text, tower, connector = (
+        [f"model.{layers[0]}", f"model.language_model.{layers[0]}"],
+        [f"visual.{layers[1]}", f"model.visual.{layers[1]}"],
+        [f"visual.{layers[2]}", f"model.visual.{layers[2]}"],
+    )
+    return _run(function, GRIDS.rename, _named("{!r}", [(name,) for name in (*text, *tower, *connector, "lm_head")]))

@@ -15,8 +15,9 @@ __all__ = ["VLM", "Trace", "compare", "load"]
 # what type checkers and editors should see is in __init__.pyi
 _HOME = {"load": "refvl.loading", "VLM": "refvl.pipeline", "Trace": "refvl.trace", "compare": "refvl.comparison"}
 _ROOMS = (
-    "attention", "boxes", "checkpoints", "comparison", "contracts", "encoders", "families", "graphs", "handover",
-    "language", "merge", "parallel", "pipeline", "pixels", "positions", "processors", "tools", "viz", "watch",
+    "adapters", "attention", "boxes", "checkpoints", "comparison", "contracts", "encoders", "families", "graphs",
+    "handover", "language", "merge", "parallel", "pipeline", "pixels", "positions", "processors", "tools", "viz",
+    "watch",
 )  # fmt: skip
 
 

@@ -1,3 +1,4 @@
+from refvl import adapters as adapters
 from refvl import attention as attention
 from refvl import boxes as boxes
 from refvl import checkpoints as checkpoints

@@ -50,7 +50,7 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> P
     if not exists:
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path_or_id)):
             raise FileNotFoundError(f"path_or_id: no folder {folder} (a hub id has the form owner/name)")
-        folder = _download(str(path_or_id), CONFIG_FILES + WEIGHT_FILES * weights, hub)
+        folder = download(str(path_or_id), CONFIG_FILES + WEIGHT_FILES * weights, hub)
     elif hub.get("revision") is not None:
         raise ValueError(f"revision: {folder} is a local folder; only hub ids have revisions")
     if not (folder / "config.json").is_file():
@@ -61,14 +61,15 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> P
     return folder
 
 
-def _download(repo_id: str, patterns: list[str], hub: dict) -> Path:
+def download(repo_id: str, patterns: list[str], hub: dict, *, name: str = "path_or_id") -> Path:
+    """The files of a hub id that fit the patterns, in the hub's cache; name: of the caller's argument."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(repo_id, allow_patterns=patterns, **hub))
     except Exception as error:  # offline, gated, misspelt: one sentence, the cause kept
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise FileNotFoundError(f"path_or_id: {repo_id!r} is no local folder, and the hub said: {reason}") from error
+        raise FileNotFoundError(f"{name}: {repo_id!r} is no local folder, and the hub said: {reason}") from error
 
 
 def check_layer_counts(values: dict, name: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from refvl import encoders
+from refvl import adapters, encoders
 from refvl.attention import choose_backend
 from refvl.checkpoints import check_layer_counts, iterate_weights, weight_names
 from refvl.checks import blame, read_json
@@ -39,6 +39,7 @@ class Family:
     config: Callable[..., PretrainedConfig] | None = None  # that reads config.json, where transformers has none
     version: str | None = None  # see `minicpmv_version`, where families share a model_type
     left_out: str | None = None  # regular expression: checkpoint names that are neither vision nor text
+    layer_names: adapters.LayerNames = adapters.GRIDS
 
 
 def _minicpmv(
@@ -53,6 +54,7 @@ def _minicpmv(
     return Family(
         f"MiniCPM-V {version}", model_types, encoder, processor, r"^(vpm|resampler)\.", text_model,
         config=partial(MiniCPMVConfig, text_config), version=version, left_out=r"^(apm|tts|audio_\w+)\.",
+        layer_names=adapters.MINICPMV,
     )  # fmt: skip
 
 
@@ -71,7 +73,7 @@ FAMILIES = (
            text_model=GlmOcrTextModel),
     Family("Step3-VL", ("step3_vl",), encoders.Step3VisionEncoder, step3_vl.Step3VLProcessor,
            r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.", Step3ForCausalLM,
-           DualPathGraphManager),
+           DualPathGraphManager, layer_names=adapters.STEP3),
     _minicpmv("2.0", encoders.MiniCPMV2_0Encoder, minicpmv.MiniCPMV2_0Processor, minicpm_config, MiniCPMTextModel),
     _minicpmv("2.5", encoders.MiniCPMV2_5Encoder, minicpmv.MiniCPMV2_5Processor, LlamaConfig),
     _minicpmv("2.6", encoders.MiniCPMV2_6Encoder, minicpmv.MiniCPMV2_6Processor, Qwen2Config,

@@ -61,6 +61,7 @@ class VLM:
     ):
         self.config, self.processor, self.encoder, self.language_model = config, processor, encoder, language_model
         self.graphs: EncoderGraphManager | DualPathGraphManager | None = None  # when set, it encodes, not the encoder
+        self.adapters: Any = None  # PEFT's model, once `refvl.adapters.attach` has put layers in place of these parts'
 
     def __repr__(self) -> str:
         """Family, device and dtype; what the parts are, and how large."""
@@ -73,6 +74,8 @@ class VLM:
             f"  processor       {type(self.processor).__name__}",
             f"  graphs          {type(self.graphs).__name__ if self.graphs else 'none: the encoder runs eagerly'}",
         ]
+        if self.adapters is not None:
+            lines.append(f"  adapters        {', '.join(self.adapters.peft_config)}")
         return "\n".join(lines)
 
     @property

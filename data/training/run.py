@@ -124,7 +124,12 @@ def _cosine(share: float) -> float:
 
 
 def average_gradients(learner: nn.Module, losses: Tensor) -> Tensor:
-    """Mean of the gradients over the workers, in one message; returns the mean of `losses` (1-D) as well."""
+    """Mean of the gradients over the workers, in one message; returns the mean of `losses` (1-D) as well.
+
+    A trainer that runs alone, outside of `train`, has nobody to ask.
+    """
+    if not dist.is_initialized():
+        return losses
     gradients = [p.grad for p in learner.parameters() if p.grad is not None]
     message = torch.cat([losses, *(g.flatten() for g in gradients)])
     dist.all_reduce(message)

@@ -23,7 +23,7 @@ from refvl.contracts import GraphEncoder
 from refvl.graphs.budgets import Batch, infer_limits, plan_batches
 from refvl.graphs.buffers import fill_metadata, fill_padded, metadata_tensors
 from refvl.graphs.cuda import CudaGraph, Pool, pool_bytes
-from refvl.graphs.plans import PlanCache, addresses, weights_of
+from refvl.graphs.plans import PlanCache, adapters_of, addresses, modules_of, weights_of
 from refvl.graphs.recorder import TraceGraph
 
 BACKENDS = ("cuda", "trace")
@@ -151,7 +151,8 @@ class EncoderGraphManager:
         dropped first. Raises CaptureError when the encoder reads a value back; then no graph is kept.
         """
         with self._lock:
-            weights = addresses(weights_of(self.encoder))
+            modules = modules_of(self.encoder)
+            weights = (*addresses(weights_of(modules)), *adapters_of(modules))
             if self.captured and weights == self._weights:
                 return
             self._drop()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import (
     AutoModel,
     Cache,
@@ -172,6 +173,7 @@ def load_language_model(
     device = torch.device(device)
     if device.type == "cuda" and not PLACED_BY & kwargs.keys() and importlib.util.find_spec("accelerate"):
         kwargs["device_map"] = {"": device}
+    _check_groups(kwargs.get("quantization_config"), text_config, model_class)
     with progress_bars(progress):
         loaded: Any = model_class.from_pretrained(
             folder,
@@ -188,6 +190,18 @@ def load_language_model(
     _report(folder, {"nan or inf": [name for name, weight in model.named_parameters() if not _is_finite(weight)]})
     _check_token_ids(folder, model.generation_config)
     return model.eval() if PLACED_BY & kwargs.keys() else model.eval().to(device)
+
+
+def _check_groups(quantization_config: Any, text_config: PretrainedConfig, model_class: type[CausalTextModel]) -> None:
+    """Refuse groups of values that share a scale (torchao's `PerGroup`) where rows are no multiple of them."""
+    layout = getattr(quantization_config, "quant_type", None)
+    group = getattr(getattr(layout, "granularity", layout), "group_size", None)
+    if not isinstance(group, int) or group < 1:
+        return
+    with torch.device("meta"):
+        linear = [m for m in model_class._from_config(copy.deepcopy(text_config)).modules() if isinstance(m, nn.Linear)]
+    if uneven := sorted({layer.in_features for layer in linear if layer.in_features % group}):
+        raise ValueError(f"quantization_config: groups of {group} values do not divide rows of {uneven[0]}")
 
 
 def _check_token_ids(folder: Path, config: GenerationConfig) -> None:
@@ -244,7 +258,8 @@ def _report(folder: Path, problems: dict[str, Sequence]) -> None:
 
 def _is_finite(weight: Tensor) -> bool:
     """By the smallest and the largest value: one pass and no copy; nan becomes both."""
-    if weight.is_meta or weight.dtype.itemsize < 2 or not weight.is_floating_point() or not weight.numel():
+    packed = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)  # torchao's, of several tensors
+    if packed or weight.is_meta or weight.dtype.itemsize < 2 or not weight.is_floating_point() or not weight.numel():
         return True  # on disk, or quantised
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     return all(bool(value.isfinite()) for value in local.aminmax())

@@ -41,6 +41,7 @@ PrefillChunk = Annotated[int | None, typer.Option(help="prefill so many tokens o
 LookupTokens = Annotated[
     int | None, typer.Option(help="draft so many tokens from what was said before; changes no answer")
 ]
+Adapter = Annotated[list[str] | None, typer.Option(help="a folder or hub id of a LoRA adapter; several add up")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
 Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower in graphs first")]
@@ -53,7 +54,7 @@ Benchmark = StrEnum(
     "Benchmark",
     [
         "tower", "graphs", "evs_ttft", "pruning_accuracy", "generated_ids", "prefill_chunks", "cost_curves",
-        "performance",
+        "performance", "quantized",
     ],
 )  # fmt: skip
 
@@ -143,7 +144,7 @@ def chat(
     jsonl: Annotated[str | None, typer.Option(help="answer a file of requests, one JSON object in a line")] = None,
     out: Annotated[str | None, typer.Option(help="file of the answers; else FILE.answers.jsonl")] = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
-    prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None,
+    prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None, adapter: Adapter = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
     """Answer a question about images and videos; the text streams as it is generated.
@@ -155,7 +156,7 @@ def chat(
     if jsonl is not None:
         _answer_file(
             checkpoint, jsonl, out, {"PROMPT": prompt, "image": image, "video": video, "prefill_chunk": prefill_chunk,
-            "prompt_lookup_num_tokens": prompt_lookup_num_tokens}, (device, dtype, attention, graphs),
+            "prompt_lookup_num_tokens": prompt_lookup_num_tokens}, (device, dtype, attention, graphs, adapter),
             {"max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate, "pruning": pruning},
         )  # fmt: skip
     if out is not None:
@@ -163,7 +164,7 @@ def chat(
     if prompt is None:
         raise ValueError("prompt: give a question, or a file of requests with --jsonl")
     _check_request(prompt, video, pruning_rate)
-    model = _load(checkpoint, device, dtype, attention, graphs)
+    model = _load(checkpoint, device, dtype, attention, graphs, adapter)
     pieces = model.chat(
         prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
         pruning=pruning, prefill_chunk=prefill_chunk, prompt_lookup_num_tokens=prompt_lookup_num_tokens, stream=True,
@@ -191,7 +192,7 @@ def _answer_file(checkpoint: str, jsonl: str, out: str | None, single: dict, loa
 def trace(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
-    prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None,
+    prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None, adapter: Adapter = None,
     with_: Annotated[Other | None, typer.Option("--with", help="run its own model as well, and compare")] = None,
     save: Annotated[str | None, typer.Option(help="a new folder for every stage's tensors")] = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
@@ -200,7 +201,9 @@ def trace(
     _check_request(prompt, video, pruning_rate)
     if with_ and pruning_rate:
         raise ValueError(f"pruning_rate: must be 0 beside {with_.value}, which prunes nothing, got {pruning_rate}")
-    model = _load(checkpoint, device, dtype, attention, graphs)
+    if with_ and adapter:
+        raise ValueError(f"adapter: not beside {with_.value}, whose model would have none")
+    model = _load(checkpoint, device, dtype, attention, graphs, adapter)
     if with_:
         from refvl.tools.upstream import check_recordable, record_transformers
 
@@ -246,7 +249,7 @@ def info(
 ):  # fmt: skip
     """Family, sizes, tokens for given media step by step, and the memory needed. Reads no weights."""
     from refvl.loading import load
-    from refvl.tools.costs import costs, describe, set_pixel_limits
+    from refvl.tools.costs import costs, describe, set_pixel_limits, stored_text_bytes
 
     sampling = {name: value for name, value in (("fps", fps), ("num_frames", num_frames)) if value is not None}
     _check_request("", video, pruning_rate, **sampling)
@@ -255,11 +258,14 @@ def info(
     parts: list[dict[str, Any]] = [{"type": "image", "image": file} for file in image or ()]
     parts += [{"type": "video", "video": file} | sampling for file in video or ()]
     media = model.processor.decode([{"role": "user", "content": parts}])
+    options: dict[str, Any] = {"pruning_rate": pruning_rate, "pruning": pruning}
+    if Path(checkpoint).is_dir() and getattr(model.config, "quantization_config", None):
+        options["text_bytes"] = stored_text_bytes(Path(checkpoint), model.family.vision_prefix)
     if as_json:
-        print(json.dumps(costs(model, media, pruning_rate=pruning_rate, pruning=pruning), indent=2))
+        print(json.dumps(costs(model, media, **options), indent=2))
         return
     table = Table(show_header=False, title=checkpoint)
-    for row in describe(model, media, pruning_rate=pruning_rate, pruning=pruning).items():
+    for row in describe(model, media, **options).items():
         table.add_row(*row)
     Console().print(table)
 
@@ -348,13 +354,19 @@ def stage_table(run) -> Table:
     return table
 
 
-def _load(checkpoint: str, device: str, dtype: str, attention: str, graphs: bool):
+def _load(checkpoint: str, device: str, dtype: str, attention: str, graphs: bool, adapters: list[str] | None = None):
+    from refvl.adapters import attach
     from refvl.loading import load
 
     if checkpoint.endswith(".json"):
         raise ValueError(f"checkpoint: {checkpoint} is a config without weights, which only `refvl info` reads")
     progress = sys.stderr.isatty()
-    return load(checkpoint, device=device, dtype=dtype, attention=attention, graphs=graphs, progress=progress)
+    model = load(checkpoint, device=device, dtype=dtype, attention=attention, graphs=graphs, progress=progress)
+    for adapter in adapters or ():
+        attach(model, adapter, name=adapter.replace(".", "_"))
+    if adapters:
+        model.adapters.base_model.set_adapter(list(model.adapters.peft_config))
+    return model
 
 
 def _check_request(prompt: str, video: list[str] | None, pruning_rate: float, **sampling) -> None:

@@ -1,15 +1,19 @@
 """What a model costs before it is loaded: parameters, memory, tokens - from the config and sizes alone."""
 
 import itertools
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from refvl.checkpoints import weight_headers
 from refvl.contracts import Encoder, Processor
 from refvl.pipeline import VLM
 from refvl.pixels.crops import CropConfig, plan_crops
@@ -22,6 +26,10 @@ from refvl.trace import layout_text
 BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the image that upstream plans with
 LARGER_THAN_ANY_CUT = 4096  # px, the side of a picture that gets as many slices or crops as a square one can
 MAX_FRAMES_PER_VIDEO = 600
+STORED_BITS = {  # in the words of safetensors
+    "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F4": 4,
+}  # fmt: skip
 
 
 class LimitKey(NamedTuple):
@@ -181,6 +189,25 @@ def parameter_count(module: nn.Module | Encoder) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
+def weight_bytes(module: nn.Module | Encoder) -> int:
+    """Memory of the parameters as they are, a shared one counted once; of quantised ones all that they are made of."""
+    return sum(_tensor_bytes(weight) for weight in module.parameters())
+
+
+def _tensor_bytes(weight: Tensor) -> int:
+    if not is_traceable_wrapper_subclass(weight):
+        return weight.numel() * weight.dtype.itemsize
+    names, _ = weight.__tensor_flatten__()  # type: ignore[attr-defined]  # what makes it such a subclass
+    return sum(_tensor_bytes(getattr(weight, name)) for name in names if getattr(weight, name) is not None)
+
+
+def stored_text_bytes(folder: Path, vision_prefix: str) -> int:
+    """What the weights that are not the vision tower's take in the files of a checkpoint, by their headers."""
+    stored = weight_headers(folder)
+    sizes = {name: header.numel * STORED_BITS[header.dtype] // 8 for name, header in stored.items()}
+    return sum(size for name, size in sizes.items() if not re.match(vision_prefix, name))
+
+
 def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
     """Keys and values of all layers for one token."""
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
@@ -194,12 +221,21 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
     return patches * (5 * encoder.config.num_heads * encoder.config.head_dim + width) * encoder.dtype.itemsize
 
 
-def costs(vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning: str = "evs") -> dict[str, Any]:
+def costs(
+    vlm: VLM,
+    media: Sequence = (),
+    *,
+    pruning_rate: float = 0.0,
+    pruning: str = "evs",
+    text_bytes: int | None = None,
+) -> dict[str, Any]:
     """Every number that `describe` words, ready for JSON: parameters, tokens, px, bytes; `vlm` may live on `meta`.
 
     media: decoded, see `VLM.processor.decode`. pruning_rate: of videos, [0, 1), by the rule `pruning`.
     `activation_bytes` is an estimate of the tower's peak while it encodes that medium alone; in `memory_bytes` it
     encodes all at once.
+    text_bytes: what the language model's weights take, where `vlm` has them in another form than the checkpoint
+    (`stored_text_bytes`).
     """
     dtype, processor = vlm.encoder.dtype, vlm.processor
     per_token = kv_cache_bytes_per_token(vlm.language_model.config, dtype)
@@ -213,13 +249,15 @@ def costs(vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning:
     height, width = image_size_with_most_features(limits) if limits else (LARGER_THAN_ANY_CUT, LARGER_THAN_ANY_CUT)
     parameters = {"encoder": parameter_count(vlm.encoder), "language_model": parameter_count(vlm.language_model)}
     planned = [cost(plan_media(vlm, medium, pruning_rate, pruning)) for medium in media]
-    weights = sum(parameters.values()) * dtype.itemsize
+    halves = {"encoder": weight_bytes(vlm.encoder), "language_model": text_bytes or weight_bytes(vlm.language_model)}
+    weights = sum(halves.values())
     together = encoder_activation_bytes(vlm.encoder, sum(medium["patches"] for medium in planned))
     return {
         "family": vlm.family.name,
         "dtype": str(dtype).removeprefix("torch."),
         "parameters": parameters,
         "weights_bytes": weights,
+        "weights_bytes_of": halves,
         "context": vlm.max_context,
         "kv_cache_bytes_per_token": per_token,
         "min_pixels": limits and limits.min_pixels,
@@ -231,10 +269,12 @@ def costs(vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning:
     }
 
 
-def describe(vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning: str = "evs") -> dict[str, str]:
+def describe(
+    vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning: str = "evs", text_bytes: int | None = None
+) -> dict[str, str]:
     """`costs` in words, as rows for a table."""
-    found = costs(vlm, media, pruning_rate=pruning_rate, pruning=pruning)
-    tower, text = vlm.encoder.config, vlm.language_model.config
+    found = costs(vlm, media, pruning_rate=pruning_rate, pruning=pruning, text_bytes=text_bytes)
+    tower, text, halves = vlm.encoder.config, vlm.language_model.config, found["weights_bytes_of"]
     parameters, largest = found["parameters"], found["largest_square_picture"]
     rows = {
         "family": found["family"],
@@ -243,7 +283,8 @@ def describe(vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruni
         "language model": f"{text.num_hidden_layers} layers of width {text.hidden_size}, "
         f"{text.num_attention_heads} heads ({text.num_key_value_heads} kv): {_count(parameters['language_model'])}",
         "context": f"{found['context']:,} tokens",
-        f"weights in {found['dtype']}": _bytes(found["weights_bytes"]),
+        f"weights in {found['dtype']}": f"{_bytes(found['weights_bytes'])}: encoder {_bytes(halves['encoder'])}, "
+        f"language model {_bytes(halves['language_model'])}" + ", quantised" * bool(text_bytes),
         "kv cache": f"{_bytes(found['kv_cache_bytes_per_token'])} a token",
         "largest square picture": f"{largest['becomes']} -> {largest['tokens']:,} tokens"
         + " (assumed: no file says the limits)" * found["limits_assumed"],

@@ -5,7 +5,7 @@ import torch
 from graph_families import FAMILIES, build, distance, make_case, manager_of
 
 from refvl.encoders.step3_vl import Step3VisionEncoder
-from refvl.graphs.plans import addresses, weights_of
+from refvl.graphs.plans import addresses, modules_of, weights_of
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-12}  # as in test_graph_threads; stale weights are off by 0.1
 LAYOUTS = {
@@ -157,6 +157,6 @@ def test_all_parameters_are_watched(family):
     wanted = {id(parameter) for parameter in encoder.parameters()}
     paths = encoder.paths.values() if isinstance(encoder, Step3VisionEncoder) else ()
     for view in (encoder, *paths):
-        weights = weights_of(view)
+        weights = weights_of(modules_of(view))
         assert {id(weight) for weight in weights} == wanted
         assert len(addresses(weights)) == len(weights)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from refvl.adapters import GRIDS
 from refvl.graphs import plan_batches
 from refvl.graphs.buffers import fill_padded
 from refvl.merge import merge_embeddings
@@ -33,7 +34,7 @@ from refvl.positions.upstream import larger_side_positions, width_offset_positio
 from refvl.processors.qwen3_vl import seconds_of_steps
 from refvl.tools.costs import frames_that_fit, kv_cache_bytes_per_token
 
-nbformat = pytest.importorskip("nbformat")
+nbformat, peft = pytest.importorskip("nbformat"), pytest.importorskip("peft")
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
@@ -192,6 +193,16 @@ def larger_area_first(width, height):
     return None if wanted < 2 else (wanted, 1)
 
 
+def merged_by_peft(weight, a, b, lora_alpha, rank):
+    layer = torch.nn.Linear(*weight.T.shape, bias=False)
+    layer.weight.data = weight.clone()
+    config = peft.LoraConfig(r=rank, lora_alpha=lora_alpha, target_modules=["0"])
+    model = peft.PeftModel(torch.nn.Sequential(layer), config)
+    adapted = model.base_model.model[0]
+    adapted.lora_A["default"].weight.data, adapted.lora_B["default"].weight.data = a, b
+    return model.merge_and_unload()[0].weight.detach()
+
+
 def kept_outputs(replay, inputs):
     return [replay(x).clone() for x in inputs]
 
@@ -321,6 +332,7 @@ def test_every_exercise_has_three_hints_and_says_what_it_wants(check):
 @pytest.mark.parametrize(
     ("check", "function"),
     [
+        (exercises.check_adapter_name, GRIDS.rename),
         (exercises.check_cache_bytes, kv_cache_bytes_per_token),
         (exercises.check_count_tokens, lambda height, width: count_tokens(height, width, PatchConfig())),
         (exercises.check_crop_layout, lambda width, height: plan_crops(width, height).layout),
@@ -332,6 +344,7 @@ def test_every_exercise_has_three_hints_and_says_what_it_wants(check):
         (exercises.check_grid_positions, grid_positions),
         (exercises.check_load_balance, get_load_balance_assignment),
         (exercises.check_merge_embeddings, merge_embeddings),
+        (exercises.check_merged_weight, merged_by_peft),
         (exercises.check_mrope_axes, lambda section: mrope_axis_of_pairs(section, interleaved=True)),
         (exercises.check_mrope_positions, get_mrope_input_positions),
         (exercises.check_step_seconds, seconds_of_steps),
@@ -367,6 +380,8 @@ def test_the_library_passes(check, function):
             lambda h, w: (h // 28) * (w // 28),
             "tokens of 427 x 640 .* be 345, got 330",
         ),
+        (exercises.check_adapter_name, lambda name: f"model.{name}", "'model.layers.0.self_attn.q_proj'.*"),
+        (exercises.check_merged_weight, lambda w, a, b, alpha, rank: w + b @ a, "4 x 6, lora_alpha=8, rank=2.*"),
         (exercises.check_crop_layout, rounded_layout, r"728 x 728 px .*rows=2, columns=2\), got \(1, 1\)"),
         (exercises.check_crop_layout, lambda w, h: plan_crops(h, w).layout, "500 x 300 px .*rows=1, columns=2"),
         (

@@ -1,0 +1,154 @@
+"""Teach a tiny model new words by a LoRA adapter, and train one from nothing while you watch: notebook 13's functions.
+
+The new words are a colour, "orange", and a shape, "ring", which no shipped model has seen or said. A scene is drawn as
+always and its first object is then given one of them, so that what is new is told from what is old by that word alone.
+The questions, the prompts and their layout are those of the training (`tiny_model.py`), the weights those of a loaded
+`VLM`: what PEFT puts in place of its layers is trained.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+import refvl
+from data.training import scenes
+from data.training.tiny_family import find_family
+from data.training.tiny_model import Batch, PromptBuilder, TinyModel
+from data.training.train_tiny import Trainer
+
+NEW = {"color": "orange", "shape": "ring"}  # kind of question -> the word it is answered with
+RGB = (240, 130, 30)
+POOL = 256  # scenes that are drawn again and again, with other questions
+
+
+def new_scene(split: str, index: int, kind: str) -> scenes.Scene:
+    """Scene number `index` of a split, its first object orange, or a ring."""
+    scene = scenes.draw_scene(split, index, objects=(1, 3))
+    first = scene.things[0]
+    if kind == "color":
+        jitter = np.random.default_rng([scenes.SEED, scenes.SPLITS[split], index, 9]).uniform(-15, 15, 3)
+        first = replace(first, color=NEW[kind], rgb=tuple(float(v) for v in np.clip(RGB + jitter, 0, 255)))
+    else:
+        first = replace(first, shape=NEW[kind])
+    return replace(scene, things=(first, *scene.things[1:]))
+
+
+@dataclass
+class Pupil:
+    """A loaded model as it is trained: the same modules, fed with batches of scenes and questions."""
+
+    vlm: refvl.VLM
+    builder: PromptBuilder
+    model: TinyModel
+
+    @classmethod
+    def of(cls, vlm: refvl.VLM, name: str = "qwen2_5_vl") -> "Pupil":
+        """`vlm`: loaded from the shipped folder of the family `name`."""
+        family = find_family(name)
+        config = json.loads((family.folder / "config.json").read_text())
+        tokenizer = Tokenizer.from_file(str(family.folder / "tokenizer.json"))
+        with torch.device("meta"):
+            model = TinyModel(family, config)
+        model.visual, model.model = vlm.encoder, vlm.language_model.model
+        return cls(vlm, PromptBuilder(family, tokenizer, config), model)
+
+    def batch(self, drawn: list[scenes.Scene], questions: list[list[scenes.Question]]) -> Batch:
+        """Images with as many questions each."""
+        pixels = torch.from_numpy(np.stack([scenes.render(scene) for scene in drawn]))
+        return self.builder.batch(pixels[:, None], questions)
+
+    def answer(self, batch: Batch) -> Tensor:
+        """Logits of every answer token (A, V)."""
+        self.model.lm_head = self.vlm.language_model.lm_head  # PEFT may have replaced it
+        return self.model(batch)[0]
+
+
+def draw_questions(scene: scenes.Scene, kind: str, rng: np.random.Generator) -> list[scenes.Question]:
+    """One that is answered with the new word, one that asks with it, and one about anything in the picture."""
+    found = scenes.all_questions(scene)
+    answered = [q for k in (kind, f"{kind}_at") for q in found.get(k, ()) if q.answer == NEW[kind]]
+    asking = [q for q in found["place"] if NEW[kind] in q.text]
+    anything = [q for k in ("color", "shape", "place") for q in found.get(k, ())]
+    return [pool[int(rng.integers(len(pool)))] for pool in (answered, asking, anything)]
+
+
+def training_batch(pupil: Pupil, step: int, count: int, replay: float) -> Batch:
+    """`count` scenes with three questions each; a share `replay` of them is old: without the new words."""
+    rng = np.random.default_rng([scenes.SEED, step])
+    drawn, asked = [], []
+    for i in range(step * count, (step + 1) * count):
+        kind, index = ("color", "shape")[i % 2], i % POOL
+        if rng.random() < replay:
+            drawn.append(scenes.draw_scene("train", index))
+            asked.append(scenes.draw_questions(drawn[-1], ["color", "shape", "place"], rng))
+        else:
+            drawn.append(new_scene("train", index, kind))
+            asked.append(draw_questions(drawn[-1], kind, rng))
+    return pupil.batch(drawn, asked)
+
+
+def adapt(
+    pupil: Pupil, steps: int, *, lr: float = 5e-3, count: int = 8, replay: float = 0.0
+) -> Iterator[tuple[int, float]]:
+    """Train what is trainable for `steps` steps of `count` scenes; yields (step, loss) after each."""
+    weights = [weight for weight in pupil.vlm.adapters.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
+    pupil.vlm.adapters.train()
+    for step in range(steps):
+        batch = training_batch(pupil, step, count, replay)
+        loss = F.cross_entropy(pupil.answer(batch), batch.targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        yield step + 1, loss.item()
+    pupil.vlm.adapters.eval()
+
+
+@torch.no_grad()
+def accuracy(pupil: Pupil, what: str, count: int = 50) -> float:
+    """Share right of `count` held-out scenes, one question each, every token the most likely one.
+
+    what: "color" or "shape", to be answered with the new word; "place" of the new objects; "old": the scenes and
+    questions of the first training, of colour, shape and place.
+    """
+    rng, drawn, asked = np.random.default_rng(count), [], []
+    for index in range(count):
+        kind = what if what in NEW else ("color", "shape")[index % 2]
+        drawn.append(scenes.draw_scene("test", index) if what == "old" else new_scene("test", index, kind))
+        if what == "old":
+            asked.append(scenes.draw_questions(drawn[-1], [str(rng.choice(["color", "shape", "place"]))], rng))
+        else:
+            answered, asking, _ = draw_questions(drawn[-1], kind, rng)
+            asked.append([asking if what == "place" else answered])
+    batch = pupil.batch(drawn, asked)
+    right = pupil.answer(batch).argmax(-1) == batch.targets
+    return sum(bool(right[batch.question_of_target == i].all()) for i in range(count)) / count
+
+
+# --------------------------------------------------------------------------------------------- from nothing
+
+
+@torch.no_grad()
+def cells_named(trainer: Trainer, count: int = 32) -> tuple[float, Tensor]:
+    """What the probe makes of held-out images: (share of occupied cells with shape and colour right, where it sees).
+
+    The second is (count, 3, 3): how sure it is, from 0 to 1, that there is something in each cell.
+    """
+    drawn = [scenes.draw_scene("select", i) for i in range(count)]
+    pixels = torch.from_numpy(np.stack([scenes.render(scene) for scene in drawn]))[:, None]
+    labels = torch.from_numpy(np.stack([scenes.cell_labels(scene) for scene in drawn]))[:, 0]  # (count, 9, 3)
+    learner = trainer.learner
+    media = learner.vlm.encode(pixels)[..., : learner.probe.in_features]
+    shape, color, *_ = learner.probe(media).split(learner.labels, -1)
+    occupied = labels[..., 0] > 0
+    right = (shape.argmax(-1) == labels[..., 0]) & (color.argmax(-1) == labels[..., 1])
+    return float(right[occupied].float().mean()), 1 - shape.softmax(-1)[..., 0].view(count, 3, 3)

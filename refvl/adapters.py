@@ -1,0 +1,259 @@
+"""Adapters: LoRA by PEFT on text model, connector and tower, under the names that transformers gives their layers.
+
+    family        text model                      connector                                    tower            served
+    Qwen          model.language_model, lm_head   model.visual.merger, .deepstack_merger_list  model.visual     all
+    GLM           model.language_model, lm_head   model.visual.merger, .downsample             model.visual     all
+    MiniCPM-V     llm                             resampler                                    vpm              text
+    Step3-VL      model, lm_head                  vit_downsampler*, vit_large_projector        vision_model     none
+
+These are the rows of `LayerNames` below. PEFT is given one module that holds the parts of a model under these names, so
+that what it saves is read by transformers + PEFT and by serving engines, and what they saved is read here. PEFT puts
+its layers in place of the model's own: chat, trace, encode and graphs go through them from then on, and PEFT's own
+model, which `attach` returns, switches, merges, unmerges and saves them.
+
+"served" is what vLLM 0.32 adapts: tower and connector only with `enable_tower_connector_lora=True`, without which it
+leaves their layers out silently. It takes one adapter per request, of ranks up to `max_lora_rank` (16), and no DoRA and
+no `modules_to_save`.
+
+What can be adapted is an `nn.Linear` that computes with its own `weight`, a subclass of it, or what transformers'
+quantisation makes of it. Convolutions (patch embedding, GLM's downsampling) and tables are left alone.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from refvl.checkpoints import download
+from refvl.checks import blame, read_json
+
+PARTS = ("language_model", "connector", "tower")
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+OF_LORA = re.compile(r"\.(lora_(?:A|B|magnitude_vector))(?:\.weight)?$")
+PEFTS_OWN = re.compile(r"\.(lora_\w+|modules_to_save|original_module)(\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """How transformers calls the parts of a family.
+
+    places: name -> where that module is in a `VLM`. connector: what of the encoder's names is the connector.
+    renamed: other spellings of names, as regular expressions, the first that fits; served: what vLLM adapts.
+    """
+
+    places: dict[str, str]
+    connector: tuple[str, ...]
+    renamed: dict[str, str]
+    served: tuple[str, ...]
+
+    def part(self, name: str) -> str:
+        """Of `PARTS`, the one that the layer `name` belongs to."""
+        text = tuple(f"{place}." for place, home in self.places.items() if home.startswith("language_model"))
+        if f"{name}.".startswith(text):
+            return "language_model"
+        return "connector" if f"{name}.".startswith(tuple(f"{place}." for place in self.connector)) else "tower"
+
+    def rename(self, name: str) -> str:
+        """A layer's name in an adapter, as this family calls it."""
+        return next((re.sub(old, new, name) for old, new in self.renamed.items() if re.match(old, name)), name)
+
+
+GRIDS = LayerNames(
+    {"model.visual": "encoder", "model.language_model": "language_model.model", "lm_head": "language_model.lm_head"},
+    ("model.visual.merger", "model.visual.deepstack_merger_list", "model.visual.downsample"),
+    {  # before transformers 4.52, in vLLM, and of a text model that was trained alone
+        r"^model\.(?=visual\.|language_model\.)": "model.",
+        r"^visual\.": "model.visual.",
+        r"^language_model\.lm_head\b": "lm_head",
+        r"^language_model\.(model\.)?": "model.language_model.",
+        r"^model\.": "model.language_model.",
+    },
+    PARTS,
+)
+MINICPMV = LayerNames(
+    {"llm": "language_model", "vpm": "encoder.vpm", "resampler": "encoder.resampler"},
+    ("resampler",),
+    {r"^(?=model\.|lm_head\b)": "llm."},
+    ("language_model",),
+)
+STEP3_CONNECTOR = ("vit_downsampler", "vit_downsampler2", "vit_large_projector")
+STEP3 = LayerNames(
+    {"model": "language_model.model", "lm_head": "language_model.lm_head", "vision_model": "encoder.vision_model"}
+    | {name: f"encoder.{name}" for name in STEP3_CONNECTOR},
+    STEP3_CONNECTOR,
+    {r"^model\.(?=vision_model\.|vit_)": ""},
+    (),
+)
+
+
+def layers(model, *parts: str) -> list[str]:
+    """Names of all layers of some `PARTS` that can be adapted, for `LoraConfig(target_modules=...)`; none: of all.
+
+    Without the output head, as PEFT's "all-linear".
+    """
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise ValueError(f"parts: expected some of {', '.join(PARTS)}, got {unknown[0]!r}")
+    part_of = model.family.layer_names.part
+    return [name for name in _adaptable(model) if part_of(name) in (parts or PARTS) and not name.endswith("lm_head")]
+
+
+def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
+    """Put an adapter on a model and make it the one that acts; returns PEFT's model, which is `model.adapters` too.
+
+    adapter: a folder or a hub id of what PEFT saved, for this model here or in transformers, or a `peft.LoraConfig` for
+    a new one, to be trained. name: of this adapter, where there are several. hub: `revision` and the like, see
+    `refvl.checkpoints.download`. PEFT's model does the rest:
+
+        adapters.set_adapter("name")               the one that acts; adapters.base_model.set_adapter([...]) several
+        with adapters.disable_adapter(): ...       none
+        adapters.merge_adapter(), .unmerge_adapter()
+        adapters.save_pretrained(folder)
+
+    A loaded adapter is frozen (`adapters.set_requires_grad(name)`), and dropout is off (`adapters.train()`). Raises
+    ImportError without PEFT; FileNotFoundError, TypeError or ValueError naming `adapter` for what is no LoRA adapter,
+    for layers that the model does not have or that cannot be adapted, and for weights that do not fit: nothing is
+    ignored, and nothing is changed then.
+    """
+    peft = _peft()
+    if model.adapters is not None and name in model.adapters.peft_config:
+        raise ValueError(f"name: there is an adapter {name!r} already; have: {', '.join(model.adapters.peft_config)}")
+    weights = None
+    if isinstance(adapter, (str, Path)):
+        adapter, weights = _read(model, adapter, hub)
+    elif not isinstance(adapter, peft.LoraConfig):
+        raise TypeError(f"adapter: expected a folder, a hub id or a peft.LoraConfig, got {type(adapter).__name__}")
+    if model.adapters is None:
+        model.adapters = peft.PeftModel(_by_name(model), adapter, name)
+    else:
+        model.adapters.add_adapter(name, adapter)
+        model.adapters.set_adapter(name, inference_mode=adapter.inference_mode)
+    if weights is not None:
+        _fill(model.adapters, weights, name)
+    return model.adapters.eval()
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("adapters: need PEFT: pip install 'refvl[adapters]'") from error
+    return peft
+
+
+# ------------------------------------------------------------------------------------------- names and modules
+
+
+class _Names(nn.Module):
+    """Modules under other names. What replaces one of them here, as PEFT does, replaces it where it lives as well."""
+
+    def __init__(self):
+        self.__dict__["homes"] = {}  # name -> where the module lives, and as what
+        super().__init__()
+
+    def lend(self, name: str, home: Any, attribute: str) -> None:
+        setattr(self, name, getattr(home, attribute))
+        self.__dict__["homes"][name] = home, attribute
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self.__dict__["homes"]:
+            home, attribute = self.__dict__["homes"][name]
+            setattr(home, attribute, value)
+
+
+def _by_name(model) -> nn.Module:
+    """The model's parts as one module, whose names are transformers'."""
+    root = _Names()
+    for place, home in model.family.layer_names.places.items():
+        *above, name = place.split(".")
+        parent = root
+        for part in above:
+            if not hasattr(parent, part):
+                setattr(parent, part, _Names())
+            parent = getattr(parent, part)
+        *above, attribute = home.split(".")
+        parent.lend(name, attrgetter(".".join(above))(model) if above else model, attribute)
+    return root
+
+
+def _adaptable(model) -> dict[str, nn.Module]:
+    """Name -> layer, of all that can be adapted: linear ones that checkpoints do not store as convolutions."""
+    kernels = {id(model.encoder.get_parameter(name)) for name in model.encoder.kernels}
+    linear = {
+        name.removesuffix(".base_layer"): module
+        for name, module in _by_name(model).named_modules()
+        if isinstance(module, nn.Linear) and not PEFTS_OWN.search(name)
+    }
+    return {name: module for name, module in linear.items() if id(module.weight) not in kernels}
+
+
+# ------------------------------------------------------------------------------------------------------- files
+
+
+def _read(model, adapter: str | Path, hub: dict) -> tuple[Any, dict[str, Tensor]]:
+    """PEFT's config and the weights of a saved adapter in this model's names; all is checked before PEFT is asked."""
+    folder = Path(adapter).expanduser()
+    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(adapter)):
+        folder = download(str(adapter), [CONFIG, WEIGHTS], hub, name="adapter")
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            raise FileNotFoundError(f"adapter: {folder} holds no {file}")
+    values = read_json(folder / CONFIG)
+    if (kind := values.get("peft_type")) != "LORA" or values.get("target_parameters"):
+        what = (
+            "adapts parameters inside of layers (target_parameters)" if kind == "LORA" else f"is of the kind {kind!r}"
+        )
+        raise ValueError(f"adapter: {folder} {what}; LoRA on linear layers is read")
+    names = model.family.layer_names
+    with blame(f"adapter: {folder / WEIGHTS}"):
+        stored = load_file(folder / WEIGHTS)
+    weights = {names.rename(key.removeprefix("base_model.model.")): tensor for key, tensor in stored.items()}
+    config = _peft().LoraConfig.from_pretrained(folder)
+    of_layers: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in weights.items():
+        layer, *which = OF_LORA.split(key)
+        if which:
+            of_layers.setdefault(layer, {})[which[0]] = tensor
+        elif not any(layer.rpartition(".")[0].endswith(saved) for saved in config.modules_to_save or ()):
+            of_layers.setdefault(layer, {})
+    ranks = _check_weights(folder, of_layers, _adaptable(model))
+    config.target_modules, config.exclude_modules, config.layers_to_transform = set(ranks), None, None
+    config.rank_pattern = {layer: rank for layer, rank in ranks.items() if rank != config.r}
+    config.alpha_pattern = {names.rename(layer): alpha for layer, alpha in config.alpha_pattern.items()}
+    config.inference_mode = True
+    return config, {f"base_model.model.{key}": tensor for key, tensor in weights.items()}
+
+
+def _check_weights(folder: Path, found: dict[str, dict[str, Tensor]], layers: dict[str, nn.Module]) -> dict[str, int]:
+    """Layer -> rank; ValueError for layers that are not there and for matrices that do not fit."""
+    unknown, misfits, ranks = [name for name in found if name not in layers], list[str](), dict[str, int]()
+    for name in found.keys() & layers.keys():
+        a, b, layer = found[name].get("lora_A"), found[name].get("lora_B"), layers[name]
+        shapes = [None if matrix is None else tuple(matrix.shape) for matrix in (a, b)]
+        ranks[name] = rank = 0 if a is None else len(a)
+        if shapes != [(rank, layer.in_features), (layer.out_features, rank)]:
+            misfits.append(f"{name} is {layer.in_features} -> {layer.out_features}, its matrices are {shapes}")
+        elif not all(bool(tensor.isfinite().all()) for tensor in found[name].values()):
+            misfits.append(f"{name} holds nan or inf")
+    if unknown or misfits or not found:
+        problems = [f"this model has no such linear layers: {_some(unknown)}"] * bool(unknown)
+        problems += [f"these do not fit: {_some(misfits)}"] * bool(misfits)
+        raise ValueError(f"adapter: {folder / WEIGHTS}: {'; '.join(problems) or 'it holds no weights'}")
+    return ranks
+
+
+def _some(names: Iterable[str], most: int = 3) -> str:
+    names = sorted(names)
+    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
+
+
+def _fill(adapters: Any, weights: dict[str, Tensor], name: str) -> None:
+    """Copy an adapter's weights into the layers that PEFT has made for them."""
+    filled = _peft().set_peft_model_state_dict(adapters, weights, adapter_name=name)
+    if filled.unexpected_keys:
+        raise ValueError(f"adapter: weights without a place: {_some(filled.unexpected_keys)}")

@@ -1,0 +1,387 @@
+"""LoRA adapters on the parts of a model. Oracle: transformers with PEFT on the same checkpoint and the same adapter."""
+
+import json
+import sys
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_qwen3_checkpoint
+from closeness import assert_agree, roundings
+from graph_families import build, distance, make_case, manager_of
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+from typer.testing import CliRunner
+
+import refvl
+from refvl import adapters
+from refvl.families import FAMILIES as ROWS
+from refvl.paths import DATA
+from refvl.tools.cli import app
+from refvl.tools.upstream import transformers_inputs
+
+peft = pytest.importorskip("peft")
+
+PHOTO = np.random.default_rng(1).integers(0, 256, (84, 112, 3), dtype=np.uint8)
+QUESTION = {"prompt": "What is it?", "images": [PHOTO], "max_new_tokens": 12}
+
+
+def randomize(model, name: str, seed: int) -> None:
+    """An adapter as strong as the weights that it stands beside: PEFT's own begins without an effect."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if f".{name}." in key and "lora_" in key:
+                weight.normal_(std=0.2, generator=generator)
+
+
+def make_adapter(model, folder, name: str = "default", seed: int = 0, parts=adapters.PARTS, **options):
+    """Attach a random adapter of rank 4 to `parts`, and save it."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=adapters.layers(model, *parts), **options)
+    made = adapters.attach(model, config, name=name)
+    randomize(made, name, seed)
+    made.save_pretrained(folder, selected_adapters=[name])
+    return folder if name == "default" else folder / name
+
+
+MAKERS = {
+    "qwen2_5_vl": make_checkpoint,
+    "qwen3_vl": lambda folder: make_qwen3_checkpoint(folder, "qwen3_vl"),
+    "glm4v": lambda folder: make_glm_checkpoint(folder, "glm4v", "Glm4vProcessor"),
+}
+
+
+def load(folder):
+    vlm = refvl.load(folder, device="cpu", progress=False)
+    vlm.language_model.generation_config.eos_token_id = None
+    return vlm
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def folder(request, tmp_path_factory):
+    return MAKERS[request.param](tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def trained_elsewhere(folder, tmp_path_factory):
+    """(transformers' model with an adapter on everything linear, the folder where PEFT saved it)."""
+    theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.5)
+    theirs = peft.get_peft_model(theirs, config)
+    randomize(theirs, "default", seed=0)
+    out = tmp_path_factory.mktemp("adapter")
+    theirs.save_pretrained(out)
+    theirs.generation_config.eos_token_id = None
+    return theirs.eval(), out
+
+
+@torch.inference_mode()
+def asked(theirs, vlm) -> tuple[list[int], torch.Tensor]:
+    """transformers' new ids of QUESTION, and the first token's logits."""
+    inputs = transformers_inputs(vlm, vlm.trace(**QUESTION))
+    output = theirs.generate(
+        **inputs, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+    return output.sequences[0, inputs["input_ids"].shape[1] :].tolist(), output.logits[0][0]
+
+
+def answered(vlm) -> tuple[list[int], torch.Tensor]:
+    """The same of refvl."""
+    trace = vlm.trace(**QUESTION)
+    inputs = transformers_inputs(vlm, trace)
+    output = vlm.generate(
+        inputs["input_ids"], pixel_values=inputs["pixel_values"], image_grid_thw=inputs["image_grid_thw"],
+        max_new_tokens=12, return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    assert output.sequences[0, inputs["input_ids"].shape[1] :].tolist() == trace.token_ids
+    return trace.token_ids, output.logits[0][0]
+
+
+def assert_same(vlm, ours, theirs):
+    assert ours[0] == theirs[0]
+    assert_agree(ours[1], theirs[1], roundings(vlm.encoder) + roundings(vlm.language_model))
+
+
+def test_an_adapter_of_transformers_and_peft(folder, trained_elsewhere):
+    """On tower, connector and text model. Trained with dropout, which must be off."""
+    theirs, adapter = trained_elsewhere
+    vlm = load(folder)
+    plain = answered(vlm)
+    returned = adapters.attach(vlm, adapter)
+    assert returned is vlm.adapters and "default" in repr(vlm)
+    assert not any(weight.requires_grad for weight in returned.parameters())
+    wanted = asked(theirs, vlm)
+    assert_same(vlm, answered(vlm), wanted)
+    assert wanted[0] != plain[0]
+    with vlm.adapters.disable_adapter():
+        assert_same(vlm, answered(vlm), plain)
+
+
+def test_an_adapter_for_transformers_and_peft(folder, tmp_path):
+    """Oracle: transformers reads what was saved here. Without an effect the test would pass by itself: see above."""
+    vlm = load(folder)
+    adapter = make_adapter(vlm, tmp_path)
+    theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval()
+    theirs.generation_config.eos_token_id = None
+    assert_same(vlm, answered(vlm), asked(theirs, vlm))
+
+
+OLDER = {  # how names began before transformers 4.52, in vLLM, and where a text model was trained alone
+    "first releases": lambda name: name.replace("model.visual.", "visual.").replace("model.language_model.", "model."),
+    "vLLM": lambda name: name.replace("model.visual.", "visual.").replace(
+        "model.language_model.", "language_model.model."
+    ),
+}
+
+
+def edit(folder, out, weights=lambda key: key, config=lambda values: values, change=lambda stored: stored):
+    """A copy of an adapter with other names, another config, or other weights."""
+    out.mkdir()
+    stored = load_file(folder / adapters.WEIGHTS)
+    prefix = "base_model.model."
+    renamed = {prefix + weights(key.removeprefix(prefix)): tensor for key, tensor in stored.items()}
+    save_file(change(renamed), out / adapters.WEIGHTS)
+    values = json.loads((folder / adapters.CONFIG).read_text())
+    (out / adapters.CONFIG).write_text(json.dumps(config(values)))
+    return out
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def saved(qwen, tmp_path_factory):
+    """(answers without an adapter, with "a", with "b"; where PEFT saved the two)."""
+    vlm = load(qwen)
+    ids = [vlm.trace(**QUESTION).token_ids]
+    folders = []
+    for seed, name in enumerate("ab"):
+        folders.append(make_adapter(vlm, tmp_path_factory.mktemp(name), name, seed))
+        ids.append(vlm.trace(**QUESTION).token_ids)
+    assert len({tuple(row) for row in ids}) == 3
+    return ids, folders
+
+
+@pytest.mark.parametrize("names", OLDER)
+def test_older_names_are_read(qwen, saved, tmp_path, names):
+    """Oracle: the same adapter under today's names. Layers are those with weights, whatever the config says."""
+    (_, wanted, _), (a, _) = saved
+    vlm = load(qwen)
+    adapters.attach(vlm, edit(a, tmp_path / "b", OLDER[names], lambda values: values | {"target_modules": ".*q_proj"}))
+    assert vlm.trace(**QUESTION).token_ids == wanted
+
+
+def test_an_adapter_of_the_text_model_alone(qwen, tmp_path):
+    """As PEFT saves what was trained on `AutoModelForCausalLM`: without a `language_model` in the names."""
+    vlm = load(qwen)
+    adapter = make_adapter(vlm, tmp_path / "a", parts=["language_model"])
+    wanted, other = vlm.trace(**QUESTION).token_ids, load(qwen)
+    adapters.attach(other, edit(adapter, tmp_path / "b", lambda name: name.replace("model.language_model.", "model.")))
+    assert other.trace(**QUESTION).token_ids == wanted
+
+
+def test_switch_merge_and_unmerge(qwen, saved):
+    """Oracle: each adapter alone; a merged one is the same sum in another order."""
+    ids, folders = saved
+    vlm = load(qwen)
+    before = vlm.language_model.lm_head.weight.clone()
+    for name, folder in zip("ab", folders, strict=True):
+        adapters.attach(vlm, folder, name=name)
+    for name, wanted in (("a", ids[1]), ("b", ids[2])):
+        vlm.adapters.set_adapter(name)
+        assert vlm.trace(**QUESTION).token_ids == wanted
+        vlm.adapters.merge_adapter()
+        assert vlm.trace(**QUESTION).token_ids == wanted
+        vlm.adapters.unmerge_adapter()
+    with vlm.adapters.disable_adapter():
+        assert vlm.trace(**QUESTION).token_ids == ids[0]
+    vlm.adapters.unload()  # the model is as it was
+    assert vlm.trace(**QUESTION).token_ids == ids[0]
+    assert not [name for name, _ in vlm.encoder.named_parameters() if "lora" in name]
+    assert torch.equal(vlm.language_model.lm_head.weight, before)
+
+
+def test_several_at_once_add_up(qwen, saved):
+    """Oracle: one adapter whose matrices are those of both, one below the other."""
+    _, folders = saved
+    both, one = load(qwen), load(qwen)
+    for name, folder in zip("ab", folders, strict=True):
+        adapters.attach(both, folder, name=name)
+    both.adapters.base_model.set_adapter(["a", "b"])
+    made = adapters.attach(one, peft.LoraConfig(r=8, lora_alpha=16, target_modules=adapters.layers(one)))
+    a, b = (load_file(folder / adapters.WEIGHTS) for folder in folders)
+    stacked = {key: torch.cat([a[key], b[key]], dim=0 if "lora_A" in key else 1) for key in a}
+    assert not peft.set_peft_model_state_dict(made, stacked).unexpected_keys
+    assert both.trace(**QUESTION).token_ids == one.trace(**QUESTION).token_ids
+
+
+def test_what_replaces_the_head_is_found(qwen, tmp_path):
+    """A head trained as a whole (`modules_to_save`) and one with matrices. Oracle: the weights in place."""
+    vlm = load(qwen)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    made = adapters.attach(vlm, config)
+    randomize(made, "default", 0)
+    with torch.no_grad():
+        made.base_model.model.lm_head.modules_to_save["default"].weight.mul_(-1)
+    made.save_pretrained(tmp_path)
+    other = load(qwen)
+    plain = other.trace(**QUESTION).token_ids
+    adapters.attach(other, tmp_path)
+    assert other.trace(**QUESTION).token_ids == vlm.trace(**QUESTION).token_ids != plain
+    other = load(qwen)
+    made = adapters.attach(other, peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    assert "lora" in type(other.language_model.lm_head).__module__
+    ids = other.trace(**QUESTION).token_ids
+    made.merge_and_unload()
+    assert isinstance(other.language_model.lm_head, torch.nn.Linear) and other.trace(**QUESTION).token_ids == ids
+
+
+@pytest.mark.parametrize("family", ["Qwen2.5-VL", "GLM-4.1V", "MiniCPM-V 4.5", "Step3-VL"])
+def test_graphs_follow_adapters(family):
+    """Attached, switched, merged, unmerged, disabled, removed. Oracle: the encoder without graphs."""
+    encoder = build(family)
+    layouts = {"Step3-VL": [(1, 2), (0, 0)]}.get(family, [((4, 4), (2, 5))] if "MiniCPM" in family else [(1, 4, 4)])
+    kernels = {id(encoder.get_parameter(name)) for name in encoder.kernels}
+    linear = [n for n, m in encoder.named_modules() if isinstance(m, torch.nn.Linear) and id(m.weight) not in kernels]
+    manager = manager_of(encoder)
+    first = manager.execute(make_case(encoder, layouts).rows, layouts)
+    model = peft.PeftModel(encoder, peft.LoraConfig(r=2, target_modules=linear, init_lora_weights=False), "a").eval()
+    model.add_adapter("b", peft.LoraConfig(r=2, target_modules=linear, init_lora_weights=False))
+
+    def check(differs: bool = True) -> list[torch.Tensor]:
+        case = make_case(encoder, layouts)
+        outputs = manager.execute(case.rows, layouts)
+        assert distance(outputs, case.wanted) <= 1e-4  # as in test_graph_weights: a stale graph is off by much more
+        assert (distance(outputs, first) > 0.01) == differs
+        return outputs
+
+    with_a = check()
+    model.set_adapter("b")
+    assert distance(check(), with_a) > 0.01
+    model.set_adapter("a")
+    model.merge_adapter()
+    assert distance(check(), with_a) <= 1e-4
+    model.unmerge_adapter()
+    assert distance(check(), with_a) <= 1e-4
+    for layer in model.modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer):
+            layer.set_scale("a", 3.0)
+    assert distance(check(), with_a) > 0.01
+    with model.disable_adapter():
+        check(differs=False)
+    model.unload()
+    check(differs=False)
+
+
+GRID_CONFIGS = (
+    "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct", "Qwen3-VL-30B-A3B-Instruct", "Qwen3.5-9B", "GLM-4.1V-9B-Thinking",
+    "GLM-4.5V", "GLM-OCR",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRID_CONFIGS)
+def test_names_are_those_of_transformers(name):
+    """Oracle: the linear layers of transformers' model of a released config."""
+    vlm = refvl.load(DATA / "configs" / f"{name}.json", weights="random", device="meta")
+    with torch.device("meta"):
+        theirs = AutoModelForImageTextToText.from_config(vlm.config)
+    linear = {name for name, module in theirs.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert set(adapters.layers(vlm)) == linear - {"lm_head"}
+
+
+@pytest.mark.parametrize("family", ROWS, ids=lambda family: family.name)
+def test_every_layer_belongs_to_one_part(family):
+    """Oracle: whether the layer is the encoder's, and whether it has blocks around it."""
+    names = family.layer_names
+    for place, home in names.places.items():
+        assert (names.part(place) == "language_model") == home.startswith("language_model")
+    assert set(map(names.part, names.connector)) == {"connector"}
+    assert names.part(next(iter(names.places)) + "x") != "language_model"  # a prefix ends at a dot
+
+
+@pytest.mark.filterwarnings("ignore:Already unmerged")  # PEFT's, of layers that this adapter does not touch
+@pytest.mark.parametrize("name", ["tiny-qwen2_5_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3"])
+def test_parts_of_shipped_models(name):
+    """Oracle: merged and unmerged are the same sums; each part changes its half, and the parts are all there is."""
+    vlm = load(DATA / "checkpoints" / name)
+    by_part = {part: adapters.layers(vlm, part) for part in adapters.PARTS}
+    assert all(by_part.values()) and sorted(chain(*by_part.values())) == sorted(adapters.layers(vlm))
+    plain = vlm.trace(**QUESTION)
+    for part, names in by_part.items():
+        made = adapters.attach(vlm, peft.LoraConfig(r=2, target_modules=names, init_lora_weights=False), name=part)
+        trace = vlm.trace(**QUESTION)
+        moved = not torch.equal(trace.embeds[0], plain.embeds[0])
+        assert moved == (part != "language_model")
+        made.merge_adapter()
+        merged = vlm.trace(**QUESTION)
+        assert_agree(merged.embeds[0], trace.embeds[0], vlm.encoder)
+        assert merged.token_ids == trace.token_ids
+        made.unmerge_adapter()
+    assert sorted(adapters.layers(vlm)) == sorted(chain(*by_part.values()))
+
+
+def first_key(stored: dict, change) -> dict:
+    key = min(key for key in stored if "lora_A" in key)
+    return stored | {key: change(stored[key])}
+
+
+BAD = {  # what is done to a saved adapter: what the error says
+    "another model's layers": ({"weights": lambda n: n.replace("self_attn", "attention")}, "no such linear layers: .*"),
+    "another width": ({"change": lambda s: first_key(s, lambda x: x[:, :-1].contiguous())}, "do not fit: .* -> "),
+    "half a pair": ({"change": lambda s: {k: v for k, v in s.items() if "lora_A" in k}}, "do not fit"),
+    "nan": ({"change": lambda s: first_key(s, lambda x: x * float("nan"))}, "nan or inf"),
+    "nothing": ({"change": lambda s: {}}, "holds no weights"),
+    "the head without being asked": (
+        {"change": lambda s: s | {"base_model.model.lm_head.weight": torch.ones(3)}},
+        "fit",
+    ),
+    "another method": ({"config": lambda v: v | {"peft_type": "IA3"}}, "kind 'IA3'; LoRA"),
+    "parameters": ({"config": lambda v: v | {"target_parameters": ["experts.gate_up_proj"]}}, "target_parameters"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_refused(qwen, saved, tmp_path, case):
+    """Nothing is ignored, and the model stays as it was."""
+    (plain, _, _), (a, _) = saved
+    changes, message = BAD[case]
+    vlm = load(qwen)
+    with pytest.raises(ValueError, match=f"^adapter: .*{message}"):
+        adapters.attach(vlm, edit(a, tmp_path / "b", **changes))
+    assert vlm.adapters is None and vlm.trace(**QUESTION).token_ids == plain
+
+
+def test_clear_errors(qwen, saved, tmp_path, monkeypatch):
+    _, (a, _) = saved
+    vlm = load(qwen)
+    with pytest.raises(FileNotFoundError, match=r"^adapter: .*holds no adapter_config.json"):
+        adapters.attach(vlm, tmp_path)
+    with pytest.raises(TypeError, match=r"^adapter: expected a folder, a hub id or a peft.LoraConfig, got dict"):
+        adapters.attach(vlm, {"r": 4})
+    with pytest.raises(ValueError, match=r"^parts: .* got 'head'"):
+        adapters.layers(vlm, "head")
+    adapters.attach(vlm, a, name="a")
+    with pytest.raises(ValueError, match=r"^name: there is an adapter 'a' already"):
+        adapters.attach(vlm, a, name="a")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match=r"^adapters: need PEFT: pip install 'refvl\[adapters\]'$"):
+        adapters.attach(vlm, a)
+
+
+def test_the_command_line_takes_adapters(qwen, saved):
+    """Oracle: the same from Python. Two adapters add up."""
+    _, folders = saved
+    vlm = load(qwen)
+    vlm.language_model.generation_config.eos_token_id = vlm.processor.tokenizer.eos_token_id
+    for name, folder in zip("ab", folders, strict=True):
+        adapters.attach(vlm, folder, name=name)
+    vlm.adapters.base_model.set_adapter(["a", "b"])
+    given = [argument for folder in folders for argument in ("--adapter", str(folder))]
+    result = CliRunner().invoke(app, ["chat", str(qwen), "What is it?", "--max-new-tokens", "8", *given])
+    assert result.exit_code == 0 and result.stdout == vlm.chat("What is it?", max_new_tokens=8) + "\n"
+    result = CliRunner().invoke(app, ["trace", str(qwen), "What is it?", "--with", "transformers", *given])
+    assert result.exit_code == 1 and result.stderr.startswith("refvl: adapter: not beside transformers")

@@ -1,0 +1,93 @@
+"""Quantised text models. Oracle: the same matrices rounded by hand, and the headers of files."""
+
+import json
+
+import pytest
+import torch
+from checkpoint_factory import make_checkpoint
+from safetensors.torch import load_file, save_file
+
+import refvl
+from refvl.paths import DATA
+from refvl.tools.costs import costs, describe, stored_text_bytes
+
+TINY = DATA / "checkpoints" / "tiny-qwen2_5_vl"
+QUESTION = {"prompt": "What color is the circle?", "images": [DATA / "pictures" / "scene.png"]}
+
+
+def quantized(bits: int, group: int = 32, folder=TINY):
+    """The text model in integers of `bits`, groups of values sharing a scale."""
+    pytest.importorskip("torchao", reason="needs pip install -e '.[quantized]'")
+    from torchao.quantization import IntxWeightOnlyConfig
+    from torchao.quantization.granularity import PerGroup
+    from transformers import TorchAoConfig
+
+    layout = IntxWeightOnlyConfig(getattr(torch, f"int{bits}"), PerGroup(group))
+    return refvl.load(folder, device="cpu", progress=False, quantization_config=TorchAoConfig(quant_type=layout))
+
+
+def rounded(weight: torch.Tensor, bits: int, group: int = 32) -> torch.Tensor:
+    """The nearest of 2^bits levels, -2^(bits - 1) of them below zero; the largest of a group has the last."""
+    groups = weight.unflatten(-1, (-1, group))
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    scale = groups.abs().amax(-1, keepdim=True) / ((high - low) / 2)
+    return ((groups / scale).round().clamp(low, high) * scale).flatten(-2)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_only_the_text_models_matrices_are_rounded(bits):
+    """Oracle: a plain model whose matrices were rounded here; a level more or less at a tie, so half a scale."""
+    plain, packed = refvl.load(TINY, device="cpu", progress=False), quantized(bits)
+    assert packed.encoder.dtype == torch.float32
+    for (name, ours), theirs in zip(plain.encoder.named_parameters(), packed.encoder.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    mlp = plain.language_model.model.layers[0].mlp.down_proj.weight.detach()
+    got = packed.language_model.model.layers[0].mlp.down_proj.weight.dequantize()
+    step = mlp.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 0.5)
+    assert ((got - mlp).unflatten(-1, (-1, 32)).abs() <= 0.51 * step).all() and not torch.equal(got, mlp)
+    assert (got - rounded(mlp, bits)).abs().median() == 0
+    assert torch.equal(packed.language_model.lm_head.weight, plain.language_model.lm_head.weight)
+    assert packed.chat(**QUESTION) == "red"
+
+
+def test_memory_by_half():
+    """Oracle: one byte a value where there were four, and the scales."""
+    plain, packed = refvl.load(TINY, device="cpu", progress=False), quantized(8)
+    before, after = (costs(vlm)["weights_bytes_of"] for vlm in (plain, packed))
+    assert before["encoder"] == after["encoder"] == 4 * sum(p.numel() for p in plain.encoder.parameters())
+    linear = [m for m in plain.language_model.model.modules() if isinstance(m, torch.nn.Linear)]
+    saved = sum(3 * m.weight.numel() - 8 * m.weight.numel() // 32 for m in linear)  # a scale and a zero point at most
+    whole = sum(3 * m.weight.numel() for m in linear)
+    assert saved <= before["language_model"] - after["language_model"] <= whole
+    assert f"language model {after['language_model'] / 2**20:.1f} MiB" in describe(packed)["weights in float32"]
+
+
+def test_a_group_that_divides_no_row_is_one_sentence():
+    """Rows of 320 values in groups of 128, as 3,420 are in Qwen2.5-VL's tower."""
+    with pytest.raises(ValueError, match=r"^quantization_config: groups of 128 values do not divide rows of 320$"):
+        quantized(4, group=128)
+
+
+def test_info_reads_what_a_quantised_checkpoint_takes(tmp_path):
+    """Oracle: the bytes of the tensors in the file."""
+    folder = make_checkpoint(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    text = [tensor for key, tensor in weights.items() if not key.startswith("visual.")]
+    found = stored_text_bytes(folder, r"^(model\.)?visual\.")
+    assert found == sum(tensor.numel() * tensor.element_size() for tensor in text)
+    vlm = refvl.load(folder / "config.json", weights="random", device="meta", dtype="bfloat16")
+    assert costs(vlm, text_bytes=found)["weights_bytes_of"]["language_model"] == found
+    assert "quantised" in describe(vlm, text_bytes=found)["weights in bfloat16"]
+    assert json.loads(json.dumps(costs(vlm)))["weights_bytes_of"]["encoder"] == 2 * sum(
+        p.numel() for p in vlm.encoder.parameters()
+    )
+
+
+def test_eight_bits_cost_less_than_a_point():
+    """Oracle: the committed measurement of `benchmarks.quantized`."""
+    measured = json.loads((DATA / "measurements" / "quantized.json").read_text())
+    right = {row["bits"]: row["all"] for row in measured["rows"]}
+    assert right[8] >= right[32] - 0.01 and right[2] < right[4]
