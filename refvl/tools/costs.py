@@ -197,7 +197,7 @@ def weight_bytes(module: nn.Module | Encoder) -> int:
 def _tensor_bytes(weight: Tensor) -> int:
     if not is_traceable_wrapper_subclass(weight):
         return weight.numel() * weight.dtype.itemsize
-    names, _ = weight.__tensor_flatten__()  # type: ignore[attr-defined]  # what makes it such a subclass
+    names, _ = weight.__tensor_flatten__()  # what makes it such a subclass
     return sum(_tensor_bytes(getattr(weight, name)) for name in names if getattr(weight, name) is not None)
 
 
