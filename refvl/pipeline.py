@@ -35,10 +35,10 @@ from refvl.checks import (
     check_shape,
     check_values,
 )
-from refvl.chunks import MediumRows, prefill_in_chunks
 from refvl.contracts import Encoder, Processor
 from refvl.encoders.tower import send_rows
 from refvl.graphs import DualPathGraphManager, EncoderGraphManager
+from refvl.language.chunks import MediumRows, prefill_in_chunks
 from refvl.language.model import Assistant, CausalTextModel, check_generate_options, drafts, generate, option
 from refvl.language.streaming import FanOut, stream_text
 from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
@@ -116,7 +116,7 @@ class VLM:
         tokens that goes, in [0, 1). pruning: which of them, by "evs" or "vidcom2" (`refvl.positions.PRUNERS`).
         allow_special_tokens: special tokens in the caller's text count as such, instead of being plain text.
         prefill_chunk: prefill the prompt so many tokens at a time, in memory that does not grow with it but for the
-        cache (`refvl.chunks`); None: all at once. stream: return a generator of text pieces; closing or dropping it
+        cache (`refvl.language.chunks`); None: all at once. stream: return a generator of text pieces; closing or dropping it
         ends the generation within one token. generate_kwargs: options of transformers' `generate` that lead to one
         answer in text (`num_beams`, `stop_strings`, `streamer`, ...). With `prompt_lookup_num_tokens=n`, or another
         `VLM` with the same prompts as `assistant_model`, tokens are drafted and checked several at once, which

@@ -14,7 +14,7 @@ from checkpoint_factory_minicpmv import make_minicpmv_checkpoint
 from closeness import assert_agree
 
 import refvl
-from refvl.chunks import MediumRows
+from refvl.language.chunks import MediumRows
 from refvl.paths import DATA
 from refvl.pixels import media
 from refvl.positions import compute_mrope_for_media, recompute_mrope_positions
