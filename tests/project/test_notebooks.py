@@ -18,6 +18,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 EXPECTED = [
     "00_image_to_text", "01_patches_and_windows", "02_mrope", "03_evs", "04_graph_capture", "05_graph_budgets",
     "06_glm", "07_minicpmv", "08_step3", "09_data_parallel", "10_five_encoders", "11_performance", "12_qwen3_vl",
+    "13_adapt",
 ]  # fmt: skip
 PATHS = sorted(FOLDER.glob("[0-9]*.ipynb"))
 MAX_BYTES = 300_000
