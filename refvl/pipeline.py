@@ -118,8 +118,8 @@ class VLM:
         prefill_chunk: prefill the prompt so many tokens at a time, in memory that does not grow with it but for the
         cache (`refvl.language.chunks`); None: all at once. stream: return a generator of text pieces; closing or
         dropping it ends the generation within one token. generate_kwargs: options of transformers' `generate` that lead
-        to one answer in text (`num_beams`, `stop_strings`, `streamer`, ...). With `prompt_lookup_num_tokens=n`, or another
-        `VLM` with the same prompts as `assistant_model`, tokens are drafted and checked several at once, which
+        to one answer in text (`num_beams`, `stop_strings`, `streamer`, ...). With `prompt_lookup_num_tokens=n`, or
+        another `VLM` with the same prompts as `assistant_model`, tokens are drafted and checked several at once, which
         changes no greedy answer. Errors: see `trace`.
         """
         streams = check_flag(stream, "stream")

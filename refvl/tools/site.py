@@ -66,6 +66,8 @@ STATIONS = [
             ("positions/mrope.py", "positions/rotary.py"), ("positions", "mrope")),
     Station("Answer", "embeddings into the prompt, words out of it", ("00", "10"),
             ("merge.py", "pipeline.py", "trace.py"), ("attention", "families")),
+    Station("Yours", "what it costs, and how to teach it more", ("11", "13"),
+            ("tools/costs.py", "encoders/linear.py", "adapters.py"), ()),
 ]  # fmt: skip
 
 PAGE = """<!doctype html>
@@ -193,6 +195,8 @@ def formula(text: str) -> str:
 
 def page_link(target: str, folder: Path) -> str:
     """Where a link of a notebook leads on the site: to another notebook's page, or to that of a file."""
+    if target == "index.ipynb":
+        return "../index.html"
     if target.endswith(".ipynb"):
         return target.removesuffix("ipynb") + "html"
     return f"../files/{(folder / target).resolve().relative_to(ROOT)}.html"

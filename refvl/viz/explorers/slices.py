@@ -99,7 +99,7 @@ class SlicesExplorer(Explorer):
     def figure(self) -> Figure:
         row = self.row(self.index)
         stretched = fit(self.image, tuple(row["size"])).resize(row["size"])
-        figure, axes = plt.subplots(2, 2, figsize=(7, 5.2), layout="constrained", width_ratios=(2, 1))
+        figure, axes = plt.subplots(2, 2, figsize=(6.4, 4.8), layout="constrained", width_ratios=(2, 1))
         plot_slices(stretched, self.slices, ax=axes[0])
         plot_crops(
             stretched, self.crops, crop_tokens=self.crops.crop_tokens, image_tokens=self.crops.image_tokens, ax=axes[1]
