@@ -51,8 +51,8 @@ def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
     if not isinstance(values, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(values).__name__}")
     if len(values) > len(buffer) or values.shape[1:] != buffer.shape[1:]:
-        captured = tuple(buffer.shape)
-        raise ValueError(f"{name}: shape {tuple(values.shape)} does not fit the captured {captured}")
+        shape, captured = tuple(values.shape), tuple(buffer.shape)
+        raise ValueError(f"{name}: shape {shape} does not fit the captured {captured}")
     buffer[: len(values)].copy_(values, non_blocking=True)
     if len(values) < len(buffer):
         PAD_RULES[rule](buffer, len(values))
