@@ -44,7 +44,7 @@ from refvl.parallel import get_load_balance_assignment, restore_order
 from refvl.paths import DATA
 from refvl.pixels.crops import plan_crops
 from refvl.pixels.media import Video
-from refvl.pixels.patches import Glm4vPatchConfig, PatchConfig, count_tokens, patch_rows
+from refvl.pixels.patches import PatchConfig, count_tokens, patch_rows
 from refvl.pixels.slices import SliceConfig, SlicePlan, slice_grid
 from refvl.positions import (
     MediaSpan,
@@ -58,7 +58,7 @@ from refvl.positions import (
 from refvl.positions.mrope import grid_positions
 from refvl.positions.timestamps import sample_video_frames
 from refvl.processors.qwen3_vl import seconds_of_steps
-from refvl.tools.costs import frames_that_fit, kv_cache_bytes_per_token
+from refvl.tools.costs import kv_cache_bytes_per_token
 
 sys.path.insert(0, str(DATA.parent))  # for data/training: the scenes that a repaired model is asked about
 from data.training import pages, scenes
@@ -695,23 +695,6 @@ def check_cache_bytes(function: Callable) -> str:
     configs = [SimpleNamespace(**dict(zip(names, row, strict=True))) for row in values]
     cases = [(config, dtype) for config in configs for dtype in (torch.bfloat16, torch.float32)]
     return _run(function, kv_cache_bytes_per_token, _named("{}, {}", cases))
-
-
-@exercise(
-    "count_tokens(height, width, config, frames) is what a clip costs.",
-    "Two frames make a step, so tokens grow in steps, until the limit on the area makes the frames smaller.",
-    "Take the most frames, 600 or fewer, whose tokens fit: look from above, or the limit hides them.",
-)
-def check_frames_that_fit(function: Callable) -> str:
-    """`function(max_tokens, (height, width), config) -> frames`, 600 at most."""
-    configs = {"Qwen2.5-VL": PatchConfig.for_video(), "GLM-4.1V": Glm4vPatchConfig.for_video()}
-    limits = [(4096, (336, 336)), (100, (336, 336)), (143, (336, 336)), (144, (336, 336)), (10_000, (28, 56))]
-    cases = {
-        f"{name}, max_tokens={max_tokens}, size={size}": (max_tokens, size, config)
-        for name, config in configs.items()
-        for max_tokens, size in limits
-    }
-    return _run(function, frames_that_fit, cases)
 
 
 @exercise(

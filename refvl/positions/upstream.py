@@ -50,8 +50,9 @@ def text_uncounted_positions(
     """Positions (3, L) and delta of a pruned prompt by a search that has counted the media's tokens, but no text.
 
     The rule of vLLM 0.32.0 (`recompute_mrope_positions`) for a prompt in one piece: behind a text that is longer than
-    the first medium, the second one finds the start of the first again, and is written over it; its own tokens then
-    count on like text. With a server that prunes videos this also meets prompts with two images and no video.
+    the first medium, the second one finds the start of the first again, and is written over it; those of its own tokens
+    that lie behind share one position. With a server that prunes videos this also meets prompts with two images
+    and no video.
 
     input_ids: (L,) the pruned prompt. multimodal_positions: of each medium (4, n) - t, h, w, extent, as
     `compute_mrope_for_media` gives them - of the tokens kept. vLLM has the width there in place of the extent.

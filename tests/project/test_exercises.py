@@ -32,7 +32,7 @@ from refvl.positions.mrope import grid_positions
 from refvl.positions.timestamps import sample_video_frames
 from refvl.positions.upstream import larger_side_positions, width_offset_positions
 from refvl.processors.qwen3_vl import seconds_of_steps
-from refvl.tools.costs import frames_that_fit, kv_cache_bytes_per_token
+from refvl.tools.costs import kv_cache_bytes_per_token
 
 nbformat, peft = pytest.importorskip("nbformat"), pytest.importorskip("peft")
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
@@ -339,7 +339,6 @@ def test_every_exercise_has_three_hints_and_says_what_it_wants(check):
         (exercises.check_exponent, exponent),
         (exercises.check_fill_buffer, fill_buffer),
         (exercises.check_frame_sample, frame_sample),
-        (exercises.check_frames_that_fit, frames_that_fit),
         (exercises.check_greedy_batches, greedy_batches),
         (exercises.check_grid_positions, grid_positions),
         (exercises.check_load_balance, get_load_balance_assignment),
@@ -436,11 +435,6 @@ def test_the_library_passes(check, function):
             exercises.check_cache_bytes,
             lambda config, dtype: kv_cache_bytes_per_token(config, dtype) // 2,
             "num_hidden_layers=28, .*bfloat16: should be 57344, got 28672",
-        ),
-        (
-            exercises.check_frames_that_fit,
-            lambda max_tokens, size, config: max_tokens // count_tokens(*size, config, 1),
-            r"Qwen2.5-VL, max_tokens=4096, .*: should be \d+, got \d+",
         ),
         (exercises.check_load_balance, lambda *_: [], r"expected \(order, counts, loads\), got list"),
         (exercises.check_merge_embeddings, merge_in_place, "one image: the text embeddings were changed in place"),
