@@ -30,7 +30,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
@@ -38,7 +37,6 @@ import refvl
 from refvl.adapters import GRIDS
 from refvl.attention import group_segment_pairs, varlen_cross_attention
 from refvl.graphs import Batch, TraceGraph, plan_batches
-from refvl.graphs.buffers import fill_padded
 from refvl.merge import merge_embeddings
 from refvl.parallel import get_load_balance_assignment, restore_order
 from refvl.paths import DATA
@@ -538,29 +536,6 @@ def check_frame_sample(function: Callable) -> str:
 
 
 @exercise(
-    "A graph reads the buffer at its address: write into it, never bind the name to something new.",
-    "buffer[:n].copy_(values), then only buffer[n:] is left to be filled.",
-    "zero: 0; repeat_last: values[-1]; identity: each place its own number, torch.arange(n, capacity).",
-)
-def check_fill_buffer(function: Callable) -> str:
-    """`function(buffer (capacity, ...), values (n, ...), rule)`: fills `buffer` in place, padding by `rule`."""
-    rows = torch.arange(1.0, 7.0).view(3, 2)
-    cumulative, permutation = torch.tensor([0, 4, 12, 16], dtype=torch.int32), torch.tensor([2, 0, 1])
-    cases = {
-        "rows, padded by zero": ((5, 2), rows, "zero"),
-        "cumulative lengths, padded by repeat_last": ((7,), cumulative, "repeat_last"),
-        "a permutation, padded by identity": ((6,), permutation, "identity"),
-        "a full buffer": ((4,), cumulative, "repeat_last"),
-    }
-    for case, (shape, values, rule) in cases.items():
-        buffer, want = torch.full(shape, 99, dtype=values.dtype), torch.empty(shape, dtype=values.dtype)
-        fill_padded(want, values, rule, "values")
-        function(buffer, values, rule)
-        _check(case, buffer, want)
-    return f"in {len(cases)} cases"
-
-
-@exercise(
     "An operation has `function`, `args`, `kwargs`, and `outputs`: the tensors that the next operation reads.",
     "Call the function again and copy each result into its output; a single result is a tuple of one.",
     "Where an operation works in place, result and output are the same memory, and copying changes nothing.",
@@ -597,28 +572,6 @@ def check_greedy_batches(function: Callable) -> str:
         ([], [64], 4),
     ]
     return _run(function, partial(plan_batches, policy="greedy"), _named(PACKING, cases))
-
-
-@exercise(
-    "Sharing is a partition: try every way for the first item to have company, and recurse on the rest.",
-    "A group costs the smallest budget that holds its sum; max_items limits its size.",
-    "itertools.combinations(rest, k) for k < max_items, and functools.cache on the tuple of what is left.",
-)
-def check_smallest_budget_sum(function: Callable) -> str:
-    """`function(output_tokens, budgets, max_items) -> int`: the smallest sum of budgets over all ways to share; every
-    item fits the largest budget."""
-    cases = [
-        ([60], [64, 128], 8),
-        ([60, 60, 60], [64, 128, 256], 8),
-        ([200, 10, 50, 60, 120], [64, 128, 256], 8),
-        ([40, 40, 40, 40, 40], [64, 256], 2),
-        ([33, 90, 7, 7, 120, 61, 250, 14, 80, 64], [64, 128, 256], 4),
-    ]
-
-    def ours(*arguments) -> int:
-        return sum(batch.budget or 0 for batch in plan_batches(*arguments, policy="optimal"))
-
-    return _run(function, ours, _named(PACKING, cases))
 
 
 @exercise(
@@ -894,32 +847,6 @@ def check_rgb_frame(function: Callable) -> str:
         _check(case, torch.as_tensor(function(given)), torch.tensor(frame[..., ::-1].copy()))
         _check(f"{case}: the frame was changed in place", torch.tensor(given), torch.tensor(frame))
     return f"in {len(cases)} cases"
-
-
-def _ask_rms_norm(function: Callable) -> list[Said]:
-    def ours(layer: torch.nn.RMSNorm, x: Tensor) -> Tensor:
-        return function(x, layer.weight, layer.eps)
-
-    return _asked_with("torch.nn.RMSNorm.forward", ours, "qwen2_5_vl", "color")
-
-
-@exercise(
-    "What is the size of a row after it has been divided by its norm, and what does the weight do then?",
-    "The root of the mean square, with eps inside the root; no mean is taken off, unlike in LayerNorm.",
-    "x / sqrt(mean(x ** 2) + eps) * weight. Some other families store weight - 1; Qwen2.5-VL does not.",
-    ask=_ask_rms_norm,
-)
-def check_rms_norm(function: Callable) -> str:
-    """`function(x (N, E), weight (E,), eps) -> (N, E)`: RMSNorm as the tower of Qwen2.5-VL has it."""
-    generator = torch.Generator().manual_seed(0)
-    cases = {}
-    for case, (n, width) in {"a row": (1, 4), "a shifted row": (1, 6), "three rows": (3, 8)}.items():
-        x, weight = (
-            torch.randn(n, width, generator=generator) + 3.0 * ("shifted" in case),
-            torch.rand(width, generator=generator),
-        )
-        cases[case] = x, weight, 1e-6
-    return _run(function, lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps), cases)
 
 
 @exercise(
