@@ -172,7 +172,7 @@ def plot_mrope_axes(layouts: Mapping[str, Tensor], *, title: str = "", ax: Axes 
     ax = axes_or_new(ax, figsize=(10, 0.55 * len(layouts) + 1.3))
     for row, axes in enumerate(layouts.values()):
         colors = [AXIS_COLORS["thw"[axis]] for axis in axes.tolist()]
-        ax.barh([row] * len(colors), [0.92] * len(colors), 0.7, [i + 0.04 for i in range(len(colors))], color=colors)
+        ax.barh([row] * len(colors), 1, 0.7, range(len(colors)), color=colors, edgecolor="white", linewidth=0.8)
     ax.set_yticks(range(len(layouts)), layouts)
     ax.invert_yaxis()
     ax.set(xlabel="rotary pair, the fastest first", xlim=(0, max(map(len, layouts.values()))))
