@@ -53,6 +53,14 @@ def pytest_configure(config):
         config.add_cleanup(lambda: device.__exit__(None, None, None))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Coverage, which makes Python half as slow again, rests where a test repeats what others have run."""
+    for item in items:
+        if item.get_closest_marker("hypothesis") or item.path.parent.name in ("models", "robustness"):
+            item.add_marker("no_cover")
+
+
 @pytest.fixture(scope="session")
 def clip() -> Path:
     """A real clip: 320 x 180, 132 frames, 25 per second."""

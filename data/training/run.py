@@ -54,7 +54,7 @@ class Trainer:
         raise NotImplementedError
 
     def measure(self) -> dict[str, float]:
-        """Accuracy on held-out examples that chose the recipe."""
+        """Accuracy on held-out examples that chose the recipe; every worker is asked, and they may share the work."""
         raise NotImplementedError
 
     def train_step(self) -> Tensor:
@@ -139,13 +139,27 @@ def average_gradients(learner: nn.Module, losses: Tensor) -> Tensor:
     return losses
 
 
+def own_share(parts: list) -> list:
+    """Every second part, or all of them where nobody shares the work."""
+    return parts[dist.get_rank() :: WORKERS] if dist.is_initialized() else parts
+
+
+def from_others(value: Any) -> list:
+    """The other workers' values; every worker has to ask."""
+    if not dist.is_initialized():
+        return []
+    values = [None] * WORKERS
+    dist.all_gather_object(values, value)
+    return [other for rank, other in enumerate(values) if rank != dist.get_rank()]
+
+
 def digest(folder: Path) -> str:
     """SHA-256 of a folder's weights."""
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def _work(rank: int, make: Callable[..., Trainer], arguments: tuple, out: Path, meet: str, resume: bool, stop) -> None:
-    """Train in one process; rank 0 also shows progress, measures, and writes state, log and checkpoint."""
+    """Train in one process; rank 0 also shows progress, and writes state, log and checkpoint."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=WORKERS)
     trainer, state = make(*arguments, rank), out / "training_state.pt"
@@ -162,8 +176,10 @@ def _work(rank: int, make: Callable[..., Trainer], arguments: tuple, out: Path, 
             bar.set_postfix(loss="/".join(f"{x:.3f}" for x in losses.tolist()), refresh=False)
             bar.update()
             is_due = trainer.step % recipe.measure_every == 0 or trainer.step == last
+            if is_due:
+                measured = trainer.measure() if trainer.step > recipe.see else {}
             if rank == 0 and is_due:
-                _report(trainer, out, losses, before + time.time() - begin)
+                _report(trainer, out, losses, before + time.time() - begin, measured)
                 trainer.save_state(state)
     dist.barrier()
     if rank == 0 and trainer.step == recipe.steps:
@@ -171,13 +187,11 @@ def _work(rank: int, make: Callable[..., Trainer], arguments: tuple, out: Path, 
     dist.destroy_process_group()
 
 
-def _report(trainer: Trainer, out: Path, losses: Tensor, seconds: float) -> None:
+def _report(trainer: Trainer, out: Path, losses: Tensor, seconds: float, measured: dict[str, float]) -> None:
     """The checkpoint as it is now, and a line of the log."""
     trainer.family.write_checkpoint(out, trainer.config, trainer.tokenizer, trainer.learner.vlm.checkpoint_weights())
     row = {"step": trainer.step, "seconds": round(seconds), "loss": [round(x, 4) for x in losses.tolist()]}
-    if trainer.step > trainer.recipe.see:
-        row |= trainer.measure()
-    _log(out, row | {"weights_sha256": digest(out)})
+    _log(out, row | measured | {"weights_sha256": digest(out)})
 
 
 def _log(out: Path, row: dict) -> None:

@@ -11,16 +11,20 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from types import SimpleNamespace
 
+import numpy as np
 import torch
+from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from data.training.tiny_family import TinyFamily
 from data.training.tiny_qwen2_5_vl import PIECES
 from refvl.encoders.minicpmv import MiniCPMV4_5Encoder
 from refvl.families import read_config
-from refvl.pixels.slices import SliceConfig, SliceGroup, patchify_slices, plan_slices
+from refvl.pixels.patches import normalize
+from refvl.pixels.slices import SliceConfig, SliceGroup, cut_slices, plan_slices
 from refvl.positions import MediaSpan
 from refvl.processors.minicpmv import MARKS, TENTHS, MiniCPMV4_5Processor, SlicedMedia
 
@@ -186,16 +190,18 @@ class TinyMiniCPMV(TinyFamily):
 
         order: which slice comes first, second, ... behind the overview; times: other temporal ids, one per frame.
         """
-        is_picture = pixels.shape[1] == 1
-        patched = [patchify_slices(frame.numpy(), SLICES if is_picture else FRAMES) for frame in pixels.flatten(0, 1)]
-        sizes = patched[0][1]
+        config = SLICES if (is_picture := pixels.shape[1] == 1) else FRAMES
+        plan = plan_slices(pixels.shape[3], pixels.shape[2], config)
+        sizes = plan.tgt_sizes  # all the same, so that the slices are normalised and cut together
+        parts = [np.array(part) for x in pixels.flatten(0, 1) for part in cut_slices(Image.fromarray(x.numpy()), plan)]
+        slices_N3HW = normalize(torch.from_numpy(np.stack(parts)).permute(0, 3, 1, 2), config)
+        rows = F.unfold(slices_N3HW, PATCH, stride=PATCH).mT.flatten(0, 1)
         if is_picture:
             layout = tuple(SliceGroup((size,)) for size in sizes)
         else:
             ids = [round(i / FPS * TENTHS) for i in range(pixels.shape[1])] if times is None else list(times)
             packs = [ids[i : i + PACKING] for i in range(0, len(ids), PACKING)]
             layout = tuple(SliceGroup(tuple(sizes) * len(pack), tuple(pack)) for pack in packs)
-        rows = torch.cat([rows for rows, _ in patched])
         if order is not None:
             parts = rows.unflatten(0, (len(pixels), len(sizes), -1))  # slices of one size, as the overview is
             rows = parts[:, [0, *(1 + i for i in order)]].flatten(0, 2)

@@ -485,12 +485,13 @@ TIMES_MEASURED = {
 
 
 def _measure(model, builder, drawn, pixels, asked, *, kinds=None, name="", move=None, shown=None) -> dict[str, float]:
-    """Share right of each kind, up to 64 scenes at a time whose prompts are equally long."""
+    """Share right of each kind, up to 64 scenes at a time whose prompts are equally long; workers share them out."""
     hits: dict[str, list[bool]] = {}
     alike: dict[tuple, list[int]] = {}
     for i, scene in enumerate(drawn):
         alike.setdefault(tuple(count_digits(scene.seconds)) if model.family.spells_seconds else (), []).append(i)
-    for part in (same[first : first + 64] for same in alike.values() for first in range(0, len(same), 64)):
+    parts = [same[first : first + 64] for same in alike.values() for first in range(0, len(same), 64)]
+    for part in run.own_share(parts):
         seconds = None
         if pixels.shape[1] > 1:
             seconds = [drawn[i].seconds or scenes.SECONDS for i in part]
@@ -500,6 +501,9 @@ def _measure(model, builder, drawn, pixels, asked, *, kinds=None, name="", move=
         for number, question in enumerate(q for i in part for q in asked[i]):
             if kinds is None or question.kind in kinds:
                 hits.setdefault(question.kind, []).append(bool(right[batch.question_of_target == number].all()))
+    for other in run.from_others(hits):
+        for kind, found in other.items():
+            hits.setdefault(kind, []).extend(found)
     return {kind + name: round(sum(h) / len(h), 4) for kind, h in hits.items()}
 
 
