@@ -46,7 +46,7 @@ from refvl.encoders.linear import OneDnnLinear, use_onednn
 from refvl.families import read_config
 from refvl.language.model import random_language_model
 from refvl.paths import DATA
-from refvl.pixels.patches import PatchConfig, rows_of_image
+from refvl.pixels.patches import PatchConfig, levels_of_image
 from refvl.positions import compute_retention_mask
 from refvl.tools.arithmetic import encoder_operations
 
@@ -158,6 +158,11 @@ def measure_towers(repeats: int) -> list[dict]:
     return rows
 
 
+def rows_of_image(image: Image.Image, config: PatchConfig) -> torch.Tensor:
+    """`patchify_image` without `load_image`, which theirs does not do."""
+    return levels_of_image(image, config)[0].normalize()
+
+
 def measure_pixels(repeats: int) -> list[dict]:
     """A picture in memory to patch rows, theirs and ours; the bits are compared first."""
     config = PatchConfig(max_pixels=2**24)
@@ -167,7 +172,7 @@ def measure_pixels(repeats: int) -> list[dict]:
         pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
         image = Image.fromarray(pixels)
         ours = partial(rows_of_image, image, config)
-        equal = torch.equal(theirs(image, return_tensors="pt")["pixel_values"], ours()[0])
+        equal = torch.equal(theirs(image, return_tensors="pt")["pixel_values"], ours())
         ways = {"transformers": lambda image=image: theirs(image, return_tensors="pt"), "refvl": ours}
         rows.append({"width": width, "height": height, "equal": equal} | side_by_side(ways, repeats))
     return rows
