@@ -35,7 +35,7 @@ from refvl.attention import Segments
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.graphs import generate_budgets, plan_batches
 from refvl.paths import DATA
-from refvl.pixels.patches import PatchConfig, rows_of_image
+from refvl.pixels.patches import PatchConfig, patchify_image
 from refvl.positions import MediaSpan, compute_retention_mask, get_mrope_input_positions
 
 NAME = "cost_curves_cpu"
@@ -88,7 +88,7 @@ def attention_on(side: int, windows: bool) -> tuple[int, Callable]:
 
 def rows_on(side: int) -> tuple[int, Callable]:
     pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    return side * side, partial(rows_of_image, Image.fromarray(pixels), PatchConfig(max_pixels=2**24))
+    return side * side, partial(patchify_image, Image.fromarray(pixels), PatchConfig(max_pixels=2**24))
 
 
 def plan_on(side: int) -> tuple[int, Callable]:

@@ -2,7 +2,8 @@
 
 Measured on one thread, in processor seconds, sides taking turns: the best matrix product and copy of this machine;
 linear layers by kernel; the tower, which with its counted operations and bytes is a point under that roof; pixels to
-patch rows beside transformers' Pillow processor; decoding with a cache of fixed size; the stages of whole answers.
+patch rows beside transformers' Pillow processor; decoding with a cache of fixed size; the stages of whole answers; a
+fresh process up to its first answer, and what of that is importing torch and transformers' text model.
 
 Counted, never run: kernels, operations and bytes of the 7B tower in bfloat16, attention as the one kernel that it is on
 a GPU. The notebook makes estimates of them. With --write the results go to data/measurements/performance_cpu.json.
@@ -10,6 +11,8 @@ a GPU. The notebook makes estimates of them. With --write the results go to data
 
 import math
 import statistics
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -42,11 +45,11 @@ from benchmarks.report import (
 )
 from refvl.attention import Segments
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
-from refvl.encoders.linear import OneDnnLinear, use_onednn
+from refvl.encoders.linear import OneDnnLinear, choose_linear, use_onednn
 from refvl.families import read_config
 from refvl.language.model import random_language_model
 from refvl.paths import DATA
-from refvl.pixels.patches import PatchConfig, rows_of_image
+from refvl.pixels.patches import PatchConfig, levels_of_image
 from refvl.positions import compute_retention_mask
 from refvl.tools.arithmetic import encoder_operations
 
@@ -61,10 +64,16 @@ SIDES = (84, 224, 504)  # px
 GPU_SIDES = (112, 224, 336, 504, 672, 1036)
 ROWS = (1, 8, 64, 256)
 PICTURES = ((224, 224), (448, 448), (1024, 1024), (2048, 1536), (4000, 3000))  # width x height
+SCENE = DATA / "pictures" / "scene.png"
 QUESTIONS: dict[str, dict[str, Any]] = {
-    "a picture": {"prompt": "What color is the circle?", "images": [DATA / "pictures" / "scene.png"]},
+    "a picture": {"prompt": "What color is the circle?", "images": [SCENE]},
     "a photograph": {"prompt": "What is in the picture?", "images": [DATA / "pictures" / "coffee.jpg"]},
     "a clip": {"prompt": "Which way does the circle move?", "videos": [DATA / "clips" / "scene.mp4"]},
+}
+STARTS = {  # each takes the one before along
+    "import torch": "import torch",
+    "the text model's class": "from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl",
+    "an answer": f"import refvl\nrefvl.load({str(CHECKPOINT)!r}).chat('What color?', images=[{str(SCENE)!r}])",
 }
 PHOTO, QUESTION = DATA / "pictures" / "coffee.jpg", "What is in the picture?"
 
@@ -158,6 +167,11 @@ def measure_towers(repeats: int) -> list[dict]:
     return rows
 
 
+def rows_of_image(image: Image.Image, config: PatchConfig) -> torch.Tensor:
+    """`patchify_image` without `load_image`, which theirs does not do."""
+    return levels_of_image(image, config)[0].normalize()
+
+
 def measure_pixels(repeats: int) -> list[dict]:
     """A picture in memory to patch rows, theirs and ours; the bits are compared first."""
     config = PatchConfig(max_pixels=2**24)
@@ -167,7 +181,7 @@ def measure_pixels(repeats: int) -> list[dict]:
         pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
         image = Image.fromarray(pixels)
         ours = partial(rows_of_image, image, config)
-        equal = torch.equal(theirs(image, return_tensors="pt")["pixel_values"], ours()[0])
+        equal = torch.equal(theirs(image, return_tensors="pt")["pixel_values"], ours())
         ways = {"transformers": lambda image=image: theirs(image, return_tensors="pt"), "refvl": ours}
         rows.append({"width": width, "height": height, "equal": equal} | side_by_side(ways, repeats))
     return rows
@@ -180,23 +194,31 @@ def measure_decode(repeats: int) -> dict:
     return side_by_side({kind: partial(model.chat, QUESTION, **options) for kind, model in models.items()}, repeats)
 
 
-def measure_evs(repeats: int) -> dict:
-    """One layer as wide as that of Qwen2.5-VL-3B: a prompt of 90 % video tokens, whole and without three quarters."""
+def measure_evs(repeats: int) -> list[dict]:
+    """One layer as wide as that of Qwen2.5-VL-3B: prompts of 90 % video tokens, whole and without three quarters.
+
+    Two clips: attention grows with the square of the prompt, and so does what pruning saves.
+    """
     text_config = read_config(DATA / "configs" / "Qwen2.5-VL-3B-Instruct.json").get_text_config()
     text_config.num_hidden_layers, text_config.vocab_size = 1, 256
     layer = random_language_model(text_config, dtype=torch.float32, device="cpu")
-    thw, words, q = (10, 9, 8), 80, 0.75
-    video = torch.randn(math.prod(thw), text_config.hidden_size)
+    if choose_linear("auto", layer.device, layer.dtype) == "onednn":  # as `refvl.load` does
+        use_onednn(layer)
 
-    def prefill(tokens: int) -> None:
-        embeds, positions = torch.randn(1, tokens, text_config.hidden_size), torch.arange(tokens).expand(3, 1, -1)
+    def prefill(embeds: Tensor) -> None:
+        positions = torch.arange(embeds.shape[1]).expand(3, 1, -1)
         layer(inputs_embeds=embeds, position_ids=positions, logits_to_keep=1)
 
-    kept = words + int(compute_retention_mask(video, thw, 1, q).sum())
-    ways = {"whole": partial(prefill, words + len(video)), f"q = {q}": partial(prefill, kept)}
-    ways["mask"] = partial(compute_retention_mask, video, thw, 1, q)
+    def measure(thw: tuple[int, int, int], words: int, q: float = 0.75) -> dict:
+        video = torch.randn(math.prod(thw), text_config.hidden_size)
+        kept = words + int(compute_retention_mask(video, thw, 1, q).sum())
+        prompt = torch.randn(1, words + len(video), text_config.hidden_size)
+        ways = {"whole": partial(prefill, prompt), f"q = {q}": partial(prefill, prompt[:, :kept])}
+        ways["mask"] = partial(compute_retention_mask, video, thw, 1, q)
+        return {"prompt_tokens": prompt.shape[1], "kept_tokens": kept} | side_by_side(ways, repeats)
+
     with torch.inference_mode():
-        return {"prompt_tokens": words + len(video), "kept_tokens": kept} | side_by_side(ways, repeats)
+        return [measure((10, 9, 8), words=80), measure((16, 14, 10), words=249)]
 
 
 def measure_stages(repeats: int) -> list[dict]:
@@ -210,6 +232,16 @@ def measure_stages(repeats: int) -> list[dict]:
     return rows
 
 
+def measure_start(repeats: int) -> dict[str, float]:
+    """Median processor seconds of fresh processes, imports and all."""
+
+    def seconds(code: str) -> float:
+        code += "\nimport time\nprint(time.process_time())"
+        return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+
+    return {name: statistics.median(seconds(code) for _ in range(repeats)) for name, code in STARTS.items()}
+
+
 def run(repeats: Repeats = 3, write: Write = False) -> None:
     """The best of this machine, the tower under that roof, and work counted for a GPU."""
     device = resolve_device("cpu")
@@ -219,7 +251,7 @@ def run(repeats: Repeats = 3, write: Write = False) -> None:
     table = PrintedTable("times as fast as the first", {"what": "<32", "first": "<22", "others": "<40"})
     measured = {
         "linear": measure_linear, "towers": measure_towers, "pixels": measure_pixels,
-        "decode": lambda repeats: [measure_decode(repeats)], "evs": lambda repeats: [measure_evs(repeats)],
+        "decode": lambda repeats: [measure_decode(repeats)], "evs": measure_evs,
     }  # fmt: skip
     for what, measure in measured.items():
         result[what] = measure(repeats)
@@ -228,6 +260,8 @@ def run(repeats: Repeats = 3, write: Write = False) -> None:
             first, *others = [(name, way) for name, way in row.items() if isinstance(way, dict) and "ratio" in way]
             ratios = ", ".join(f"{name} {way['ratio']:.2f}" for name, way in others)
             table.add(f"{what}: {' '.join(of)}", f"{first[0]} {first[1]['ms']:.2f} ms", ratios)
+    result["start"] = measure_start(repeats)
+    print({name: f"{seconds:.1f} s" for name, seconds in result["start"].items()}, flush=True)
     result["stages"] = measure_stages(repeats)
     result["gpu"] = [{"px": side} | traffic(Qwen2_5_VisionConfig(), side, torch.bfloat16) for side in GPU_SIDES]
     if write:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from refvl.merge import MergedMedia
 from refvl.pixels.media import MediaLimits, Video
+from refvl.pixels.patches import Levels
 
 
 class PlansAndEncodes(Protocol):
@@ -159,7 +160,7 @@ class Processor(Protocol):
     def extents(self, media: Sequence[Image.Image | Video]) -> list[MergedMedia]:
         """How the language model sees each medium: what `patchify` says of it, without touching a pixel."""
 
-    def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Tensor]]:
+    def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Levels | Tensor]]:
         """(layout, patch rows) of a medium's consecutive parts, of at most max_tokens tokens where it can be cut."""
 
     def layout_of(self, medium: Image.Image | Video) -> Any:

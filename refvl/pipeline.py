@@ -42,7 +42,9 @@ from refvl.language.chunks import MediumRows, prefill_in_chunks
 from refvl.language.model import Assistant, CausalTextModel, check_generate_options, drafts, generate, option
 from refvl.language.streaming import FanOut, stream_text
 from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
+from refvl.pixels.patches import Levels
 from refvl.positions import find_pruner, restrict_positions
+from refvl.processors.chat import Patches
 from refvl.trace import TokenTimer, Trace
 from refvl.watch import LanguageWatch, TowerWatch
 
@@ -399,11 +401,11 @@ class VLM:
         embeds, pieces = list[Tensor](), self.processor.pieces(trace.media[number], chunk)
         while True:
             with trace.stage("patchify"):
-                layout, pixel_values = next(pieces, (None, None))
-            if pixel_values is None:
+                layout, patches = next(pieces, (None, None))
+            if patches is None:
                 break
             with trace.stage("encode"):
-                [rows] = self._encode(Trace(), [pixel_values], [layout])
+                [rows] = self._encode(Trace(), [patches], [layout])
             self._check_width([rows])
             if medium.kind == "video" and q:
                 embeds.append(rows)
@@ -426,11 +428,11 @@ class VLM:
         trace, messages = self._decode_media(prompt, images, videos, is_measured)
         with trace.stage("patchify"):
             trace.patches = self.processor.patchify(trace.media)
-        trace.keep_largest("patchify", [p.pixel_values for p in trace.patches])
+            rows, layouts = self._rows(trace.patches), [p.layout for p in trace.patches]
+        trace.keep_largest("patchify", (p.pixel_values for p in trace.patches))
         merged = [p.merged for p in trace.patches]
         for medium in merged:
             medium.check_pruning(q)
-        rows, layouts = [p.pixel_values for p in trace.patches], [p.layout for p in trace.patches]
         is_eager = self.graphs is None and not self.encoder.is_compiled
         with trace.watch("encode", self.encoder if is_eager else None):
             trace.embeds = self._encode(trace, rows, layouts)
@@ -487,8 +489,7 @@ class VLM:
         """
         messages = self.processor.messages("", images, videos)
         patches = self.processor.patchify(self.processor.decode(messages))
-        rows, layouts = [p.pixel_values for p in patches], [p.layout for p in patches]
-        return self._encode(Trace(), rows, layouts, progress=progress)
+        return self._encode(Trace(), [p.rows for p in patches], [p.layout for p in patches], progress=progress)
 
     @torch.inference_mode()
     def generate(
@@ -607,7 +608,11 @@ class VLM:
             wanted -= item[0].num_tokens
         return taken
 
-    def _encode(self, trace: Trace, rows: Sequence[Tensor], layouts, *, progress: bool = True) -> list[Tensor]:
+    def _rows(self, patches: Sequence[Patches]) -> Sequence[Levels | Tensor]:
+        """What the encoder is sent; a GPU normalises it itself."""
+        return [p.rows if self.device.type == "cuda" else p.pixel_values for p in patches]
+
+    def _encode(self, trace: Trace, rows: Sequence[Levels | Tensor], layouts, *, progress: bool = True) -> list[Tensor]:
         """(M, W) per item, by graph or eagerly; what was planned is kept in `trace`."""
         graphs, embeds = self.graphs if rows else None, list[Tensor]()
         with trace.stage("plan"):
@@ -644,7 +649,7 @@ class VLM:
         return stream_text(run, self.processor.tokenizer)
 
 
-def _batches(rows: Sequence[Tensor]) -> list[list[int]]:
+def _batches(rows: Sequence[Levels | Tensor]) -> list[list[int]]:
     """Consecutive items per forward: at most MAX_PATCHES_PER_FORWARD patches each (or one item)."""
     batches, size = list[list[int]](), 0
     for i, patches in enumerate(map(len, rows)):

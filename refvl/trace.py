@@ -117,8 +117,8 @@ class Trace:
 
     def keep_largest(self, stage: str, tensors: Iterable[Tensor]) -> None:
         """Keep the largest magnitude in `tensors`; warn where float16 comes near its limit."""
-        found = [x for x in tensors if x.numel()]
-        if not found or not self.is_measured:
+        found = [x for x in tensors if x.numel()] if self.is_measured else []
+        if not found:
             return
         largest = torch.tensor([self.largest.get(stage, 0.0), *(float(max_norm(x)) for x in found)]).amax().item()
         self.largest[stage] = largest

@@ -2,11 +2,13 @@
 
 torch hands `F.linear` in float32 to MKL, which knows AMD's processors less well than oneDNN does: there oneDNN takes
 less than half the time; on Intel's the two are alike. oneDNN reads torch's weights where they lie, so that a layer
-keeps them: what is saved, moved, changed or adapted, and what graphs watch, is as before.
+keeps them: what is saved, moved, changed or adapted, and what graphs watch, is as before. The kernel is private to
+torch: where a release lacks it, or takes other arguments, torch's default stays.
 """
 
 import functools
 import time
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -32,13 +34,31 @@ class OneDnnLinear(nn.Linear):
 
 
 def choose_linear(requested: str, device: torch.device, dtype: torch.dtype) -> str:
-    """ "torch" or "onednn": what was asked for, or for "auto" the faster one. Raises ValueError for another name."""
+    """ "torch" or "onednn": what was asked for, or for "auto" the faster one. Raises ValueError for another name.
+
+    Warns where oneDNN's kernel cannot be called, and takes torch's.
+    """
     if requested not in KERNELS:
         raise ValueError(f"linear: expected one of {KERNELS}, got {requested!r}")
-    if requested != "auto":
-        return requested
     runs = device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    return "onednn" if runs and times_as_fast() >= FASTER else "torch"
+    if requested == "torch" or (requested == "auto" and not runs):
+        return "torch"
+    if reason := missing_kernel():
+        warnings.warn(f"linear: torch's default kernel is used, as oneDNN's cannot be: {reason}", stacklevel=3)
+        return "torch"
+    return "onednn" if requested == "onednn" or times_as_fast() >= FASTER else "torch"
+
+
+@functools.cache
+@torch.no_grad()
+def missing_kernel() -> str:
+    """Why oneDNN's kernel cannot be called in this torch; empty where it can, and computes what it should."""
+    x, weight, bias = torch.eye(2, 3), torch.arange(12.0).view(4, 3), torch.ones(4)
+    try:
+        equal = torch.equal(_onednn(x, weight, bias), F.linear(x, weight, bias))  # small integers: exact
+    except (AttributeError, RuntimeError, TypeError) as error:
+        return str(error).partition("\n")[0]
+    return "" if equal else "it computes something else"
 
 
 def use_onednn(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from refvl.attention import available_backends, choose_backend
 from refvl.encoders.weights import config_values, load_strict
+from refvl.pixels.patches import Levels
 
 Planned = TypeVar("Planned")
 
@@ -185,24 +186,31 @@ class Tower(nn.Module):
         return r"(?!)"
 
 
-def send_rows(rows: Sequence[Tensor], encoder) -> Tensor:
+def send_rows(rows: Sequence[Levels | Tensor], encoder) -> Tensor:
     """Patch rows of several items, end to end, for `encoder` to read on its device.
 
-    From the host as little travels as can: the encoder's dtype instead of float32, and of still pictures, whose frames
-    are equal, one frame. From pinned memory, so that the host does not wait.
+    To a GPU travels as little as can, from pinned memory, so that the host does not wait: levels, to be normalised
+    there, and rows that are normalised already in the encoder's dtype.
     """
-    pixel_values, device = torch.cat(list(rows)), encoder.device
-    if device.type != "cuda" or pixel_values.device.type != "cpu":
-        return pixel_values.to(device)
-    pixel_values = pixel_values.to(encoder.dtype)
-    shape: tuple[int, ...] = getattr(encoder.config, "patch_shape", ())
-    if len(shape) != 4:  # no frames
-        return pixel_values.pin_memory().to(device, non_blocking=True)
-    frames = pixel_values.unflatten(1, shape)  # (N, C, Tp, P, P)
-    if is_still := bool((frames == frames[:, :, :1]).all()):
-        frames = frames[:, :, :1]
-    frames = frames.contiguous().pin_memory().to(device, non_blocking=True)
-    return (frames.expand(-1, -1, shape[1], -1, -1) if is_still else frames).flatten(1)
+    sent = [_send(item, encoder.device, encoder.dtype) for item in rows]
+    return sent[0] if len(sent) == 1 else torch.cat(sent)
+
+
+def _send(rows: Levels | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if device.type != "cuda":
+        return (rows if isinstance(rows, Tensor) else rows.normalize()).to(device)
+    if isinstance(rows, Tensor):
+        rows = rows.to(dtype).pin_memory() if rows.device.type == "cpu" else rows
+        return rows.to(device, non_blocking=True)
+    N, C, _, values = rows.values.shape
+    table, levels = rows.table.to(dtype).view(torch.uint8).flatten(), rows.values.flatten()  # one copy for both
+    sent = torch.cat([table, levels]).pin_memory().to(device, non_blocking=True)
+    table, levels = sent[: len(table)].view(dtype).view(C, -1), sent[len(table) :].view(rows.values.shape)
+    patches = torch.empty(N, C, rows.frames, values, dtype=dtype, device=device)
+    for channel in range(C):
+        looked_up = table[channel].index_select(0, levels[:, channel].flatten().int())
+        patches[:, channel] = looked_up.view(N, -1, values)
+    return patches.flatten(1)
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

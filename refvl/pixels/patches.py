@@ -2,10 +2,11 @@
 
     image (H, W)  or  frames (T, H, W, 3) uint8
        | resize       sides to multiples of P * m, area into [min_pixels, max_pixels]
-       | normalize    to [0, 1], then (x - mean) / std per channel
-    pixels (T, C, h*P, w*P) float32
+    pixels (T, C, h*P, w*P) uint8
        | patch_rows   pad T to a multiple of Tp by repeating the last frame, then cut
-    patches (N, C*Tp*P*P), grid (t, h, w)    N = t * h * w rows in merge-block order
+    levels (N, C*Tp*P*P) uint8, grid (t, h, w)    N = t * h * w rows in merge-block order
+       | normalize    to [0, 1], then (x - mean) / std per channel; on a GPU after the rows have travelled there
+    patches (N, C*Tp*P*P) float32
 
 P patch_size, Tp temporal_patch_size, m merge_size, N patches, C channels. A grid counts patches.
 
@@ -16,7 +17,7 @@ round differently, so an image and a video of the same frame give slightly diffe
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
@@ -33,7 +34,7 @@ MAX_ASPECT_RATIO = 200
 
 
 class Normalization(Protocol):
-    """What `normalize` reads of a config, per RGB channel."""
+    """What `level_table` reads of a config, per RGB channel."""
 
     @property
     def image_mean(self) -> tuple[float, ...]: ...
@@ -368,22 +369,38 @@ def patchify_image(image, config: PatchConfig) -> tuple[Tensor, Grid]:
 
     Raises ValueError for an aspect ratio above 200.
     """
-    return rows_of_image(load_image(image), config)
+    levels, grid = levels_of_image(load_image(image), config)
+    return levels.normalize(), grid
 
 
-def rows_of_image(image: Image.Image, config: PatchConfig) -> tuple[Tensor, Grid]:
-    """The same for an image that `load_image` has made."""
+def levels_of_image(image: Image.Image, config: PatchConfig) -> tuple["Levels", Grid]:
+    """The same before it is normalised, for an image that `load_image` has made."""
     pixels = torch.from_numpy(np.array(resize_image(image, config))).permute(2, 0, 1)[None]  # (1, C, H, W) uint8
-    return patch_rows(normalize(pixels, config), config)
+    return _cut_levels(pixels, config)
 
 
-def patchify_video(frames, config: PatchConfig, num_frames: int | None = None) -> tuple[Tensor, Grid]:
+def patchify_video(frames, config: PatchConfig) -> tuple[Tensor, Grid]:
     """Sampled frames, (T, H, W, 3) uint8 or anything `as_frames` takes -> (patches (N, C*Tp*P*P) float32, (t, h, w)).
 
-    num_frames: of the whole video, where `frames` are some of it: their size depends on how many there are.
     Raises ValueError for no frames and for an aspect ratio above 200.
     """
-    return patch_rows(normalize(resize_frames(as_frames(frames), config, num_frames), config, fused=True), config)
+    levels, grid = levels_of_frames(as_frames(frames), config)
+    return levels.normalize(), grid
+
+
+def levels_of_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | None = None) -> tuple["Levels", Grid]:
+    """The same before it is normalised, for frames that `as_frames` has made.
+
+    num_frames: of the whole video, where `frames` are some of it: their size depends on how many there are.
+    """
+    return _cut_levels(resize_frames(frames, config, num_frames), config, fused=True)
+
+
+def _cut_levels(pixels: Tensor, config: PatchConfig, *, fused: bool = False) -> tuple["Levels", Grid]:
+    """(T, C, H, W) uint8; a still picture is cut once, not Tp times."""
+    Tp = config.temporal_patch_size
+    rows, grid = patch_rows(pixels, replace(config, temporal_patch_size=1) if len(pixels) == 1 else config)
+    return Levels(rows.unflatten(1, (3, -1, config.patch_size**2)), level_table(config, fused=fused), Tp), grid
 
 
 def resize_image(image: Image.Image, config: PatchConfig) -> Image.Image:
@@ -400,27 +417,46 @@ def resize_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | Non
     return F.interpolate(pixels, size=size, mode="bicubic", antialias=True, align_corners=False)
 
 
-def normalize(pixels: Tensor, config: Normalization, *, fused: bool = False) -> Tensor:
-    """(..., C, H, W) uint8 -> float32, (x * rescale_factor - mean) / std per channel.
+@dataclass(frozen=True, slots=True, eq=False)
+class Levels:
+    """Patch rows before they are normalised: 8 bits a value, and of a still picture one frame for all Tp.
+
+    A channel has 256 levels. What each becomes is computed once and then looked up: on a CPU in a third of the time
+    and without copies in float64, on a GPU once these bytes, a quarter of float32's or an eighth, have travelled there.
+    """
+
+    values: Tensor  # (N, C, 1 or Tp, P*P) uint8
+    table: Tensor  # (C, 256) float32: what a level becomes
+    frames: int = 1  # Tp
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.values)
+
+    def normalize(self) -> Tensor:
+        """(N, C*Tp*P*P) float32."""
+        N, C, _, values = self.values.shape
+        rows = np.empty((N, C, self.frames, values), np.float32)
+        for channel, of_level in enumerate(self.table.numpy()):  # "clip": no index is checked
+            rows[:, channel] = of_level.take(self.values[:, channel].numpy(), mode="clip")
+        return torch.from_numpy(rows).flatten(1)
+
+
+def level_table(config: Normalization, *, fused: bool = False) -> Tensor:
+    """(C, 256) float32: (x * rescale_factor - mean) / std of each level x of a channel.
 
     The two backends agree to about 1e-6 only, so both orders of rounding are here: the Pillow backend rescales in
-    float64 first; `fused` folds the rescaling into mean and std, as the torchvision backend does. A channel has 256
-    levels: each is computed once and then looked up, in a third of the time and without copies in float64.
+    float64 first; `fused` folds the rescaling into mean and std, as the torchvision backend does.
     """
     mean, std = (torch.tensor(x, dtype=torch.float32).view(-1, 1) for x in (config.image_mean, config.image_std))
     levels = torch.arange(256)
     if fused:
-        table = (levels.float() - mean * (1 / config.rescale_factor)) / (std * (1 / config.rescale_factor))
-    else:
-        table = ((levels.double() * config.rescale_factor).float() - mean) / std  # (C, 256)
-    given, values = pixels.numpy(), np.empty(pixels.shape, np.float32)
-    for channel, of_level in enumerate(table.numpy()):  # "clip": with its default mode `take` buffers what it writes
-        of_level.take(given[..., channel, :, :], out=values[..., channel, :, :], mode="clip")
-    return torch.from_numpy(values)
+        return (levels.float() - mean * (1 / config.rescale_factor)) / (std * (1 / config.rescale_factor))
+    return ((levels.double() * config.rescale_factor).float() - mean) / std
 
 
 def denormalize(pixels: Tensor, config: Normalization) -> np.ndarray:
-    """(..., C) float32 -> uint8: undoes `normalize`."""
+    """(..., C) float32 -> uint8: undoes the normalisation."""
     mean, std = torch.tensor(config.image_mean), torch.tensor(config.image_std)
     return ((pixels * std + mean) / config.rescale_factor).round().clamp(0, 255).to(torch.uint8).numpy()
 
@@ -454,7 +490,7 @@ def patch_rows(pixels: Tensor, config: PatchConfig) -> tuple[Tensor, Grid]:
 def unpatchify(patches: Tensor, grid: Sequence[int], config: PatchConfig) -> np.ndarray:
     """(N, C*Tp*P*P) rows of one item -> (t*Tp, H, W, 3) uint8: the resized image back, to look at.
 
-    Undoes `patch_rows` and `normalize`, exactly for float32 rows; padding frames stay.
+    Undoes `patch_rows` and `Levels.normalize`, exactly for float32 rows; padding frames stay.
     """
     m, P, Tp = config.merge_size, config.patch_size, config.temporal_patch_size
     [(t, h, w)] = as_grids([grid], spatial_merge_size=m, name="grid")

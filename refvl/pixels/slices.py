@@ -4,7 +4,7 @@
        | slice_grid       how many columns and rows; none when the overview holds all there is to see
        | plan_slices      sizes: overview and slices, multiples of P
        | slice_image      bicubic in Pillow: [overview, slice 1, slice 2, ...], slices row by row
-       | patchify_slices  [0, 255] -> (x / 255 - mean) / std, cut into patches
+       | patchify_slices  cut into patches, [0, 255] -> (x / 255 - mean) / std
     patch rows (N, 3*P*P), tgt_sizes [(h, w), ...]     N patches of all slices, h x w of them in each
 
 P patch_size. Sizes in pixels are (width, height), as Pillow and the checkpoints' own preprocessing have them; tgt_sizes
@@ -18,7 +18,7 @@ which rounds sides to four patches where versions 2.0 to 4.5 round to one.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from refvl.checks import blame, check_positive_ints, check_shape, read_json
 from refvl.pixels.media import load_image
-from refvl.pixels.patches import check_preprocessing, denormalize, known_fields, normalize
+from refvl.pixels.patches import Levels, check_preprocessing, denormalize, known_fields, level_table
 
 Size = tuple[int, int]
 
@@ -192,13 +192,14 @@ def patchify_slices(image, config: SliceConfig) -> tuple[Tensor, list[Size]]:
     """Anything `load_image` takes -> (patch rows (N, 3*P*P) float32 of all slices in order, their tgt_sizes)."""
     loaded = load_image(image)
     plan = plan_slices(*loaded.size, config)
-    return rows_of_slices(loaded, plan, config), plan.tgt_sizes
+    return levels_of_slices([loaded], plan, config).normalize(), plan.tgt_sizes
 
 
-def rows_of_slices(image: Image.Image, plan: SlicePlan, config: SliceConfig) -> Tensor:
-    """The patch rows alone, of an image that `load_image` has made and whose slices are planned."""
-    slices = [torch.from_numpy(np.array(part)).permute(2, 0, 1) for part in cut_slices(image, plan)]
-    return torch.cat([slice_rows(normalize(pixels, config), config.patch_size) for pixels in slices])
+def levels_of_slices(images: Iterable[Image.Image], plan: SlicePlan, config: SliceConfig) -> Levels:
+    """The rows before they are normalised, of images of one size that `load_image` has made; plan: of each."""
+    slices = [torch.from_numpy(np.array(part)) for image in images for part in cut_slices(image, plan)]
+    rows = torch.cat([slice_rows(pixels.permute(2, 0, 1), config.patch_size) for pixels in slices])
+    return Levels(rows.unflatten(1, (3, 1, -1)), level_table(config))
 
 
 def slice_rows(pixels: Tensor, patch_size: int) -> Tensor:
@@ -210,7 +211,7 @@ def slice_rows(pixels: Tensor, patch_size: int) -> Tensor:
     _, H, W = check_shape(pixels, (3, "H", "W"), "pixels").shape
     if H % P or W % P or not H * W:
         raise ValueError(f"pixels: sides must be multiples of patch_size={P}, got {H} x {W}")
-    return F.unfold(pixels[None], P, stride=P)[0].T
+    return pixels.reshape(3, H // P, P, W // P, P).permute(1, 3, 0, 2, 4).reshape(-1, 3 * P * P)
 
 
 def image_of_rows(rows: Tensor, tgt_size: Sequence[int], config: SliceConfig) -> np.ndarray:

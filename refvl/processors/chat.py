@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 from refvl.checks import read_json
 from refvl.merge import MergedMedia, expand_placeholders
 from refvl.pixels.media import LIMITS, MediaLimits, Video, load_image
-from refvl.pixels.patches import PatchConfig, merged_grid, patchify_video, plan_grid, rows_of_image
+from refvl.pixels.patches import Levels, PatchConfig, levels_of_frames, levels_of_image, merged_grid, plan_grid
 from refvl.processors.messages import as_messages, map_texts, media_of
 
 READ_TOKENIZER = partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
@@ -32,14 +32,19 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters without a meaning
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Patches:
     """One medium, patchified: what the encoder reads, and where it came from."""
 
     source: Image.Image | Video
-    pixel_values: Tensor  # (N, C*Tp*P*P) float32
+    rows: Levels | Tensor  # of N patches; a tensor where pixels are normalised before they are cut
     layout: Any  # how the rows lie, for the encoder's plan: (t, h, w) in patches for Qwen and GLM
     merged: MergedMedia
+
+    @cached_property
+    def pixel_values(self) -> Tensor:
+        """(N, C*Tp*P*P) float32."""
+        return self.rows if isinstance(self.rows, Tensor) else self.rows.normalize()
 
 
 class ChatProcessor:
@@ -104,14 +109,14 @@ class ChatProcessor:
         raise ValueError(self.no_video)
 
     def patchify(self, media: Sequence[Image.Image | Video]) -> list[Patches]:
-        """Resize, normalise and cut each medium into patch rows. Raises ValueError that says which medium it was."""
+        """Resize each medium and cut it into patch rows. Raises ValueError that says which medium it was."""
         return self._each(media, self._patchify_image, self._patchify_video)
 
     def extents(self, media: Sequence[Image.Image | Video]) -> list[MergedMedia]:
         """How the language model sees each medium: what `patchify` says of it, without touching a pixel."""
         return self._each(media, self._image_extents, self._video_extents)
 
-    def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Tensor]]:
+    def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Levels | Tensor]]:
         """(layout, patch rows) of a medium's consecutive parts, made one by one; encoded, they follow each other.
 
         A part of a video has at most max_tokens tokens, or is a single step. An image is one part.
@@ -120,7 +125,7 @@ class ChatProcessor:
             yield from self._video_pieces(medium, max_tokens)
         else:
             patches = self._patchify_image(medium)
-            yield patches.layout, patches.pixel_values
+            yield patches.layout, patches.rows
 
     def _each(self, media: Sequence, of_image: Callable, of_video: Callable) -> list:
         """One result per medium; a ValueError begins with the medium's file, or its number."""
@@ -139,25 +144,25 @@ class ChatProcessor:
             raise ValueError(self.no_video)
 
     def _patchify_image(self, image: Image.Image) -> Patches:
-        pixel_values, grid = rows_of_image(image, self.image_config)
-        return Patches(image, pixel_values, grid, self.merged("image", grid))
+        rows, grid = levels_of_image(image, self.image_config)
+        return Patches(image, rows, grid, self.merged("image", grid))
 
     def _patchify_video(self, video: Video) -> Patches:
-        pixel_values, grid = patchify_video(video.frames[self._frames_read(video)], self.video_config)
-        return Patches(video, pixel_values, grid, self._video_extents(video))
+        rows, grid = levels_of_frames(video.frames[self._frames_read(video)], self.video_config)
+        return Patches(video, rows, grid, self._video_extents(video))
 
     def _frames_read(self, video: Video) -> Any:
         """Which of a sampled video's frames become patch rows, in order: all of them."""
         return range(len(video.frames))
 
-    def _video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[Any, Tensor]]:
+    def _video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[Any, Levels]]:
         frames, config = list(self._frames_read(video)), self.video_config
         _, h, w = self._video_extents(video).thw
         at_once = config.temporal_patch_size * max(1, max_tokens // (h * w))
         for start in range(0, len(frames), at_once):
             part = video.frames[frames[start : start + at_once]]
-            pixel_values, grid = patchify_video(part, config, len(frames))
-            yield grid, pixel_values
+            rows, grid = levels_of_frames(part, config, len(frames))
+            yield grid, rows
 
     def _image_extents(self, image: Image.Image) -> MergedMedia:
         return self.merged("image", self._image_layout(image))

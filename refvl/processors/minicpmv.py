@@ -31,7 +31,16 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from refvl.checks import check_positive_int, read_json
 from refvl.merge import MergedMedia
 from refvl.pixels.media import Video, load_video
-from refvl.pixels.slices import SliceConfig, SliceGroup, SliceLayout, SlicePlan, count_sets, plan_slices, rows_of_slices
+from refvl.pixels.patches import Levels
+from refvl.pixels.slices import (
+    SliceConfig,
+    SliceGroup,
+    SliceLayout,
+    SlicePlan,
+    count_sets,
+    levels_of_slices,
+    plan_slices,
+)
 from refvl.processors.chat import ChatProcessor, Patches, load_tokenizer
 
 PLACEHOLDERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}  # in the text before it is written out
@@ -140,7 +149,7 @@ class MiniCPMVProcessor(ChatProcessor):
 
     def _patchify_image(self, image: Image.Image) -> Patches:
         plan = plan_slices(*image.size, self.image_config)
-        rows = rows_of_slices(image, plan, self.image_config)
+        rows = levels_of_slices([image], plan, self.image_config)
         return Patches(image, rows, plan.layout, self._image_extents(image))
 
     def _image_extents(self, image: Image.Image) -> SlicedMedia:
@@ -264,16 +273,16 @@ class MiniCPMV2_6Processor(MiniCPMVProcessor):
         return [indices[i] for i in middle_indices(len(indices), config.max_frames)]
 
     def _patchify_video(self, video: Video) -> Patches:
-        rows = [rows for _, rows in self._video_pieces(video, self.query_num)]
-        return Patches(video, torch.cat(rows), self._video_layout(video), self._video_extents(video))
+        rows = levels_of_slices(map(Image.fromarray, video.frames), self._plan_frame(video), self.image_config)
+        return Patches(video, rows, self._video_layout(video), self._video_extents(video))
 
-    def _video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Tensor]]:
+    def _video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels]]:
         plan, layout = self._plan_frame(video), self._video_layout(video)
         frames, at_once = iter(video.frames), max(1, max_tokens // self.query_num)
         for start in range(0, len(layout), at_once):
             part = layout[start : start + at_once]
             taken = islice(frames, sum(len(group.slices) for group in part))
-            yield part, torch.cat([rows_of_slices(Image.fromarray(f), plan, self.image_config) for f in taken])
+            yield part, levels_of_slices(map(Image.fromarray, taken), plan, self.image_config)
 
     def _video_layout(self, video: Video) -> SliceLayout:
         return self.group(video, self._plan_frame(video).tgt_sizes[0])

@@ -73,8 +73,8 @@ class Step3VLProcessor(ChatProcessor):
         return plan_crops(*image.size, self.image_config).layout
 
     def _patchify_image(self, image: Image.Image) -> Patches:
-        pixel_values, layout = rows_of_crops(image, self.image_config)
-        return Patches(image, pixel_values, layout, self.merged("image", layout))
+        rows, layout = rows_of_crops(image, self.image_config)
+        return Patches(image, rows, layout, self.merged("image", layout))
 
     def merged(self, kind: str, layout: CropLayout, second_per_grid: float = 1.0) -> CroppedMedia:
         """The squares of an image, in tokens. Raises ValueError for a video."""

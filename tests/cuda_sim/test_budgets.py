@@ -8,15 +8,18 @@ cannot read as it lies, as that of RMSNorm does with the queries and keys of GLM
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from graph_families import build, make_case, manager_of
+from PIL import Image
 from towers import randomize
 
 from refvl.encoders import Step3VisionConfig, Step3VisionEncoder
 from refvl.encoders.tower import Tower, send_rows
 from refvl.graphs.buffers import metadata_tensors
 from refvl.language.step3_vl import Step3TextConfig, Step3TextModel
+from refvl.pixels.patches import PatchConfig, levels_of_frames, levels_of_image
 
 LAYOUTS = {"Step3-VL": (1, 2)} | dict.fromkeys(("Qwen2.5-VL", "Qwen3-VL", "GLM-4.1V", "GLM-OCR"), (1, 8, 8))
 KERNELS_PER_BLOCK = {
@@ -96,14 +99,18 @@ def test_a_first_picture_copies_its_rows_and_its_plan_and_waits_for_nothing(mach
         assert (ran["copies"], ran["waits"]) == (0, 0)
 
 
-def test_of_a_still_picture_one_frame_travels(machine):
-    """Half of the rows of Qwen and GLM repeat the other half."""
-    encoder, rows, _ = start("Qwen2.5-VL")
-    frames = rows.unflatten(1, encoder.config.patch_shape)
-    frames[:, :, 1] = frames[:, :, 0]
-    sent = count(machine, lambda: send_rows([rows], encoder))
-    assert (sent["copies"], sent["bytes"], sent["waits"]) == (1, rows.numel(), 0)
-    assert torch.equal(send_rows([rows], encoder).cpu(), rows.bfloat16())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_of_a_picture_a_byte_a_value_travels_and_of_a_still_one_frame(machine, dtype):
+    """An eighth of the still picture's rows in float32. Oracle: they are normalised on the CPU, to the bit."""
+    encoder = build("Qwen2.5-VL").to("cuda", dtype)
+    image, clip = np.random.default_rng(0).integers(0, 256, (2, 4, 56, 84, 3), dtype=np.uint8)
+    config = PatchConfig(min_pixels=784)
+    for levels, _ in (levels_of_image(Image.fromarray(image[0]), config), levels_of_frames(clip, config)):
+        sent = count(machine, lambda levels=levels: send_rows([levels], encoder))
+        assert (sent["copies"], sent["waits"]) == (1, 0)
+        assert sent["bytes"] == levels.values.numel() + 3 * 256 * dtype.itemsize
+        assert torch.equal(send_rows([levels], encoder).cpu(), levels.normalize().to(dtype))
+    assert sent["bytes"] - 3 * 256 * dtype.itemsize == 4 * 56 * 84 * 3  # of the clip, all frames
 
 
 @pytest.mark.parametrize("family", KERNELS_AROUND_A_REPLAY)

@@ -12,7 +12,9 @@ from closeness import assert_agree
 from simulated_cuda import simulated_cuda
 
 import refvl
+from refvl.graphs.buffers import metadata_tensors
 from refvl.paths import DATA
+from refvl.pixels.patches import Levels
 
 SCENE, PAGE, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png", DATA / "clips" / "scene.mp4"
 CASES = {
@@ -62,7 +64,8 @@ def run(request):
         found.eager, found.counts = counted(machine, lambda: vlm.trace(question, **ask))
         found.decode = steps[-1] - steps[-2]
         found.streamed = "".join(vlm.chat(question, stream=True, **ask))
-        found.embeds = [embeds.cpu() for embeds in vlm.encode(**plain)]
+        embeds, found.encode_counts = counted(machine, lambda: vlm.encode(**plain))
+        found.embeds = [rows.cpu() for rows in embeds]
     return found
 
 
@@ -79,9 +82,19 @@ def test_embeddings_come_as_near_as_bfloat16_rounds(run):
         assert_agree(ours, want, 12 * (run.encoder.config.depth + 2))
 
 
-def test_all_that_was_planned_lies_on_the_device(run):
-    from refvl.graphs.buffers import metadata_tensors
+def test_pixels_travel_once_and_as_the_smallest_type(run):
+    """A byte for a value of a frame; Step3 resizes what is normalised already, and its values take two."""
+    [patches] = run.expected.patches
+    rows = patches.rows
+    sent = rows.values.nbytes + 2 * rows.table.numel() if isinstance(rows, Levels) else 2 * rows.numel()
+    assert isinstance(rows, Levels) == (run.name != "tiny-step3")
+    assert sent <= patches.pixel_values.nbytes / (2 if run.name == "tiny-step3" else 3.5)
+    plan = sum(x.nbytes for metadata in run.eager.metadata for x in metadata_tensors(metadata).values())
+    assert sent <= run.encode_counts["bytes"] <= sent + plan
+    assert run.counts["bytes"] <= sent + plan + 64 * len(run.eager.full_ids)  # ids, positions and masks of the text
 
+
+def test_all_that_was_planned_lies_on_the_device(run):
     for trace in (run.eager, run.replayed):
         assert all(x.device.type == "cuda" for metadata in trace.metadata for x in metadata_tensors(metadata).values())
 

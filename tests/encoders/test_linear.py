@@ -16,7 +16,7 @@ from refvl.paths import DATA
 CHECKPOINTS = DATA / "checkpoints"
 SCENE = DATA / "pictures" / "scene.png"
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+pytestmark = pytest.mark.skipif(bool(linear.missing_kernel()), reason="this torch has no oneDNN")
 
 
 @pytest.fixture
@@ -135,6 +135,39 @@ def test_auto_takes_the_faster_one(monkeypatch):
     for device, dtype in ((CPU, torch.bfloat16), (torch.device("cuda"), torch.float32), (torch.device("meta"), None)):
         assert choose_linear("auto", device, dtype) == "torch"
     assert choose_linear("torch", CPU, torch.float32) == "torch" and asked == [2.2, 1.1]
+
+
+def gone(*args):
+    """As torch says it of a name that is not there."""
+    raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
+
+
+def other_arguments(x, weight, bias, attr):
+    """Another release's kernel."""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [(gone, "has no attribute"), (other_arguments, "positional argument"), (lambda x, *args: x, "something else")],
+)
+def test_a_torch_without_the_kernel_keeps_its_own(kernel, reason, monkeypatch):
+    """It is private to torch: another release may have none, another one, or other arguments."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", kernel)
+    linear.missing_kernel.cache_clear()
+    try:
+        for requested in ("auto", "onednn"):
+            with pytest.warns(UserWarning, match=f"linear: torch's default kernel is used.*{reason}"):
+                assert choose_linear(requested, CPU, torch.float32) == "torch"
+    finally:
+        linear.missing_kernel.cache_clear()
+
+
+def test_a_model_answers_without_the_kernel(monkeypatch):
+    monkeypatch.setattr(linear, "missing_kernel", lambda: "there is none")
+    with pytest.warns(UserWarning, match=r"there is none$"):
+        vlm = refvl.load(CHECKPOINTS / "tiny-qwen2_5_vl", device="cpu", linear="onednn", progress=False)
+    assert not any(isinstance(module, OneDnnLinear) for module in vlm.encoder.modules())
+    assert vlm.chat("What color is the circle?", images=[SCENE]) == "red"
 
 
 def test_measuring_leaves_the_random_numbers_alone():

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import refvl
 from refvl import adapters
+from refvl.encoders import linear
 from refvl.families import FAMILIES as ROWS
 from refvl.paths import DATA
 from refvl.tools.cli import app
@@ -52,8 +53,8 @@ MAKERS = {
 }
 
 
-def load(folder):
-    vlm = refvl.load(folder, device="cpu", progress=False)
+def load(folder, **options):
+    vlm = refvl.load(folder, device="cpu", progress=False, **options)
     vlm.language_model.generation_config.eos_token_id = None
     return vlm
 
@@ -156,7 +157,7 @@ def qwen(tmp_path_factory):
 @pytest.fixture(scope="module")
 def saved(qwen, tmp_path_factory):
     """(answers without an adapter, with "a", with "b"; where PEFT saved the two)."""
-    vlm = load(qwen)
+    vlm = load(qwen, linear="torch")
     ids = [vlm.trace(**QUESTION).token_ids]
     folders = []
     for seed, name in enumerate("ab"):
@@ -184,10 +185,16 @@ def test_an_adapter_of_the_text_model_alone(qwen, tmp_path):
     assert other.trace(**QUESTION).token_ids == wanted
 
 
-def test_switch_merge_and_unmerge(qwen, saved):
-    """Oracle: each adapter alone; a merged one is the same sum in another order."""
+@pytest.mark.parametrize("kernel", ["torch", "onednn"])
+def test_switch_merge_and_unmerge(qwen, saved, kernel, monkeypatch):
+    """Oracle: each adapter alone, by torch's kernel; a merged one is the same sum in another order."""
+    if kernel == "onednn" and linear.missing_kernel():
+        pytest.skip("this torch has no oneDNN")
     ids, folders = saved
-    vlm = load(qwen)
+    monkeypatch.setattr(linear, "MIN_WORK", 0)  # each layer by the kernel that was asked for
+    vlm = load(qwen, linear=kernel)
+    adapted = {type(vlm.language_model.get_submodule(name)) for name in ("lm_head", "model.layers.0.mlp.up_proj")}
+    assert adapted == {linear.OneDnnLinear if kernel == "onednn" else torch.nn.Linear}
     before = vlm.language_model.lm_head.weight.clone()
     for name, folder in zip("ab", folders, strict=True):
         adapters.attach(vlm, folder, name=name)

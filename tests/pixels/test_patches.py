@@ -22,9 +22,10 @@ from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as upstre
 from refvl.paths import DATA
 from refvl.pixels.media import load_image, load_video
 from refvl.pixels.patches import (
+    Levels,
     PatchConfig,
     count_tokens,
-    normalize,
+    level_table,
     patch_rows,
     patchify_image,
     patchify_video,
@@ -227,8 +228,9 @@ def test_unpatchify_inverts_every_value(fused):
     """Oracle: the pixels that went in; all 256 values in every channel come back through normalise and cut."""
     frames = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1).repeat(3, axis=0).repeat(3, axis=3)
     frames[..., 1] += 85
-    rows, grid = patch_rows(normalize(torch.from_numpy(frames).permute(0, 3, 1, 2), SMALL, fused=fused), SMALL)
-    back = unpatchify(rows, grid, SMALL)
+    rows, grid = patch_rows(torch.from_numpy(frames).permute(0, 3, 1, 2), SMALL)
+    levels = Levels(rows.unflatten(1, (3, 2, -1)), level_table(SMALL, fused=fused), frames=2)
+    back = unpatchify(levels.normalize(), grid, SMALL)
     assert grid == (2, 8, 8) and back.dtype == np.uint8
     assert np.array_equal(back, frames[[0, 1, 2, 2]])  # the padding frame is the last again
 
@@ -304,8 +306,7 @@ def test_clip_is_resize_normalize_cut():
 
 def test_two_orders_of_rounding_differ_in_the_last_bits():
     """Why both exist: fused and unfused are not equal, though rounding explains the difference."""
-    pixels = torch.arange(256, dtype=torch.uint8).expand(1, 3, 1, 256)
-    unfused, fused = normalize(pixels, PatchConfig()), normalize(pixels, PatchConfig(), fused=True)
+    unfused, fused = level_table(PatchConfig()), level_table(PatchConfig(), fused=True)
     assert not torch.equal(unfused, fused)
     assert_agree(unfused, fused, 4)
 
