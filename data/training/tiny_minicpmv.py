@@ -11,20 +11,17 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from data.training.tiny_family import TinyFamily
 from data.training.tiny_qwen2_5_vl import PIECES
 from refvl.encoders.minicpmv import MiniCPMV4_5Encoder
 from refvl.families import read_config
-from refvl.pixels.patches import normalize
-from refvl.pixels.slices import SliceConfig, SliceGroup, cut_slices, plan_slices
+from refvl.pixels.slices import SliceConfig, SliceGroup, levels_of_slices, plan_slices
 from refvl.positions import MediaSpan
 from refvl.processors.minicpmv import MARKS, TENTHS, MiniCPMV4_5Processor, SlicedMedia
 
@@ -192,10 +189,8 @@ class TinyMiniCPMV(TinyFamily):
         """
         config = SLICES if (is_picture := pixels.shape[1] == 1) else FRAMES
         plan = plan_slices(pixels.shape[3], pixels.shape[2], config)
-        sizes = plan.tgt_sizes  # all the same, so that the slices are normalised and cut together
-        parts = [np.array(part) for x in pixels.flatten(0, 1) for part in cut_slices(Image.fromarray(x.numpy()), plan)]
-        slices_N3HW = normalize(torch.from_numpy(np.stack(parts)).permute(0, 3, 1, 2), config)
-        rows = F.unfold(slices_N3HW, PATCH, stride=PATCH).mT.flatten(0, 1)
+        images, sizes = [Image.fromarray(frame.numpy()) for frame in pixels.flatten(0, 1)], plan.tgt_sizes
+        rows = levels_of_slices(images, plan, config).normalize()
         if is_picture:
             layout = tuple(SliceGroup((size,)) for size in sizes)
         else:
