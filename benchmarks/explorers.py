@@ -1,8 +1,8 @@
 """What every explorer weighs and how fast it answers, as tables in Markdown: `python -m benchmarks.explorers`.
 
 Nothing is measured here: `RECORD=1 make test-browser` measures in Chromium, on a quiet machine, and keeps
-data/measurements/explorers_browser.json; `make site` writes the pages that are weighed. A step lasts from an input to
-the second frame painted after it; the median of twenty.
+data/measurements/explorers_browser.json; with ALL=1 it runs all notebooks as well. `make site` writes the pages that
+are weighed. A step lasts from an input to the second frame painted after it; the median of twenty.
 """
 
 import json
@@ -38,6 +38,14 @@ def explorer_rows(record: dict) -> Iterator[str]:
         yield f"| {row['title']} | {made_by} | {numbers} | {before} |"
 
 
+def run_all_line(notebooks: dict) -> str:
+    """What Run All did; a notebook is in the record only if no cell failed and none wrote to stderr."""
+    ran = notebooks["ran"].values()
+    cells, explorers = (sum(row[part] for row in ran) for part in ("cells", "explorers"))
+    where = f"Chromium {notebooks['browser']}, {notebooks['date']}"
+    return f"Run All: {len(ran)} notebooks, {cells} cells, {explorers} explorers, nothing on stderr ({where})"
+
+
 def page_rows(site: Path) -> Iterator[str]:
     """A heading, and a line per notebook's page in the folder of `make site`."""
     yield "| page | kB |"
@@ -52,6 +60,7 @@ def run() -> None:
         goals = "goals {page} and {lab} ms".format_map(record["goals_ms"])
         print(*explorer_rows(record), sep="\n")
         print(f"\nChromium {record['browser']}, {record['cores']} cores, load {record['load'][0]}, {goals}\n")
+        print(run_all_line(record["notebooks"]) if "notebooks" in record else "Not all notebooks ran yet: ALL=1", "\n")
     else:
         print(f"There is no {RECORD.name}: RECORD=1 make test-browser\n")
     print(*(page_rows(SITE) if SITE.is_dir() else ["There is no site/: make site"]), sep="\n")

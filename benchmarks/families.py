@@ -24,7 +24,7 @@ from refvl.tools.costs import (
 )
 
 CONFIGS = {
-    "Qwen2.5-VL": "Qwen2.5-VL-7B-Instruct", "GLM-4.1V": "GLM-4.1V-9B-Thinking",
+    "Qwen2.5-VL": "Qwen2.5-VL-7B-Instruct", "Qwen3-VL": "Qwen3-VL-8B-Instruct", "GLM-4.1V": "GLM-4.1V-9B-Thinking",
     "MiniCPM-V 4.5": "MiniCPM-V-4_5", "Step3-VL": "Step3",
 }  # fmt: skip
 SIDES = (112, 224, 448, 672, 896, 1344, 1792, 2240, 2688, 3584)  # px

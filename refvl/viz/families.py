@@ -1,4 +1,4 @@
-"""Families side by side: the same image or video, a colour for each family in every figure.
+"""Families side by side: the same image or video, a colour and a mark for each family in every figure.
 
 plot_family_costs    patches through the tower and tokens of the prompt, per family
 plot_family_curves   tokens against the side of a square image
@@ -8,7 +8,7 @@ explore_families     the same, one size after the other
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FAMILY_KEYS = {  # in THEMES
     "Qwen2.5-VL": "image", "Qwen3-VL": "t", "GLM-4.1V": "video", "MiniCPM-V 4.5": "kept", "Step3-VL": "w",
 }  # fmt: skip
+FAMILY_MARKS = {"Qwen2.5-VL": "o", "Qwen3-VL": "D", "GLM-4.1V": "^", "MiniCPM-V 4.5": "s", "Step3-VL": "v"}
 FAMILY_COLORS = {name: THEMES["light"][key] for name, key in FAMILY_KEYS.items()}
 RACE = {"tokens": "tokens", "positions": "positions", "bytes": "memory", "seconds": "time to the first token, at least"}
 
@@ -60,8 +61,8 @@ def plot_family_costs(plans: Mapping[str, Sequence[Counts]], *, title: str = "",
 def plot_family_curves(sides: Sequence[int], tokens: Mapping[str, Sequence[int]], *, ax: Axes | None = None) -> Axes:
     """Tokens of a square image against its side in px, a line per family; both axes are logarithmic."""
     ax = axes_or_new(ax, figsize=(7, 4))
-    for name, counts in tokens.items():
-        ax.plot(sides, counts, "o-", ms=3, lw=1.6, color=FAMILY_COLORS[name], label=name)
+    for place, (name, counts) in enumerate(tokens.items()):
+        ax.plot(sides, counts, **_family_line(name, place))
     ax.set(xscale="log", yscale="log", xlabel="side of a square image (px)", ylabel="tokens in the prompt")
     ticks = [side for side in (112, 224, 448, 896, 1792, 3584) if min(sides) <= side <= max(sides)]
     ax.set_xticks(ticks, [str(side) for side in ticks])
@@ -98,9 +99,9 @@ def plot_family_race(rows: Sequence[Mapping], kind: str, *, at: int | None = Non
     axes = grid_of_axes(ax, 1, len(RACE), (13, 3.2))[0]
     names = list(dict.fromkeys(name for row in rows for name in row["families"]))
     for panel, (measure, label) in zip(axes, RACE.items(), strict=True):
-        for name in names:
+        for place, name in enumerate(names):
             points = [(row["size"], row["families"][name][measure]) for row in rows if name in row["families"]]
-            panel.plot(*zip(*points, strict=True), "o-", ms=3, color=FAMILY_COLORS[name], label=name)
+            panel.plot(*zip(*points, strict=True), **_family_line(name, place))
         if at is not None:
             panel.axvline(at, color="0.5", ls="--", lw=1)
         unit = {"bytes": " (bytes)", "seconds": " (s)"}.get(measure, "")
@@ -109,6 +110,13 @@ def plot_family_race(rows: Sequence[Mapping], kind: str, *, at: int | None = Non
         panel.grid(alpha=0.25)
     axes[0].legend(fontsize=8)
     return axes
+
+
+def _family_line(name: str, place: int) -> dict[str, Any]:
+    """A family's look. The later a line is drawn, the finer: where two coincide, both are seen."""
+    fine = max(4 - place, 0)
+    look = {"color": FAMILY_COLORS[name], "marker": FAMILY_MARKS[name]}
+    return look | {"ms": 3.5 + 1.25 * fine, "lw": 1.2 + 0.7 * fine, "label": name}
 
 
 def explore_families(counted: Mapping) -> "FamiliesExplorer":

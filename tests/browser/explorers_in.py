@@ -9,6 +9,7 @@ from refvl.viz.explorers import page
 from refvl.viz.explorers.gallery import GALLERY
 
 OUT = DATA.parent / "outputs" / "browser"  # the record and screenshots
+NOTEBOOKS = DATA.parent / "notebooks"
 STEPS = 20
 PIXELS = "root => [...root.querySelectorAll('canvas')].map(c => c.toDataURL()).join()"
 # one step of the slider with the most options, to and fro; milliseconds until the second frame was painted
@@ -36,8 +37,13 @@ def keep_time(root, name: str, place: str, record: dict) -> float:
     """Milliseconds of a step, kept in the record beside what the explorer weighs."""
     explorer, milliseconds = made(name), root.evaluate(TIMED, STEPS)
     sizes = {"title": explorer.title, "states": len(explorer.states), "bytes": len(page(explorer).encode())}
-    record[name] = record.get(name, sizes) | {f"{place}_ms": round(milliseconds, 1)}
+    kept = record["explorers"]
+    kept[name] = kept.get(name, sizes) | {f"{place}_ms": round(milliseconds, 1)}
     return milliseconds
+
+
+def all_notebooks() -> list[str]:
+    return sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 
 
 def shown(root) -> int:

@@ -1,18 +1,31 @@
-"""Explorers and whole notebooks in JupyterLab, as a person uses them. Oracle of the numbers: refvl's functions."""
+"""Explorers and whole notebooks in JupyterLab, as a person uses them. Oracle of the numbers: refvl's functions.
 
+Two notebooks are run from top to bottom; with ALL=1 all of them, in about as many minutes.
+"""
+
+import os
 import shutil
 
 import nbformat
 import pytest
 from explorer_oracles import ORACLES
-from explorers_in import OUT, check_controls, check_keys_and_pointer, check_names, keep_time, made, shown
+from explorers_in import (
+    NOTEBOOKS,
+    OUT,
+    all_notebooks,
+    check_controls,
+    check_keys_and_pointer,
+    check_names,
+    keep_time,
+    made,
+    shown,
+)
 from nbformat.v4 import new_code_cell, new_notebook
 
-from refvl.paths import DATA
 from refvl.viz.explorers.gallery import GALLERY
 
 pytestmark = pytest.mark.browser
-NOTEBOOKS = DATA.parent / "notebooks"
+RUN = all_notebooks() if os.environ.get("ALL") == "1" else ["01_patches_and_windows", "02_mrope"]
 MINUTES = 60_000
 VIEW = "application/vnd.jupyter.widget-view+json"
 FAILED, STDERR = (
@@ -129,12 +142,13 @@ def test_saved_and_not_run_it_is_a_picture_until_trusted(lab, chromium):
     page.context.close()
 
 
-@pytest.mark.parametrize("name", ["01_patches_and_windows", "02_mrope"])
-def test_a_notebook_runs_from_top_to_bottom(name, lab, chromium):
+@pytest.mark.parametrize("name", RUN)
+def test_a_notebook_runs_from_top_to_bottom(name, lab, chromium, record):
     """By the menu; no cell fails, nothing is written to stderr, and every explorer that was saved is drawn."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     explorers = sum(VIEW in output.get("data", ()) for cell in code for output in cell.outputs)
+    assert explorers == sum("explore_" in cell.source for cell in code)
     for cell in code:
         cell.update(outputs=[], execution_count=None)  # numbers then mean that it ran
     notebook.metadata.pop("widgets", None)
@@ -145,7 +159,7 @@ def test_a_notebook_runs_from_top_to_bottom(name, lab, chromium):
     page.wait_for_function(
         "count => document.querySelectorAll('.refvl[data-index]').length === count", arg=explorers, timeout=10 * MINUTES
     )
-    assert explorers
     page.screenshot(path=OUT / f"lab_{name}.png")
     assert page.locator(STDERR).all_inner_texts() == page.locator(FAILED).all_inner_texts() == []
+    record["notebooks"][name] = {"cells": len(code), "explorers": explorers}
     page.context.close()

@@ -1,13 +1,19 @@
 """Every explorer as one file, offline in Chromium. Oracle: refvl's functions, as in `explorer_oracles`."""
 
+import io
+import os
+
 import pytest
 from explorer_oracles import ORACLES
 from explorers_in import OUT, check_controls, check_keys_and_pointer, check_names, keep_time, made, shown
+from PIL import Image
 
+from refvl.paths import DATA
 from refvl.viz.explorers import page as page_of
 from refvl.viz.explorers.gallery import GALLERY
 
 pytestmark = pytest.mark.browser
+STILLS = {"windows": 37, "attention": 9, "positions": 62}  # what README shows: explorers, and the item selected
 
 
 @pytest.fixture(scope="module", params=GALLERY)
@@ -64,3 +70,19 @@ def test_nothing_was_asked_for_and_nothing_complained(explorer):
     _, file, _, heard, asked = explorer
     assert [url for url in asked if not url.startswith(("blob:", "data:"))] == [file.as_uri()]
     assert heard == []
+
+
+@pytest.mark.parametrize("name", STILLS)
+def test_a_still_for_the_readme(name, chromium, tmp_path):
+    """The item is drawn and said; RECORD=1 keeps the picture in data/figures."""
+    made(name).selected = STILLS[name]
+    file = tmp_path / "still.html"
+    file.write_text(page_of(made(name)))
+    made(name).selected = -1
+    page = chromium.new_page(viewport={"width": 1000, "height": 900})
+    page.goto(file.as_uri())
+    root = page.wait_for_selector(".refvl[data-index]", timeout=60_000)
+    assert root.query_selector(".readout").inner_text()
+    still = Image.open(io.BytesIO(root.screenshot())).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    still.save((DATA / "figures" if os.environ.get("RECORD") == "1" else OUT) / f"explorer_{name}.png", optimize=True)
+    page.close()

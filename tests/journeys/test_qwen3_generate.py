@@ -310,6 +310,7 @@ def test_sizes_follow_the_budget_of_each_kind(frames):
     capped = Qwen3VLPatchConfig.for_video(max_pixels=200_000, cap_pixels_per_frame=True, max_video_tokens=4)
     counted, budgets = max(frames, 2), {"factor": 32, "min_pixels": 128 * 32 * 32}
     share = max(min(4 * 32 * 32, 200_000 // counted), int(128 * 32 * 32 * 1.05))
+    assert (clip.frame_floor(counted), clip.frame_budget(counted)) == (-(-128 * 32 * 32 // counted), 200_000 // counted)
     for height, width in ((height, width) for height in range(60, 400, 97) for width in range(60, 400, 41)):
         images = {"factor": 32, "min_pixels": 65536, "max_pixels": 200_000}
         assert picture.fit(height, width) == smart_resize(height, width, **images)

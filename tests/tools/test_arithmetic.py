@@ -14,7 +14,7 @@ from refvl.paths import DATA
 from refvl.tools.arithmetic import encoder_operations, prefill_operations
 from refvl.tools.costs import blank_clip, count_positions, plan_media
 
-TINY = ("tiny-qwen2_5_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3")
+TINY = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3")
 
 
 def in_products():
@@ -56,7 +56,7 @@ def test_every_weight_is_used_once_a_token():
     assert 4 * once - twice == 4 * n * sum(weights)
 
 
-@pytest.mark.parametrize("name", TINY[:3])
+@pytest.mark.parametrize("name", TINY[:4])
 def test_a_clip_of_no_memory_is_planned_as_the_file(name):
     """Oracle: the file itself, decoded."""
     model = refvl.load(DATA / "checkpoints" / name, device="cpu", progress=False)

@@ -33,11 +33,11 @@ def test_costs_sum_the_media_of_a_family():
     assert ax.get_title() == "a title" and ax.get_yscale() == "log"
 
 
-def test_curves_have_a_line_and_a_colour_per_family():
+def test_curves_have_a_line_a_colour_and_a_mark_per_family():
     sides, tokens = [112, 224, 448], {name: [i, 4 * i, 16 * i] for i, name in enumerate(NAMES, start=1)}
     ax = viz.plot_family_curves(sides, tokens)
     assert [list(line.get_ydata()) for line in ax.lines] == list(tokens.values())
-    assert len({line.get_color() for line in ax.lines}) == len(NAMES)
+    assert len({line.get_color() for line in ax.lines}) == len({line.get_marker() for line in ax.lines}) == len(NAMES)
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["112", "224", "448"]
 
 

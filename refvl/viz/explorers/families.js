@@ -1,4 +1,4 @@
-// Four curves over the size of an image or the length of a video, and what each family costs at the size shown.
+// Four measures as curves over the size of an image or the length of a video, and what each family costs at the size shown.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
@@ -6,7 +6,17 @@ export default explorer(view => {
   const { families, measures, curves, device, clip } = view.shared;
   const names = Object.keys(families);
   const curve = () => curves[view.option("kind")];
-  const color = name => view.colors[families[name]];
+  const color = name => view.colors[families[name][0]];
+  const CORNERS = { o: [32, 0], D: [4, 0], s: [4, 45], "^": [3, -90], v: [3, 90] };  // how many, the first at which angle
+  function mark(pen, name, px, py, radius) {
+    const [corners, first] = CORNERS[families[name][1]];
+    pen.fillStyle = color(name); pen.beginPath();
+    for (let i = 0; i < corners; i++) {
+      const angle = (first + 360 * i / corners) * Math.PI / 180;
+      pen.lineTo(px + radius * Math.cos(angle), py + radius * Math.sin(angle));
+    }
+    pen.fill();
+  }
   const here = () => view.row.families;
   const units = { bytes: n => (n < 2 ** 30 ? `${(n / 2 ** 20).toPrecision(3)} MiB` : `${(n / 2 ** 30).toPrecision(3)} GiB`),
     seconds: s => (s < 1 ? `${(1000 * s).toPrecision(3)} ms` : `${s.toPrecision(3)} s`) };
@@ -42,11 +52,12 @@ export default explorer(view => {
       pen.moveTo(x(view.row.size), 0); pen.lineTo(x(view.row.size), height - BOTTOM); pen.stroke(); pen.setLineDash([]);
       names.forEach((name, i) => {
         const points = curve().filter(row => row.families[name]).map(row => [x(row.size), y(row.families[name][measure])]);
-        pen.strokeStyle = pen.fillStyle = color(name);
-        pen.lineWidth = i === view.item ? 4 : 2;
+        // the later a line is drawn, the finer: where two coincide, both are seen
+        const fine = names.length - 1 - i, more = i === view.item ? 3 : 0;
+        pen.strokeStyle = color(name); pen.lineWidth = 1.5 + 0.75 * fine + more;
         pen.beginPath(); points.forEach(([px, py]) => pen.lineTo(px, py)); pen.stroke();
-        if (!here()[name]) return;
-        pen.beginPath(); pen.arc(x(view.row.size), y(here()[name][measure]), i === view.item ? 7 : 5, 0, 7); pen.fill();
+        points.forEach(([px, py]) => mark(pen, name, px, py, 2.5 + 0.75 * fine + more));
+        if (here()[name]) mark(pen, name, x(view.row.size), y(here()[name][measure]), 5 + fine + more);
       });
     },
   }));
@@ -66,7 +77,7 @@ export default explorer(view => {
       names.forEach((name, i) => {
         const y = (i + 1) * LINE, costs = here()[name];
         if (i === view.item) { pen.fillStyle = view.colors.empty; pen.fillRect(0, y, width, LINE); }
-        pen.fillStyle = color(name); pen.fillRect(0, y + 6, 14, 14);
+        mark(pen, name, 10, y + LINE / 2, 8);
         pen.textAlign = "left"; pen.fillStyle = view.colors.ink; pen.fillText(name, 22, y + LINE / 2);
         pen.textAlign = "right";
         COLUMNS.forEach((measure, c) =>
@@ -79,7 +90,8 @@ export default explorer(view => {
     const name = names[view.item], costs = here()[name];
     if (!costs) return `${name} takes no videos`;
     const folded = (costs.patches / costs.tokens).toPrecision(3);
-    return `${name}: ${folded} patches become a token; ${costs.tokens} tokens take ${costs.positions} positions, ` +
+    return `${name}: ${folded} patches become a token; ${shown("tokens", costs.tokens)} tokens take ` +
+      `${shown("positions", costs.positions)} positions, ` +
       `and ${shown("bytes", costs.cache)} of key-value cache`;
   });
   return { count: () => names.length };

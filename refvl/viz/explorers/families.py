@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from refvl.viz.explorers.base import Control, Explorer, module
-from refvl.viz.families import FAMILY_KEYS, RACE, plot_family_race
+from refvl.viz.families import FAMILY_KEYS, FAMILY_MARKS, RACE, plot_family_race
 
 DEVICE = "H100"  # whose peak the times are of
 
@@ -31,7 +31,7 @@ class FamiliesExplorer(Explorer):
             Control("size", "size or length", [size for _, size in rows], kind="player"),
         ]
         shared = {
-            "families": {name: FAMILY_KEYS[name] for name in counted["configs"]},
+            "families": {name: [FAMILY_KEYS[name], FAMILY_MARKS[name]] for name in counted["configs"]},
             "measures": RACE,
             "device": DEVICE,
             "clip": " x ".join(map(str, counted["clip_size"])),

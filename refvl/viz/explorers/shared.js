@@ -132,10 +132,13 @@ function controller(view, number, { label, options, kind }) {
     widget.setAttribute("aria-valuetext", shown.value);
   };
   if (kind !== "player") return { node, update, stop() {} };
-  const button = make("button", { type: "button", textContent: "▶" });
-  button.setAttribute("aria-label", `play: ${label}`);
+  const button = make("button", { type: "button" });
   let timer = 0;
-  const stop = () => { clearInterval(timer); timer = 0; button.textContent = "▶"; };
+  const says = playing => {
+    button.textContent = playing ? "⏸" : "▶";
+    button.setAttribute("aria-label", `${playing ? "pause" : "play"}: ${label}`);
+  };
+  const stop = () => { clearInterval(timer); timer = 0; says(false); };
   const next = () => {
     if (+widget.value >= available.length - 1) return stop();
     view.choose(number, available[+widget.value + 1]);
@@ -144,8 +147,9 @@ function controller(view, number, { label, options, kind }) {
     if (timer) return stop();
     if (+widget.value === available.length - 1) view.choose(number, available[0]);
     timer = setInterval(next, 700);
-    button.textContent = "⏸";
+    says(true);
   });
+  says(false);
   node.append(button);
   return { node, update, stop };
 }
@@ -169,7 +173,8 @@ function surface(view, { name, caption, size, draw, at, step, drag }) {
       view.select(valid(at(...point(event))));
     });
   }
-  if (at || step) canvas.tabIndex = 0;
+  if (drag) canvas.style.touchAction = "pan-y";  // a finger across pulls the control, not the page
+  if (step) canvas.tabIndex = 0;
   if (step) canvas.addEventListener("keydown", event => {
     if (event.key === "Escape") view.select(-1);
     const arrow = ARROWS[event.key];
