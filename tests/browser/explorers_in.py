@@ -102,9 +102,10 @@ def check_keys_and_pointer(root) -> None:
 
 
 def check_names(root) -> None:
-    """Controls and pictures have names that a screen reader can say."""
+    """Controls and pictures have names that a screen reader can say; the Tab key stops only where keys do something."""
     names = root.evaluate(
         "root => [...root.querySelectorAll('canvas, input, select, button')].map(e => e.getAttribute('aria-label'))"
     )
     assert names and all(name and len(name) > 3 for name in names)
     assert root.get_attribute("role") == "group" and root.get_attribute("aria-label")
+    assert root.locator("canvas[tabindex='0']").count() == root.locator("canvas[role=application]").count()

@@ -83,6 +83,6 @@ def test_a_still_for_the_readme(name, chromium, tmp_path):
     page.goto(file.as_uri())
     root = page.wait_for_selector(".refvl[data-index]", timeout=60_000)
     assert root.query_selector(".readout").inner_text()
-    still = Image.open(io.BytesIO(root.screenshot())).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    still = Image.open(io.BytesIO(root.screenshot())).convert("RGB").quantize(128, dither=Image.Dither.NONE)
     still.save((DATA / "figures" if os.environ.get("RECORD") == "1" else OUT) / f"explorer_{name}.png", optimize=True)
     page.close()
