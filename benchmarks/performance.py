@@ -194,31 +194,26 @@ def measure_decode(repeats: int) -> dict:
     return side_by_side({kind: partial(model.chat, QUESTION, **options) for kind, model in models.items()}, repeats)
 
 
-def measure_evs(repeats: int) -> list[dict]:
-    """One layer as wide as that of Qwen2.5-VL-3B: prompts of 90 % video tokens, whole and without three quarters.
-
-    Two clips: attention grows with the square of the prompt, and so does what pruning saves.
-    """
+def measure_evs(repeats: int) -> dict:
+    """One layer as wide as that of Qwen2.5-VL-3B: a prompt of 90 % video tokens, whole and without three quarters."""
     text_config = read_config(DATA / "configs" / "Qwen2.5-VL-3B-Instruct.json").get_text_config()
     text_config.num_hidden_layers, text_config.vocab_size = 1, 256
     layer = random_language_model(text_config, dtype=torch.float32, device="cpu")
     if choose_linear("auto", layer.device, layer.dtype) == "onednn":  # as `refvl.load` does
         use_onednn(layer)
+    thw, words, q = (10, 9, 8), 80, 0.75
+    video = torch.randn(math.prod(thw), text_config.hidden_size)
 
     def prefill(embeds: Tensor) -> None:
         positions = torch.arange(embeds.shape[1]).expand(3, 1, -1)
         layer(inputs_embeds=embeds, position_ids=positions, logits_to_keep=1)
 
-    def measure(thw: tuple[int, int, int], words: int, q: float = 0.75) -> dict:
-        video = torch.randn(math.prod(thw), text_config.hidden_size)
-        kept = words + int(compute_retention_mask(video, thw, 1, q).sum())
-        prompt = torch.randn(1, words + len(video), text_config.hidden_size)
-        ways = {"whole": partial(prefill, prompt), f"q = {q}": partial(prefill, prompt[:, :kept])}
-        ways["mask"] = partial(compute_retention_mask, video, thw, 1, q)
-        return {"prompt_tokens": prompt.shape[1], "kept_tokens": kept} | side_by_side(ways, repeats)
-
+    kept = words + int(compute_retention_mask(video, thw, 1, q).sum())
+    prompt = torch.randn(1, words + len(video), text_config.hidden_size)
+    ways = {"whole": partial(prefill, prompt), f"q = {q}": partial(prefill, prompt[:, :kept])}
+    ways["mask"] = partial(compute_retention_mask, video, thw, 1, q)
     with torch.inference_mode():
-        return [measure((10, 9, 8), words=80), measure((16, 14, 10), words=249)]
+        return {"prompt_tokens": prompt.shape[1], "kept_tokens": kept} | side_by_side(ways, repeats)
 
 
 def measure_stages(repeats: int) -> list[dict]:
@@ -251,7 +246,7 @@ def run(repeats: Repeats = 3, write: Write = False) -> None:
     table = PrintedTable("times as fast as the first", {"what": "<32", "first": "<22", "others": "<40"})
     measured = {
         "linear": measure_linear, "towers": measure_towers, "pixels": measure_pixels,
-        "decode": lambda repeats: [measure_decode(repeats)], "evs": measure_evs,
+        "decode": lambda repeats: [measure_decode(repeats)], "evs": lambda repeats: [measure_evs(repeats)],
     }  # fmt: skip
     for what, measure in measured.items():
         result[what] = measure(repeats)
