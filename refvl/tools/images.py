@@ -18,7 +18,7 @@ from urllib.parse import quote_from_bytes
 
 from PIL import Image
 
-from refvl.pixels.media import image_suffixes
+from refvl.pixels.media import MediaLimits, image_suffixes, open_image
 
 STAMP = ("bytes", "mtime_ns", "ctime_ns")
 VIDEO_SUFFIXES = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"))
@@ -56,8 +56,8 @@ class MediaFile:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def source(self) -> Path | Image.Image:
-        """What `load_image` and `load_video` take; raises Pillow's errors for a picture in a tar file."""
-        return self.path if self.begin is None else Image.open(io.BytesIO(self._bytes()))
+        """What `load_image` and `load_video` take; raises ValueError for a picture in a tar file that is none."""
+        return self.path if self.begin is None else open_image(io.BytesIO(self._bytes()), self.name, MediaLimits())
 
     def _bytes(self) -> bytes:
         with open(self.path, "rb") as file:
