@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, BatchFeature, Qwen3Config, SiglipVisionConfig
 
 import refvl
+from refvl.paths import DATA
 from refvl.pixels.crops import CropConfig
 from refvl.pixels.slices import plan_slices, slice_grid
 
@@ -30,7 +31,8 @@ def start(folder: str | Path, **options) -> Any:
     options = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16} | options
     engine = vllm.LLM(
         str(folder), enforce_eager=True, seed=0, enable_prefix_caching=False, async_scheduling=False,
-        mm_processor_cache_gb=0, mm_device_do_normalize=False, logprobs_mode="raw_logits", max_logprobs=-1, **options,
+        mm_processor_cache_gb=0, mm_device_do_normalize=False, logprobs_mode="raw_logits", max_logprobs=-1,
+        allowed_local_media_path=str(DATA), **options,
     )  # fmt: skip
     if options.get("video_pruning_rate"):  # the runner for CPUs forgets what the one for GPUs sets when it loads
         runner(engine).is_multimodal_pruning_enabled = True
@@ -73,6 +75,13 @@ def request(model: refvl.VLM, prompt: str, images=(), videos=()) -> dict:
             media["image"].append(medium)
     text, _ = model.processor.render(messages)
     return {"prompt": text, "multi_modal_data": {kind: found for kind, found in media.items() if found}}
+
+
+def messages(prompt: str, images=(), videos=()) -> list[dict]:
+    """The same for `LLM.chat`, of media that are files."""
+    media = [("image_url", path) for path in images] + [("video_url", path) for path in videos]
+    content = [{"type": kind, kind: {"url": path.as_uri()}} for kind, path in media]
+    return [{"role": "user", "content": [*content, {"type": "text", "text": prompt}]}]
 
 
 def stand_ins(model: refvl.VLM) -> None:

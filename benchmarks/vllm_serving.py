@@ -3,7 +3,8 @@
 Every shipped folder goes into an engine of vLLM 0.32 on this CPU, in float32, and held-out scenes into both: prompt
 ids, positions, the logits of the first token and the ids of the answer are compared, request by request. Where they
 differ, refvl is given what vLLM was - the pixels that its resize made, the positions that its pruning left - and has to
-agree then: a request that agrees in neither way is an error, and so is the exit status.
+agree then: a request that agrees in neither way is an error, and so is the exit status. Qwen and GLM are also asked by
+`LLM.chat` about files (`file://`): vLLM then writes the prompt, opens the picture, and samples the clip itself.
 
 Then what `refvl encode` writes is handed to an engine without a vision tower. With --write the results of the folders
 that were asked go to data/measurements/vllm.json, and those of the others stay; `python -m data.training.measured` puts
@@ -31,7 +32,7 @@ import refvl
 from benchmarks import vllm_engine  # before vllm
 from benchmarks.report import environment, write_measurement
 from data.training import evaluate_step3, pages
-from data.training.demo_scenes import CLIP
+from data.training.demo_scenes import CLIP, PICTURE
 from data.training.evaluate_tiny import requests_for
 from data.training.run import digest
 from data.training.tiny_family import family_names, find_family
@@ -46,9 +47,11 @@ from refvl.trace import Trace
 FOLDERS = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3")
 RATES = {"tiny-qwen2_5_vl": (0.25, 0.5, 0.75)}  # of `--video-pruning-rate`
 TAKES_EMBEDDINGS = ("tiny-qwen2_5_vl", "tiny-minicpmv-4_5")
+UNCHANGED = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v")  # vLLM needs nothing but the folder
 TOLERANCE = 2e-5  # of the largest logit: both are float32, in another order of additions
 NEW_TOKENS = 24
 ODD, TWO, BOTH, HANDED = "odd sizes", "two images", "image and video", "embeddings handed over"
+FILES = "files, by LLM.chat"
 
 
 def questions(name: str, count: int, q: float) -> list[tuple[str, dict]]:
@@ -67,6 +70,10 @@ def questions(name: str, count: int, q: float) -> list[tuple[str, dict]]:
     if not family.packing:
         motions = requests_for("motion", len(colors) // 2, first=2000)
         found += [(BOTH, m.arguments | one) for m, one in zip(motions, colors[::2], strict=True)]
+    if name in UNCHANGED and not q:
+        found += [(FILES, {"prompt": "What color is the circle?", "images": [PICTURE]})]
+        if name != "tiny-qwen3_vl":  # whose clips vLLM puts between marks once more, as transformers does from 5.10 on
+            found += [(FILES, {"prompt": "Which way does the circle move?", "videos": [CLIP]})]
     return found + _odd_sizes(count, "What color is the circle?")
 
 
@@ -187,7 +194,10 @@ def ask(name: str, q: float, count: int) -> list[dict]:
     for kind, arguments in tqdm(asked, desc=f"{name} q={q:g}", leave=False, mininterval=5):
         trace = model.trace(**arguments, max_new_tokens=NEW_TOKENS, pruning_rate=q)
         seen.clear()
-        [output] = engine.generate([vllm_engine.request(model, **arguments)], greedy, use_tqdm=False)
+        if kind == FILES:
+            [output] = engine.chat(vllm_engine.messages(**arguments), greedy, use_tqdm=False)
+        else:
+            [output] = engine.generate([vllm_engine.request(model, **arguments)], greedy, use_tqdm=False)
         found.setdefault(kind, []).append(compare_one(model, trace, output, seen, q))
     return [summed_up(kind, q, compared) for kind, compared in found.items()]
 

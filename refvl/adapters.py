@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from refvl.checkpoints import download
-from refvl.checks import blame, read_json
+from refvl.checks import blame, check_number, read_json
 
 PARTS = ("language_model", "connector", "tower")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -120,6 +120,8 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
     ignored, and nothing is changed then.
     """
     peft = _peft()
+    if not name or "." in name:
+        raise ValueError(f"name: expected one without dots, got {name!r}")
     if model.adapters is not None and name in model.adapters.peft_config:
         raise ValueError(f"name: there is an adapter {name!r} already; have: {', '.join(model.adapters.peft_config)}")
     weights = None
@@ -213,18 +215,23 @@ def _read(model, adapter: str | Path, hub: dict) -> tuple[Any, dict[str, Tensor]
     with blame(f"adapter: {folder / WEIGHTS}"):
         stored = load_file(folder / WEIGHTS)
     weights = {names.rename(key.removeprefix("base_model.model.")): tensor for key, tensor in stored.items()}
-    config = _peft().LoraConfig.from_pretrained(folder)
+    with blame(f"adapter: {folder / CONFIG}"):
+        config = _peft().LoraConfig.from_pretrained(folder)
+        check_number(config.lora_alpha, "lora_alpha")
+        saved, alphas = tuple(config.modules_to_save or ()), dict(config.alpha_pattern or {})
+        if config.bias not in ("none", "all", "lora_only"):
+            raise ValueError(f"bias: expected none, all or lora_only, got {config.bias!r}")
     of_layers: dict[str, dict[str, Tensor]] = {}
     for key, tensor in weights.items():
         layer, *which = OF_LORA.split(key)
         if which:
             of_layers.setdefault(layer, {})[which[0]] = tensor
-        elif not any(layer.rpartition(".")[0].endswith(saved) for saved in config.modules_to_save or ()):
+        elif not any(layer.rpartition(".")[0].endswith(module) for module in saved):
             of_layers.setdefault(layer, {})
     ranks = _check_weights(folder, of_layers, _adaptable(model))
     config.target_modules, config.exclude_modules, config.layers_to_transform = set(ranks), None, None
     config.rank_pattern = {layer: rank for layer, rank in ranks.items() if rank != config.r}
-    config.alpha_pattern = {names.rename(layer): alpha for layer, alpha in config.alpha_pattern.items()}
+    config.alpha_pattern = {names.rename(layer): alpha for layer, alpha in alphas.items()}
     config.inference_mode = True
     return config, {f"base_model.model.{key}": tensor for key, tensor in weights.items()}
 

@@ -241,9 +241,16 @@ class VLM:
         return answers
 
     def answer_each(
-        self, requests: Iterable[dict], common: dict, batch_tokens: int = BATCH_TOKENS, **generate_kwargs
+        self, requests: Iterable[dict | Exception], common: dict, batch_tokens: int = BATCH_TOKENS, **generate_kwargs
     ) -> Iterator[str | Exception]:
-        """What `chat_batch` returns, one by one as batches are done; common: the arguments of requests without them."""
+        """What `chat_batch` returns, one by one as batches are done.
+
+        requests: an error among them, where one could not be read, is its own answer. common: the arguments of requests
+        that have none of their own.
+        """
+        check_positive_int(common["max_new_tokens"], "max_new_tokens")
+        check_pruning_rate(common["pruning_rate"], "pruning_rate")
+        find_pruner(common.get("pruning", "evs"))
         waiting, limits = list[Trace | Exception](), list[int]()
         same_limit = option(self.language_model, generate_kwargs, "num_beams") > 1  # with another, other beams may win
         alone = drafts(self.language_model, generate_kwargs) is not None
@@ -258,8 +265,10 @@ class VLM:
             limits.append(limit)
         yield from self._answers_or_errors(waiting, limits, **generate_kwargs)
 
-    def _prepare(self, request: dict, common: dict) -> tuple[Trace | Exception, int]:
+    def _prepare(self, request: dict | Exception, common: dict) -> tuple[Trace | Exception, int]:
         """A request's trace, with no more than `answers` reads, or what went wrong; and its limit of new tokens."""
+        if isinstance(request, Exception):
+            return request, 1
         try:
             _check_request(request, "request")
             request = common | request

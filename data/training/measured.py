@@ -11,6 +11,7 @@ from refvl.paths import DATA
 
 README, BEGIN, END = DATA / "README.md", "<!-- measured: begin -->\n", "<!-- measured: end -->"
 VLLM_BEGIN, VLLM_END = "<!-- in vllm: begin -->\n", "<!-- in vllm: end -->"
+APART = ("files, by LLM.chat", "embeddings handed over")  # kinds of requests to vLLM with a line of their own
 
 
 def tables() -> str:
@@ -35,20 +36,22 @@ def tables() -> str:
 
 
 def in_vllm() -> str:
-    """Markdown: what is the same in a running vLLM, a line per folder and pruning rate."""
+    """Markdown: what is the same in a running vLLM, a line per folder and way of asking."""
     lines = ["| in vLLM | requests | prompts | positions | answers | logits | given the same |", f"|{' --- |' * 7}"]
     for name, record in json.loads((DATA / "measurements" / "vllm.json").read_text())["folders"].items():
         older = " (earlier weights)" * (record["weights_sha256"] != digest(DATA / "checkpoints" / name))
-        for q in dict.fromkeys(row["q"] for row in record["rows"]):
-            of_rate = [row for row in record["rows"] if row["q"] == q]
+        ways: dict[str, list[dict]] = {}
+        for row in record["rows"]:
+            way = f", {row['q']:g} of a video pruned" if row["q"] else ""
+            ways.setdefault(f", {row['kind']}" if row["kind"] in APART else way, []).append(row)
+        for way, rows in ways.items():
             counts = ["asked", "same_prompt", "same_positions", "same_answer"]
-            sums = [str(sum(row.get(what, 0) for row in of_rate)) for what in counts]
-            if not any("same_positions" in row for row in of_rate):
+            sums = [str(sum(row.get(what, 0) for row in rows)) for what in counts]
+            if not any("same_positions" in row for row in rows):
                 sums[2] = "-"
-            apart = f"{max(row['apart'] for row in of_rate):.0e}"
-            given = f"{sum(row['agree'] for row in of_rate)}, {max(row['apart_given'] for row in of_rate):.0e}"
-            pruned = f", {q:g} of a video pruned" if q else ""
-            lines.append(f"| `{name}`{pruned}{older} | {' | '.join(sums)} | {apart} | {given} |")
+            apart = f"{max(row['apart'] for row in rows):.0e}"
+            given = f"{sum(row['agree'] for row in rows)}, {max(row['apart_given'] for row in rows):.0e}"
+            lines.append(f"| `{name}`{way}{older} | {' | '.join(sums)} | {apart} | {given} |")
     return "\n".join(lines) + "\n"
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -96,7 +97,7 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
     """
     if isinstance(source, (str, Path)):
         path, name = _regular_file(source, "image")
-        with _open_image(path, name, limits) as image:
+        with open_image(path, name, limits) as image:
             return _decode_image(image, name, name, limits)
     name = f"the {type(source).__name__}"
     if isinstance(source, Image.Image):
@@ -128,9 +129,10 @@ def _readable() -> tuple[str, ...]:
     )
 
 
-def _open_image(path: Path, name: str, limits: MediaLimits) -> Image.Image:
+def open_image(source: Path | IO[bytes], name: str, limits: MediaLimits) -> Image.Image:
+    """A file or its bytes as a picture that is not decoded yet; ValueError, naming it, where Pillow cannot read it."""
     try:
-        return Image.open(path, formats=_readable())
+        return Image.open(source, formats=_readable())
     except Image.DecompressionBombError as error:
         raise ValueError(
             f"image: {name} has more pixels than max_image_pixels={limits.max_image_pixels:,} and PIL.Image."

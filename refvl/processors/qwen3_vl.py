@@ -4,7 +4,8 @@
 
 A frame here is two sampled frames, one step of the grid, and its second the mean of theirs. To the positions each is a
 medium of its own; EVS may drop its tokens, but never its second. These marks take the place of those that the chat
-template writes around a video, as vLLM and transformers 4.57 have it; transformers 5.23 keeps the outer ones as well.
+template writes around a video, as in transformers 4.57; from 5.10 on it keeps the outer ones as well, and so does vLLM
+0.32 beside it.
 """
 
 from collections.abc import Sequence

@@ -178,7 +178,7 @@ def _answer_file(checkpoint: str, jsonl: str, out: str | None, single: dict, loa
     """Answer a file of requests, say which failed, and exit. single: arguments of a single question."""
     from refvl.tools.requests import answer_file
 
-    if given := [name for name, value in single.items() if value]:
+    if given := [name for name, value in single.items() if value not in (None, [])]:
         raise ValueError(f"jsonl: its lines say what is asked; give no {', '.join(given)} beside it")
     answers = Path(out or f"{jsonl}.answers.jsonl")
     errors = answer_file(_load(checkpoint, *load), Path(jsonl), answers, common=common, progress=sys.stderr.isatty())

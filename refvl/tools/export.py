@@ -175,7 +175,7 @@ def _decode(vlm: VLM, file: MediaFile) -> tuple[Image.Image | Video, dict]:
     """The image or clip, and what the manifest will say of it and its file."""
     stamp = file.read_stamp()
     if stamp is None:
-        raise ValueError("no regular file, or a link that leads nowhere")
+        raise ValueError("not there, or no regular file")
     digest, said = file.digest(), dict[str, Any]()
     medium: Any
     if file.is_video:

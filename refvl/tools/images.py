@@ -18,7 +18,7 @@ from urllib.parse import quote_from_bytes
 
 from PIL import Image
 
-from refvl.pixels.media import image_suffixes
+from refvl.pixels.media import MediaLimits, image_suffixes, open_image
 
 STAMP = ("bytes", "mtime_ns", "ctime_ns")
 VIDEO_SUFFIXES = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"))
@@ -56,8 +56,8 @@ class MediaFile:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def source(self) -> Path | Image.Image:
-        """What `load_image` and `load_video` take; raises Pillow's errors for a picture in a tar file."""
-        return self.path if self.begin is None else Image.open(io.BytesIO(self._bytes()))
+        """What `load_image` and `load_video` take; raises ValueError for a picture in a tar file that is none."""
+        return self.path if self.begin is None else open_image(io.BytesIO(self._bytes()), self.name, MediaLimits())
 
     def _bytes(self) -> bytes:
         with open(self.path, "rb") as file:
@@ -69,9 +69,10 @@ def find_media(source: Path, *, videos: bool = False) -> list[MediaFile]:
     """What `source` holds, sorted by name: pictures that Pillow can open, and with `videos` clips, by their suffix.
 
     source: a folder with all below it, a .tar file, or a text file with a path in each line, from where it lies. In
-    tar files only pictures are found. Links to folders are not followed. Raises FileNotFoundError or
-    NotADirectoryError where there is no source, OSError for a folder that cannot be listed, and ValueError when
-    nothing is found, a list names what is no picture, or a tar file cannot be read.
+    tar files only pictures are found. Links to folders are not followed. What a list names and is not there has no
+    stamp. Raises FileNotFoundError or NotADirectoryError where there is no source, or nothing of a list, OSError for a
+    folder that cannot be listed, and ValueError when nothing is found, a list names what is no picture, or a tar file
+    cannot be read.
     """
     suffixes = image_suffixes() | (VIDEO_SUFFIXES if videos else frozenset())
     if source.is_file() and source.suffix.lower() in LIST_SUFFIXES:
@@ -89,6 +90,8 @@ def find_media(source: Path, *, videos: bool = False) -> list[MediaFile]:
             found.append(MediaFile(name, path, read_stamp(path)))
         elif is_list:
             raise ValueError(f"folder: {source} lists {path}, which is no file of a kind that is encoded")
+    if is_list and found and all(file.stamp is None for file in found):
+        raise FileNotFoundError(f"folder: nothing that {source} lists is there; the first path is {found[0].path}")
     if not found:
         raise ValueError(f"folder: {source} holds no image that Pillow can read")
     return sorted(_without_repeats(found), key=lambda file: (file.path, file.begin or 0))
@@ -109,18 +112,16 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _listed(file: Path) -> Iterator[Path]:
     """The paths in the lines of a text file; empty lines do not count."""
-    for line in file.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+    for line in file.read_text(encoding="utf-8-sig", errors="surrogateescape").split("\n"):
         if line.strip():
-            path = file.parent / line.strip()
-            if not path.exists():
-                raise FileNotFoundError(f"folder: {file} lists {line.strip()}, which is not there")
-            yield path
+            yield file.parent / line.strip()
 
 
 def _members(path: Path, name: str) -> Iterator[MediaFile]:
     """The pictures in a tar file, called by its name and theirs; their labels, in other files, are not read."""
     stamp = read_stamp(path)
     if stamp is None:
+        yield MediaFile(name, path, stamp)
         return
     try:
         with tarfile.open(path, "r:") as tar:

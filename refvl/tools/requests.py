@@ -1,8 +1,9 @@
 """A file of requests to a file of answers: `python -m refvl chat CHECKPOINT --jsonl FILE`.
 
-Line n of the answers is to line n of the requests: {"line": n, "request": digest of that line, "answer": text}, or
-"error" in the place of "answer". Lines are written whole, as their batches are done. A run that was stopped is
-continued by the same command: a line that was cut off is removed, and what is answered is not asked again.
+Each answer is a line, in the order of the requests: {"line": number of the request's line, "request": digest of that
+line, "answer": text}, or "error" in the place of "answer"; empty lines are no requests. Lines are written whole, as
+their batches are done. A run that was stopped is continued by the same command: a line that was cut off is removed, and
+what is answered is not asked again.
 """
 
 import fcntl
@@ -17,6 +18,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from refvl.pipeline import BATCH_TOKENS, VLM
+from refvl.tools.shards import speaking_of
 
 
 def answer_file(
@@ -26,21 +28,21 @@ def answer_file(
 
     common: `max_new_tokens` and `pruning_rate` of lines that do not say. A line that cannot be read or answered is an
     error of its own. Raises FileNotFoundError without a file, BlockingIOError while another process writes to `out`,
-    and ValueError where `out` holds answers to other requests.
+    ValueError where `out` holds anything but answers to these requests, and OSError where it cannot be written.
     """
     if not file.is_file():
         raise FileNotFoundError(f"jsonl: no such file: {file}")
-    lines = [line for line in file.read_bytes().splitlines() if line.strip()]
-    digests = [hashlib.sha256(line).hexdigest()[:16] for line in lines]
-    with _held(out) as answers:
-        done = _read_answers(answers, out, digests)
-        todo = (_parse(line) for line in lines[len(done) :])
+    lines = [(number, line) for number, line in enumerate(file.read_bytes().splitlines(), 1) if line.strip()]
+    asked = [{"line": number, "request": hashlib.sha256(line).hexdigest()[:16]} for number, line in lines]
+    with speaking_of(out), _held(out) as answers:
+        done = _read_answers(answers, out, asked)
+        todo = (_parse(line) for _, line in lines[len(done) :])
         bar = tqdm(total=len(lines), initial=len(done), desc="answer", unit="request", disable=not progress)
         with bar:
             for answer in vlm.answer_each(todo, common, batch_tokens, **options):
-                number = len(done)
-                said = {"error": str(answer)} if isinstance(answer, Exception) else {"answer": answer}
-                done.append({"line": number + 1, "request": digests[number]} | said)
+                failed = isinstance(answer, Exception)
+                said = {"error": str(answer) or type(answer).__name__} if failed else {"answer": answer}
+                done.append(asked[len(done)] | said)
                 answers.write(json.dumps(done[-1]).encode() + b"\n")
                 answers.flush()
                 bar.update()
@@ -48,38 +50,47 @@ def answer_file(
     return {entry["line"]: entry["error"] for entry in done if "error" in entry}
 
 
-def _parse(line: bytes) -> dict:
-    """The request in a line; one that is no JSON becomes a request that is refused with the reason."""
+def _parse(line: bytes) -> dict | Exception:
+    """The request in a line, or why it is no JSON."""
     try:
         return json.loads(line)
-    except ValueError as error:
-        return {f"not JSON ({error})": None}
+    except (ValueError, RecursionError) as error:
+        return ValueError(f"not JSON ({error})")
 
 
 @contextmanager
 def _held(out: Path) -> Iterator[BufferedRandom]:
     """The file of answers, for this process alone."""
+    if out.exists() and not out.is_file():  # a device may have no end
+        raise OSError(f"out: {out} is no regular file")
     with open(out, "a+b") as answers:
         try:
             fcntl.flock(answers, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise BlockingIOError(f"out: {out} is being written by another process; wait for it to end") from None
         yield answers
 
 
-def _read_answers(answers: BufferedRandom, out: Path, digests: list[str]) -> list[dict]:
-    """What is answered; a last line that was cut off is removed from the file."""
+def _read_answers(answers: BufferedRandom, out: Path, asked: list[dict]) -> list[dict]:
+    """What is answered; a last line that was cut off is removed from the file. Nothing else is, see `answer_file`."""
     answers.seek(0)
-    content = answers.read()
-    answers.truncate(whole := content.rfind(b"\n") + 1)
-    done = []
-    for number, line in enumerate(content[:whole].splitlines()):
+    *whole, cut = answers.read().split(b"\n")
+    done = list[dict]()
+    for line in whole:
         try:
             entry = json.loads(line)
-            same = number < len(digests) and (entry["line"], entry["request"]) == (number + 1, digests[number])
-        except (ValueError, KeyError, TypeError):
+            same = asked[len(done)].items() <= entry.items()
+        except (ValueError, IndexError, AttributeError):
             same = False
         if not same:
-            raise ValueError(f"out: {out}, line {number + 1}: is no answer to that line of the requests; move it away")
+            raise _not_ours(out, len(done))
         done.append(entry)
+    begin = json.dumps(asked[len(done)])[:-1].encode() if len(done) < len(asked) else b""
+    if cut and (not begin or cut[: len(begin)] != begin[: len(cut)]):
+        raise _not_ours(out, len(done))
+    answers.truncate(sum(len(line) + 1 for line in whole))
     return done
+
+
+def _not_ours(out: Path, number: int) -> ValueError:
+    return ValueError(f"out: {out}, line {number + 1}: is no answer to that line of the requests; move it away")

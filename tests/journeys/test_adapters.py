@@ -348,6 +348,9 @@ BAD = {  # what is done to a saved adapter: what the error says
     ),
     "another method": ({"config": lambda v: v | {"peft_type": "IA3"}}, "kind 'IA3'; LoRA"),
     "parameters": ({"config": lambda v: v | {"target_parameters": ["experts.gate_up_proj"]}}, "target_parameters"),
+    "a word for a number": ({"config": lambda v: v | {"lora_alpha": "two"}}, "lora_alpha: expected a number"),
+    "a number for a table": ({"config": lambda v: v | {"alpha_pattern": 3}}, "adapter_config.json: "),
+    "another bias": ({"config": lambda v: v | {"bias": "some"}}, "bias: expected none, all or lora_only"),
 }
 
 
@@ -371,6 +374,8 @@ def test_clear_errors(qwen, saved, tmp_path, monkeypatch):
         adapters.attach(vlm, {"r": 4})
     with pytest.raises(ValueError, match=r"^parts: .* got 'head'"):
         adapters.layers(vlm, "head")
+    with pytest.raises(ValueError, match=r"^name: expected one without dots, got 'a.b'"):
+        adapters.attach(vlm, a, name="a.b")
     adapters.attach(vlm, a, name="a")
     with pytest.raises(ValueError, match=r"^name: there is an adapter 'a' already"):
         adapters.attach(vlm, a, name="a")

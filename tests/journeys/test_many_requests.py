@@ -108,7 +108,8 @@ def test_the_first_error_is_raised_and_says_which(vlm):
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "requests.jsonl"
-    path.write_text("\n".join(json.dumps(request) for request in mixed()) + "\nno json\n")
+    first, *others = map(json.dumps, mixed())
+    path.write_text("\n".join([first, "", *others, "no json", "[" * 100_000]))
     return path
 
 
@@ -119,9 +120,11 @@ def read(out):
 def test_a_file_of_requests_becomes_a_file_of_answers(vlm, want, file, tmp_path):
     errors = answer_file(vlm, file, tmp_path / "out", common=COMMON, progress=False)
     entries = read(tmp_path / "out")
-    assert [entry["line"] for entry in entries] == list(range(1, 11))
+    assert [entry["line"] for entry in entries] == [1, *range(3, 13)]
     assert [entry["answer"] for entry in entries if "answer" in entry] == want
-    assert sorted(errors) == [*(i + 1 for i in BAD), 10] and "not JSON" in errors[10]
+    assert sorted(errors) == [*(i + 2 for i in BAD), 11, 12] and all(
+        errors[i].startswith("not JSON (") for i in (11, 12)
+    )
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40])
@@ -136,15 +139,34 @@ def test_a_run_that_was_killed_is_continued(vlm, file, tmp_path, monkeypatch, cu
     monkeypatch.setattr(requests, "_parse", lambda line: asked.append(line) or parse(line))
     answer_file(vlm, file, out, common=COMMON, progress=False)
     assert out.read_bytes() == whole
-    assert len(asked) == 10 - kept.count(b"\n")
+    assert len(asked) == 11 - kept.count(b"\n")
 
 
-def test_answers_to_other_requests_are_not_continued(vlm, file, tmp_path):
-    out = tmp_path / "out"
-    out.write_text('{"line": 1, "request": "0", "answer": "red"}\n')
-    with pytest.raises(ValueError, match=r"out: .*out, line 1: is no answer to that line of the requests"):
+@pytest.mark.parametrize("text", ['{"line": 1, "request": "0", "answer": "red"}\n', "notes", "[]\n", None])
+def test_what_holds_anything_else_is_left_alone(vlm, file, tmp_path, text):
+    """Answers to other requests, a file of somebody's, the requests themselves."""
+    out = tmp_path / "out" if text else file
+    out.write_text(text or file.read_text())
+    before = out.read_bytes()
+    with pytest.raises(ValueError, match=rf"out: .*{out.name}, line 1: is no answer to that line of the requests"):
         answer_file(vlm, file, out, common=COMMON, progress=False)
-    assert out.read_text().count("\n") == 1
+    assert out.read_bytes() == before
+
+
+def test_files_that_cannot_be_read_or_written(vlm, file, tmp_path):
+    """A mistake that concerns all lines is no answer to each of them."""
+    out = tmp_path / "out"
+    for name, what in (
+        ("", "is no regular file"),
+        ("/dev/zero", "is no regular file"),
+        ("no/out", "cannot be written"),
+    ):
+        with pytest.raises(OSError, match=f"^out: .* {what}"):
+            answer_file(vlm, file, tmp_path / name, common=COMMON, progress=False)
+    for name, value in (("max_new_tokens", 0), ("pruning_rate", 1.5), ("pruning", "some")):
+        with pytest.raises(ValueError, match=name):
+            answer_file(vlm, file, out, common=COMMON | {name: value}, progress=False)
+    assert not out.read_bytes()
     with pytest.raises(FileNotFoundError, match="jsonl: no such file"):
         answer_file(vlm, tmp_path / "none", out, common=COMMON)
 
@@ -172,7 +194,7 @@ def test_the_command_line(folder, want, file, monkeypatch, capsys):
         return stop.value.code or 0, *capsys.readouterr()
 
     status, out, err = run("--jsonl", file, "--max-new-tokens", 5)
-    assert status == 1 and out == f"answers in {file}.answers.jsonl\n" and len(err.splitlines()) == 5
+    assert status == 1 and out == f"answers in {file}.answers.jsonl\n" and len(err.splitlines()) == 6
     assert [e["answer"] for e in read(file.with_name("requests.jsonl.answers.jsonl")) if "answer" in e] == want
     for arguments, message in (
         (["--jsonl", file, "-i", PHOTO], "jsonl: its lines say what is asked; give no image beside it"),

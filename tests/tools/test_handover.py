@@ -119,11 +119,14 @@ def test_tar_shards_and_lists_hold_the_same_pictures(vlm, folder, tmp_path):
     write_tar(tars / "0.tar", pictures | {"000000.json": b"{}", "broken.png": b"no picture"})
     manifest = encode_folder(vlm, tars, tmp_path / "out", progress=False)
     names = [f"0.tar/{name}" for name in pictures]
-    assert list(manifest["images"]) == names and list(manifest["unreadable"]) == ["0.tar/broken.png"]
-    lines = "\n".join([str(folder / "sub/c.png"), "media/b.jpg", "", "media/b.jpg"])
-    (tmp_path / "list.txt").write_text(lines)
+    assert list(manifest["images"]) == names
+    broken = "0.tar/broken.png"
+    assert manifest["unreadable"] == {broken: f"image: {broken} is not a picture that Pillow can read"}
+    lines = "\r\n".join([str(folder / "sub/c.png"), "media/b.jpg", "", "media/b.jpg", "gone.png", "gone.tar"])
+    (tmp_path / "list.txt").write_text(lines, encoding="utf-8-sig")
     listed = encode_folder(vlm, tmp_path / "list.txt", tmp_path / "listed", progress=False)
     assert list(listed["images"]) == ["media/b.jpg", "media/sub/c.png"]
+    assert listed["unreadable"] == dict.fromkeys(("gone.png", "gone.tar"), "not there, or no regular file")
     for name, path in zip(names, SIZES, strict=True):
         [want] = vlm.encode(images=[folder / path])
         torch.testing.assert_close(read_embeddings(tmp_path / "out", name), want, rtol=1e-5, atol=1e-4)
@@ -146,8 +149,8 @@ def test_sources_that_cannot_be_read(tmp_path):
     (tmp_path / "0.tar").write_bytes(b"no tar file" * 100)
     with pytest.raises(ValueError, match=r"folder: .*0.tar cannot be read as an uncompressed tar file"):
         find_media(tmp_path)
-    (tmp_path / "list.txt").write_text("nowhere.png\n")
-    with pytest.raises(FileNotFoundError, match=r"list.txt lists nowhere.png, which is not there"):
+    (tmp_path / "list.txt").write_text("nowhere.png\nnowhere.tar\n")
+    with pytest.raises(FileNotFoundError, match=r"folder: nothing that .*list.txt lists is there; .*nowhere.png$"):
         find_media(tmp_path / "list.txt")
     (tmp_path / "list.txt").write_text("list.txt\n")
     with pytest.raises(ValueError, match=r"which is no file of a kind that is encoded"):
