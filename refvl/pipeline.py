@@ -18,7 +18,6 @@ from traceback import clear_frames
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PretrainedConfig, StoppingCriteriaList
@@ -466,13 +465,12 @@ class VLM:
         trace.input_ids = trace.full_ids[trace.keep]
         if len(trace.input_ids) >= self.max_context:
             raise ValueError(f"prompt: {len(trace.input_ids)} tokens do not fit the context of {self.max_context}")
-        width, hidden_size = self.language_model.row_width, self.language_model.config.hidden_size
         self._check_width(trace.embeds)
-        text_LD = self.language_model.get_input_embeddings()(trace.full_ids.to(self.language_model.device))
         pieces = [piece for m, rows in zip(merged, trace.embeds, strict=True) for piece in m.cut_rows(rows)]
-        rows_LW = merge_embeddings(F.pad(text_LD, (0, width - hidden_size)), trace.spans, pieces)
+        rows_LW = merge_embeddings(self.language_model.text_rows(trace.full_ids), trace.spans, pieces)
         rows_LW = rows_LW[trace.keep.to(rows_LW.device)]
-        trace.inputs_embeds, trace.deepstack = rows_LW[:, :hidden_size], rows_LW[:, hidden_size:]
+        hidden_size = self.language_model.config.hidden_size
+        trace.inputs_embeds, trace.deepstack = rows_LW.tensor_split([hidden_size], dim=1)
 
     def _position(self, trace: Trace) -> None:
         """Positions of the full layout, restricted to what is kept: at q = 0 nothing changes."""
