@@ -309,9 +309,8 @@ def check(pages: dict[str, str]) -> Iterator[str]:
             if not re.match(r"https?:|mailto:", link):
                 path, _, part = link.partition("#")
                 target = str((Path("/") / name).parent.joinpath(unquote(path)).resolve())[1:] if path else name
-                if target not in read or (
-                    part and {part, unquote(part)}.isdisjoint(read[target].ids)
-                ):  # as browsers look
+                places = read[target].ids if target in read else set[str]()
+                if target not in read or (part and {part, unquote(part)}.isdisjoint(places)):  # as browsers look
                     yield f"{name}: links {link}, which is not there"
 
 

@@ -151,10 +151,9 @@ class VLM:
         model (see `Trace`). Both run eagerly for it, on the same weights, also where graphs are captured; for long
         prompts that is much memory: layers * heads * tokens^2.
         With `prefill_chunk` pixels and embeddings are let go on the way. With beams, prefill and decoding are one
-        stage. Raises FileNotFoundError for missing files and ValueError or
-        TypeError, naming the argument, for media that cannot be read, placeholders that do not match the media, a
-        pruning rate outside [0, 1), a prompt longer than the context, and options of `generate` that do not exist or
-        do not lead to one answer in text.
+        stage. Raises FileNotFoundError for missing files and ValueError or TypeError, naming the argument, for media
+        that cannot be read, placeholders that do not match the media, a pruning rate outside [0, 1), a prompt longer
+        than the context, and options of `generate` that do not exist or do not lead to one answer in text.
         """
         num_beams = self._check_options("trace", generate_kwargs)
         wanted = {

@@ -56,9 +56,7 @@ class Glm4vVisionConfig(GridVisionConfig):
     @classmethod
     def tiny(cls) -> "Glm4vVisionConfig":
         """Three blocks and a table of 6 x 6 positions: for tests and figures."""
-        return cls(
-            depth=3, hidden_size=64, intermediate_size=112, num_heads=4, image_size=84, out_hidden_size=96
-        )  # fmt: skip
+        return cls(depth=3, hidden_size=64, intermediate_size=112, num_heads=4, image_size=84, out_hidden_size=96)
 
     @property
     def num_positions(self) -> int:
