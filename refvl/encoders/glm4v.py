@@ -86,8 +86,8 @@ class Glm4vVisionTransformer(TableEncoder):
 
     def position_embeds(self, grids: list[Grid]) -> Tensor:
         """(N, E): the table, sampled bicubically at each patch's centre."""
-        table, m = self.embeddings["position_embedding"].weight, self.config.spatial_merge_size
-        return interpolate_position_table(table, grids, spatial_merge_size=m)
+        table = self.get_parameter("embeddings.position_embedding.weight")
+        return interpolate_position_table(table, grids, spatial_merge_size=self.config.spatial_merge_size)
 
     def encode(self, patches_NC: Tensor, metadata: TableMetadata, backend: str) -> Tensor:
         """(N, C*Tp*P*P) -> (M, D)."""

@@ -85,8 +85,10 @@ class Resampler(Tower):
         super().__init__(None, attention=attention)
         self.num_queries = check_positive_int(num_queries, "num_queries")
         self.query = nn.Parameter(torch.empty(num_queries, embed_dim).normal_(std=0.02))
-        is_wide = kv_dim in (None, embed_dim)  # as the language model already
-        self.kv_proj = nn.Identity() if is_wide else nn.Linear(kv_dim, embed_dim, bias=False)
+        if kv_dim is None or kv_dim == embed_dim:  # as wide as the language model already
+            self.kv_proj: nn.Module = nn.Identity()
+        else:
+            self.kv_proj = nn.Linear(kv_dim, embed_dim, bias=False)
         self.attn = CrossAttention(embed_dim, num_heads)
         self.ln_q, self.ln_kv, self.ln_post = (nn.LayerNorm(embed_dim, eps=1e-6) for _ in range(3))
         self.proj = nn.Parameter(embed_dim**-0.5 * torch.randn(embed_dim, embed_dim))

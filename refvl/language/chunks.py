@@ -69,8 +69,8 @@ def prefill_in_chunks(
         if kept.any():
             positions = trace.full_positions[:, start:stop][:, kept]
             rows = rows_LW[kept.to(rows_LW.device)][None]
-            embeds_and_deeper = rows.tensor_split([language_model.config.hidden_size], dim=-1)
+            embeds, deeper = rows.tensor_split([language_model.config.hidden_size], dim=-1)
             with trace.stage("prefill"):
-                prefill(language_model, *embeds_and_deeper, positions[:, None], cache)
+                prefill(language_model, embeds, deeper, positions[:, None], cache)
             trace.chunks.append(int(kept.sum()))
     return cache
