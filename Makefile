@@ -65,7 +65,7 @@ notebooks: $(STAMP) ## run the notebooks and keep their outputs
 	  --ExecutePreprocessor.record_timing=False notebooks/[0-9]*.ipynb notebooks/index.ipynb
 
 site: $(STAMP) ## the notebooks and explorers as pages that need neither kernel nor network, in site/
-	OMP_NUM_THREADS=1 $(BIN)/python -m refvl.tools.site
+	OMP_NUM_THREADS=1 $(BIN)/python notebooks/pages.py
 
 train: $(STAMP) ## train a small model again (MODEL=qwen2_5_vl, glm4v, minicpmv)
 	$(BIN)/python -m data.training.train_tiny --model $(MODEL)

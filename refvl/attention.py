@@ -148,12 +148,9 @@ def varlen_attention(
     Returns (N, H, K), zero in rows behind the last segment. Raises ValueError for an unknown backend or when the
     shapes differ. Upstream: `MMEncoderAttention`.
     """
-    for x, shape, name in (
-        (q_NHK, ("N", "H", "K"), "q_NHK"),
-        (k_NHK, q_NHK.shape, "k_NHK"),
-        (v_NHK, k_NHK.shape, "v_NHK"),
-    ):
-        check_shape(x, shape, name)
+    check_shape(q_NHK, ("N", "H", "K"), "q_NHK")
+    check_shape(k_NHK, q_NHK.shape, "k_NHK")
+    check_shape(v_NHK, k_NHK.shape, "v_NHK")
     pairs = None if groups is None else [(index_GS, index_GS) for index_GS in groups]
     out_NHK = _attend(q_NHK, k_NHK, v_NHK, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, backend, pairs)
     return _zero_padding(out_NHK, cu_seqlens, backend)

@@ -35,13 +35,14 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """How a family writes boxes. names: regular expression of what `family` may be, in lower case without marks."""
+    """How a family writes boxes. names: regular expression of what `family` may be, in lower case without marks.
+
+    notation: "json" (bbox_2d, point_2d or bare lists), "round" ((x1,y1),(x2,y2)) or "tags" (<box>x1 y1 x2 y2</box>).
+    """
 
     title: str
     names: str
-    notation: (
-        str  # "json": bbox_2d and point_2d, or bare lists; "round": (x1,y1),(x2,y2); "tags": <box>x1 y1 x2 y2</box>
-    )
+    notation: str
     space: tuple[int, int] | None = (1000, 1000)  # what the far corner is called; None: the resized picture's size
 
 

@@ -109,7 +109,8 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _open_shard(file: Path) -> Any:
+def open_shard(file: Path) -> Any:
+    """A safetensors file, by `safe_open`. Raises ValueError, naming it, for anything else."""
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
@@ -119,7 +120,7 @@ def _open_shard(file: Path) -> Any:
 def iterate_weights(folder: Path, pattern: str, *, progress: bool = True) -> Iterator[tuple[str, Tensor]]:
     """(checkpoint name, tensor) of every weight whose name matches `pattern`, shard by shard, one tensor at a time."""
     for file in tqdm(weight_files(folder), desc="vision weights", unit="shard", disable=not progress, leave=False):
-        with _open_shard(file) as shard:
+        with open_shard(file) as shard:
             for name in shard.keys():  # noqa: SIM118
                 if re.search(pattern, name):
                     yield name, shard.get_tensor(name)
@@ -129,7 +130,7 @@ def weight_headers(folder: Path) -> dict[str, Header]:
     """Shape and dtype of every weight by its checkpoint name; reads no tensor."""
     headers = {}
     for file in weight_files(folder):
-        with _open_shard(file) as shard:
+        with open_shard(file) as shard:
             for name in shard.keys():  # noqa: SIM118
                 weight = shard.get_slice(name)
                 headers[name] = Header(tuple(weight.get_shape()), weight.get_dtype())

@@ -11,16 +11,17 @@ import html
 import json
 import shutil
 import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isqrt, prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from refvl.checkpoints import open_shard
 from refvl.checks import check_number, read_json
 from refvl.positions.rotary import merge_block_coordinates
 
@@ -73,11 +74,8 @@ class Stages:
         promised, layouts = about.get("tensors"), about.get("layouts")
         if about.get("format") != FORMAT or not isinstance(promised, dict) or not isinstance(layouts, list):
             raise ValueError(f"{manifest}: is no manifest of saved stages (format {FORMAT!r})")
-        try:
-            with safe_open(file, framework="pt") as stored:
-                found = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{file}: truncated or not a safetensors file ({error})") from error
+        with open_shard(file) as stored:
+            found = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         shapes = {name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in found.items()}
         if shapes != promised:
             names = sorted(name for name in {*shapes, *promised} if shapes.get(name) != promised.get(name))
@@ -140,18 +138,26 @@ class Comparison:
         return f"first difference: {self.first.name}; usual cause: {self.first.cause}"
 
     def __repr__(self) -> str:
-        lines = [f"  {row.name:<24}{row}" for row in self.rows]
-        lines += [f"  {name:<24}not recorded by both" for name in self.not_in_both]
+        lines = [f"  {name:<24}{found}" for name, found in self._cells()]
         return "\n".join([f"{self.a} beside {self.b}", *lines, self.verdict])
 
     def _repr_html_(self) -> str:
         """The same as a table, for notebooks."""
-        cells = [(row.name, str(row)) for row in self.rows] + [
-            (name, "not recorded by both") for name in self.not_in_both
-        ]
-        rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>" for name, text in cells)
-        caption = html.escape(f"{self.a} beside {self.b}: {self.verdict}")
-        return f"<table><caption>{caption}</caption><tr><th>stage</th><th>difference</th></tr>{rows}</table>"
+        return html_table(f"{self.a} beside {self.b}: {self.verdict}", ("stage", "difference"), self._cells())
+
+    def _cells(self) -> list[tuple[str, str]]:
+        alone = [(name, "not recorded by both") for name in self.not_in_both]
+        return [(row.name, str(row)) for row in self.rows] + alone
+
+
+def html_table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table for notebooks; the texts are escaped."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "".join(row(cells, "td") for cells in rows)
+    return f"<table><caption>{html.escape(caption)}</caption>{row(titles, 'th')}{body}</table>"
 
 
 def compare(a: Any, b: Any, *, rtol: float = 1e-3, atol: float = 0.0) -> Comparison:

@@ -192,9 +192,3 @@ def load_processor(folder: Path | None, config: PretrainedConfig) -> Processor:
     if not folder or not any((folder / name).is_file() for name in (*TOKENIZER_FILES, *PROCESSOR_FILES)):
         return processor(config)
     return processor.from_folder(folder, config)
-
-
-def processor_folder(config_file: Path) -> Path | None:
-    """Where the processor files of a config are: beside config.json; of NAME.json in the folder NAME, if any."""
-    folder = config_file.parent if config_file.name == "config.json" else config_file.with_suffix("")
-    return folder if folder.is_dir() else None

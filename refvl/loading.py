@@ -71,33 +71,45 @@ def load(
         raise ValueError(f"weights: expected 'checkpoint' or 'random', got {weights!r}")
     stored = weights == "checkpoint"
     _check_arguments(path_or_id, graphs, model_kwargs, stored)
-    folder = None
-    if isinstance(path_or_id, (str, Path)) and not str(path_or_id).endswith(".json"):
-        hub = {"revision": revision, "cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
-        folder = checkpoints.find_checkpoint(path_or_id, weights=stored, **hub)
+    hub = {"revision": revision, "cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
+    folder, processor_folder = _find_folders(path_or_id, stored, hub)
     config = families.read_config(folder or path_or_id)
-    device = _resolve_device(device)
-    place: dict[str, Any] = {"dtype": _resolve_dtype(dtype, torch_dtype, config, device), "device": device}
     if isinstance(graphs, dict):
         check_names(graphs, list(inspect.signature(families.find_family(config).graphs).parameters), "graphs")
     if stored and folder is None:
         raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
+
+    device = _resolve_device(device)
+    place: dict[str, Any] = {"dtype": _resolve_dtype(dtype, torch_dtype, config, device), "device": device}
     kernel = choose_linear(linear, device, place["dtype"])
     models = _load_models(folder if stored else None, config, attention, progress, place, model_kwargs)
     if kernel == "onednn":
         for model in models:
             use_onednn(model)  # type: ignore[arg-type]  # both are modules
-    beside = folder or (families.processor_folder(Path(path_or_id)) if isinstance(path_or_id, (str, Path)) else None)
-    with blame(f"{beside}: tokenizer or processor files cannot be read", WORDED):
-        processor = families.load_processor(beside, config)
-    vlm = VLM(config, processor, *models)
+    with blame(f"{processor_folder}: tokenizer or processor files cannot be read", WORDED):
+        vlm = VLM(config, families.load_processor(processor_folder, config), *models)
     _add_stop_tokens(vlm)
+
     if check_flag(compile, "compile"):
-        vlm.language_model.generation_config.cache_implementation = "static"
-        _compile_blocks(vlm, progress)
+        _compile(vlm, progress)
     if graphs:
         vlm.graphs = _capture_graphs(vlm, {} if graphs is True else graphs, progress)
     return vlm
+
+
+def _find_folders(path_or_id, stored: bool, hub: dict) -> tuple[Path | None, Path | None]:
+    """The checkpoint's folder, None for a config alone; and where the processor's files are, None for nowhere.
+
+    They lie beside config.json, and those of NAME.json in the folder NAME.
+    """
+    if not isinstance(path_or_id, (str, Path)):
+        return None, None
+    if str(path_or_id).endswith(".json"):
+        file = Path(path_or_id)
+        beside = file.parent if file.name == "config.json" else file.with_suffix("")
+        return None, beside if beside.is_dir() else None
+    folder = checkpoints.find_checkpoint(path_or_id, weights=stored, **hub)
+    return folder, folder
 
 
 def _check_arguments(path_or_id, graphs, model_kwargs: dict, stored: bool) -> None:
@@ -140,8 +152,9 @@ def _add_stop_tokens(vlm: VLM) -> None:
         config.eos_token_id = list(dict.fromkeys(i for i in (*own, *stop) if i is not None))
 
 
-def _compile_blocks(vlm: VLM, progress: bool) -> None:
-    """An empty picture is encoded meanwhile, because torch compiles what runs."""
+def _compile(vlm: VLM, progress: bool) -> None:
+    """A cache of fixed size, and compiled blocks: an empty picture is encoded, because torch compiles what runs."""
+    vlm.language_model.generation_config.cache_implementation = "static"
     if vlm.encoder.backend(None, vlm.device) == "varlen":
         vlm.encoder.compile_blocks()
         with tqdm(total=1, desc="compile the tower's blocks", disable=not progress) as bar:

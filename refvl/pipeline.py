@@ -18,7 +18,6 @@ from traceback import clear_frames
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PretrainedConfig, StoppingCriteriaList
@@ -154,10 +153,9 @@ class VLM:
         model (see `Trace`). Both run eagerly for it, on the same weights, also where graphs are captured; for long
         prompts that is much memory: layers * heads * tokens^2.
         With `prefill_chunk` pixels and embeddings are let go on the way. With beams, prefill and decoding are one
-        stage. Raises FileNotFoundError for missing files and ValueError or
-        TypeError, naming the argument, for media that cannot be read, placeholders that do not match the media, a
-        pruning rate outside [0, 1), a prompt longer than the context, and options of `generate` that do not exist or
-        do not lead to one answer in text.
+        stage. Raises FileNotFoundError for missing files and ValueError or TypeError, naming the argument, for media
+        that cannot be read, placeholders that do not match the media, a pruning rate outside [0, 1), a prompt longer
+        than the context, and options of `generate` that do not exist or do not lead to one answer in text.
         """
         num_beams = self._check_options("trace", generate_kwargs)
         wanted = {
@@ -477,13 +475,12 @@ class VLM:
         trace.input_ids = trace.full_ids[trace.keep]
         if len(trace.input_ids) >= self.max_context:
             raise ValueError(f"prompt: {len(trace.input_ids)} tokens do not fit the context of {self.max_context}")
-        width, hidden_size = self.language_model.row_width, self.language_model.config.hidden_size
         self._check_width(trace.embeds)
-        text_LD = self.language_model.get_input_embeddings()(trace.full_ids.to(self.language_model.device))
         pieces = [piece for m, rows in zip(merged, trace.embeds, strict=True) for piece in m.cut_rows(rows)]
-        rows_LW = merge_embeddings(F.pad(text_LD, (0, width - hidden_size)), trace.spans, pieces)
+        rows_LW = merge_embeddings(self.language_model.text_rows(trace.full_ids), trace.spans, pieces)
         rows_LW = rows_LW[trace.keep.to(rows_LW.device)]
-        trace.inputs_embeds, trace.deepstack = rows_LW[:, :hidden_size], rows_LW[:, hidden_size:]
+        hidden_size = self.language_model.config.hidden_size
+        trace.inputs_embeds, trace.deepstack = rows_LW.tensor_split([hidden_size], dim=1)
 
     def _position(self, trace: Trace) -> None:
         """Positions of the full layout, restricted to what is kept: at q = 0 nothing changes."""

@@ -1,6 +1,5 @@
 """What a run leaves behind: every stage's tensors, shapes and seconds."""
 
-import html
 import threading
 import time
 import warnings
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
 import refvl
-from refvl.comparison import Stages, is_grid
+from refvl.comparison import Stages, html_table, is_grid
 from refvl.graphs.budgets import Batch, padding_waste
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import Video
@@ -77,9 +76,8 @@ class Trace:
     def _repr_html_(self) -> str:
         """The same as a table, for notebooks."""
         cells = [(stage, shapes, self.magnitude(stage), f"{seconds:.4f}") for stage, shapes, seconds in self.rows()]
-        rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
-        caption = f"<caption>{html.escape(self.text)} (first token after {self.ttft:.3f} s)</caption>"
-        return f"<table>{caption}<tr><th>stage</th><th>shapes</th><th>max |x|</th><th>seconds</th></tr>{rows}</table>"
+        caption = f"{self.text} (first token after {self.ttft:.3f} s)"
+        return html_table(caption, ("stage", "shapes", "max |x|", "seconds"), cells)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -13,22 +13,21 @@
 
 The tower gets positions twice: the table tells where in the image a patch lies, whatever the image's size; the rotary
 angles tell how many patches lie between two of them. Both depend on the grid (the first on the table as well), so both
-are planned: `plan(grid_thw)` computes them into `VisionMetadata`, and `encode` reads no value back and branches on no
+are planned: `plan(grid_thw)` computes them into `TableMetadata`, and `encode` reads no value back and branches on no
 tensor. What is not particular to this tower is imported from `refvl.encoders.grid`.
 
 Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension.
 Upstream: `Glm4vVisionTransformer` (vLLM), `Glm4vVisionModel` and `Glm4vMoeVisionModel` (transformers).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.attention import Segments
 from refvl.checks import Grid
-from refvl.encoders.grid import FrameMetadata, GridEncoder, GridVisionConfig, PatchEmbed, SwiGLU, VisionBlock
+from refvl.encoders.grid import GridVisionConfig, PatchEmbed, SwiGLU, TableEncoder, TableMetadata, VisionBlock
 from refvl.positions.rotary import rotate
 from refvl.positions.tables import interpolate_position_table
 
@@ -57,9 +56,7 @@ class Glm4vVisionConfig(GridVisionConfig):
     @classmethod
     def tiny(cls) -> "Glm4vVisionConfig":
         """Three blocks and a table of 6 x 6 positions: for tests and figures."""
-        return cls(
-            depth=3, hidden_size=64, intermediate_size=112, num_heads=4, image_size=84, out_hidden_size=96
-        )  # fmt: skip
+        return cls(depth=3, hidden_size=64, intermediate_size=112, num_heads=4, image_size=84, out_hidden_size=96)
 
     @property
     def num_positions(self) -> int:
@@ -67,26 +64,18 @@ class Glm4vVisionConfig(GridVisionConfig):
         return (self.image_size // self.patch_size) ** 2
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class VisionMetadata(FrameMetadata):
-    """`FrameMetadata`, and what the position table says of each patch: values of the weights."""
-
-    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype
-
-
-class Glm4vVisionTransformer(GridEncoder):
+class Glm4vVisionTransformer(TableEncoder):
     """Patch rows in, embeddings of the language model's width out; equal to transformers' tower on the same weights."""
 
     config_class = Glm4vVisionConfig
     config: Glm4vVisionConfig
-    plan_reads_weights = True  # the position table
 
     def __init__(self, config: Glm4vVisionConfig, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
         c, E = config, config.hidden_size
         self.patch_embed = PatchEmbed(c)
         self.post_conv_layernorm = nn.RMSNorm(E, c.rms_norm_eps)
-        self.embeddings = PositionEmbeddings(c)
+        self.embeddings = nn.ModuleDict({"position_embedding": nn.Embedding(c.num_positions, E)})
         self.blocks = nn.ModuleList(
             VisionBlock(E, c.rms_norm_eps, VisionAttention(c), SwiGLU(E, c.out_hidden_size, bias=False))
             for _ in range(c.depth)
@@ -95,23 +84,12 @@ class Glm4vVisionTransformer(GridEncoder):
         self.downsample = nn.Linear(E * c.block_size, c.out_hidden_size)
         self.merger = PatchMerger(c.out_hidden_size, c.intermediate_size)
 
-    def plan(self, grid_thw) -> VisionMetadata:
-        """Everything that depends on sizes, computed on the CPU and moved to the tower's device.
+    def position_embeds(self, grids: list[Grid]) -> Tensor:
+        """(N, E): the table, sampled bicubically at each patch's centre."""
+        table = self.get_parameter("embeddings.position_embedding.weight")
+        return interpolate_position_table(table, grids, spatial_merge_size=self.config.spatial_merge_size)
 
-        Only the table is sampled on its own device. The plan holds what the weights are now: plan again after loading.
-        grid_thw: (t, h, w) per item, in patches; a list or an integer tensor (items, 3), images and videos mixed.
-        """
-        grids = self.check_layouts(grid_thw)
-        return self.move(VisionMetadata(**self.plan_frames(grids), position_embeds=self.embeddings(grids)))
-
-    def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
-        """As in `GridEncoder`, with a position vector for every patch."""
-        patches = max_tokens * self.config.block_size
-        position_embeds = torch.zeros(patches, self.config.hidden_size, dtype=self.dtype)
-        frames = self.frame_capacity(max_tokens, max_frames)
-        return self.move(VisionMetadata(**frames, position_embeds=position_embeds))
-
-    def encode(self, patches_NC: Tensor, metadata: VisionMetadata, backend: str) -> Tensor:
+    def encode(self, patches_NC: Tensor, metadata: TableMetadata, backend: str) -> Tensor:
         """(N, C*Tp*P*P) -> (M, D)."""
         x_NE = self.post_conv_layernorm(self.patch_embed(patches_NC)) + metadata.position_embeds
         rotary = metadata.rotary()
@@ -124,19 +102,6 @@ class Glm4vVisionTransformer(GridEncoder):
     def kernels(self) -> dict[str, tuple[int, ...]]:
         """Of the patch embedding and the downsampling."""
         return super().kernels | {"downsample.weight": downsample_kernel(self.config)}
-
-
-class PositionEmbeddings(nn.Module):
-    """The table of positions, S x S for the images that it was learned on; `plan` samples it for every other size."""
-
-    def __init__(self, config: Glm4vVisionConfig):
-        super().__init__()
-        self.spatial_merge_size = config.spatial_merge_size
-        self.position_embedding = nn.Embedding(config.num_positions, config.hidden_size)
-
-    def forward(self, grids: list[Grid]) -> Tensor:
-        table = self.position_embedding.weight
-        return interpolate_position_table(table, grids, spatial_merge_size=self.spatial_merge_size)  # (N, E)
 
 
 class VisionAttention(nn.Module):

@@ -5,7 +5,9 @@ rows become one token. Each tower is read in its own file; here is what does not
 
     GridVisionConfig    sizes that follow from other sizes
     FrameMetadata       row and column of every patch, and where each frame begins
+    TableMetadata       and what a learned table of positions says of it: values of the weights
     GridEncoder         plan (the part about frames) -> forward (checks, then the tower's own `encode`); sizes
+    TableEncoder        the same with such a table
     PatchEmbed, SwiGLU, VisionBlock
 
 Shape suffixes: N patches, M merged tokens, E tower width, D language width, K head dimension.
@@ -174,6 +176,37 @@ class GridEncoder(Tower):
     def kernels(self) -> dict[str, tuple[int, ...]]:
         """Module name -> shape in checkpoints, where the module keeps a convolution's kernel as a matrix."""
         return {"patch_embed.proj.weight": self.config.patch_kernel}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableMetadata(FrameMetadata):
+    """`FrameMetadata`, and what the position table says of each patch: values of the weights."""
+
+    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype
+
+
+class TableEncoder(GridEncoder):
+    """A `GridEncoder` with a learned table of positions. A tower adds how it is sampled: `position_embeds`."""
+
+    plan_reads_weights = True  # the position table
+
+    def position_embeds(self, grids: list[Grid]) -> Tensor:
+        """(N, E): what the table says of each patch."""
+        raise NotImplementedError
+
+    def plan(self, grid_thw) -> TableMetadata:
+        """As in `GridEncoder`; only the table is sampled on its own device.
+
+        The plan holds what the weights are now: plan again after loading.
+        """
+        grids = self.check_layouts(grid_thw)
+        return self.move(TableMetadata(**self.plan_frames(grids), position_embeds=self.position_embeds(grids)))
+
+    def plan_capacity(self, max_tokens: int, max_frames: int) -> TableMetadata:
+        """As in `GridEncoder`, with a position vector for every patch."""
+        shape = max_tokens * self.config.block_size, self.config.hidden_size
+        position_embeds = torch.zeros(shape, dtype=self.dtype)
+        return self.move(TableMetadata(**self.frame_capacity(max_tokens, max_frames), position_embeds=position_embeds))
 
 
 class PatchEmbed(nn.Module):

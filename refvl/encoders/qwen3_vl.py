@@ -30,8 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.checks import Grid, check_shape
-from refvl.encoders.glm4v import VisionMetadata
-from refvl.encoders.grid import GridEncoder, GridVisionConfig, PatchEmbed, VisionBlock
+from refvl.encoders.grid import GridVisionConfig, PatchEmbed, TableEncoder, TableMetadata, VisionBlock
 from refvl.encoders.qwen2_5_vl import VisionAttention
 from refvl.positions.tables import interpolate_position_table
 
@@ -73,12 +72,11 @@ class Qwen3VLVisionConfig(GridVisionConfig):
         )  # fmt: skip
 
 
-class Qwen3VLVisionTransformer(GridEncoder):
+class Qwen3VLVisionTransformer(TableEncoder):
     """Patch rows in, wide rows out; equal to transformers' tower on the same weights."""
 
     config_class = Qwen3VLVisionConfig
     config: Qwen3VLVisionConfig
-    plan_reads_weights = True  # the position table
 
     def __init__(self, config: Qwen3VLVisionConfig, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
@@ -92,30 +90,14 @@ class Qwen3VLVisionTransformer(GridEncoder):
         self.merger = PatchMerger(c, E)
         self.deepstack_merger_list = nn.ModuleList(PatchMerger(c, E * c.block_size) for _ in c.deepstack_visual_indexes)
 
-    def plan(self, grid_thw) -> VisionMetadata:
-        """Everything that depends on sizes, computed on the CPU and moved to the tower's device.
-
-        Only the table is sampled on its own device. The plan holds what the weights are now: plan again after loading.
-        grid_thw: (t, h, w) per item, in patches; a list or an integer tensor (items, 3), images and videos mixed.
-        """
-        grids = self.check_layouts(grid_thw)
-        return self.move(VisionMetadata(**self.plan_frames(grids), position_embeds=self.position_embeds(grids)))
-
     def position_embeds(self, grids: list[Grid]) -> Tensor:
-        """(N, E): what the table says of each patch."""
+        """(N, E): the table, sampled bilinearly, its corners on the image's corners."""
         return interpolate_position_table(
             self.pos_embed.weight, grids, spatial_merge_size=self.config.spatial_merge_size,
             mode="bilinear", align_corners=True,
         )  # fmt: skip
 
-    def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
-        """As in `GridEncoder`, with a position vector for every patch."""
-        patches = max_tokens * self.config.block_size
-        position_embeds = torch.zeros(patches, self.config.hidden_size, dtype=self.dtype)
-        frames = self.frame_capacity(max_tokens, max_frames)
-        return self.move(VisionMetadata(**frames, position_embeds=position_embeds))
-
-    def encode(self, patches_NC: Tensor, metadata: VisionMetadata, backend: str) -> Tensor:
+    def encode(self, patches_NC: Tensor, metadata: TableMetadata, backend: str) -> Tensor:
         """(N, C*Tp*P*P) -> (M, W)."""
         mergers = dict(zip(self.config.deepstack_visual_indexes, self.deepstack_merger_list, strict=True))
         x_NE, deeper = self.patch_embed(patches_NC) + metadata.position_embeds, list[Tensor]()

@@ -85,9 +85,12 @@ class Resampler(Tower):
         super().__init__(None, attention=attention)
         self.num_queries = check_positive_int(num_queries, "num_queries")
         self.query = nn.Parameter(torch.empty(num_queries, embed_dim).normal_(std=0.02))
-        self.kv_proj = key_projection(kv_dim, embed_dim)
+        if kv_dim is None or kv_dim == embed_dim:  # as wide as the language model already
+            self.kv_proj: nn.Module = nn.Identity()
+        else:
+            self.kv_proj = nn.Linear(kv_dim, embed_dim, bias=False)
         self.attn = CrossAttention(embed_dim, num_heads)
-        self.ln_q, self.ln_kv, self.ln_post = layer_norm(embed_dim), layer_norm(embed_dim), layer_norm(embed_dim)
+        self.ln_q, self.ln_kv, self.ln_post = (nn.LayerNorm(embed_dim, eps=1e-6) for _ in range(3))
         self.proj = nn.Parameter(embed_dim**-0.5 * torch.randn(embed_dim, embed_dim))
 
     @classmethod
@@ -284,8 +287,10 @@ class Resampler4_5(Resampler2_5):
 
         temporal_ids: one list per group, see `plan`; a (B,) tensor of ids groups nothing; None: no times.
         """
-        ids = ungrouped(temporal_ids) if isinstance(temporal_ids, Tensor) else temporal_ids
-        return self._resample_padded(x, as_sizes(tgt_sizes), ids)
+        if isinstance(temporal_ids, Tensor):
+            check_integers(check_shape(temporal_ids, ("slices",), "temporal_ids"), "temporal_ids")
+            temporal_ids = temporal_ids[:, None].tolist()
+        return self._resample_padded(x, as_sizes(tgt_sizes), temporal_ids)
 
 
 class CrossAttention(nn.Module):
@@ -330,16 +335,6 @@ def attention_weights(resampler: Resampler, rows_NC: Tensor, metadata: SetMetada
     return [scores_HQL.softmax(-1) for scores_HQL in scores_HQN.split(patches_per_set, dim=-1)]
 
 
-def layer_norm(embed_dim: int) -> nn.LayerNorm:
-    """The norm of all resamplers; its eps is not torch's default."""
-    return nn.LayerNorm(embed_dim, eps=1e-6)
-
-
-def key_projection(kv_dim: int | None, embed_dim: int) -> nn.Module:
-    """From the tower's width to the language model's; nothing where they are equal."""
-    return nn.Identity() if kv_dim in (None, embed_dim) else nn.Linear(kv_dim, embed_dim, bias=False)
-
-
 def grid_places(h: int, w: int) -> Tensor:
     """(h * w, 2) int32: row and column of each patch, row by row."""
     return torch.cartesian_prod(torch.arange(h, dtype=torch.int32), torch.arange(w, dtype=torch.int32)).view(-1, 2)
@@ -379,12 +374,6 @@ def as_temporal_groups(temporal_ids, num_slices: int) -> list[list[int]]:
             f"temporal_ids: expected one id per slice, {num_slices}, got {sum(map(len, groups))} in {groups}"
         )
     return groups
-
-
-def ungrouped(temporal_ids: Tensor) -> list[list[int]]:
-    """(B,) ids -> every slice by itself."""
-    check_integers(check_shape(temporal_ids, ("slices",), "temporal_ids"), "temporal_ids")
-    return [[id_] for id_ in temporal_ids.tolist()]
 
 
 def count_per_set(ids: Sequence[int], patches: Sequence[int]) -> list[int]:

@@ -359,9 +359,7 @@ class VisionTransformer(nn.Module):
     def forward(self, rows_NC: Tensor, position_embeds: Tensor, backend: str) -> Tensor:
         x_BTE = self.embeddings(rows_NC, position_embeds)
         B, T, _ = x_BTE.shape
-        places_BT = torch.arange(B * T, device=x_BTE.device).unflatten(
-            0, (B, T)
-        )  # known from the shape: in a graph, too
+        places_BT = torch.arange(B * T, device=x_BTE.device).view(B, T)  # known from the shape: in a graph, too
         segments = Segments(torch.arange(0, B * T + 1, T, dtype=torch.int32, device=x_BTE.device), (places_BT,), T)
         x_NE = x_BTE.flatten(0, 1)
         for layer in self.transformer["layers"].children():

@@ -15,7 +15,6 @@ Shape suffixes: L tokens of the full prompt, M of a medium, W values of the enco
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 
@@ -58,7 +57,7 @@ def prefill_in_chunks(
     trace.keep = torch.ones(len(trace.full_ids), dtype=torch.bool)
     for start in range(0, last, chunk):
         stop = min(start + chunk, last)
-        rows_LW = _text_rows(language_model, trace.full_ids[start:stop])
+        rows_LW = language_model.text_rows(trace.full_ids[start:stop])
         for medium in media:
             places, rows, keep = medium.take(stop)
             if len(places):
@@ -70,14 +69,8 @@ def prefill_in_chunks(
         if kept.any():
             positions = trace.full_positions[:, start:stop][:, kept]
             rows = rows_LW[kept.to(rows_LW.device)][None]
-            hidden_size = language_model.config.hidden_size
+            embeds, deeper = rows.tensor_split([language_model.config.hidden_size], dim=-1)
             with trace.stage("prefill"):
-                prefill(language_model, rows[..., :hidden_size], rows[..., hidden_size:], positions[:, None], cache)
+                prefill(language_model, embeds, deeper, positions[:, None], cache)
             trace.chunks.append(int(kept.sum()))
     return cache
-
-
-def _text_rows(language_model: CausalTextModel, ids_L: Tensor) -> Tensor:
-    """(L, W): the embeddings of the ids, wide enough for a medium's rows."""
-    text_LD = language_model.get_input_embeddings()(ids_L.to(language_model.device))
-    return F.pad(text_LD, (0, language_model.row_width - text_LD.shape[1]))

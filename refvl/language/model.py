@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -72,6 +73,11 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         `forward` as `deepstack_embeds`.
         """
         return self.config.hidden_size
+
+    def text_rows(self, ids_L: Tensor) -> Tensor:
+        """(L, W): the embeddings of the ids, wide enough for a medium's rows."""
+        text_LD = self.get_input_embeddings()(ids_L.to(self.device))
+        return F.pad(text_LD, (0, self.row_width - text_LD.shape[1]))
 
     def positions(self, num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
         """(3, L) int64 positions of a prompt with media at `spans`: M-RoPE."""

@@ -119,9 +119,8 @@ class Step3VLConfig(PretrainedConfig):
         for name, config_class in self.sub_configs.items():
             if not isinstance(values := getattr(self, name), PretrainedConfig):
                 setattr(self, name, config_class(**(values or {})))
-        super().__post_init__(
-            **(kwargs | {"hidden_size": self.get_text_config().hidden_size})
-        )  # upstream reads it here
+        hidden_size = self.get_text_config().hidden_size  # upstream reads it here
+        super().__post_init__(**(kwargs | {"hidden_size": hidden_size}))
 
 
 class Step3TextAttention(nn.Module):

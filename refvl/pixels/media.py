@@ -4,7 +4,7 @@
     load_video(path | frames | array | tensor)    -> Video: sampled frames (T, H, W, 3) uint8 and their times
 
 Decoding is Pillow's and PyAV's; what is ours is what they leave open: which way up a picture is, what stands behind a
-transparent pixel, how 16 bits become 8, which frames of a clip are looked at and when each is shown, and how much is
+transparent pixel, how 16 bits become 8, which frames of a clip are sampled and when each is shown, and how much is
 decoded at all (`MediaLimits`). The packets of a video are listed first, which says how many frames there are and when;
 then it is decoded forward once, without seeking, and only the frames that are asked for are kept.
 """
@@ -260,7 +260,7 @@ def sample_frame_indices(
     max_frames: int = 768,
     temporal_patch_size: int = 2,
 ) -> list[int]:
-    """Which frames of a clip are looked at: evenly spaced, `fps` per second (default 2), or `num_frames` in all.
+    """Which frames of a clip are sampled: evenly spaced, `fps` per second (default 2), or `num_frames` in all.
 
     The number is brought into [min_frames, max_frames], then down to a multiple of temporal_patch_size (num_frames is
     rounded to the nearest one); frame i is `i * total // number`. This is the rule of transformers'

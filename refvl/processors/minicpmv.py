@@ -83,10 +83,8 @@ class SlicedMedia(MergedMedia):
     def check_pruning(self, q: float) -> None:
         """Raise ValueError where a video should be pruned."""
         if self.kind == "video" and q > 0:
-            raise ValueError(
-                f"pruning_rate: must be 0 for MiniCPM-V's videos, got {q}: what is pruned are "
-                f"places of a frame, and query tokens have none"
-            )
+            reason = "pruning drops places of a frame, and query tokens have none"
+            raise ValueError(f"pruning_rate: must be 0 for MiniCPM-V's videos, got {q}: {reason}")
 
 
 class MiniCPMVProcessor(ChatProcessor):

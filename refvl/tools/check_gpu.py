@@ -11,13 +11,11 @@ Every check is a row of (what, measured, allowed); the verdict is one line, and 
 Shape suffixes: N rows, H heads, K head dimension.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -167,13 +165,6 @@ def verdict(result: dict) -> str:
     if failed:
         return f"check-gpu: {len(failed)} of {len(rows)} checks failed on {where}: {'; '.join(failed)}"
     return f"check-gpu: {where} passes all {sum(row['allowed'] is not None for row in rows)} checks"
-
-
-def write_result(result: dict, path: str | Path) -> Path:
-    """As JSON, for an issue."""
-    path = Path(path)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return path
 
 
 def _random_tower(config: Qwen2_5_VisionConfig, device: torch.device, dtype: torch.dtype) -> Qwen2_5_VisionTransformer:

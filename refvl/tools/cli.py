@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -153,35 +154,29 @@ def chat(
     "pruning_rate". Answers come in the same order, and an error in the place of one; then the exit status is 1. A run
     that was stopped is continued by the same command.
     """
+    load = partial(_load, checkpoint, device, dtype, attention, graphs, adapter)
+    common = {"max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate, "pruning": pruning}
+    alone = {"prefill_chunk": prefill_chunk, "prompt_lookup_num_tokens": prompt_lookup_num_tokens}
     if jsonl is not None:
-        _answer_file(
-            checkpoint, jsonl, out, {"PROMPT": prompt, "image": image, "video": video, "prefill_chunk": prefill_chunk,
-            "prompt_lookup_num_tokens": prompt_lookup_num_tokens}, (device, dtype, attention, graphs, adapter),
-            {"max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate, "pruning": pruning},
-        )  # fmt: skip
+        _answer_file(load, jsonl, out, {"PROMPT": prompt, "image": image, "video": video} | alone, common)
     if out is not None:
         raise ValueError("out: only with --jsonl, which writes a file of answers")
     if prompt is None:
         raise ValueError("prompt: give a question, or a file of requests with --jsonl")
     _check_request(prompt, video, pruning_rate)
-    model = _load(checkpoint, device, dtype, attention, graphs, adapter)
-    pieces = model.chat(
-        prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
-        pruning=pruning, prefill_chunk=prefill_chunk, prompt_lookup_num_tokens=prompt_lookup_num_tokens, stream=True,
-    )  # fmt: skip
-    for piece in pieces:
+    for piece in load().chat(prompt, images=image or (), videos=video or (), stream=True, **common, **alone):
         print(piece, end="", flush=True)
     print()
 
 
-def _answer_file(checkpoint: str, jsonl: str, out: str | None, single: dict, load: tuple, common: dict) -> None:
+def _answer_file(load: Callable, jsonl: str, out: str | None, single: dict, common: dict) -> None:
     """Answer a file of requests, say which failed, and exit. single: arguments of a single question."""
     from refvl.tools.requests import answer_file
 
     if given := [name for name, value in single.items() if value not in (None, [])]:
         raise ValueError(f"jsonl: its lines say what is asked; give no {', '.join(given)} beside it")
     answers = Path(out or f"{jsonl}.answers.jsonl")
-    errors = answer_file(_load(checkpoint, *load), Path(jsonl), answers, common=common, progress=sys.stderr.isatty())
+    errors = answer_file(load(), Path(jsonl), answers, common=common, progress=sys.stderr.isatty())
     print(f"answers in {answers}", flush=True)
     for line, error in errors.items():
         print("refvl:", *f"{jsonl}, line {line}: {error}".split(), file=sys.stderr)
@@ -340,7 +335,8 @@ def check_gpu(
         allowed = "" if row["allowed"] is None else f"{row['allowed']:.2g}"
         table.add_row(row["check"], f"{row['measured']:.2g} {row['unit']}", allowed, "yes" if row["passed"] else "NO")
     Console().print(table)
-    print(f"{checks.verdict(result)}; attach {checks.write_result(result, out)} to an issue")
+    Path(out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"{checks.verdict(result)}; attach {out} to an issue")
     raise SystemExit(0 if result["passed"] else 1)
 
 

@@ -172,18 +172,6 @@ def frames_that_fit(
     return frames
 
 
-def num_frames_with_most_features(
-    context: int, image_config: PatchConfig, video_config: PatchConfig, *, images: int = 0, videos: int = 1
-) -> int:
-    """Frames per video to plan with when a prompt of `context` tokens holds so many images and videos; at least one.
-
-    The images are as large as can be, and so are the frames. Upstream: `get_num_frames_with_most_features` (vLLM).
-    """
-    size, videos = image_size_with_most_features(image_config), max(videos, 1)
-    left = context - images * count_tokens(*size, image_config)
-    return max(1, frames_that_fit(left, size, video_config, limit=videos * MAX_FRAMES_PER_VIDEO) // videos)
-
-
 def parameter_count(module: nn.Module | Encoder) -> int:
     """Parameters, a shared one counted once."""
     return sum(p.numel() for p in module.parameters())

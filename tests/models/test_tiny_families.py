@@ -299,15 +299,19 @@ def keys_of(values: dict, before: str = "") -> set[str]:
 
 @pytest.mark.parametrize("family", ALL, ids=name_of)
 def test_a_folder_differs_from_a_released_one_only_as_is_said(family):
-    """File names and keys against a list of what released folders hold; data/README.md says why each file differs."""
+    """File names and keys against a list of what released folders hold; data/README.md says why each file differs.
+
+    `sources` says beside each list which public text it is from.
+    """
     expected, files = RELEASED[family.folder.name], {file.name for file in family.folder.iterdir()}
     assert files ^ set(expected["files"]) == set(expected["differing_files"])
     text = (DATA / "README.md").read_text()
     assert all(f"`{name}`" in text for name in expected["differing_files"])
     for name, keys in expected["keys"].items():
-        added = keys_of(json.loads((family.folder / name).read_text())) - set(keys)
-        nested = {key for key in added if "." in key}
-        assert added - nested == set(expected["added_keys"].get(name, ())), name
+        ours = json.loads((family.folder / name).read_text()).keys()
+        assert ours - set(keys) == set(expected["added_keys"].get(name, ())), name
+        assert set(keys) - ours == set(expected["missing_keys"].get(name, ())), name
+    assert expected["sources"].keys() == {"files", *expected["keys"]}
     ours = keys_of(json.loads((family.folder / "config.json").read_text()))
     theirs = keys_of(json.loads((DATA / "configs" / f"{expected['release']}.json").read_text()))
     assert ours - theirs == set(expected["config_added"])

@@ -21,7 +21,7 @@ from refvl.pixels.patches import (
     patchify_image,
 )
 from refvl.pixels.patches import smart_resize_video as smart_resize
-from refvl.tools.costs import describe, frames_that_fit, image_size_with_most_features, num_frames_with_most_features
+from refvl.tools.costs import describe, frames_that_fit, image_size_with_most_features
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "glm_video.json").read_text())["most_features"]
 SEED = [case for case in GOLDEN if case["variant"] == "seed"]
@@ -55,8 +55,6 @@ def test_frames_that_fit_are_golden(case):
     assert clip.max_pixels == case["video_max_pixels"]
     for tokens, frames in case["max_video_frames"]:
         assert frames_that_fit(tokens, size, clip, limit=limit) == min(frames, limit)
-    for context, images, videos, frames in case["num_frames_with_most_features"]:
-        assert num_frames_with_most_features(context, image_config(case), clip, images=images, videos=videos) == frames
 
 
 def test_sized_as_they_are_padded_more_frames_fit_where_an_odd_clip_was_in_the_way():

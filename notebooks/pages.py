@@ -1,9 +1,9 @@
 """The course as pages that need nothing else: an index, every executed notebook, every explorer, the files they name.
 
-    notebooks/*.ipynb --Pages--> notebooks/*.html     outputs as they were saved, explorers live, one file each
-    GALLERY ----------page-----> explorers/*.html
-    STATIONS --------index-----> index.html           the journey from pixels to an answer, and where to read on
-    *.py, *.md ------------------> files/*.html        what the stations and the notebooks link
+    notebooks/*.ipynb -> notebooks/*.html     outputs as they were saved, explorers live, one file each
+    GALLERY           -> explorers/*.html
+    STATIONS          -> index.html           the journey from pixels to an answer, and where to read on
+    *.py, *.md        -> files/*.html         what the stations and the notebooks link
 
 `make site` checks all of it and writes it to site/: links lead somewhere, no page loads anything, images say what they
 show, sizes stay below MAX_NOTEBOOK and MAX_EXPLORER.
@@ -24,9 +24,7 @@ import nbformat
 import typer
 from PIL import Image
 
-from refvl.paths import DATA, check_clone
-
-ROOT, STYLE = DATA.parent, Path(__file__).with_suffix(".css")
+ROOT, STYLE = Path(__file__).resolve().parents[1], Path(__file__).with_suffix(".css")
 MAX_NOTEBOOK, MAX_EXPLORER = 600_000, 150_000  # bytes
 MIN_WORDS = 3  # of an alt text
 STATE, VIEW = "application/vnd.jupyter.widget-state+json", "application/vnd.jupyter.widget-view+json"
@@ -86,7 +84,6 @@ def build(out: Path) -> dict[str, int]:
     """
     from refvl.viz.explorers.gallery import GALLERY
 
-    check_clone("the site")
     paths = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
     pages = {f"notebooks/{path.stem}.html": notebook_page(path) for path in paths}
     pages |= {f"explorers/{name}.html": explorer_page(make()) for name, make in GALLERY.items()}
@@ -312,9 +309,8 @@ def check(pages: dict[str, str]) -> Iterator[str]:
             if not re.match(r"https?:|mailto:", link):
                 path, _, part = link.partition("#")
                 target = str((Path("/") / name).parent.joinpath(unquote(path)).resolve())[1:] if path else name
-                if target not in read or (
-                    part and {part, unquote(part)}.isdisjoint(read[target].ids)
-                ):  # as browsers look
+                places = read[target].ids if target in read else set[str]()
+                if target not in read or (part and {part, unquote(part)}.isdisjoint(places)):  # as browsers look
                     yield f"{name}: links {link}, which is not there"
 
 

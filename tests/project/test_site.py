@@ -1,4 +1,4 @@
-"""The site as `make site` writes it. Oracle: the checks of `refvl.tools.site`, each seen to find what it looks for."""
+"""The site that `make site` writes. Oracle: the checks of `pages.py`, each seen to find what it looks for."""
 
 import nbformat
 import pytest
@@ -7,7 +7,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 pytest.importorskip("nbconvert")
 pytest.importorskip("anywidget")
 
-from refvl.tools import site
+import pages
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
@@ -16,14 +16,14 @@ PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAW
 def written(tmp_path_factory):
     """The whole site; building it raises where a link is dead, a page loads something or is too large."""
     folder = tmp_path_factory.mktemp("site")
-    return folder, site.build(folder)
+    return folder, pages.build(folder)
 
 
 def test_every_notebook_and_every_explorer_has_a_page(written):
     from refvl.viz.explorers.gallery import GALLERY
 
     folder, sizes = written
-    notebooks = {f"notebooks/{path.stem}.html" for path in (site.ROOT / "notebooks").glob("[0-9]*.ipynb")}
+    notebooks = {f"notebooks/{path.stem}.html" for path in (pages.ROOT / "notebooks").glob("[0-9]*.ipynb")}
     assert notebooks | {f"explorers/{name}.html" for name in GALLERY} | {"index.html"} <= set(sizes)
     assert all((folder / name).stat().st_size == size for name, size in sizes.items())
     assert max(size for name, size in sizes.items() if name in notebooks) <= 600_000
@@ -37,7 +37,7 @@ def test_every_page_forbids_itself_to_load_anything(written):
 
 def test_the_index_leads_to_all_of_them(written):
     folder, sizes = written
-    found = site.Names()
+    found = pages.Names()
     found.feed((folder / "index.html").read_text())
     assert {name for name in sizes if name.startswith(("notebooks/", "explorers/"))} <= set(found.links)
 
@@ -45,13 +45,13 @@ def test_the_index_leads_to_all_of_them(written):
 def test_the_map_leads_everywhere():
     from refvl.viz.explorers.gallery import GALLERY
 
-    assert {name for station in site.STATIONS for name in station.explorers} == set(GALLERY)
-    numbers = {path.name[:2] for path in (site.ROOT / "notebooks").glob("[0-9]*.ipynb")}
-    assert {number for station in site.STATIONS for number in station.notebooks} == numbers
+    assert {name for station in pages.STATIONS for name in station.explorers} == set(GALLERY)
+    numbers = {path.name[:2] for path in (pages.ROOT / "notebooks").glob("[0-9]*.ipynb")}
+    assert {number for station in pages.STATIONS for number in station.notebooks} == numbers
 
 
 def test_stations_name_files_that_are_there():
-    assert [f for s in site.STATIONS for f in s.files if not (site.ROOT / "refvl" / f).is_file()] == []
+    assert [f for s in pages.STATIONS for f in s.files if not (pages.ROOT / "refvl" / f).is_file()] == []
 
 
 @pytest.mark.parametrize(
@@ -69,30 +69,30 @@ def test_stations_name_files_that_are_there():
 )
 def test_problems_are_found(page, problem):
     sound = '<a href="../index.html#here">x</a><a href="https://a.org">y</a><img alt="x y z" src="data:image/png,">'
-    pages = {"index.html": '<p id="here">', "explorers/x.html": sound}
-    assert list(site.check(pages)) == []
-    assert list(site.check(pages | {"explorers/x.html": page})) == [f"explorers/x.html: {problem}"]
+    written = {"index.html": '<p id="here">', "explorers/x.html": sound}
+    assert list(pages.check(written)) == []
+    assert list(pages.check(written | {"explorers/x.html": page})) == [f"explorers/x.html: {problem}"]
 
 
 @pytest.fixture
 def notebook(tmp_path):
     """A lesson with a formula, links, an image, and an explorer whose state was saved."""
     widget = {"model_module": "anywidget", "state": {"_esm": "export default 1</script>", "index": 3}, "buffers": []}
-    view = {site.VIEW: {"model_id": "m"}, "text/plain": "An explorer.", "image/png": PNG}
+    view = {pages.VIEW: {"model_id": "m"}, "text/plain": "An explorer.", "image/png": PNG}
     cells = [
         new_markdown_cell("# A title\n\nA claim about $K/2$ < 3. [Next](01_x.ipynb#part), [file](../README.md), `$x$`"),
         new_code_cell("plot()", outputs=[new_output("display_data", {"image/png": PNG, "text/plain": "<Figure>"})]),
         new_code_cell("view", outputs=[new_output("display_data", view)]),
     ]
-    made = new_notebook(cells=cells, metadata={"widgets": {site.STATE: {"state": {"m": widget}}}})
-    path = site.ROOT / "notebooks" / "lesson.ipynb"
+    made = new_notebook(cells=cells, metadata={"widgets": {pages.STATE: {"state": {"m": widget}}}})
+    path = pages.ROOT / "notebooks" / "lesson.ipynb"
     return path, nbformat.reads(nbformat.writes(made), as_version=4)
 
 
 def test_a_notebook_becomes_a_page(notebook, monkeypatch):
     path, made = notebook
-    monkeypatch.setattr(site.nbformat, "read", lambda *_, **__: made)
-    page = site.notebook_page(path)
+    monkeypatch.setattr(pages.nbformat, "read", lambda *_, **__: made)
+    page = pages.notebook_page(path)
     assert "<i>K/2</i>" in page and "<code>$x$</code>" in page
     assert 'href="01_x.html#part"' in page and 'href="../files/README.md.html"' in page
     assert '<img alt="A claim about K/2 &lt; 3."' in page and "<Figure>" not in page
@@ -102,4 +102,4 @@ def test_a_notebook_becomes_a_page(notebook, monkeypatch):
 
 def test_a_formula_in_tex_is_refused():
     with pytest.raises(ValueError, match=r"write \$x\^2\$ in plain text"):
-        site.as_page("so $x^2$", site.ROOT / "notebooks")
+        pages.as_page("so $x^2$", pages.ROOT / "notebooks")
