@@ -8,7 +8,22 @@ from refvl.graphs.recorder import CaptureError, TraceGraph
 from refvl.graphs.stale import StaleReplay, replay_stale
 
 __all__ = [
-    "Batch", "CaptureError", "DualGraphPlan", "DualPathGraphManager", "EncoderGraphManager", "GraphEncoder",
-    "GraphPlan", "GraphStats", "Limits", "PairedBatch", "StaleReplay", "TraceGraph", "generate_budgets",
-    "infer_limits", "padding_waste", "plan_batches", "plan_paired_batches", "replay_stale",
-]  # fmt: skip
+    "Batch",
+    "CaptureError",
+    "DualGraphPlan",
+    "DualPathGraphManager",
+    "EncoderGraphManager",
+    "GraphEncoder",
+    "GraphPlan",
+    "GraphStats",
+    "Limits",
+    "PairedBatch",
+    "StaleReplay",
+    "TraceGraph",
+    "generate_budgets",
+    "infer_limits",
+    "padding_waste",
+    "plan_batches",
+    "plan_paired_batches",
+    "replay_stale",
+]
