@@ -101,7 +101,7 @@ def _rendered(figure: Figure, dpi: float) -> Image.Image:
 
 def _png(picture: Image.Image) -> bytes:
     buffer = io.BytesIO()
-    picture.quantize(64, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
+    picture.quantize(128, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
     return buffer.getvalue()
 
 
