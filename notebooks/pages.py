@@ -162,8 +162,9 @@ def show_output(output: Any, models: dict, said: str) -> None:
         return
     for kind in ("image/png", "image/jpeg"):
         if kind in data:
-            alt = metadata.get(kind, {}).get("alt") or said
-            output.data = {"text/html": f'<img alt="{html.escape(alt)}" src="{lighter(data[kind], kind)}">'}
+            alt, width = metadata.get(kind, {}).get("alt") or said, metadata.get(kind, {}).get("width")
+            size = f' width="{width}"' if width else ""
+            output.data = {"text/html": f'<img alt="{html.escape(alt)}"{size} src="{lighter(data[kind], kind)}">'}
 
 
 def lighter(encoded: str, kind: str) -> str:

@@ -138,10 +138,12 @@ def accuracy(pupil: Pupil, what: str, count: int = 50) -> float:
 
 
 @torch.no_grad()
-def cells_named(trainer: Trainer, count: int = 32) -> tuple[float, Tensor]:
-    """What the probe makes of held-out images: (share of occupied cells with shape and colour right, where it sees).
+def cells_told(trainer: Trainer, count: int = 32) -> tuple[dict[str, float], Tensor]:
+    """What the probe makes of held-out images: (shares that it gets right, where it sees something).
 
-    The second is (count, 3, 3): how sure it is, from 0 to 1, that there is something in each cell.
+    The shares: "place", is there something in a cell or nothing, where both count alike (chance: 1 in 2); "color" and
+    "shape" of the objects, the likeliest of those that there are (1 in 6 and 1 in 5). The second is (count, 3, 3): how
+    sure it is, from 0 to 1, that there is something in each cell.
     """
     drawn = [scenes.draw_scene("select", i) for i in range(count)]
     pixels = torch.from_numpy(np.stack([scenes.render(scene) for scene in drawn]))[:, None]
@@ -149,6 +151,9 @@ def cells_named(trainer: Trainer, count: int = 32) -> tuple[float, Tensor]:
     learner = trainer.learner
     media = learner.vlm.encode(pixels)[..., : learner.probe.in_features]
     shape, color, *_ = learner.probe(media).split(learner.labels, -1)
-    occupied = labels[..., 0] > 0
-    right = (shape.argmax(-1) == labels[..., 0]) & (color.argmax(-1) == labels[..., 1])
-    return float(right[occupied].float().mean()), 1 - shape.softmax(-1)[..., 0].view(count, 3, 3)
+    sure, occupied = 1 - shape.softmax(-1)[..., 0], labels[..., 0] > 0
+    sees = sure > 0.5
+    found = {"place": (sees[occupied].float().mean() + (~sees)[~occupied].float().mean()) / 2}
+    for i, (kind, scores) in enumerate({"shape": shape, "color": color}.items()):
+        found[kind] = (scores[..., 1:].argmax(-1) + 1 == labels[..., i])[occupied].float().mean()
+    return {kind: share.item() for kind, share in found.items()}, sure.view(count, 3, 3)

@@ -101,6 +101,7 @@ def _draw_buffer(ax: Axes, buffer: Tensor) -> None:
         high = float(rows.nan_to_num().abs().max()) or 1.0
         ax.imshow(rows, aspect="auto", cmap="RdBu_r", vmin=-high, vmax=high, interpolation="nearest")  # zero is white
         ax.set_ylabel("column", fontsize=8)
+        ax.yaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("position in the buffer", fontsize=8)
     ax.tick_params(labelsize=8)
 

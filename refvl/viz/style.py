@@ -35,29 +35,37 @@ STAGE_COLORS = color_sequences["tab10"]
 SEQUENCE_CMAP = "viridis"  # order along a sequence, first to last
 SEQUENCE_RANGES = {"light": (0.0, 0.85), "dark": (0.25, 1.0)}  # the part of it that stands out from the surface
 HIGHLIGHT = _LIGHT["highlight"]  # what a figure points at
+HEAVY = 60_000  # bytes; a figure of a notebook gets no more for the sake of sharpness
 
 
-def notebook_figures(dpi: int = 80) -> None:
-    """Make a notebook's inline figures light, photographs JPEG and drawings PNG of few colours, and give them words."""
+def notebook_figures(dpi: int = 80, heavy: int = HEAVY) -> None:
+    """Make a notebook's inline figures light and sharp, and give them words: `as_output`.
+
+    dpi: pixels of the page to an inch of the figure. heavy: as in `as_output`.
+    """
     from IPython import get_ipython
     from matplotlib_inline.backend_inline import set_matplotlib_formats
 
     plt.rcParams["figure.dpi"] = dpi
     if (shell := get_ipython()) is not None:
-        set_matplotlib_formats("png")  # settles the backend, which would otherwise replace the formatters below
-        for kind in ("png", "jpeg"):
-            formatter = shell.display_formatter.formatters[f"image/{kind}"]
-            formatter.for_type(Figure, partial(encode_if_lighter, kind))
+        set_matplotlib_formats()  # settles the backend, which would otherwise add formatters of its own
+        shell.display_formatter.mimebundle_formatter.for_type(Figure, partial(as_output, heavy=heavy))
 
 
-def encode_if_lighter(kind: str, figure: Figure) -> tuple[bytes, dict[str, str]] | None:
-    """The figure as "png" or "jpeg" and its alt text as metadata, or None when the other one is smaller."""
-    picture = _rendered(figure)
-    buffer = io.BytesIO()
-    picture.save(buffer, "jpeg", quality=72, optimize=True)
-    encoded = {"png": _png(picture), "jpeg": buffer.getvalue()}
-    sizes = {name: len(data) for name, data in encoded.items()}
-    return (encoded[kind], {"alt": describe_figure(figure)}) if kind == min(sizes, key=sizes.__getitem__) else None
+def as_output(figure: Figure, heavy: int = HEAVY, **_: Any) -> tuple[dict[str, bytes], dict[str, dict[str, Any]]]:
+    """A figure as data and metadata of a notebook's output: alt text, and how wide it is on the page.
+
+    JPEG (photographs) or PNG of few colours (drawings), whichever is lighter. A figure has twice the pixels that it
+    takes on the page; only as many where it would weigh more than `heavy` bytes.
+    """
+    for times, quality in ((2, 55), (1, 72)):
+        picture, buffer = _rendered(figure, times * figure.dpi), io.BytesIO()
+        picture.save(buffer, "jpeg", quality=quality, optimize=True, progressive=True)
+        encoded = {"image/png": _png(picture), "image/jpeg": buffer.getvalue()}
+        kind = min(encoded, key=lambda kind: len(encoded[kind]))
+        if len(encoded[kind]) <= heavy:
+            break
+    return {kind: encoded[kind]}, {kind: {"alt": describe_figure(figure), "width": picture.width // times}}
 
 
 def describe_figure(figure: Figure) -> str:
@@ -82,12 +90,12 @@ def _describe_panel(ax: Axes) -> str:
 
 def png_of(figure: Figure) -> bytes:
     """The figure as PNG of few colours, also where JPEG would be lighter."""
-    return _png(_rendered(figure))
+    return _png(_rendered(figure, figure.dpi))
 
 
-def _rendered(figure: Figure) -> Image.Image:
+def _rendered(figure: Figure, dpi: float) -> Image.Image:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", bbox_inches="tight")
+    figure.savefig(buffer, format="png", bbox_inches="tight", dpi=dpi)
     return Image.open(buffer).convert("RGB")
 
 

@@ -1,6 +1,6 @@
 """Notebooks as they are committed: executed, in order, light, and defining nothing. Oracle: the file format itself.
 
-That they still run, and no cell for longer than a minute, is shown by `make test`, which executes each one.
+That they still run, each within a minute (`notebooks/conftest.py`), is shown by `make test`, which executes them.
 """
 
 import ast

@@ -1,5 +1,7 @@
 """Figures of patches, windows and timings. Oracle: the functions whose results they show."""
 
+import io
+
 import matplotlib
 
 matplotlib.use("Agg")
@@ -217,14 +219,17 @@ def test_token_budget_bounds_the_tokens(tokens):
     assert plan_grid(196, 280, viz.patches.with_token_budget(CONFIG, 10**6)) == (1, 14, 20)
 
 
-def test_inline_figures_are_encoded_once_as_the_lighter_format():
-    """A photograph as JPEG, a drawing as PNG; oracle: the first bytes of the two formats."""
+def test_inline_figures_have_the_lighter_format_and_twice_the_pixels_that_they_take():
+    """A photograph as JPEG, a drawing as PNG; where that would be too heavy, as many pixels. Oracle: Pillow."""
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (300, 400, 3), dtype=np.uint8))
     photo = viz.plot_patches(noise, CONFIG, numbers=False).figure
     drawing = viz.plot_attention_segments(torch.tensor([0, 4, 9])).figure
-    encode = viz.style.encode_if_lighter
-    assert encode("png", photo) is None and encode("jpeg", photo)[0].startswith(b"\xff\xd8")
-    assert encode("jpeg", drawing) is None and encode("png", drawing)[0].startswith(b"\x89PNG")
+    for figure, kind in ((photo, "image/jpeg"), (drawing, "image/png")):
+        for heavy, times in ((10**9, 2), (0, 1)):
+            data, metadata = viz.style.as_output(figure, heavy=heavy)
+            picture = Image.open(io.BytesIO(data[kind]))
+            assert picture.get_format_mimetype() == kind and list(data) == list(metadata) == [kind]
+            assert picture.width // times == metadata[kind]["width"] > 100
     plt.close("all")
 
 
@@ -259,9 +264,9 @@ def test_a_cell_gives_its_figures_alt_text():
     notebook = new_notebook(cells=[new_code_cell(source) for source in (setup, drawing, photo)])
     nbclient.NotebookClient(notebook, timeout=300).execute()
     shown = [output.metadata for cell in notebook.cells for output in cell.outputs if "metadata" in output]
-    assert [metadata for metadata in shown if metadata] == [
-        {"image/png": {"alt": "A line"}}, {"image/jpeg": {"alt": "A photo"}}
-    ]  # fmt: skip
+    [drawn], [taken] = (metadata.items() for metadata in shown if metadata)
+    assert (drawn[0], drawn[1]["alt"]) == ("image/png", "A line")
+    assert (taken[0], taken[1]["alt"]) == ("image/jpeg", "A photo")
 
 
 def test_numbers_have_room_in_a_subfigure_as_in_a_figure():
