@@ -18,9 +18,14 @@ from refvl.tools import cli
 from refvl.tools.costs import LIMIT_KEYS, costs, describe, plan_media, set_pixel_limits
 
 CONFIGS, TINY, CLIP = DATA / "configs", DATA / "checkpoints", DATA / "clips" / "bigbuckbunny.mp4"
-UPSTREAM = {"Qwen2.5-VL": Qwen2VLImageProcessorPil, "GLM": Glm4vImageProcessorPil}
+UPSTREAM = {
+    "Qwen2.5-VL": Qwen2VLImageProcessorPil,
+    "Qwen3-VL": Qwen2VLImageProcessorPil,
+    "GLM": Glm4vImageProcessorPil,
+}
 FOLDERS = {
     "Qwen2.5-VL": "tiny-qwen2_5_vl",
+    "Qwen3-VL": "tiny-qwen3_vl",
     "GLM": "tiny-glm4v",
     "MiniCPM-V": "tiny-minicpmv-4_5",
     "Step3-VL": "tiny-step3",
