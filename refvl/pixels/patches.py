@@ -258,8 +258,14 @@ class Qwen3VLVideoPatchConfig(Qwen3VLPatchConfig):
             if self.cap_pixels_per_frame else self.max_pixels,
         )  # fmt: skip
 
+    def frame_floor(self, num_frames: int) -> int:
+        """The smallest area of each frame."""
+        return math.ceil(self.min_pixels / num_frames)
+
     def frame_budget(self, num_frames: int) -> int:
-        """The largest area one frame may have in a capped video of `num_frames`."""
+        """The largest area one frame may have in a video of `num_frames`."""
+        if not self.cap_pixels_per_frame:
+            return self.max_pixels // num_frames
         share = min(self.max_video_tokens * self.factor**2, self.max_pixels // num_frames)
         return max(share, int(self.min_pixels * 1.05))
 

@@ -21,6 +21,7 @@ CONFIGS, TINY, CLIP = DATA / "configs", DATA / "checkpoints", DATA / "clips" / "
 UPSTREAM = {
     "Qwen2.5-VL": Qwen2VLImageProcessorPil,
     "Qwen3-VL": Qwen2VLImageProcessorPil,
+    "Qwen3.5": Qwen2VLImageProcessorPil,
     "GLM": Glm4vImageProcessorPil,
 }
 FOLDERS = {
