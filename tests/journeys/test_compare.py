@@ -79,6 +79,14 @@ def test_a_bilinear_resize_is_found(monkeypatch, theirs):
     assert "of 48 rows, the first at medium 2, patch (t 0, row " in first.beyond
 
 
+def test_one_shade_in_one_row_is_no_other_order(theirs):
+    """By hand: what vLLM's bicubic filter does to a scene of which all other rows are the same."""
+    tensors = {name: tensor.clone() for name, tensor in theirs.tensors.items()}
+    tensors["patchify/0"][3, :2] += 2 / 255
+    first = refvl.compare(replace(theirs, tensors=tensors), theirs).first
+    assert first.name == "patchify/0" and first.cause.startswith("resize"), first.cause
+
+
 def test_a_swapped_mean_is_found(theirs):
     vlm = load()
     config = vlm.processor.image_config
