@@ -10,6 +10,7 @@ from data.training.tiny_step3 import FAMILY as STEP3
 from refvl.paths import DATA
 
 README, BEGIN, END = DATA / "README.md", "<!-- measured: begin -->\n", "<!-- measured: end -->"
+BOXES_BEGIN, BOXES_END = "<!-- boxes: begin -->\n", "<!-- boxes: end -->"
 VLLM_BEGIN, VLLM_END = "<!-- in vllm: begin -->\n", "<!-- in vllm: end -->"
 APART = ("files, by LLM.chat", "embeddings handed over")  # kinds of requests to vLLM with a line of their own
 
@@ -55,10 +56,27 @@ def in_vllm() -> str:
     return "\n".join(lines) + "\n"
 
 
+def of_boxes() -> str:
+    """Markdown: how far answered boxes overlap with those that were painted."""
+    record = json.loads((DATA / "measurements" / "boxes.json").read_text())
+    columns = {
+        "mean IoU": "mean_iou",
+        "in the other family's convention": "mean_iou_in_the_other_convention",
+        "a box in the middle of its cell": "mean_iou_of_the_cell",
+        "of another cell": "mean_iou_of_another_cell",
+    }
+    lines = [f"| of {record['n']} | IoU of at least 0.5 | {' | '.join(columns)} |", f"|{' --- |' * (len(columns) + 2)}"]
+    for row in record["models"]:
+        values = " | ".join(f"{row[key]:.2f}" for key in columns.values())
+        lines.append(f"| `boxes-{row['model']}` | {row['at_least_0.5']:.1%} | {values} |")
+    return "\n".join(lines) + "\n"
+
+
 def main():
     text = README.read_text()
-    for begin, made, end in ((BEGIN, tables(), END), (VLLM_BEGIN, in_vllm(), VLLM_END)):
-        text = re.sub(f"{begin}.*?{end}", lambda _, new=begin + made + end: new, text, flags=re.DOTALL)
+    made = (BEGIN, tables(), END), (VLLM_BEGIN, in_vllm(), VLLM_END), (BOXES_BEGIN, of_boxes(), BOXES_END)
+    for begin, table, end in made:
+        text = re.sub(f"{begin}.*?{end}", lambda _, new=begin + table + end: new, text, flags=re.DOTALL)
     README.write_text(text)
 
 

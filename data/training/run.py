@@ -40,6 +40,7 @@ class Trainer:
     tokenizer: Any
     config: dict
     learner: nn.Module
+    weights_file = "model.safetensors"  # of the folder
 
     def __init__(self, family, recipe, rank: int):
         self.family, self.recipe, self.rank, self.step = family, recipe, rank, 0
@@ -56,6 +57,10 @@ class Trainer:
     def measure(self) -> dict[str, float]:
         """Accuracy on held-out examples that chose the recipe; every worker is asked, and they may share the work."""
         raise NotImplementedError
+
+    def write(self, out: Path) -> None:
+        """What is to ship, as it is now."""
+        self.family.write_checkpoint(out, self.config, self.tokenizer, self.learner.vlm.checkpoint_weights())
 
     def train_step(self) -> Tensor:
         """One step; returns the workers' mean losses."""
@@ -153,9 +158,9 @@ def from_others(value: Any) -> list:
     return [other for rank, other in enumerate(values) if rank != dist.get_rank()]
 
 
-def digest(folder: Path) -> str:
+def digest(folder: Path, weights_file: str = Trainer.weights_file) -> str:
     """SHA-256 of a folder's weights."""
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    return hashlib.sha256((folder / weights_file).read_bytes()).hexdigest()
 
 
 def _work(rank: int, make: Callable[..., Trainer], arguments: tuple, out: Path, meet: str, resume: bool, stop) -> None:
@@ -189,9 +194,9 @@ def _work(rank: int, make: Callable[..., Trainer], arguments: tuple, out: Path, 
 
 def _report(trainer: Trainer, out: Path, losses: Tensor, seconds: float, measured: dict[str, float]) -> None:
     """The checkpoint as it is now, and a line of the log."""
-    trainer.family.write_checkpoint(out, trainer.config, trainer.tokenizer, trainer.learner.vlm.checkpoint_weights())
+    trainer.write(out)
     row = {"step": trainer.step, "seconds": round(seconds), "loss": [round(x, 4) for x in losses.tolist()]}
-    _log(out, row | measured | {"weights_sha256": digest(out)})
+    _log(out, row | measured | {"weights_sha256": digest(out, trainer.weights_file)})
 
 
 def _log(out: Path, row: dict) -> None:

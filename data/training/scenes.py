@@ -79,6 +79,7 @@ class Scene:
     becomes: Thing | None = None
     step: int = 0
     seconds: tuple[int, ...] = ()
+    size: tuple[int, int] = (SIDE, SIDE)  # (width, height)
 
     @property
     def sort(self) -> str:
@@ -213,8 +214,8 @@ def _shade(rng, color: str) -> tuple[float, float, float]:
 
 def render(scene: Scene) -> np.ndarray:
     """uint8 RGB: (84, 84, 3) for an image, (6 or 8, 84, 84, 3) for a video. The same scene gives the same pixels."""
-    grid = np.linspace(-0.5, 0.5, SIDE, dtype=np.float32)
-    canvas = np.float32(scene.background) + (scene.slope[0] * grid[None, :] + scene.slope[1] * grid[:, None])[..., None]
+    x, y = (np.linspace(-0.5, 0.5, side, dtype=np.float32) for side in scene.size)
+    canvas = np.float32(scene.background) + (scene.slope[0] * x[None, :] + scene.slope[1] * y[:, None])[..., None]
     if scene.noise:
         noise_rng = np.random.default_rng(scene.noise_seed)
         canvas = canvas + scene.noise * noise_rng.standard_normal(canvas.shape, dtype=np.float32)
@@ -319,15 +320,21 @@ def _movement(scene: Scene, t: int) -> int:
 
 
 def _paint(canvas: np.ndarray, thing: Thing, center: tuple[float, float]) -> None:
-    """Blend a shape into the float canvas (84, 84, 3); the edge is one pixel soft."""
+    """Blend a shape into the float canvas (H, W, 3); the edge is one pixel soft."""
+    (x0, y0), covered = coverage(thing, center, canvas.shape[1::-1])
+    patch = canvas[y0 : y0 + len(covered), x0 : x0 + covered.shape[1]]
+    patch += covered[..., None] * (np.float32(thing.rgb) - patch)
+
+
+def coverage(thing: Thing, center: tuple[float, float], size: tuple[int, int]) -> tuple[tuple[int, int], np.ndarray]:
+    """The (x, y) of a part of a picture of (width, height) that holds the shape, and how far it covers each pixel."""
     reach = thing.radius * 1.5 + 2
-    (x0, x1), (y0, y1) = (tuple(int(np.clip(c + s, 0, SIDE)) for s in (-reach, reach)) for c in center)
+    sides = zip(center, size, strict=True)
+    (x0, x1), (y0, y1) = (tuple(int(np.clip(c + s, 0, side)) for s in (-reach, reach)) for c, side in sides)
     x, y = np.arange(x0, x1, dtype=np.float32) + 0.5 - center[0], np.arange(y0, y1, dtype=np.float32) + 0.5 - center[1]
     cos, sin = np.cos(np.deg2rad(thing.angle)), np.sin(np.deg2rad(thing.angle))
     u, v = cos * x[None, :] + sin * y[:, None], cos * y[:, None] - sin * x[None, :]
-    alpha = np.clip(0.5 - signed_distance(thing.shape, u, v, thing.radius), 0, 1)[..., None]
-    patch = canvas[y0:y1, x0:x1]
-    patch += alpha * (np.float32(thing.rgb) - patch)
+    return (x0, y0), np.clip(0.5 - signed_distance(thing.shape, u, v, thing.radius), 0, 1)
 
 
 def signed_distance(shape: str, x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarray:

@@ -264,11 +264,11 @@ class Qwen3VLVideoPatchConfig(Qwen3VLPatchConfig):
         return math.ceil(self.min_pixels / num_frames)
 
     def frame_budget(self, num_frames: int) -> int:
-        """The largest area of each frame."""
-        share = self.max_pixels // num_frames
+        """The largest area one frame may have in a video of `num_frames`."""
         if not self.cap_pixels_per_frame:
-            return share
-        return max(min(self.max_video_tokens * self.factor**2, share), int(self.min_pixels * 1.05))
+            return self.max_pixels // num_frames
+        share = min(self.max_video_tokens * self.factor**2, self.max_pixels // num_frames)
+        return max(share, int(self.min_pixels * 1.05))
 
 
 def _check_supported(values: dict) -> None:

@@ -18,18 +18,20 @@ from refvl.pipeline import VLM
 from refvl.pixels.media import Video
 from refvl.processors.glm4v import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor
 from refvl.processors.qwen2_5_vl import Qwen2_5_VLProcessor
+from refvl.processors.qwen3_vl import Qwen3VLProcessor
 from refvl.trace import Trace
 
 IMAGE_PROCESSORS: dict[type, str] = {
-    Qwen2_5_VLProcessor: "Qwen2VLImageProcessorPil", Glm4vProcessor: "Glm4vImageProcessorPil",
-    Glm46VProcessor: "Glm46VImageProcessorPil", GlmgaProcessor: "GlmgaImageProcessorPil",
+    Qwen2_5_VLProcessor: "Qwen2VLImageProcessorPil", Qwen3VLProcessor: "Qwen2VLImageProcessorPil",
+    Glm4vProcessor: "Glm4vImageProcessorPil", Glm46VProcessor: "Glm46VImageProcessorPil",
+    GlmgaProcessor: "GlmgaImageProcessorPil",
 }  # fmt: skip
 
 
 def check_recordable(vlm: VLM) -> None:
     """Raise ValueError for families whose model transformers does not have."""
     if type(vlm.processor) not in IMAGE_PROCESSORS:
-        raise ValueError(f"with: transformers' own model is recorded for Qwen2.5-VL and GLM, not for {vlm.family.name}")
+        raise ValueError(f"with: transformers' own model is recorded for Qwen and GLM, not for {vlm.family.name}")
 
 
 def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:
@@ -47,10 +49,15 @@ def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:
             inputs[rows] = torch.cat([p.pixel_values for p in found])
             inputs[grid] = torch.tensor([p.layout for p in found])
     videos = [p for p in trace.patches if p.merged.kind == "video"]
-    if videos and not is_glm:
+    if videos and isinstance(vlm.processor, Qwen2_5_VLProcessor):
         per_second = vlm.config.vision_config.tokens_per_second
         inputs["second_per_grid_ts"] = torch.tensor([p.merged.t_factor / per_second for p in videos])
     return inputs
+
+
+def wide_rows(output: Any) -> Tensor:
+    """(M, D) of a tower of transformers, or (M, D * (1 + k)) with the k deeper features of Qwen3-VL's, as in refvl."""
+    return torch.cat([output.pooler_output, *(getattr(output, "deepstack_features", None) or ())], dim=-1)
 
 
 @torch.inference_mode()
@@ -77,7 +84,7 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
             return Stages(found, source, layouts)  # the prompt has other numbers of placeholders
     encoded, merged = list[Tensor](), list[dict]()
     hooks = [
-        model.model.visual.register_forward_hook(lambda _, __, output: encoded.append(output.pooler_output)),
+        model.model.visual.register_forward_hook(lambda _, __, output: encoded.append(wide_rows(output))),
         model.model.language_model.register_forward_pre_hook(lambda _, __, kw: merged.append(kw), with_kwargs=True),
     ]
     on_device = {name: x.to(vlm.device) for name, x in inputs.items()}

@@ -21,6 +21,7 @@ from refvl.tools import cli
 from refvl.tools.upstream import record_transformers
 
 QWEN, GLM = DATA / "checkpoints" / "tiny-qwen2_5_vl", DATA / "checkpoints" / "tiny-glm4v"
+QWEN3 = DATA / "checkpoints" / "tiny-qwen3_vl"
 SCENE, PHOTO, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "coffee.jpg", DATA / "clips" / "scene.mp4"
 ASKED = {"prompt": "What color is the circle?", "images": [SCENE, PHOTO], "max_new_tokens": 3}
 MOVING = {"prompt": "Which way does the circle move?", "videos": [CLIP], "max_new_tokens": 3}
@@ -58,10 +59,12 @@ def test_refvl_and_transformers_are_the_same_stage_by_stage(run, theirs):
 
 
 @pytest.mark.parametrize("asked", [ASKED | {"images": [PHOTO]}, MOVING], ids=["image", "clip"])
-def test_glm_is_recorded_too(asked):
-    vlm = load(GLM)
+@pytest.mark.parametrize("folder", [GLM, QWEN3], ids=lambda folder: folder.name)
+def test_other_families_are_recorded_too(folder, asked):
+    """The tower's rows with deeper features and all, where there are any."""
+    vlm = load(folder)
     trace = vlm.trace(**asked)
-    comparison = refvl.compare(trace, record_transformers(str(GLM), vlm, trace, max_new_tokens=3))
+    comparison = refvl.compare(trace, record_transformers(str(folder), vlm, trace, max_new_tokens=3))
     assert comparison.first is None and {"encode/0", "positions/ids"} <= {row.name for row in comparison.rows}
 
 
@@ -77,6 +80,14 @@ def test_a_bilinear_resize_is_found(monkeypatch, theirs):
     first = refvl.compare(load().trace(**ASKED), theirs).first
     assert first.name == "patchify/1" and first.cause.startswith("resize"), "the scene needs no resize, the photo does"
     assert "of 48 rows, the first at medium 2, patch (t 0, row " in first.beyond
+
+
+def test_one_shade_in_one_row_is_no_other_order(theirs):
+    """By hand: what vLLM's bicubic filter does to a scene of which all other rows are the same."""
+    tensors = {name: tensor.clone() for name, tensor in theirs.tensors.items()}
+    tensors["patchify/0"][3, :2] += 2 / 255
+    first = refvl.compare(replace(theirs, tensors=tensors), theirs).first
+    assert first.name == "patchify/0" and first.cause.startswith("resize"), first.cause
 
 
 def test_a_swapped_mean_is_found(theirs):
@@ -345,7 +356,7 @@ def test_one_command_says_why_the_two_differ(shell, tmp_path):
         (["compare", "nowhere", "nowhere"], "nowhere: holds no saved stages"),
         (
             ["trace", DATA / "checkpoints" / "tiny-step3", "Hi", "--with", "transformers"],
-            "Qwen2.5-VL and GLM, not for Step3-VL",
+            "Qwen and GLM, not for Step3-VL",
         ),
         (
             ["trace", QWEN, "Hi", "-v", CLIP, "--with", "transformers", "--pruning-rate", 0.5],

@@ -170,6 +170,7 @@ def test_the_tables_are_those_of_the_measurements():
     text = measured.README.read_text()
     assert f"{measured.BEGIN}{measured.tables()}{measured.END}" in text
     assert f"{measured.VLLM_BEGIN}{measured.in_vllm()}{measured.VLLM_END}" in text
+    assert f"{measured.BOXES_BEGIN}{measured.of_boxes()}{measured.BOXES_END}" in text
 
 
 def test_every_request_to_vllm_was_the_same_or_explained():

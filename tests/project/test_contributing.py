@@ -2,17 +2,23 @@
 
 import ast
 import importlib.util
+import inspect
+import io
 import re
 import shlex
+import tokenize
 from pathlib import Path
 
 import pytest
+
+from refvl.pixels.patches import Qwen3VLPatchConfig, Qwen3VLVideoPatchConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 PROSE = re.sub(r"^```.*?^```", "", TEXT, flags=re.S | re.M)
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", TEXT, re.S | re.M)
 COMMANDS = [shlex.split(line, comments=True) for block in BLOCKS for line in block.splitlines()]
+ROOMS = ("processors", "encoders", "language")  # in which every family has a file
 WALK_THROUGH = re.search(r"^## Add a family\n(.*?)^## ", TEXT, re.S | re.M).group(1)
 
 
@@ -28,7 +34,7 @@ def test_named_files_exist():
 
 def test_walk_through_names_one_file_per_room():
     """A family's file in each room that it needs, the table of families and both contract suites."""
-    rooms = {f"refvl/{room}/step3_vl.py" for room in ("processors", "encoders", "language")}
+    rooms = {f"refvl/{room}/step3_vl.py" for room in ROOMS}
     suites = {f"tests/contracts/test_{kind}.py" for kind in ("encoders", "processors")}
     assert rooms | suites | {"refvl/families.py", "CHANGELOG.md"} <= named_files(WALK_THROUGH)
 
@@ -38,6 +44,29 @@ def test_line_counts_are_those_of_the_files():
     cells = re.findall(r"`(refvl/[\w/]+\.py)`[^|]*\| (\d+) \|", WALK_THROUGH)
     counts = {name: (int(said), len((ROOT / name).read_text().splitlines())) for name, said in cells}
     assert len(counts) == 7 and {n for n, (said, now) in counts.items() if abs(said - now) > 5 + now / 10} == set()
+
+
+def code_lines(source: str) -> int:
+    """Lines that hold more than a docstring or a comment."""
+    lines, begins = set[int](), True
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            begins = True
+        elif token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER):
+            lines |= set() if begins and token.type == tokenize.STRING else set(range(token.start[0], token.end[0] + 1))
+            begins = False
+    return len(lines)
+
+
+def test_code_without_prose_is_counted():
+    """The row below the files; Qwen3-VL was promised in 450 at most."""
+    [row] = re.findall(r"\| their code alone \|[^|]*\| (\d+) \|[^|]*\| (\d+) \|", WALK_THROUGH)
+    files = ([ROOT / f"refvl/{room}/{name}_vl.py" for room in ROOMS] for name in ("step3", "qwen3"))
+    step3, qwen3 = ([path.read_text() for path in paths] for paths in files)
+    step3.append((ROOT / "refvl/pixels/crops.py").read_text())
+    qwen3 += map(inspect.getsource, (Qwen3VLPatchConfig, Qwen3VLVideoPatchConfig))
+    counts = [sum(map(code_lines, texts)) for texts in (step3, qwen3)]
+    assert all(abs(int(said) - now) <= 5 + now / 10 for said, now in zip(row, counts, strict=True)) and counts[1] <= 450
 
 
 def test_line_counts_come_from_a_command():

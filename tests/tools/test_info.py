@@ -21,10 +21,12 @@ CONFIGS, TINY, CLIP = DATA / "configs", DATA / "checkpoints", DATA / "clips" / "
 UPSTREAM = {
     "Qwen2.5-VL": Qwen2VLImageProcessorPil,
     "Qwen3-VL": Qwen2VLImageProcessorPil,
+    "Qwen3.5": Qwen2VLImageProcessorPil,
     "GLM": Glm4vImageProcessorPil,
 }
 FOLDERS = {
     "Qwen2.5-VL": "tiny-qwen2_5_vl",
+    "Qwen3-VL": "tiny-qwen3_vl",
     "GLM": "tiny-glm4v",
     "MiniCPM-V": "tiny-minicpmv-4_5",
     "Step3-VL": "tiny-step3",
