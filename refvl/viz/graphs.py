@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -101,7 +102,7 @@ def _draw_buffer(ax: Axes, buffer: Tensor) -> None:
         high = float(rows.nan_to_num().abs().max()) or 1.0
         ax.imshow(rows, aspect="auto", cmap="RdBu_r", vmin=-high, vmax=high, interpolation="nearest")  # zero is white
         ax.set_ylabel("column", fontsize=8)
-        ax.yaxis.get_major_locator().set_params(integer=True)
+        ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_xlabel("position in the buffer", fontsize=8)
     ax.tick_params(labelsize=8)
 
