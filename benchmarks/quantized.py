@@ -2,8 +2,9 @@
 
 The text model's matrices are held in integers of 8 to 2 bits, a scale for every 32 values (torchao through
 transformers' quantisation config); the tower keeps its floats. On a CPU torchao keeps a byte for each, however few of
-its bits are used: what is measured below 8 bits is accuracy, not memory. Colour, place and motion of held-out scenes.
-With --write the results go to data/measurements/quantized.json.
+its bits are used: what is measured below 8 bits is accuracy, not memory. Every shipped model is asked what it was made
+for, about held-out scenes and pages; each number of bits the same questions. In Step3's text model experts are not
+linear layers, and stay floats. With --write the results go to data/measurements/quantized.json.
 
 Groups of 32, not of the usual 128: the shipped models' rows are 128 and 320 values long. So it is with real ones: a row
 of `down_proj` in Qwen2.5-VL's tower has 3,420 values (4 * 9 * 5 * 19), which no group of 8, 32 or 128 divides, and
@@ -14,60 +15,84 @@ from typing import Annotated
 
 import torch
 import typer
+from tqdm import tqdm
 
 import refvl
 from benchmarks.report import PrintedTable, Write, environment, resolve_device, write_measurement
-from data.training.evaluate_tiny import evaluate, interval, share
-from data.training.tiny_family import find_family
+from data.training import evaluate_step3, pages
+from data.training.evaluate_tiny import interval, requests_for
+from data.training.tiny_family import TinyFamily, family_names, find_family
+from data.training.tiny_step3 import FAMILY as STEP3
 from refvl.tools.costs import costs
 
 BITS = (None, 8, 6, 5, 4, 3, 2)  # None: float32
-GROUP = 32
-KINDS = ("color", "place", "motion")
-COLUMNS = {
-    "bits": ">5",
-    "text model": ">10",
-    "tower": ">9",
-    **dict.fromkeys(KINDS, ">6"),
-    "all": ">6",
-    "interval": ">16",
-}
+GROUP, BATCH = 32, 50
+OPTIONS = {"device": "cpu", "dtype": "float32", "progress": False}
 
 
-def load(model: str, bits: int | None) -> refvl.VLM:
+def load(family: TinyFamily, bits: int | None) -> refvl.VLM:
     """The shipped model of a family, its text model in integers of `bits`."""
-    options = {"device": "cpu", "progress": False}
     if bits is None:
-        return refvl.load(find_family(model).folder, **options)
+        return refvl.load(family.folder, **OPTIONS)
     from torchao.quantization import IntxWeightOnlyConfig
     from torchao.quantization.granularity import PerGroup
     from transformers import TorchAoConfig
 
     layout = TorchAoConfig(quant_type=IntxWeightOnlyConfig(getattr(torch, f"int{bits}"), PerGroup(GROUP)))
-    return refvl.load(find_family(model).folder, quantization_config=layout, **options)
+    return refvl.load(family.folder, quantization_config=layout, **OPTIONS)
+
+
+def questions(family: TinyFamily, count: int) -> list[tuple[str, str, dict]]:
+    """(kind, answer, arguments of `chat`) of held-out questions, `count` of each kind that the family is made for."""
+    if family is STEP3:
+        found = [(kind, asked) for kind in pages.PHRASES for asked in evaluate_step3.requests_for(kind, count)]
+        return [(kind, question.answer, arguments) for kind, (question, arguments) in found]
+    found = [(kind, asked) for kind in family.kinds for asked in requests_for(kind, count)]
+    return [(kind, asked.question.answer, asked.arguments) for kind, asked in found]
+
+
+def measure(family: TinyFamily, count: int) -> list[dict]:
+    """A row for each of `BITS`. All see the same prompts: tower and embeddings are floats in each of them."""
+    models, asked = {bits: load(family, bits) for bits in BITS}, questions(family, count)
+    right: dict[int | None, dict[str, list[bool]]] = {bits: {kind: [] for kind, _, _ in asked} for bits in BITS}
+    for start in tqdm(range(0, len(asked), BATCH), desc=family.folder.name, leave=False):
+        part = asked[start : start + BATCH]
+        ready = [models[None].trace(**arguments, max_new_tokens=1) for _, _, arguments in part]
+        for bits, model in models.items():
+            answers = model.answers(ready, max_new_tokens=32)
+            for (kind, answer, _), said in zip(part, answers, strict=True):
+                right[bits][kind].append(said == answer)
+    rows = []
+    for bits, model in models.items():
+        shares = {kind: sum(found) / count for kind, found in right[bits].items()}
+        size, both = costs(model)["weights_bytes_of"], sum(shares.values()) / len(shares)
+        row = {"bits": bits or 32, "text_bytes": size["language_model"], "tower_bytes": size["encoder"]}
+        rows.append(row | {"right": shares, "all": both, "interval": interval(both, len(asked))})
+    return rows
 
 
 def run(
-    count: Annotated[int, typer.Option(help="scenes of each kind")] = 200,
-    model: Annotated[str, typer.Option(help="a family of data/training")] = "qwen2_5_vl",
+    count: Annotated[int, typer.Option(help="questions of each kind")] = 150,
     write: Write = False,
 ) -> None:
     """Accuracy on held-out scenes against the bits of the text model's matrices."""
-    device, rows = resolve_device("cpu"), []
-    table = PrintedTable(f"{count} scenes of each kind, held out; {GROUP} values share a scale", COLUMNS)
-    for bits in BITS:
-        vlm = load(model, bits)
-        right = {kind: share(evaluate(vlm, kind, count)) for kind in KINDS}
-        size, both = costs(vlm)["weights_bytes_of"], sum(right.values()) / len(right)
-        rows.append({"bits": bits or 32, "text_bytes": size["language_model"], **right, "all": both})
-        low, high = interval(both, count * len(KINDS))
-        sizes = f"{size['language_model'] / 1e3:.0f} kB", f"{size['encoder'] / 1e3:.0f} kB"
-        table.add(bits or 32, *sizes, *(f"{p:.1%}" for p in (*right.values(), both)), f"{low:.1%} - {high:.1%}")
-    if write:
+    try:
         import torchao
-
-        found = environment(device) | {"torchao": torchao.__version__, "model": find_family(model).folder.name}
-        write_measurement("quantized", found | {"n": count, "split": "test", "group": GROUP, "rows": rows})
+    except ImportError as error:
+        raise ImportError("quantized: needs torchao: pip install -e '.[quantized]'") from error
+    device, models = resolve_device("cpu"), {}
+    for family in [*map(find_family, family_names()), STEP3]:
+        rows = models[family.folder.name] = measure(family, count)
+        kinds = dict.fromkeys(rows[0]["right"], ">7")
+        columns = {"bits": ">4", "text model": ">10", "tower": ">8"} | kinds | {"all": ">7", "95 % interval": ">15"}
+        table = PrintedTable(f"{family.folder.name}, {count} questions of each kind", columns)
+        for row in rows:
+            sizes = (f"{row[part] / 1e3:.0f} kB" for part in ("text_bytes", "tower_bytes"))
+            shares = (f"{share:.1%}" for share in (*row["right"].values(), row["all"]))
+            table.add(row["bits"], *sizes, *shares, "{:.1%} - {:.1%}".format(*row["interval"]))
+    if write:
+        found = environment(device) | {"torchao": torchao.__version__, "n": count, "split": "test", "group": GROUP}
+        write_measurement("quantized", found | {"models": models})
 
 
 if __name__ == "__main__":
