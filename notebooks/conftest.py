@@ -1,4 +1,4 @@
-"""`make test` holds each notebook to a minute, in processor time of its kernel, which waiting for other programs does not
+"""`make test` holds each notebook to a minute, in processor time of its kernel, which waiting for others does not
 stretch. Sharing a core does: two threads of one core each get a little more than half of it."""
 
 import resource

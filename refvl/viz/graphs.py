@@ -221,8 +221,9 @@ def plot_stale_errors(row: Mapping, groups: Sequence[Mapping], *, title: str = "
 def explore_graph(model: "VLM", before, image, question: str) -> "GraphExplorer":
     """The recording of a Qwen2.5-VL tower, operation by operation, and a buffer of it that is not refilled.
 
-    before, image: two images of different shape, anything `load_image` takes, replayed one after the other. question:
-    about `image`; the model answers it with the embeddings of every stale replay. Needs anywidget.
+    before, image: anything `load_image` takes, replayed one after the other; where their shapes are equal, only pixels
+    can be stale. question: about `image`; the model answers it with the embeddings of every stale replay. Needs
+    anywidget.
     """
     from refvl.viz.explorers.graph import GraphExplorer
 

@@ -52,8 +52,10 @@ class GraphExplorer(Explorer):
         constant = [name for name in self.captured.buffers if name not in differing]  # the same for every image
         shared = said | {"photos": photos} | describe_recording(self.captured, encoder, [*differing, *constant])
         controls = [Control("stale", "buffer not refilled", [NONE, *differing])]
-        super().__init__(controls, rows, shared=shared, start=(START,))
-        self.selected = int(np.argmax(shared["reads"][:, differing.index(START)]))
+        stale = START if START in differing else (*differing, NONE)[0]
+        super().__init__(controls, rows, shared=shared, start=(stale,))
+        if stale != NONE:
+            self.selected = int(np.argmax(shared["reads"][:, differing.index(stale)]))
 
     def _row(self, replay: StaleReplay) -> dict:
         """operations: levels of their errors. tokens: (h, w) relative errors. And what the model says then."""
