@@ -35,7 +35,7 @@ STAGE_COLORS = color_sequences["tab10"]
 SEQUENCE_CMAP = "viridis"  # order along a sequence, first to last
 SEQUENCE_RANGES = {"light": (0.0, 0.85), "dark": (0.25, 1.0)}  # the part of it that stands out from the surface
 HIGHLIGHT = _LIGHT["highlight"]  # what a figure points at
-HEAVY = 60_000  # bytes; a figure of a notebook gets no more for the sake of sharpness
+HEAVY = 26_000  # bytes; a figure of a notebook gets no more for the sake of sharpness
 
 
 def notebook_figures(dpi: int = 80, heavy: int = HEAVY) -> None:
