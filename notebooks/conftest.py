@@ -1,11 +1,13 @@
-"""`make test` holds each notebook to a minute, in processor time of its kernel, which waiting for others does not
-stretch. Sharing a core does: two threads of one core each get a little more than half of it."""
+"""Nobody waits long for a notebook: on a quiet machine of two cores each takes less than a minute.
+
+`make test` allows three of processor time, which waiting for others does not stretch, but a slow or shared core does.
+"""
 
 import resource
 
 import pytest
 
-MOST = 60 / 0.6  # seconds, where both threads of a core are busy
+MOST = 180  # seconds
 BEFORE = pytest.StashKey[float]()
 
 

@@ -171,8 +171,9 @@ def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPl
 def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int:
     """The side of the crops' windows in pixels; 0 when the overview is enough.
 
-    Below `image_size`: none, unless the image is elongated; then its short side. Above: `crop_size`, or the short side
-    of a long strip if that is less. Upstream: `determine_window_size`.
+    Below `image_size`: none, unless the image is elongated; then its short side. Above:
+    `crop_size`, or the short side of a long strip if that is less. Upstream:
+    `determine_window_size`.
     """
     long, short = max(width, height), min(width, height)
     if long < config.image_size:
@@ -243,13 +244,13 @@ def _shrink_rows(rows: np.ndarray, side: int, size: int) -> np.ndarray:
 def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED) -> Tensor:
     """An image -> (3, side, side) float32: to [0, 1], normalised, and only then resized.
 
-    The order matters: this resize (bilinear with antialias) works on floats, which are neither rounded nor clamped to 8
-    bits.
+    The order matters: this resize (bilinear with antialias) works on floats, which are neither
+    rounded nor clamped to 8 bits.
     """
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (config.image_mean, config.image_std))
-    pixels = ((pixels - mean) / std)[None]
-    return F.interpolate(pixels, size=(side, side), mode="bilinear", antialias=True, align_corners=False)[0]
+    pixels, size = ((pixels - mean) / std)[None], (side, side)
+    return F.interpolate(pixels, size, mode="bilinear", antialias=True, align_corners=False)[0]
 
 
 def square_patch_rows(pixels: Tensor, patch_size: int) -> Tensor:

@@ -470,8 +470,9 @@ def denormalize(pixels: Tensor, config: Normalization) -> np.ndarray:
 def patch_rows(pixels: Tensor, config: PatchConfig) -> tuple[Tensor, Grid]:
     """(T, C, H, W) -> (patches (N, C*Tp*P*P), (t, h, w)), rows in merge-block order.
 
-    For each t, block row and block column come the m * m patches of the block; within a row channel, time, patch row,
-    patch column. T is padded to a multiple of Tp by repeating the last frame (so a still image is repeated Tp times).
+    For each t, block row and block column come the m * m patches of the block; within a row
+    channel, time, patch row, patch column. T is padded to a multiple of Tp by repeating the last
+    frame (so a still image is repeated Tp times).
     Raises ValueError when H or W is no multiple of P * m.
     """
     check_shape(pixels, ("T", 3, "H", "W"), "pixels")
