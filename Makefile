@@ -6,7 +6,7 @@ TORCH  ?= $(shell grep '^torch==' constraints.txt)
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # An outer limit for the notebooks, where the system has `timeout`
 LIMIT  := $(if $(shell command -v timeout 2>/dev/null),timeout 900)
 
