@@ -9,6 +9,8 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # An outer limit for the notebooks, where the system has `timeout`
 LIMIT  := $(if $(shell command -v timeout 2>/dev/null),timeout 900)
+# Without bytecode every one of many processes would compile anew what it imports
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean

@@ -15,6 +15,7 @@ import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Annotated, Any
@@ -120,15 +121,24 @@ def explorer_title(pages: dict[str, str], name: str) -> str:
 
 def notebook_page(path: Path) -> str:
     """An executed notebook as one page: explorers run, images have words, formulas are text."""
-    from nbconvert import HTMLExporter
-
     notebook = nbformat.read(path, as_version=4)
     prepare(notebook, path.parent)
-    body, _ = HTMLExporter(template_name="basic").from_notebook_node(notebook)
+    body, _ = exporter().from_notebook_node(notebook)
     top = '<p><a href="../index.html">All notebooks and explorers</a></p>'
     return document(title_of(notebook), f"{top}<main>{body}</main>", style=highlighting())
 
 
+@cache
+def exporter() -> Any:
+    """One for all notebooks, so that templates are compiled once; our own notebooks need no sanitising."""
+    from nbconvert import HTMLExporter
+
+    made = HTMLExporter(template_name="basic")
+    made.register_filter("clean_html", lambda text: text)
+    return made
+
+
+@cache
 def highlighting() -> str:
     """Colours of code, light and dark."""
     from pygments.formatters import HtmlFormatter

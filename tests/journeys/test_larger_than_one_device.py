@@ -1,11 +1,11 @@
 """The text model over several devices, placed by transformers. Oracle: the ids of the model on one device."""
 
-import multiprocessing
 import os
 
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint
+from forked import CONTEXT
 
 import refvl
 from refvl.paths import DATA
@@ -72,10 +72,8 @@ def test_tensor_parallel_processes_give_the_same_ids(folder, on_one_device):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)  # asks for a free port
     port = str(store.port)
     del store
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["refvl.loading"])
-    results = context.Queue()
-    processes = [context.Process(target=work, args=(rank, port, folder, results)) for rank in range(2)]
+    results = CONTEXT.Queue()
+    processes = [CONTEXT.Process(target=work, args=(rank, port, folder, results)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:

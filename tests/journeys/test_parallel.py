@@ -5,7 +5,6 @@ file.
 """
 
 import json
-import multiprocessing
 from itertools import accumulate
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_agree
+from forked import CONTEXT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -162,10 +162,9 @@ def alone():
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4], ids=lambda n: f"{n} ranks")
 def ranks(request, tmp_path_factory):
-    """The results of every rank; the processes are forks of a server that has imported everything once."""
-    folder, context = tmp_path_factory.mktemp("ranks"), multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["refvl.parallel", "refvl.encoders", "refvl.graphs", "hypothesis"])
-    processes = [context.Process(target=work, args=(rank, request.param, str(folder))) for rank in range(request.param)]
+    """The results of every rank."""
+    folder = tmp_path_factory.mktemp("ranks")
+    processes = [CONTEXT.Process(target=work, args=(rank, request.param, str(folder))) for rank in range(request.param)]
     for process in processes:
         process.start()
     for process in processes:

@@ -1,6 +1,5 @@
-"""`refvl` in processes of its own, forked from one that has imported everything: a start costs no import."""
+"""`refvl` in processes of its own."""
 
-import multiprocessing
 import os
 import resource
 import signal
@@ -9,8 +8,7 @@ import time
 from itertools import count
 from pathlib import Path
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["refvl.tools.cli", "refvl.loading", "refvl.tools.export", "transformers.generation"])
+from forked import CONTEXT
 
 
 def start(arguments, log: Path, **options):

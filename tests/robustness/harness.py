@@ -60,10 +60,10 @@ def run_kind(kind: Kind, seeds: range) -> Report:
     return report
 
 
-def outcome_of(attempt: Callable[[], object]) -> str:
-    """ "right", "clear", or what went wrong."""
+def outcome_of(attempt: Callable[[], object], seconds: float = SECONDS) -> str:
+    """ "right", "clear", or what went wrong; an attempt may take this much processor time."""
     try:
-        with limits(), warnings.catch_warnings():
+        with limits(seconds), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return "clear" if attempt() == "clear" else "right"
     except TooLong as error:
@@ -91,16 +91,16 @@ def raised_at(error: BaseException) -> tuple[str, str, str]:
 
 
 @contextmanager
-def limits():
+def limits(seconds: float):
     """Processor seconds, seconds on the clock and address space; the limits before come back afterwards."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
     def stop(number, frame):
-        raise TooLong(f"more than {SECONDS} s of processor time or {PATIENCE} s on the clock")
+        raise TooLong(f"more than {seconds} s of processor time or {PATIENCE} s on the clock")
 
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGVTALRM, signal.SIGALRM)}
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     signal.setitimer(signal.ITIMER_REAL, PATIENCE)
     resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, hard))
     try:
