@@ -34,6 +34,7 @@ from benchmarks.report import environment, write_measurement
 from data.training import evaluate_step3, pages
 from data.training.demo_scenes import CLIP, PICTURE
 from data.training.evaluate_tiny import requests_for
+from data.training.measured import FILES, HANDED
 from data.training.run import digest
 from data.training.tiny_family import family_names, find_family
 from refvl.handover import vllm_inputs
@@ -50,8 +51,7 @@ TAKES_EMBEDDINGS = ("tiny-qwen2_5_vl", "tiny-minicpmv-4_5")
 UNCHANGED = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v")  # vLLM needs nothing but the folder
 TOLERANCE = 2e-5  # of the largest logit: both are float32, in another order of additions
 NEW_TOKENS = 24
-ODD, TWO, BOTH, HANDED = "odd sizes", "two images", "image and video", "embeddings handed over"
-FILES = "files, by LLM.chat"
+ODD, TWO, BOTH = "odd sizes", "two images", "image and video"  # beside FILES and HANDED
 
 
 def questions(name: str, count: int, q: float) -> list[tuple[str, dict]]:

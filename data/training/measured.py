@@ -12,7 +12,7 @@ from refvl.paths import DATA
 README, BEGIN, END = DATA / "README.md", "<!-- measured: begin -->\n", "<!-- measured: end -->"
 BOXES_BEGIN, BOXES_END = "<!-- boxes: begin -->\n", "<!-- boxes: end -->"
 VLLM_BEGIN, VLLM_END = "<!-- in vllm: begin -->\n", "<!-- in vllm: end -->"
-APART = ("files, by LLM.chat", "embeddings handed over")  # kinds of requests to vLLM with a line of their own
+FILES, HANDED = "files, by LLM.chat", "embeddings handed over"  # kinds of requests to vLLM with a line of their own
 
 
 def tables() -> str:
@@ -44,7 +44,7 @@ def in_vllm() -> str:
         ways: dict[str, list[dict]] = {}
         for row in record["rows"]:
             way = f", {row['q']:g} of a video pruned" if row["q"] else ""
-            ways.setdefault(f", {row['kind']}" if row["kind"] in APART else way, []).append(row)
+            ways.setdefault(f", {row['kind']}" if row["kind"] in (FILES, HANDED) else way, []).append(row)
         for way, rows in ways.items():
             counts = ["asked", "same_prompt", "same_positions", "same_answer"]
             sums = [str(sum(row.get(what, 0) for row in rows)) for what in counts]

@@ -1,9 +1,9 @@
 """A file of requests to a file of answers: `python -m refvl chat CHECKPOINT --jsonl FILE`.
 
 Each answer is a line, in the order of the requests: {"line": number of the request's line, "request": digest of that
-line, "answer": text}, or "error" in the place of "answer"; empty lines are no requests. Lines are written whole, as
-their batches are done. A run that was stopped is continued by the same command: a line that was cut off is removed, and
-what is answered is not asked again.
+line, "by": digest of the model and the settings, "answer": text}, or "error" in the place of "answer"; empty lines are
+no requests. Lines are written whole, as their batches are done. A run that was stopped is continued by the same
+command: a line that was cut off is removed, and what is answered is not asked again.
 """
 
 import fcntl
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from io import BufferedRandom
 from pathlib import Path
 
+import torch
 from tqdm.auto import tqdm
 
 from refvl.pipeline import BATCH_TOKENS, VLM
@@ -28,12 +29,14 @@ def answer_file(
 
     common: `max_new_tokens` and `pruning_rate` of lines that do not say. A line that cannot be read or answered is an
     error of its own. Raises FileNotFoundError without a file, BlockingIOError while another process writes to `out`,
-    ValueError where `out` holds anything but answers to these requests, and OSError where it cannot be written.
+    ValueError where `out` holds anything but this model's answers to these requests, and OSError where it cannot be
+    written.
     """
     if not file.is_file():
         raise FileNotFoundError(f"jsonl: no such file: {file}")
     lines = [(number, line) for number, line in enumerate(file.read_bytes().splitlines(), 1) if line.strip()]
-    asked = [{"line": number, "request": hashlib.sha256(line).hexdigest()[:16]} for number, line in lines]
+    by = _digest_of(vlm, common | options)
+    asked = [{"line": number, "request": _digest(line), "by": by} for number, line in lines]
     with speaking_of(out), _held(out) as answers:
         done = _read_answers(answers, out, asked)
         todo = (_parse(line) for _, line in lines[len(done) :])
@@ -48,6 +51,23 @@ def answer_file(
                 bar.update()
             os.fsync(answers.fileno())
     return {entry["line"]: entry["error"] for entry in done if "error" in entry}
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _digest_of(vlm: VLM, settings: dict) -> str:
+    """Of the settings, the configs and up to 1,000 numbers of every weight, so that any training shows."""
+    adapters = vlm.adapters.active_adapters if vlm.adapters else []
+    said = [f"{settings} {adapters} {vlm.config} {vlm.processor.image_config} {vlm.processor.video_config}".encode()]
+    for part in (vlm.encoder, vlm.language_model):
+        for name, weight in part.named_parameters():
+            said.append(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+            if type(weight) is torch.nn.Parameter and not weight.is_meta:  # not packed by a quantiser, not on a disk
+                every = max(1, weight.numel() // 1000)
+                said.append(weight.detach().reshape(-1)[::every].cpu().view(torch.uint8).numpy().tobytes())
+    return _digest(b"\n".join(said))
 
 
 def _parse(line: bytes) -> dict | Exception:
@@ -79,11 +99,11 @@ def _read_answers(answers: BufferedRandom, out: Path, asked: list[dict]) -> list
     for line in whole:
         try:
             entry = json.loads(line)
-            same = asked[len(done)].items() <= entry.items()
+            differing = {key for key, value in asked[len(done)].items() if entry.get(key) != value}
         except (ValueError, IndexError, AttributeError):
-            same = False
-        if not same:
-            raise _not_ours(out, len(done))
+            raise _not_ours(out, len(done)) from None
+        if differing:
+            raise _not_ours(out, len(done), by_another=differing == {"by"})
         done.append(entry)
     begin = json.dumps(asked[len(done)])[:-1].encode() if len(done) < len(asked) else b""
     if cut and (not begin or cut[: len(begin)] != begin[: len(cut)]):
@@ -92,5 +112,7 @@ def _read_answers(answers: BufferedRandom, out: Path, asked: list[dict]) -> list
     return done
 
 
-def _not_ours(out: Path, number: int) -> ValueError:
-    return ValueError(f"out: {out}, line {number + 1}: is no answer to that line of the requests; move it away")
+def _not_ours(out: Path, number: int, by_another: bool = False) -> ValueError:
+    other = "was answered by another model or with other settings"
+    what = other if by_another else "is no answer to that line of the requests"
+    return ValueError(f"out: {out}, line {number + 1}: {what}; move it away")

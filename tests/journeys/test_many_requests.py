@@ -1,13 +1,17 @@
 """Many requests. Oracle: `chat`, request by request."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import torch
 from checkpoint_factory import make_checkpoint
+from encode_processes import start, wait_for
 
 import refvl
 from refvl.paths import DATA
@@ -142,6 +146,29 @@ def test_a_run_that_was_killed_is_continued(vlm, file, tmp_path, monkeypatch, cu
     assert len(asked) == 11 - kept.count(b"\n")
 
 
+def test_a_killed_process_is_continued(tmp_path):
+    """`kill -9` after the first of six batches; oracle: the same file, answered undisturbed."""
+    file, whole, killed = (tmp_path / name for name in ("requests.jsonl", "whole", "killed"))
+    line = json.dumps({"prompt": "What color is the circle?", "images": [str(PHOTO)], "max_new_tokens": 2000})
+    file.write_text("\n".join([line] * 48))
+
+    def run(out):
+        arguments = ["chat", DATA / "checkpoints" / "tiny-qwen2_5_vl", "--jsonl", file, "--out", out, "--device", "cpu"]
+        return start(arguments, tmp_path / "log")
+
+    process = run(killed)
+    wait_for(lambda: killed.exists() and b"\n" in killed.read_bytes(), process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(300)
+    assert process.exitcode == -signal.SIGKILL
+    left = killed.read_bytes()
+    for out in (killed, whole):
+        process = run(out)
+        process.join(300)
+        assert process.exitcode == 0, (tmp_path / "log").read_text()
+    assert killed.read_bytes() == whole.read_bytes() and whole.read_bytes().startswith(left) and whole.read_bytes() != left
+
+
 @pytest.mark.parametrize("text", ['{"line": 1, "request": "0", "answer": "red"}\n', "notes", "[]\n", None])
 def test_what_holds_anything_else_is_left_alone(vlm, file, tmp_path, text):
     """Answers to other requests, a file of somebody's, the requests themselves."""
@@ -150,6 +177,23 @@ def test_what_holds_anything_else_is_left_alone(vlm, file, tmp_path, text):
     before = out.read_bytes()
     with pytest.raises(ValueError, match=rf"out: .*{out.name}, line 1: is no answer to that line of the requests"):
         answer_file(vlm, file, out, common=COMMON, progress=False)
+    assert out.read_bytes() == before
+
+
+def test_answers_of_another_model_or_setting_are_not_continued(vlm, folder, file, tmp_path):
+    """Fewer new tokens, or some numbers of one matrix changed a little."""
+    out, other = tmp_path / "out", refvl.load(folder, device="cpu", progress=False)
+    answer_file(vlm, file, out, common=COMMON, progress=False)
+    before = out.read_bytes()
+    answer_file(other, file, out, common=COMMON, progress=False)  # loaded anew, it is the same
+    assert out.read_bytes() == before
+    refused = "line 1: was answered by another model or with other settings; move it away"
+    with pytest.raises(ValueError, match=refused):
+        answer_file(vlm, file, out, common=COMMON | {"max_new_tokens": 3}, progress=False)
+    with torch.no_grad():
+        other.language_model.lm_head.weight[:, ::100] += 1e-3
+    with pytest.raises(ValueError, match=refused):
+        answer_file(other, file, out, common=COMMON, progress=False)
     assert out.read_bytes() == before
 
 
