@@ -66,7 +66,7 @@ def _digest_of(vlm: VLM, settings: dict) -> str:
             said.append(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
             if type(weight) is torch.nn.Parameter and not weight.is_meta:  # not packed by a quantiser, not on a disk
                 every = max(1, weight.numel() // 1000)
-                said.append(weight.detach().reshape(-1)[::every].cpu().view(torch.uint8).numpy().tobytes())
+                said.append(weight.detach().reshape(-1)[::every].cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return _digest(b"\n".join(said))
 
 

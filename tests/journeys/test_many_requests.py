@@ -166,7 +166,9 @@ def test_a_killed_process_is_continued(tmp_path):
         process = run(out)
         process.join(300)
         assert process.exitcode == 0, (tmp_path / "log").read_text()
-    assert killed.read_bytes() == whole.read_bytes() and whole.read_bytes().startswith(left) and whole.read_bytes() != left
+    assert (
+        killed.read_bytes() == whole.read_bytes() and whole.read_bytes().startswith(left) and whole.read_bytes() != left
+    )
 
 
 @pytest.mark.parametrize("text", ['{"line": 1, "request": "0", "answer": "red"}\n', "notes", "[]\n", None])
