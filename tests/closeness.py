@@ -4,6 +4,8 @@ The order in which a sum is rounded depends on the CPU, on the number of threads
 order is the right one. Neither side is then wrong; what they may differ by follows from how much was rounded.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +31,30 @@ def tolerance(actual: Tensor, expected: Tensor, steps: int | nn.Module, scale: f
     """
     size = float(expected.detach().abs().max()) if scale is None and expected.numel() else scale or 0.0
     return 2 * roundings(steps) ** 0.5 * torch.finfo(actual.dtype).eps * size
+
+
+@torch.no_grad()
+def gain(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """How much larger a small relative change of `x` comes out of `function`; at least 1.
+
+    What is rounded early in a deep model grows like it on the way: random weights with sharp attention do that. Where
+    both sides lead through such a model, `scale` is this times the largest of what comes out.
+    """
+    small, noise = 1e-4, torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    before, after = function(x), function(x * (1 + small * noise))
+    return max(1.0, float((after - before).pow(2).mean().sqrt() / (small * before.abs().max())))
+
+
+def largest_of_logits(vlm, trace) -> float:
+    """The `scale` of the logits that follow a prompt: their largest, times the language model's gain."""
+
+    def logits(embeds: Tensor) -> Tensor:
+        deeper = {"deepstack_embeds": trace.deepstack[None]} if trace.deepstack.numel() else {}
+        given = {"inputs_embeds": embeds[None], "position_ids": trace.positions[:, None], "logits_to_keep": 1}
+        return vlm.language_model(**given, **deeper).logits[0, -1]
+
+    with torch.inference_mode():
+        return gain(logits, trace.inputs_embeds) * float(logits(trace.inputs_embeds).abs().max())
 
 
 def largest_difference(actual: Tensor, expected: Tensor) -> float:

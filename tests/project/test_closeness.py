@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from closeness import assert_agree, assert_as_exact_as, assert_differ, roundings
+from closeness import assert_agree, assert_as_exact_as, assert_differ, gain, roundings
 from torch import nn
 
 
@@ -25,6 +25,15 @@ def test_rounding_stays_within_the_bound_and_a_forgotten_term_does_not(terms):
     assert_as_exact_as(forwards, backwards, exact)
     with pytest.raises(AssertionError, match="times as far"):
         assert_as_exact_as(in_order(x[:, 1:]), forwards, exact)
+
+
+def test_a_gain_is_how_much_faster_than_its_input_an_output_changes():
+    """Oracle: the derivative, of functions of numbers that are all one."""
+    x = torch.ones(10_000, dtype=torch.float64)
+    assert gain(lambda x: x**3, x) == pytest.approx(3, rel=0.05)
+    assert gain(lambda x: 1000 + x, x) == 1
+    scores = torch.linspace(0, 1000, 1000)
+    assert gain(lambda s: s.softmax(0), scores) > 1
 
 
 def test_nan_other_shapes_and_other_dtypes_never_agree():
