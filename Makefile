@@ -6,10 +6,10 @@ TORCH  ?= $(shell grep '^torch==' constraints.txt)
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # An outer limit for the notebooks, where the system has `timeout`
 LIMIT  := $(if $(shell command -v timeout 2>/dev/null),timeout 900)
-# Without bytecode every one of many processes would compile anew what it imports
+# Modules are compiled when they are first imported, few of many; without bytecode every process would do it again
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
