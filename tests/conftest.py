@@ -58,14 +58,14 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """Coverage, which makes Python half as slow again, rests where a test repeats what others have run.
 
-    That is in property tests, on trained models, on hostile input, and from a test's tenth case on.
+    That is in property tests, on trained models, on hostile input, and from a test's fourth case on.
     """
     cases = Counter()
     for item in items:
         test = item.path, item.originalname
         cases[test] += 1
         repeats = item.get_closest_marker("hypothesis") or item.path.parent.name in ("models", "robustness")
-        if repeats or cases[test] > 9:
+        if repeats or cases[test] > 3:
             item.add_marker("no_cover")
 
 
