@@ -45,18 +45,6 @@ def gain(function: Callable[[Tensor], Tensor], x: Tensor) -> float:
     return max(1.0, float((after - before).pow(2).mean().sqrt() / (small * before.abs().max())))
 
 
-def largest_of_logits(vlm, trace) -> float:
-    """The `scale` of the logits that follow a prompt: their largest, times the language model's gain."""
-
-    def logits(embeds: Tensor) -> Tensor:
-        deeper = {"deepstack_embeds": trace.deepstack[None]} if trace.deepstack.numel() else {}
-        given = {"inputs_embeds": embeds[None], "position_ids": trace.positions[:, None], "logits_to_keep": 1}
-        return vlm.language_model(**given, **deeper).logits[0, -1]
-
-    with torch.inference_mode():
-        return gain(logits, trace.inputs_embeds) * float(logits(trace.inputs_embeds).abs().max())
-
-
 def largest_difference(actual: Tensor, expected: Tensor) -> float:
     """The largest |a - b|, in float64; NaN where either has one."""
     assert actual.shape == expected.shape, f"shapes differ: {tuple(actual.shape)}, {tuple(expected.shape)}"
@@ -68,6 +56,19 @@ def assert_agree(actual: Tensor, expected: Tensor, steps: int | nn.Module, *, sc
     """Rounding explains the difference. `expected` has the dtype of `actual`, or is a float64 oracle."""
     difference, allowed = largest_difference(actual, expected), tolerance(actual, expected, steps, scale)
     assert difference <= allowed, f"differ by {difference:.3g}, where rounding explains {allowed:.3g}"
+
+
+def assert_logits_agree(vlm, trace, actual: Tensor, expected: Tensor) -> None:
+    """Rounding in encoder and language model explains how far two logits (V,) behind the prompt of `trace` differ."""
+
+    def logits(embeds: Tensor) -> Tensor:
+        deeper = {"deepstack_embeds": trace.deepstack[None]} if trace.deepstack.numel() else {}
+        given = {"inputs_embeds": embeds[None], "position_ids": trace.positions[:, None], "logits_to_keep": 1}
+        return vlm.language_model(**given, **deeper).logits[0, -1]
+
+    with torch.inference_mode():
+        scale = gain(logits, trace.inputs_embeds) * float(expected.abs().max())
+    assert_agree(actual, expected, roundings(vlm.encoder) + roundings(vlm.language_model), scale=scale)
 
 
 def assert_differ(actual: Tensor, expected: Tensor, steps: int | nn.Module, what: str = "") -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_qwen3_checkpoint
-from closeness import assert_agree, largest_of_logits, roundings
+from closeness import assert_agree, assert_logits_agree
 from graph_families import build, distance, make_case, manager_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
@@ -101,8 +101,7 @@ def answered(vlm) -> tuple[list[int], torch.Tensor]:
 
 def assert_same(vlm, ours, theirs):
     assert ours[0] == theirs[0]
-    steps, scale = roundings(vlm.encoder) + roundings(vlm.language_model), largest_of_logits(vlm, vlm.trace(**QUESTION))
-    assert_agree(ours[1], theirs[1], steps, scale=scale)
+    assert_logits_agree(vlm, vlm.trace(**QUESTION), ours[1], theirs[1])
 
 
 def test_an_adapter_of_transformers_and_peft(folder, trained_elsewhere):
