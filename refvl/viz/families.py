@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from matplotlib.axes import Axes
 
-from refvl.trace import Trace
 from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import STAGE_COLORS, THEMES, axes_or_new
 
 if TYPE_CHECKING:
+    from refvl.trace import Trace
     from refvl.viz.explorers.families import FamiliesExplorer
 
 FAMILY_KEYS = {  # in THEMES
@@ -73,7 +73,7 @@ def plot_family_curves(sides: Sequence[int], tokens: Mapping[str, Sequence[int]]
     return ax
 
 
-def plot_family_stages(traces: Mapping[str, Trace], *, title: str = "", ax: Axes | None = None) -> Axes:
+def plot_family_stages(traces: Mapping[str, "Trace"], *, title: str = "", ax: Axes | None = None) -> Axes:
     """A bar per family, the stages of its run end to end in milliseconds."""
     ax = axes_or_new(ax, figsize=(9, 0.5 * len(traces) + 1.4))
     stages = list(dict.fromkeys(stage for trace in traces.values() for stage in trace.seconds))

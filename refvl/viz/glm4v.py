@@ -20,11 +20,11 @@ from torch import Tensor
 from refvl.checks import check_shape
 from refvl.positions import interpolate_position_table, merge_block_coordinates
 from refvl.positions.timestamps import VARIANTS, FrameSample, sample_video_frames
-from refvl.trace import Trace
 from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import HIGHLIGHT, PRUNED, SEQUENCE_CMAP, TOKEN_COLORS, axes_or_new, image_axes
 
 if TYPE_CHECKING:
+    from refvl.trace import Trace
     from refvl.viz.explorers.timeline import TimelineExplorer
 
 VARIANT_COLORS = {"glm4v": "#3d5a80", "glm46v": "#8d5a97", "glmga": "#2a9d8f"}
@@ -144,7 +144,7 @@ def plot_clip_tokens(
     return ax
 
 
-def plot_clip_prompt(trace: Trace, processor, *, title: str = "", ax: Axes | None = None) -> Axes:
+def plot_clip_prompt(trace: "Trace", processor, *, title: str = "", ax: Axes | None = None) -> Axes:
     """The video's part of a prompt with one video, a row per step: begin, tokens, end, and the second that is written.
 
     trace: of a GLM model, whose `keep` fades what was pruned. processor: the model's, for its words.

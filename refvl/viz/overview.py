@@ -1,19 +1,23 @@
 """The figure at the top of the README: one photo and one video on their way to the language model."""
 
+from typing import TYPE_CHECKING
+
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from refvl.pixels.patches import PatchConfig
-from refvl.trace import Trace
 from refvl.viz.evs import plot_keep_mask
 from refvl.viz.patches import plot_patches, with_token_budget
 from refvl.viz.positions import plot_positions
 from refvl.viz.windows import plot_windows
 
+if TYPE_CHECKING:
+    from refvl.trace import Trace
+
 FRAMES_SHOWN = 4
 
 
-def plot_overview(photo, config: PatchConfig, clip: Trace, *, tokens: int = 110) -> Figure:
+def plot_overview(photo, config: PatchConfig, clip: "Trace", *, tokens: int = 110) -> Figure:
     """Patches and windows of `photo` at about `tokens` tokens; what a pruned `clip` keeps, and its positions.
 
     clip: the trace of a run on one video with `pruning_rate` set; ValueError if nothing was pruned.

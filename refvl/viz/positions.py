@@ -23,7 +23,6 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from refvl.checks import check_shape
-from refvl.families import load_processor, read_config
 from refvl.paths import DATA, check_clone
 from refvl.positions import MediaSpan, get_mrope_input_positions, merge_block_coordinates, vision_rotary_cos_sin
 from refvl.viz.style import AXIS_COLORS, TOKEN_COLORS, axes_or_new
@@ -239,6 +238,8 @@ def explore_positions(
     from refvl.viz.explorers.positions import PositionsExplorer
 
     if processors is None:
+        from refvl.families import load_processor, read_config
+
         check_clone("explore_positions without processors")
         folders = {name: DATA / "checkpoints" / folder for name, folder in SHIPPED.items()}
         processors = {name: load_processor(folder, read_config(folder)) for name, folder in folders.items()}

@@ -95,7 +95,8 @@ def png_of(figure: Figure) -> bytes:
 
 def _rendered(figure: Figure, dpi: float) -> Image.Image:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", bbox_inches="tight", dpi=dpi)
+    as_is = {"compress_level": 0}  # it is read at once
+    figure.savefig(buffer, format="png", bbox_inches="tight", dpi=dpi, pil_kwargs=as_is)
     return Image.open(buffer).convert("RGB")
 
 

@@ -8,15 +8,18 @@ plot_gpu_estimates  products, traffic and launches of a tower, as milliseconds o
 """
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from refvl.trace import Trace
 from refvl.viz.style import STAGE_COLORS, axes_or_new
 
+if TYPE_CHECKING:
+    from refvl.trace import Trace
 
-def plot_stage_timings(trace: Trace, *, ax: Axes | None = None) -> Axes:
+
+def plot_stage_timings(trace: "Trace", *, ax: Axes | None = None) -> Axes:
     """One bar per stage, in milliseconds, with the shapes that it made."""
     rows = trace.rows()
     ax = axes_or_new(ax, figsize=(9, 0.32 * len(rows) + 1.2))

@@ -31,7 +31,7 @@ from data.training.tiny_minicpmv import PACKING
 from data.training.tiny_step3 import FAMILY as STEP3
 from refvl.paths import DATA
 
-FIRST, SAMPLE = 100_000, 40
+FIRST, SAMPLE = 100_000, 16
 SCENES = [find_family(name) for name in family_names()]
 ALL = [*SCENES, STEP3]
 KINDS = [(family, kind) for family in SCENES for kind in evaluate_tiny.kinds_of(family)]

@@ -5,8 +5,10 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 
 from forked import CONTEXT
 
@@ -18,13 +20,21 @@ def start(arguments, log: Path, **options):
     return process
 
 
-def _run(arguments: list[str], log: Path, gate: Path | None = None, file_limit: int = -1, reader: bool = True) -> None:
+def _run(
+    arguments: list[str],
+    log: Path,
+    gate: Path | None = None,
+    file_limit: int = -1,
+    reader: bool = True,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """gate: a file that the third batch waits for; file_limit: bytes; reader: whether anybody reads the output."""
     import torch
 
     from refvl.pipeline import VLM
     from refvl.tools.cli import main
 
+    os.environ |= environment
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell lets its background jobs ignore
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
