@@ -27,7 +27,7 @@ test: $(STAMP) ## lint, check types, test, and run every notebook from top to bo
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --cov --cov-report=
-	OMP_NUM_THREADS=1 $(LIMIT) $(BIN)/python -m pytest --nbmake --nbmake-timeout=60 -n 2 notebooks
+	OMP_NUM_THREADS=1 $(LIMIT) $(BIN)/python -m pytest --nbmake --nbmake-timeout=60 -n 2 --maxschedchunk=1 notebooks
 
 test-slow: $(STAMP) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow

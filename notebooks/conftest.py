@@ -11,6 +11,12 @@ MOST = 180  # seconds
 BEFORE = pytest.StashKey[float]()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """The last notebooks first: they train, and nobody should wait for one of them at the end."""
+    items.sort(key=lambda item: item.name, reverse=True)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield

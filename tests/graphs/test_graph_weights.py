@@ -75,8 +75,11 @@ def check(encoder, manager, fresh, layouts):
         assert distance(outputs, case.wanted) <= TOLERANCE[encoder.dtype]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("family", FAMILIES)
+KINDS = ("Qwen2.5-VL", "MiniCPM-V 4.5", "Step3-VL")  # one of each way of capturing: grids, slices, two sizes
+CASES = [(f, c) for f in FAMILIES for c in CHANGES if f in KINDS or c in (load, edit_the_data, replace_a_module)]
+
+
+@pytest.mark.parametrize(("family", "change"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_graphs_follow_the_weights(family, change):
     """Oracle: a fresh encoder of the changed weights, without graphs. The sizes are those seen before the change."""
     encoder, layouts = build(family), layouts_of(family)

@@ -192,9 +192,9 @@ def test_a_frame_may_lose_its_tokens_but_not_its_second(dense):
 
 @pytest.mark.parametrize(
     "media",
-    [{}, {"images": PHOTOS}, {"videos": [CLIP]}, {"images": PHOTOS[:1], "videos": [CLIP], "pruning_rate": 0.5}],
-    ids=["text", "pictures", "clip", "picture and pruned clip"],
-)  # fmt: skip
+    [{}, {"images": PHOTOS}, {"images": PHOTOS[:1], "videos": [CLIP], "pruning_rate": 0.5}],
+    ids=["text", "pictures", "picture and pruned clip"],
+)
 def test_graphs_change_no_id(folder, vlm, media):
     graphed = load(folder, graphs={"budgets": [16, 32, 64]})
     expected, trace = (m.trace("What is it?", max_new_tokens=NEW_TOKENS, **media) for m in (vlm, graphed))

@@ -21,7 +21,7 @@ from refvl.pixels.media import load_image
 
 FOLDER = FAMILY.folder
 MEASURED = json.loads(FAMILY.measurements.read_text())
-SAMPLE = 60
+SAMPLE = 24
 
 
 @pytest.fixture(scope="module")
