@@ -75,13 +75,15 @@ train: $(STAMP) ## train a small model again (MODEL=qwen2_5_vl, glm4v, minicpmv)
 clean: ## remove .venv and everything that was generated
 	rm -rf $(VENV) outputs site build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 
-# torch goes first and by its pin alone, so that nothing else decides which build is taken
+# pip first, if it can be had: older ones take twice as long. Then torch, by its pin alone, so that nothing else decides
+# which build is taken
 $(STAMP): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "refvl needs Python 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | head -n 1)."; \
 	  echo "Name another one, for example: make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12"; exit 1; }
 	@echo "Installing the pinned versions into $(VENV) (the first time: a few minutes, about 2 GB)"
 	@$(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	-@$(PIP) --upgrade "$$(grep '^pip==' constraints.txt)"
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) -c constraints.txt -e '.[notebooks,test]'
 	@touch $@

@@ -71,7 +71,8 @@ def test_conda_environment_is_the_pip_environment():
 
 
 def test_makefile_installs_torch_first_and_then_the_same_extras():
-    torch_line, project_line = re.findall(r"^\t\$\(PIP\) (.*)$", MAKEFILE, re.M)
+    pip_line, torch_line, project_line = re.findall(r"^\t(?:-@)?\$\(PIP\) (.*)$", MAKEFILE, re.M)
+    assert "grep '^pip==' constraints.txt" in pip_line
     assert "grep '^torch==' constraints.txt" in torch_line
     assert project_line == f"-c constraints.txt -e '.[{INSTALLED_EXTRAS}]'"
     assert re.search(r"^\$\(STAMP\): constraints.txt pyproject.toml$", MAKEFILE, re.M)
