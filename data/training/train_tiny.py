@@ -40,7 +40,7 @@ And a model reads what it is told only where nothing else tells the same:
 
 import argparse
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -442,9 +442,7 @@ def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int) -
     """
     family, shares = model.family, {}
     for sort in ("picture", *family.clips):
-        drawn, rng = [scenes.draw_sort(sort, split, i) for i in range(count)], np.random.default_rng(count)
-        pixels = torch.from_numpy(np.stack([scenes.render(scene) for scene in drawn]))
-        pixels = pixels[:, None] if sort == "picture" else pixels
+        (drawn, pixels), rng = _first_scenes(sort, split, count), np.random.default_rng(count)
         kinds = [kind for kind, of in family.kinds.items() if of == sort]
         asked = [scenes.draw_questions(scene, kinds, rng) for scene in drawn]
         beside = [
@@ -474,6 +472,14 @@ def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int) -
             asked = [scenes.draw_questions(at_places(scene, places), ["place"], rng) for scene in drawn]
             shares |= _measure(model, builder, drawn, pixels, asked, name=", slices exchanged", shown={"order": order})
     return shares
+
+
+@cache
+def _first_scenes(sort: str, split: str, count: int) -> tuple[list[scenes.Scene], Tensor]:
+    """Scenes and their pixels (B, frames, 84, 84, 3) uint8, kept: every measuring asks about the same."""
+    drawn = [scenes.draw_sort(sort, split, i) for i in range(count)]
+    pixels = torch.from_numpy(np.stack([scenes.render(scene) for scene in drawn]))
+    return drawn, pixels[:, None] if sort == "picture" else pixels
 
 
 BESIDE = ("missing", "everyday", "what", "what_clip")
