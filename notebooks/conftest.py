@@ -11,9 +11,8 @@ MOST = 180  # seconds
 BEFORE = pytest.StashKey[float]()
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """The last notebooks first: they train, and nobody should wait for one of them at the end."""
+    """The last notebook first: it trains models and takes longest, and nothing else should wait for it at the end."""
     items.sort(key=lambda item: item.name, reverse=True)
 
 

@@ -180,7 +180,7 @@ def show_output(output: Any, models: dict, said: str) -> None:
 def lighter(encoded: str, kind: str) -> str:
     """The `data:` address of an image, as WebP where that is smaller."""
     buffer, raw = io.BytesIO(), base64.b64decode(encoded)
-    Image.open(io.BytesIO(raw)).convert("RGB").save(buffer, "webp", quality=82, method=4)
+    Image.open(io.BytesIO(raw)).convert("RGB").save(buffer, "webp", quality=82)
     if len(buffer.getvalue()) < len(raw):
         kind, raw = "image/webp", buffer.getvalue()
     return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
@@ -282,7 +282,7 @@ def thumbnail(notebook: Any) -> str:
         return "<span></span>"
     picture, buffer = Image.open(io.BytesIO(base64.b64decode(max(found, key=len)))).convert("RGB"), io.BytesIO()
     picture.thumbnail((288, 288))
-    picture.save(buffer, "webp", quality=70, method=4)
+    picture.save(buffer, "webp", quality=70)
     alt = html.escape(f"A figure of {title_of(notebook)}")
     return f'<img alt="{alt}" src="data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
 

@@ -5,8 +5,19 @@ The server they are forked from starts once and imports what it was told to unti
 
 import multiprocessing
 
+from torch.distributed import TCPStore
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["refvl.tools.cli", "refvl.loading", "refvl.tools.export", "refvl.parallel", "refvl.encoders", "refvl.graphs",
      "transformers.generation", "hypothesis"]
 )  # fmt: skip
+
+
+def torchrun_variables(count: int) -> list[dict[str, str]]:
+    """The environment that torchrun gives each of `count` processes on one machine."""
+    store = TCPStore("127.0.0.1", 0, is_master=True)  # asks for a free port
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    del store
+    group |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
+    return [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]

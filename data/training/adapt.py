@@ -20,7 +20,7 @@ import refvl
 from data.training import scenes
 from data.training.tiny_family import find_family
 from data.training.tiny_model import Batch, PromptBuilder, TinyModel
-from data.training.train_tiny import Trainer
+from data.training.train_tiny import Trainer, first_scenes
 
 NEW = {"color": "orange", "shape": "ring"}  # kind of question -> the word it is answered with
 RGB = (240, 130, 30)
@@ -145,8 +145,7 @@ def cells_told(trainer: Trainer, count: int = 32) -> tuple[dict[str, float], Ten
     "shape" of the objects, the likeliest of those that there are (1 in 6 and 1 in 5). The second is (count, 3, 3): how
     sure it is, from 0 to 1, that there is something in each cell.
     """
-    drawn = [scenes.draw_scene("select", i) for i in range(count)]
-    pixels = torch.from_numpy(np.stack([scenes.render(scene) for scene in drawn]))[:, None]
+    drawn, pixels = first_scenes("picture", "select", count)
     labels = torch.from_numpy(np.stack([scenes.cell_labels(scene) for scene in drawn]))[:, 0]  # (count, 9, 3)
     learner = trainer.learner
     media = learner.vlm.encode(pixels)[..., : learner.probe.in_features]

@@ -442,7 +442,7 @@ def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int) -
     """
     family, shares = model.family, {}
     for sort in ("picture", *family.clips):
-        (drawn, pixels), rng = _first_scenes(sort, split, count), np.random.default_rng(count)
+        (drawn, pixels), rng = first_scenes(sort, split, count), np.random.default_rng(count)
         kinds = [kind for kind, of in family.kinds.items() if of == sort]
         asked = [scenes.draw_questions(scene, kinds, rng) for scene in drawn]
         beside = [
@@ -475,7 +475,7 @@ def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int) -
 
 
 @cache
-def _first_scenes(sort: str, split: str, count: int) -> tuple[list[scenes.Scene], Tensor]:
+def first_scenes(sort: str, split: str, count: int) -> tuple[list[scenes.Scene], Tensor]:
     """Scenes and their pixels (B, frames, 84, 84, 3) uint8, kept: every measuring asks about the same."""
     drawn = [scenes.draw_sort(sort, split, i) for i in range(count)]
     pixels = torch.from_numpy(np.stack([scenes.render(scene) for scene in drawn]))

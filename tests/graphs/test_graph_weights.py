@@ -76,10 +76,14 @@ def check(encoder, manager, fresh, layouts):
 
 
 KINDS = ("Qwen2.5-VL", "MiniCPM-V 4.5", "Step3-VL")  # one of each way of capturing: grids, slices, two sizes
-CASES = [(f, c) for f in FAMILIES for c in CHANGES if f in KINDS or c in (load, edit_the_data, replace_a_module)]
 
 
-@pytest.mark.parametrize(("family", "change"), CASES, ids=lambda value: getattr(value, "__name__", value))
+def pair(family, change):
+    is_quick = family in KINDS or change in (load, edit_the_data, replace_a_module)
+    return pytest.param(family, change, marks=() if is_quick else pytest.mark.slow, id=f"{family}-{change.__name__}")
+
+
+@pytest.mark.parametrize(("family", "change"), [pair(family, change) for family in FAMILIES for change in CHANGES])
 def test_graphs_follow_the_weights(family, change):
     """Oracle: a fresh encoder of the changed weights, without graphs. The sizes are those seen before the change."""
     encoder, layouts = build(family), layouts_of(family)

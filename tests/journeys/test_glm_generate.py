@@ -192,8 +192,13 @@ def test_a_frame_may_lose_its_tokens_but_not_its_second(dense):
 
 @pytest.mark.parametrize(
     "media",
-    [{}, {"images": PHOTOS}, {"images": PHOTOS[:1], "videos": [CLIP], "pruning_rate": 0.5}],
-    ids=["text", "pictures", "picture and pruned clip"],
+    [
+        {},
+        {"images": PHOTOS},
+        pytest.param({"videos": [CLIP]}, marks=pytest.mark.slow),
+        {"images": PHOTOS[:1], "videos": [CLIP], "pruning_rate": 0.5},
+    ],
+    ids=["text", "pictures", "clip", "picture and pruned clip"],
 )
 def test_graphs_change_no_id(folder, vlm, media):
     graphed = load(folder, graphs={"budgets": [16, 32, 64]})

@@ -1,6 +1,5 @@
 """What a notebook shows of the package, a model and a run. Oracles: IPython's own completer, jedi, pydoc."""
 
-import pydoc
 import subprocess
 import sys
 
@@ -61,7 +60,7 @@ def test_what_is_listed_is_there():
 
 
 def test_help_is_readable():
-    text = pydoc.plain(pydoc.render_doc(refvl))
+    text = python("import pydoc, refvl; print(pydoc.plain(pydoc.render_doc(refvl)))")
     assert "refvl.load" in text and "load(path_or_id" in text and "class VLM" in text
 
 

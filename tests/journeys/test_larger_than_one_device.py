@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint
-from forked import CONTEXT
+from forked import CONTEXT, torchrun_variables
 
 import refvl
 from refvl.paths import DATA
@@ -52,10 +52,9 @@ def test_a_map_without_accelerate_says_so(folder, monkeypatch):
         answer(folder, device_map=dict.fromkeys(PLACES, "cpu"))
 
 
-def work(rank, port, folder, results):
+def work(rank, environment, folder, results):
     """One process of two, as torchrun starts them."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= environment
     torch.set_num_threads(1)
     vlm = refvl.load(folder, device="cpu", progress=False, tp_plan="auto")
     weight = vlm.language_model.model.layers[0].mlp.up_proj.weight
@@ -69,11 +68,11 @@ def work(rank, port, folder, results):
 def test_tensor_parallel_processes_give_the_same_ids(folder, on_one_device):
     """Two processes hold half of each layer's columns and generate the same."""
     pytest.importorskip("accelerate")
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)  # asks for a free port
-    port = str(store.port)
-    del store
     results = CONTEXT.Queue()
-    processes = [CONTEXT.Process(target=work, args=(rank, port, folder, results)) for rank in range(2)]
+    processes = [
+        CONTEXT.Process(target=work, args=(rank, environment, folder, results))
+        for rank, environment in enumerate(torchrun_variables(2))
+    ]
     for process in processes:
         process.start()
     for process in processes:

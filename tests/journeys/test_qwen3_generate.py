@@ -193,8 +193,13 @@ def test_evs_restricts_the_layout_and_keeps_every_second(vlm, oracle, rate):
 
 @pytest.mark.parametrize(
     "media",
-    [{}, {"images": PHOTOS}, {"images": PHOTOS[:1], "videos": [CLIP], "pruning_rate": 0.5}],
-    ids=["text", "pictures", "picture and pruned clip"],
+    [
+        {},
+        {"images": PHOTOS},
+        pytest.param({"videos": [CLIP]}, marks=pytest.mark.slow),
+        {"images": PHOTOS[:1], "videos": [CLIP], "pruning_rate": 0.5},
+    ],
+    ids=["text", "pictures", "clip", "picture and pruned clip"],
 )
 @pytest.mark.parametrize("budgets", [[16, 32, 128], [8]], ids=["replayed", "too small"])
 def test_graphs_change_no_id(dense_folder, dense, media, budgets):

@@ -5,10 +5,8 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from types import MappingProxyType
 
 from forked import CONTEXT
 
@@ -26,19 +24,23 @@ def _run(
     gate: Path | None = None,
     file_limit: int = -1,
     reader: bool = True,
-    environment: Mapping[str, str] = MappingProxyType({}),
+    environment: dict[str, str] | None = None,
+    errors: Path | None = None,
 ) -> None:
-    """gate: a file that the third batch waits for; file_limit: bytes; reader: whether anybody reads the output."""
+    """gate: a file that the third batch waits for; file_limit: bytes; reader: whether anybody reads the output.
+
+    environment: variables beside those that there are; errors: where what goes to stderr is kept, if not in `log`.
+    """
     import torch
 
     from refvl.pipeline import VLM
     from refvl.tools.cli import main
 
-    os.environ |= environment
+    os.environ |= environment or {}
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell lets its background jobs ignore
+    os.dup2(os.open(errors or log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 2)
     if not reader:
         end, output = os.pipe()
         os.close(end)

@@ -9,9 +9,9 @@ from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_step3_
 from checkpoint_factory_minicpmv import make_minicpmv_checkpoint
 from closeness import assert_agree
 from encode_processes import start
+from forked import torchrun_variables
 from PIL import Image
 from safetensors import safe_open
-from torch.distributed import TCPStore
 
 import refvl
 from refvl.paths import DATA
@@ -250,22 +250,16 @@ def test_several_processes_must_share(run, monkeypatch, checkpoint, folder, tmp_
 def by_torchrun(arguments, folder):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "refvl"]
     done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=600)
-    return done.returncode, done.stdout + done.stderr
+    return done.returncode, done.stdout, done.stderr
 
 
 def as_torchrun_does(arguments, folder):
     """The same two processes with the same variables, without its ten seconds of imports."""
-    store = TCPStore("127.0.0.1", 0, is_master=True)  # asks for a free port
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    del store
-    logs = [folder / f"{rank}.log" for rank in range(2)]
-    processes = [
-        start(arguments, log, environment=group | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank, log in enumerate(logs)
-    ]
+    out, err = folder / "stdout", folder / "stderr"
+    processes = [start(arguments, out, errors=err, environment=variables) for variables in torchrun_variables(2)]
     for process in processes:
         process.join(600)
-    return max(process.exitcode for process in processes), "".join(log.read_text() for log in logs)
+    return max(process.exitcode for process in processes), out.read_text(), err.read_text()
 
 
 @pytest.mark.parametrize("launch", [as_torchrun_does, pytest.param(by_torchrun, marks=pytest.mark.slow)])
@@ -274,9 +268,9 @@ def test_two_processes_share_the_work(vlm, checkpoint, folder, tmp_path, launch)
     single process makes that one again."""
     out = tmp_path / "out"
     (folder / "text.png").write_text("no picture")
-    status, said = launch(["encode", checkpoint, folder, "--out", out, "--data-parallel"], tmp_path)
-    assert status != 0 and said.count("5 images in") == 1, said
-    assert said.count("refvl: text.png: ") == 1
+    status, said, errors = launch(["encode", checkpoint, folder, "--out", out, "--data-parallel"], tmp_path)
+    assert status != 0 and said.count("5 images in") == 1, errors
+    assert errors.count("refvl: text.png: ") == 1 and "text.png" in errors
     assert shards(out) == ["embeds-000-00000.safetensors", "embeds-001-00000.safetensors"]
     check_equal(vlm, folder, out)
     (out / "embeds-001-00000.safetensors").unlink()
