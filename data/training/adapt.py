@@ -94,12 +94,12 @@ def training_batch(pupil: Pupil, step: int, count: int, replay: float) -> Batch:
 
 
 def adapt(
-    pupil: Pupil, steps: int, *, lr: float = 5e-3, count: int = 8, replay: float = 0.0
+    pupil: Pupil, steps: int, *, lr: float = 5e-3, count: int = 6, replay: float = 0.0
 ) -> Iterator[tuple[int, float]]:
     """Train what is trainable for `steps` steps of `count` scenes; yields (step, loss) after each."""
     weights = [weight for weight in pupil.vlm.adapters.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=max(0.1, 2 / steps))
     pupil.vlm.adapters.train()
     for step in range(steps):
         batch = training_batch(pupil, step, count, replay)

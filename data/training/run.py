@@ -1,6 +1,6 @@
 """How a tiny model is trained, whichever it is: two processes, their averaged gradients, state, log and checkpoint.
 
-Matrices are updated by Muon, everything else by AdamW; linear warm-up, cosine to zero, at most one restart. Two
+Matrices are updated by Muon, everything else by AdamW; linear warm-up, cosine to zero. Two
 processes of one thread each take half of the examples and average their gradients: the operations are too small to be
 worth splitting. What a step sees depends on (seed, step, worker) alone, so a run that was stopped continues as if it
 had not been.
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 WORKERS = 2
-RESTARTED = 0.35  # share of the highest learning rate that a restart begins with
 
 
 class Trainer:
@@ -34,7 +33,7 @@ class Trainer:
 
     A subclass makes `tokenizer`, `config` and `learner` (whose `vlm` is the model), then calls `start`, and says what
     `losses` of a step are and how `measure` goes. recipe: a frozen dataclass with `steps`, `lr`, `muon_lr`, `warmup`,
-    `restart`, `measure_every` and `see`, the number of steps before the model speaks.
+    `measure_every` and `see`, the number of steps before the model speaks.
     """
 
     tokenizer: Any
@@ -115,17 +114,10 @@ def make_optimizers(learner: nn.Module, recipe, by_adam: tuple[str, ...]) -> lis
 
 
 def learning_rate(step: int, recipe) -> float:
-    """Share of the highest rate: a linear rise, then a cosine down to zero; after `recipe.restart` a lower one."""
+    """Share of the highest rate: a linear rise, then a cosine down to zero."""
     if step < recipe.warmup:
         return (step + 1) / recipe.warmup
-    if recipe.restart and step >= recipe.restart:
-        return RESTARTED * _cosine((step - recipe.restart) / (recipe.steps - recipe.restart))
-    return _cosine((step - recipe.warmup) / max(1, (recipe.restart or recipe.steps) - recipe.warmup))
-
-
-def _cosine(share: float) -> float:
-    """From 1 down to 0."""
-    return 0.5 * (1 + math.cos(math.pi * share))
+    return 0.5 * (1 + math.cos(math.pi * (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)))
 
 
 def average_gradients(learner: nn.Module, losses: Tensor) -> Tensor:

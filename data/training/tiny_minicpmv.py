@@ -63,7 +63,7 @@ class TinyMiniCPMV(TinyFamily):
     prunable = False
     sliced = True
     packing = PACKING
-    recipe = {"see": 200, "steps": 2900, "restart": 2400, "clips": 6}  # noqa: RUF012
+    recipe = {"see": 200, "steps": 2200, "pictures": 9, "clips": 9, "photos": 4, "measure_every": 440}  # noqa: RUF012
 
     def config(self, tokenizer: Tokenizer) -> dict:
         """The dict of `config.json`, flat as released. The position table is for 112 x 112 px: it is sampled."""

@@ -102,7 +102,6 @@ class Recipe:
     alpha: int = 64
     lr: float = 3e-3
     warmup: int = 20
-    restart: int = 0  # never, see `run.learning_rate`
     see: int = 0  # the tower has learned
     seed: int = 0
     measure_every: int = 200

@@ -37,7 +37,6 @@ class Recipe:
     lr: float = 2e-3
     muon_lr: float = 3e-3
     warmup: int = 50
-    restart: int = 0
     probe_weight: float = 0.3
     seed: int = 0
     measure_every: int = 150
