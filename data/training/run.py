@@ -1,9 +1,8 @@
 """How a tiny model is trained, whichever it is: two processes, their averaged gradients, state, log and checkpoint.
 
-Matrices are updated by Muon, everything else by AdamW; linear warm-up, cosine to zero. Two
-processes of one thread each take half of the examples and average their gradients: the operations are too small to be
-worth splitting. What a step sees depends on (seed, step, worker) alone, so a run that was stopped continues as if it
-had not been.
+Matrices are updated by Muon, everything else by AdamW; linear warm-up, cosine to zero. Two processes of one thread
+each take half of the examples and average their gradients: the operations are too small to be worth splitting. What a
+step sees depends on (seed, step, worker) alone, so a run that was stopped continues as if it had not been.
 
 The log of a run lies beside its weights. Its first line is the recipe, each following one a measurement on the split
 "select" with the digest of the weights as they were then; the last digest is that of the weights in the folder.
