@@ -116,7 +116,8 @@ def learning_rate(step: int, recipe) -> float:
     """Share of the highest rate: a linear rise, then a cosine down to zero."""
     if step < recipe.warmup:
         return (step + 1) / recipe.warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)))
+    share = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    return 0.5 * (1 + math.cos(math.pi * share))
 
 
 def average_gradients(learner: nn.Module, losses: Tensor) -> Tensor:
