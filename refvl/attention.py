@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -88,20 +89,24 @@ def group_segment_pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tup
 
     Segments without queries or without keys vanish.
     """
-    starts_q, lengths_q = cu_seqlens_q[:-1].long(), cu_seqlens_q.diff().long()
-    starts_k, lengths_k = cu_seqlens_k[:-1].long(), cu_seqlens_k.diff().long()
+    ends_q, ends_k = cu_seqlens_q.cpu().numpy(), cu_seqlens_k.cpu().numpy()
+    pairs = np.stack([np.diff(ends_q), np.diff(ends_k)])
     groups = []
-    for q, k in sorted({(q, k) for q, k in zip(lengths_q.tolist(), lengths_k.tolist(), strict=True) if q and k}):
-        chosen = (lengths_q == q) & (lengths_k == k)
-        queries_GS = starts_q[chosen][:, None] + torch.arange(q, device=cu_seqlens_q.device)
-        keys_GT = starts_k[chosen][:, None] + torch.arange(k, device=cu_seqlens_k.device)
-        groups.append((queries_GS, keys_GT))
+    for q, k in sorted({(q, k) for q, k in pairs.T.tolist() if q and k}):
+        chosen = np.flatnonzero((pairs[0] == q) & (pairs[1] == k))
+        queries_GS, keys_GT = _spans(ends_q[chosen], q), _spans(ends_k[chosen], k)
+        groups.append((queries_GS.to(cu_seqlens_q.device), keys_GT.to(cu_seqlens_k.device)))
     return tuple(groups)
+
+
+def _spans(starts: np.ndarray, length: int) -> Tensor:
+    """(G, length) int64: the indices from each start on."""
+    return torch.from_numpy(starts[:, None] + np.arange(length))
 
 
 def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
     """(len + 1,) int32, leading 0."""
-    return F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+    return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

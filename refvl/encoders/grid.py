@@ -15,7 +15,7 @@ Shape suffixes: N patches, M merged tokens, E tower width, D language width, K h
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -149,7 +149,7 @@ class GridEncoder(Tower):
         """
         if (metadata is None) == (grid_thw is None):
             raise ValueError("forward: give exactly one of grid_thw and metadata")
-        metadata = self.plan(grid_thw) if metadata is None else metadata
+        metadata = self.kept_plan(grid_thw) if metadata is None else metadata
         rows = (("patches", len(metadata.positions)), ("values (C*Tp*P*P)", self.config.patch_values))
         check_pixel_rows(pixel_values, rows, self.device)
         backend = self.backend(attention, pixel_values.device)
@@ -199,8 +199,15 @@ class TableEncoder(GridEncoder):
 
         The plan holds what the weights are now: plan again after loading.
         """
-        grids = self.check_layouts(grid_thw)
-        return self.move(TableMetadata(**self.plan_frames(grids), position_embeds=self.position_embeds(grids)))
+        return self._with_table(super().plan(grid_thw), grid_thw)
+
+    def kept_plan(self, grid_thw) -> TableMetadata:
+        """As `Tower.kept_plan`, but for the table, which is sampled anew."""
+        return self._with_table(self._keep(grid_thw, super().plan), grid_thw)
+
+    def _with_table(self, frames: FrameMetadata, grid_thw) -> TableMetadata:
+        table = self.position_embeds(self.check_layouts(grid_thw))
+        return TableMetadata(**{f.name: getattr(frames, f.name) for f in fields(frames)}, position_embeds=table)
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> TableMetadata:
         """As in `GridEncoder`, with a position vector for every patch."""

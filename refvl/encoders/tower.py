@@ -3,9 +3,11 @@
 Each encoder is read in its own file. A config is a frozen dataclass on `TowerConfig`, an encoder a `Tower`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from math import prod
+from threading import Lock
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -17,6 +19,7 @@ from refvl.encoders.weights import config_values, load_strict
 from refvl.pixels.patches import Levels
 
 Planned = TypeVar("Planned")
+KEPT_BYTES = 2**22  # of an encoder's kept plans, together; Qwen2.5-VL's take up to 28 for each patch
 
 
 class TowerConfig:
@@ -102,6 +105,7 @@ class Tower(nn.Module):
         self.config, self.attention = config, attention
         self.skipped: list[str] = []  # checkpoint names that `load_weights` left out
         self.is_compiled = False  # whether `compile_blocks` was called
+        self._kept = KeptPlans()
 
     def compile_blocks(self) -> None:
         """Let torch compile each block of the tower as a whole, for all sizes, when it first runs.
@@ -155,6 +159,25 @@ class Tower(nn.Module):
         """A plan, made on the CPU, with every tensor in it on the tower's device."""
         return _to_device(planned, self.device)
 
+    def check_layouts(self, layouts, *, name: str = "layouts") -> Sequence[Any]:
+        """The layouts of a batch, normalised, or a ValueError or TypeError that says what is wrong."""
+        raise NotImplementedError
+
+    def plan(self, layouts) -> Any:
+        """Everything that depends on sizes, computed on the CPU and moved to the tower's device."""
+        raise NotImplementedError
+
+    def kept_plan(self, layouts) -> Any:
+        """`plan`, kept from before where these sizes came lately. To be read alone: another call may have it as well.
+
+        Plans with values of the weights are made anew: no counter or address tells every change of a tensor's values.
+        """
+        return self.plan(layouts) if self.plan_reads_weights else self._keep(layouts, self.plan)
+
+    def _keep(self, layouts, plan: Callable[[tuple], Planned]) -> Planned:
+        layouts = tuple(self.check_layouts(layouts))
+        return self._kept.get((layouts, self.config, self.device, self.reads_groups), lambda: plan(layouts))
+
     def block_rows(self, metadata: Any) -> list[Tensor]:
         """For each time that a forward runs the blocks, the patch row at each place of their input; -1: none."""
         return [torch.arange(int(metadata.cu_seqlens[-1]), device=self.device)]
@@ -184,6 +207,40 @@ class Tower(nn.Module):
     def unused(self) -> str:
         """A regular expression: how checkpoint names begin of parts that this encoder does not have."""
         return r"(?!)"
+
+
+class KeptPlans:
+    """The most recent plans, for any number of threads; a copy starts empty."""
+
+    def __init__(self):
+        self._kept: OrderedDict[Hashable, tuple[Any, list[Tensor], list[int]]] = OrderedDict()
+        self._bytes, self._lock = 0, Lock()
+
+    def __reduce__(self):
+        return KeptPlans, ()
+
+    def get(self, key: Hashable, make: Callable[[], Planned]) -> Planned:
+        """What was kept as `key`, unless somebody wrote into it; else what `make` gives, which is kept."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                plan, tensors, versions = self._kept[key]
+                if [tensor._version for tensor in tensors] == versions:
+                    return plan
+        with torch.inference_mode(False):  # what is kept may be read by a forward with gradients, too
+            plan = make()  # outside of the lock: two threads may plan the same sizes
+        tensors = _tensors(plan)
+        with self._lock:
+            self._drop(key)
+            self._kept[key] = plan, tensors, [tensor._version for tensor in tensors]
+            self._bytes += sum(tensor.nbytes for tensor in tensors)
+            while self._bytes > KEPT_BYTES:
+                self._drop(next(iter(self._kept)))
+        return plan
+
+    def _drop(self, key: Hashable) -> None:
+        _, tensors, _ = self._kept.pop(key, (None, [], []))
+        self._bytes -= sum(tensor.nbytes for tensor in tensors)
 
 
 def send_rows(rows: Sequence[Levels | Tensor], encoder) -> Tensor:
@@ -221,3 +278,10 @@ def _to_device(value: Any, device: torch.device) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: _to_device(getattr(value, f.name), device) for f in fields(value)})
     return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts = [getattr(value, f.name) for f in fields(value)] if is_dataclass(value) else value
+    return [tensor for part in parts for tensor in _tensors(part)] if isinstance(parts, (list, tuple)) else []

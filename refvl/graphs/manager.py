@@ -23,8 +23,8 @@ from refvl.contracts import GraphEncoder
 from refvl.graphs.budgets import Batch, infer_limits, plan_batches
 from refvl.graphs.buffers import fill_metadata, fill_padded, metadata_tensors
 from refvl.graphs.cuda import CudaGraph, Pool, pool_bytes
-from refvl.graphs.plans import PlanCache, adapters_of, addresses, modules_of, weights_of
 from refvl.graphs.recorder import TraceGraph
+from refvl.graphs.weights import adapters_of, addresses, modules_of, weights_of
 
 BACKENDS = ("cuda", "trace")
 MIN_BUDGET = 64  # tokens: a picture of 224 px
@@ -133,7 +133,7 @@ class EncoderGraphManager:
         self._pool: Pool | None = None
         self._last_stream: torch.cuda.Stream | None = None
         self._weights: tuple = ()
-        self._plans, self._stats = PlanCache(encoder), GraphStats()
+        self._stats = GraphStats()
         self._lock, self._of_thread = RLock(), local()
 
     def _choose_backend(self) -> str:
@@ -156,7 +156,7 @@ class EncoderGraphManager:
             if self.captured and weights == self._weights:
                 return
             self._drop()
-            self.backend, self._weights, self._plans = self._choose_backend(), weights, PlanCache(self.encoder)
+            self.backend, self._weights = self._choose_backend(), weights
             if self.backend == "cuda":
                 self._pool, self._last_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.encoder.device)
             bar = tqdm(self.limits.budgets[::-1], desc="capture", unit="graph", disable=not self.progress)
@@ -192,7 +192,7 @@ class EncoderGraphManager:
         with self._lock:
             if not self.captured:
                 self.capture()  # `run` notices when the weights have moved since, and plans again
-            weights, plans = self._weights, self._plans
+            weights = self._weights
             max_rows = [len(self.captured[budget].pixel_values) for budget in self.limits.budgets]
         rows = [patches for patches, _, _ in sizes]
         batches = plan_batches(
@@ -200,7 +200,7 @@ class EncoderGraphManager:
             policy=self.policy, frames=[frames for _, _, frames in sizes], max_frames=self.limits.max_frames,
             rows=rows, max_rows=max_rows,
         )  # fmt: skip
-        metadata = [plans.plan(tuple(layouts[i] for i in b.indices), sum(rows[i] for i in b.indices)) for b in batches]
+        metadata = [self.encoder.kept_plan([layouts[i] for i in batch.indices]) for batch in batches]
         return GraphPlan(layouts, sizes, batches, metadata, weights)
 
     @torch.inference_mode()
@@ -264,6 +264,5 @@ class EncoderGraphManager:
 
     def _drop(self) -> None:
         self.captured.clear()
-        self._plans = PlanCache(self.encoder)
         if self.backend == "cuda":
             torch.cuda.empty_cache()

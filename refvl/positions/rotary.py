@@ -5,6 +5,7 @@ Pixel rows, rotary angles and position tables all share one order: for each fram
 m x m patches of the block - so that the merger can fold a block by a plain reshape.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,13 +15,13 @@ from refvl.checks import as_grids, check_positive, check_positive_int
 def merge_block_coordinates(grid_thw, *, spatial_merge_size: int = 2) -> Tensor:
     """(N, 2) int64: (row, column) of every patch, items and frames one after the other, in merge-block order."""
     m = spatial_merge_size
-    coordinates = [torch.empty(0, 2, dtype=torch.int64)]
+    coordinates = [np.empty((0, 2), np.int64)]
     for t, h, w in as_grids(grid_thw, spatial_merge_size=m):
-        rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
-        grid_HW2 = torch.stack([rows, columns], dim=-1)
-        blocks = grid_HW2.view(h // m, m, w // m, m, 2).transpose(1, 2)  # (h/m, w/m, m, m, 2)
-        coordinates.append(blocks.reshape(-1, 2).expand(t, -1, -1).flatten(0, 1))
-    return torch.cat(coordinates)
+        blocks = np.empty((h // m, w // m, m, m, 2), np.int64)
+        blocks[..., 0] = np.arange(h).reshape(-1, 1, m, 1)
+        blocks[..., 1] = np.arange(w).reshape(1, -1, 1, m)
+        coordinates += [blocks.reshape(-1, 2)] * t
+    return torch.from_numpy(np.concatenate(coordinates))
 
 
 def vision_rotary_cos_sin(

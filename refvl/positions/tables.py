@@ -49,10 +49,12 @@ def interpolate_position_table(
 
 def _place_on_table(h: int, w: int, spatial_merge_size: int, align_corners: bool) -> Tensor:
     """(h * w, 2) float32: where each patch falls, (column, row); -1 and 1 are the table's edges, or its last places."""
-    row_column = merge_block_coordinates([(1, h, w)], spatial_merge_size=spatial_merge_size)
+    row_column = merge_block_coordinates([(1, h, w)], spatial_merge_size=spatial_merge_size).numpy().astype(np.float32)
     if align_corners:
-        return (row_column / torch.tensor([h - 1, w - 1]).clamp(min=1) * 2 - 1).flip(-1)
-    return (((row_column + 0.5) / torch.tensor([h, w])) * 2 - 1).flip(-1)
+        place = row_column / np.array([max(h - 1, 1), max(w - 1, 1)], np.float32) * 2 - 1
+    else:
+        place = (row_column + 0.5) / np.array([h, w], np.float32) * 2 - 1
+    return torch.from_numpy(place[:, ::-1].copy())
 
 
 def sincos_frequencies(embed_dim: int) -> Tensor:

@@ -5,6 +5,7 @@ block, so that every window is a contiguous segment of the sequence and a varlen
 The inverse permutation, applied after the merger, restores the order.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,24 +33,22 @@ def get_window_index(
         raise ValueError(
             f"window_size: must hold at least one merged token of {patch_size * merge} px, got {window_size}"
         )
-    indices, lengths, offset = [], [torch.zeros(1, dtype=torch.int64)], 0
+    indices, lengths, offset = [np.empty(0, np.int64)], [np.zeros(1, np.int64)], 0
     for t, h, w in as_grids(grid_thw):
         window_M = _window_of_each_token((t, h // merge, w // merge), side)
-        indices.append(torch.argsort(window_M, stable=True) + offset)
-        lengths.append(torch.bincount(window_M) * merge**2)
-        offset += window_M.numel()
-    window_index = torch.cat(indices) if indices else torch.empty(0, dtype=torch.int64)
-    return window_index, torch.cat(lengths).cumsum(0).to(torch.int32)
+        indices.append(window_M.argsort(kind="stable") + offset)
+        lengths.append(np.bincount(window_M) * merge**2)
+        offset += len(window_M)
+    cu_window_seqlens = np.concatenate(lengths).cumsum().astype(np.int32)
+    return torch.from_numpy(np.concatenate(indices)), torch.from_numpy(cu_window_seqlens)
 
 
-def _window_of_each_token(merged_thw: Grid, side: int) -> Tensor:
+def _window_of_each_token(merged_thw: Grid, side: int) -> np.ndarray:
     """(M,) int64: the number of the window that each merged token falls into, frame by frame, row by row."""
     t, h, w = merged_thw
     rows, columns = -(-h // side), -(-w // side)
-    frame = torch.arange(t).view(t, 1, 1) * (rows * columns)
-    row = (torch.arange(h) // side).view(1, h, 1) * columns
-    column = (torch.arange(w) // side).view(1, 1, w)
-    return (frame + row + column).flatten()
+    frame, row, column = np.arange(t).reshape(-1, 1, 1), np.arange(h).reshape(-1, 1), np.arange(w)
+    return ((frame * rows + row // side) * columns + column // side).ravel()
 
 
 def max_window_count(max_tokens: int, max_frames: int, side: int) -> int:

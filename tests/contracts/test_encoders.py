@@ -450,6 +450,18 @@ def test_a_plan_says_whether_it_reads_weights(case):
 
 
 @every_case
+@torch.no_grad()
+def test_new_weights_are_read_whatever_was_planned(case):
+    """The same sizes before and after. Oracle: a plan made after."""
+    encoder, rows = deepcopy(built(case)), rows_for(case, case.small)
+    before = encoder(rows, case.small)
+    for parameter in encoder.parameters():
+        parameter.mul_(2)
+    after = encoder(rows, case.small)
+    assert torch.equal(after, encoder(rows, metadata=encoder.plan(case.small))) and not torch.equal(after, before)
+
+
+@every_case
 def test_metadata_is_frozen_and_complete(case):
     plan = built(case).plan(case.small)
     first, *others = (field.name for field in fields(plan))

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.graphs import Batch, CaptureError, EncoderGraphManager
-from refvl.graphs.plans import PlanCache
 from refvl.positions import compute_retention_mask
 
 CONFIG = Qwen2_5_VisionConfig.tiny()  # windows of 2 x 2 merged tokens, frames in two of four blocks
@@ -276,20 +275,6 @@ def test_clear_gives_everything_back_and_the_next_use_captures_again(encoder):
     assert_equal(encoder, outputs, wanted)  # clones outlive the graphs
     assert_equal(encoder, manager.execute(patches, grids), wanted)
     assert manager.stats().hits == 1
-
-
-def test_few_plans_are_kept(encoder, monkeypatch):
-    """Plans hold device memory per patch: the most recent ones stay, and what was dropped is planned again."""
-    manager = new_manager(encoder)
-    monkeypatch.setattr("refvl.graphs.plans.CACHED_PATCHES", 300)
-    monkeypatch.setattr(manager, "_plans", PlanCache(encoder))
-    shapes = [(1, 2 * h, 2 * w) for h in range(1, 7) for w in range(1, 7)]
-    for grid in [*shapes, shapes[0]]:
-        patches = patches_of([grid])
-        assert_equal(encoder, manager.execute(patches, [grid]), eager(encoder, patches, [grid]))
-        kept = manager._plans.layouts()
-        assert sum(t * h * w for grids in kept for t, h, w in grids) == manager._plans._patches <= 300
-    assert kept[-2:] == [(shapes[-1],), (shapes[0],)]
 
 
 def test_a_plan_belongs_to_its_call(encoder, manager):

@@ -5,7 +5,7 @@ import torch
 from graph_families import FAMILIES, build, distance, make_case, manager_of
 
 from refvl.encoders.step3_vl import Step3VisionEncoder
-from refvl.graphs.plans import addresses, modules_of, weights_of
+from refvl.graphs.weights import addresses, modules_of, weights_of
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-12}  # as in test_graph_threads; stale weights are off by 0.1
 LAYOUTS = {
@@ -122,25 +122,6 @@ def test_a_plan_of_moved_weights_is_made_again(family):
     outputs = manager.run(case.rows, plan)
     assert outputs[0].dtype == torch.float64
     assert distance(outputs, case.wanted) <= TOLERANCE[torch.float64]
-
-
-@pytest.mark.parametrize(("family", "keeps"), [("Qwen2.5-VL", True), ("GLM-4.1V", False), ("MiniCPM-V 4.5", True)])
-def test_only_plans_that_read_no_weights_are_kept(family, keeps):
-    """GLM's plan samples its table of positions; the others' depend on sizes alone."""
-    encoder, [batch, _] = build(family), layouts_of(family)
-    manager, made = manager_of(encoder), []
-    plan = encoder.plan
-
-    def counted(layouts):
-        made.append(layouts)
-        return plan(layouts)
-
-    encoder.plan = counted
-    for _ in range(3):
-        manager.plan(batch)
-    planned = len(manager.plan(batch).batches)
-    assert len(made) == (planned if keeps else 4 * planned)
-    assert len(manager._plans.layouts()) == (planned if keeps else 0)
 
 
 def test_in_place_changes_capture_nothing_again():
