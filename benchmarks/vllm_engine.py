@@ -5,13 +5,18 @@ code that ours do not: `stand_ins` puts ours in their place. Names are those of 
 makes an environment with its build for CPUs. Import this module first: vLLM reads these variables when imported.
 """
 
+import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig, BatchFeature, Qwen3Config, SiglipVisionConfig
 
 import refvl
@@ -37,6 +42,36 @@ def start(folder: str | Path, **options) -> Any:
     if options.get("video_pruning_rate"):  # the runner for CPUs forgets what the one for GPUs sets when it loads
         runner(engine).is_multimodal_pruning_enabled = True
     return engine
+
+
+def start_tower(
+    checkpoint: Path, vision_config: dict, weights: dict[str, Tensor]
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The tower of a vLLM engine that loads `checkpoint` with this one in place of its own.
+
+    weights: by transformers' names. The tower takes (N, values) patch rows and (items, 3) grids, as vLLM's model calls
+    it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+        config = json.loads((checkpoint / "config.json").read_text())
+        config["vision_config"] = {"model_type": config["vision_config"]["model_type"]} | vision_config
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        tensors = load_file(checkpoint / "model.safetensors")
+        [prefix] = {name.partition("visual.")[0] for name in tensors if "visual." in name}
+        tensors = {name: tensor for name, tensor in tensors.items() if "visual." not in name}
+        tensors |= {f"{prefix}visual.{name}": tensor.contiguous() for name, tensor in weights.items()}
+        save_file(tensors, Path(folder) / "model.safetensors")
+        engine = start(folder, skip_mm_profiling=True)
+    from vllm.forward_context import set_forward_context
+
+    found = runner(engine)
+
+    def tower(pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
+        with set_forward_context(None, found.vllm_config):
+            return found.model.visual(pixel_values, grid_thw=grid_thw)
+
+    return tower
 
 
 def runner(engine: Any) -> Any:
