@@ -72,7 +72,7 @@ def tower_on(grids: list, config: Qwen2_5_VisionConfig = WINDOWS_ONLY) -> Callab
     torch.manual_seed(0)
     tower = Qwen2_5_VisionTransformer(config).eval()
     x = torch.randn(sum(math.prod(grid) for grid in grids), config.patch_values)
-    return partial(tower, x, grids)
+    return lambda: tower(x, metadata=tower.plan(grids))
 
 
 def attention_on(side: int, windows: bool) -> tuple[int, Callable]:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +24,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import typer
 from PIL import Image
 from torch import Tensor
@@ -122,14 +122,17 @@ def traffic(config: Qwen2_5_VisionConfig, side: int, dtype: torch.dtype) -> dict
     return {"patches": len(x), "operations": encoder_operations(tower, grid)} | counted
 
 
+@torch.inference_mode()
 def measure_peaks(repeats: int) -> dict[str, float]:
-    """The best that this machine does: operations per second of a product, by dtype, and bytes per second of a copy."""
+    """The best of this machine: operations per second of a product, by dtype and any kernel, and bytes of a copy."""
     source, target = torch.ones(2**26), torch.empty(2**26)
     peaks = {"bytes_per_s": 2 * source.nbytes / min(processor_seconds(lambda: target.copy_(source)) for _ in range(5))}
     for dtype in (torch.float32, torch.bfloat16):
-        x, weight = torch.randn(512, 1280).to(dtype), torch.randn(1280, 1280).to(dtype)
-        seconds = min(processor_seconds(partial(F.linear, x, weight)) for _ in range(20 * repeats))
-        peaks[str(dtype).removeprefix("torch.")] = 2 * x.numel() * len(weight) / seconds
+        x, layer = torch.randn(512, 1280).to(dtype), torch.nn.Linear(1280, 1280, bias=False).to(dtype)
+        layers = [layer, deepcopy(layer)]
+        use_onednn(layers[1])
+        seconds = min(processor_seconds(partial(way, x)) for way in layers for _ in range(20 * repeats))
+        peaks[str(dtype).removeprefix("torch.")] = 2 * x.numel() * layer.out_features / seconds
     return peaks
 
 
@@ -150,7 +153,7 @@ def measure_linear(repeats: int) -> list[dict]:
 
 @torch.inference_mode()
 def measure_towers(repeats: int) -> list[dict]:
-    """Forwards, plan included, with their operations and bytes."""
+    """Forwards of a size that comes again, with their operations and bytes."""
     rows = []
     for name, config in TOWERS.items():
         torch.manual_seed(0)

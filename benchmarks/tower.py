@@ -3,8 +3,9 @@
 Where vLLM is installed (`benchmarks/vllm_env.sh` makes an environment with its build for CPUs) a CPU runs its towers
 beside them. Calls alternate, so that a busy machine slows all; what counts is the ratio. Outputs are compared before
 anything is timed. Linear layers on a CPU are those that `refvl.load` takes there. Every call has new pixels of the same
-size, whose plan refvl keeps; what planning costs when a size is new is measured beside it. With --write the results go
-to data/measurements/tower_<cpu|cuda>.json, with device, versions and date.
+size, whose plan refvl keeps; measured beside it are planning, which a new size costs, and refvl's attention alone, a
+kernel that all share. With --write the results go to data/measurements/tower_<cpu|cuda>.json, with device, versions and
+date.
 """
 
 import importlib.metadata
@@ -13,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from unittest.mock import patch
 
 import torch
 import typer
@@ -31,6 +33,7 @@ from benchmarks.report import (
     resolve_device,
     write_measurement,
 )
+from refvl.attention import Segments
 from refvl.encoders import Glm4vVisionConfig, Glm4vVisionTransformer, Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.encoders.linear import choose_linear, use_onednn
 from refvl.paths import DATA
@@ -105,6 +108,20 @@ def seconds_of(call, device: str) -> float:
     return time.perf_counter() - start
 
 
+def seconds_of_attention(call, device: str) -> float:
+    """Of one call, what it spends in refvl's attention."""
+    attend, seconds = Segments.attend, list[float]()
+
+    def timed(*args):
+        out = []
+        seconds.append(seconds_of(lambda: out.append(attend(*args)), device))
+        return out[0]
+
+    with patch.object(Segments, "attend", timed):
+        call()
+    return sum(seconds)
+
+
 @torch.inference_mode()
 def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dtype, vllms=None) -> dict:
     """Median milliseconds of each over `repeats` alternating calls with new random pixels; ratios to refvl's."""
@@ -124,11 +141,12 @@ def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dt
     x = pixels()
     ours_first, *others = (way(x).float() for way in (ways["refvl"], *ways.values()))
     difference = max(((other - ours_first).norm() / other.norm()).item() for other in others)
-    times: dict[str, list[float]] = {name: [] for name in [*ways, "plan"]}
+    times: dict[str, list[float]] = {name: [] for name in [*ways, "plan", "attention"]}
     for i in range(WARM_UP + repeats):
         x = pixels()
         seconds = {name: seconds_of(lambda x=x, way=way: way(x), device) for name, way in ways.items()}
         seconds["plan"] = seconds_of(lambda: ours.plan(grid), device)
+        seconds["attention"] = seconds_of_attention(lambda x=x: ours(x, grid), device)
         for name, value in seconds.items() if i >= WARM_UP else ():
             times[name].append(value)
     medians = {name: statistics.median(samples) * 1e3 for name, samples in times.items()}
@@ -148,7 +166,7 @@ def run(device: Device = "auto", repeats: Repeats = 15, write: Write = False) ->
         f"tower_{device}", f"{'; '.join(TOWERS[device])}: each on {inputs}; timed calls: {repeats}", repeats + WARM_UP
     )
     has_vllm = device == "cpu" and importlib.util.find_spec("vllm") is not None
-    shown = ["transformers_ms", "refvl_ms", "plan_ms", "ratio"] + ["vllm_ms", "vllm_ratio"] * has_vllm
+    shown = ["transformers_ms", "refvl_ms", "attention_ms", "plan_ms", "ratio"] + ["vllm_ms", "vllm_ratio"] * has_vllm
     columns = {"tower": "<35", "input": "<25", "patches": ">7"} | {name.replace("_", " "): ">15" for name in shown}
     about = environment(device) | {"linear": choose_linear("auto", torch.device(device), dtype), "repeats": repeats}
     rows, table = [], PrintedTable(f"vision tower on {device}, {str(dtype).removeprefix('torch.')}", columns)

@@ -65,11 +65,10 @@ def start_tower(
         engine = start(folder, skip_mm_profiling=True)
     from vllm.forward_context import set_forward_context
 
-    found = runner(engine)
-
     def tower(pixel_values: Tensor, grid_thw: Tensor) -> Tensor:
-        with set_forward_context(None, found.vllm_config):
-            return found.model.visual(pixel_values, grid_thw=grid_thw)
+        own = runner(engine)  # the engine has to live: it empties its runner when it goes
+        with set_forward_context(None, own.vllm_config):
+            return own.model.visual(pixel_values, grid_thw=grid_thw)
 
     return tower
 
