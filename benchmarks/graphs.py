@@ -2,7 +2,7 @@
 
 Four ways to encode the same pictures take turns, with new random pixels every time, so that a busy machine slows all:
 
-- eager     the encoder as it is called without graphs
+- eager     the encoder without graphs, its plan included
 - planned   the encoder with its plan at hand: what is left is the forward
 - doubling  replay, budgets that double (`EncoderGraphManager`'s own), plans at hand after the first call
 - fitted    replay, one budget for each size of picture: no padding, for those who know what arrives
@@ -97,7 +97,7 @@ def measure(encoder, managers: dict, layouts: list, repeats: int) -> dict:
     device, patches = encoder.device, count_rows(encoder, layouts)
     plan = encoder.plan(layouts)
     ways = {
-        "eager": lambda x: encoder(x, layouts),
+        "eager": lambda x: encoder(x, metadata=encoder.plan(layouts)),
         "planned": lambda x: encoder(x, metadata=plan),
         **{name: partial(manager.execute, layouts=layouts) for name, manager in managers.items()},
     }
