@@ -155,7 +155,7 @@ def curves() -> list[Curve]:
         Curve("packing into graphs", "items", ITEMS, packing_on),
         Curve("M-RoPE positions", "prompt tokens", TOKENS, positions_on),
         Curve("decode step", "prompt tokens", TOKENS, partial(prefill_on, model, chunk=1)),
-        Curve("prefill", "prompt tokens", TOKENS[:-3], partial(prefill_on, model), 2),
+        Curve("prefill", "prompt tokens", TOKENS, partial(prefill_on, model), 2),
     ]
 
 
