@@ -18,13 +18,13 @@ TINY = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "
 
 
 def in_products():
-    """Attention as products of matrices: torch does not count the fused kernel of a CPU."""
+    """Attention as products of matrices: torch counts neither the fused kernel of a CPU nor oneDNN's linear layers."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
 @pytest.fixture(scope="module", params=TINY)
 def model(request):
-    return refvl.load(DATA / "checkpoints" / request.param, device="cpu", progress=False)
+    return refvl.load(DATA / "checkpoints" / request.param, device="cpu", linear="torch", progress=False)
 
 
 @torch.no_grad()
