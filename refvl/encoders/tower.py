@@ -175,8 +175,10 @@ class Tower(nn.Module):
         return self.plan(layouts) if self.plan_reads_weights else self._keep(layouts, self.plan)
 
     def _keep(self, layouts, plan: Callable[[tuple], Planned]) -> Planned:
-        layouts = tuple(self.check_layouts(layouts))
-        return self._kept.get((layouts, self.config, self.device, self.reads_groups), lambda: plan(layouts))
+        layouts, device = tuple(self.check_layouts(layouts)), self.device
+        on_gpu = device.type == "cuda" and torch.cuda.is_available()
+        stream = torch.cuda.current_stream(device) if on_gpu else None  # another may run ahead of the plan's copies
+        return self._kept.get((layouts, self.config, device, stream, self.reads_groups), lambda: plan(layouts))
 
     def block_rows(self, metadata: Any) -> list[Tensor]:
         """For each time that a forward runs the blocks, the patch row at each place of their input; -1: none."""

@@ -128,6 +128,17 @@ def test_a_replay_of_a_size_seen_before_copies_rows_alone(machine, family):
     assert again["kernels"] <= 1 + KERNELS_AROUND_A_REPLAY[family]  # one is the rows' copy
 
 
+def test_a_kept_plan_belongs_to_the_stream_that_copied_it(machine):
+    """Nothing orders another stream behind those copies."""
+    encoder, rows, layouts = start("Qwen2.5-VL")
+    rows, copies = send_rows([rows], encoder), []
+    for stream in (None, torch.cuda.Stream(), None):
+        with torch.cuda.stream(stream or torch.cuda.current_stream()):
+            copies += [count(machine, lambda: encoder(rows, layouts))["copies"] for _ in range(2)]
+    planned = COPIES_OF_A_PLAN["Qwen2.5-VL"]
+    assert copies == [planned, 0, planned, 0, 0, 0]
+
+
 @pytest.mark.parametrize("family", ["Qwen2.5-VL", "GLM-OCR"])
 def test_a_million_patches_cost_twelve_bytes_each(monkeypatch, family):
     """Row and column, and for Qwen two indices per merged token; the segments are few."""
