@@ -1,9 +1,10 @@
 """Where the time of a CPU goes, and what a GPU would do with the same work: `python -m benchmarks.performance`.
 
 Measured on one thread, in processor seconds, sides taking turns: the best matrix product and copy of this machine;
-linear layers by kernel; the tower, which with its counted operations and bytes is a point under that roof; pixels to
-patch rows beside transformers' Pillow processor; decoding with a cache of fixed size; the stages of whole answers; a
-fresh process up to its first answer, and what of that is importing torch and transformers' text model.
+linear layers by kernel, and what a prefill and a step of training gain from it; the tower, which with its counted
+operations and bytes is a point under that roof; pixels to patch rows beside transformers' Pillow processor; decoding
+with a cache of fixed size; the stages of whole answers; a fresh process up to its first answer, and what of that is
+importing torch and transformers' text model.
 
 Counted, never run: kernels, operations and bytes of the 7B tower in bfloat16, attention as the one kernel that it is on
 a GPU. The notebook makes estimates of them. With --write the results go to data/measurements/performance_cpu.json.
@@ -43,9 +44,11 @@ from benchmarks.report import (
     side_by_side,
     write_measurement,
 )
+from data.training import train_tiny
+from data.training.tiny_family import find_family
 from refvl.attention import Segments
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
-from refvl.encoders.linear import OneDnnLinear, choose_linear, use_onednn
+from refvl.encoders.linear import KERNELS, OneDnnLinear, choose_linear, use_onednn
 from refvl.families import read_config
 from refvl.language.model import random_language_model
 from refvl.paths import DATA
@@ -63,6 +66,7 @@ TOWERS = {
 SIDES = (84, 224, 504)  # px
 GPU_SIDES = (112, 224, 336, 504, 672, 1036)
 ROWS = (1, 8, 64, 256)
+PROMPTS = (64, 512, 2048)  # tokens
 PICTURES = ((224, 224), (448, 448), (1024, 1024), (2048, 1536), (4000, 3000))  # width x height
 SCENE = DATA / "pictures" / "scene.png"
 QUESTIONS: dict[str, dict[str, Any]] = {
@@ -197,6 +201,35 @@ def measure_decode(repeats: int) -> dict:
     return side_by_side({kind: partial(model.chat, QUESTION, **options) for kind, model in models.items()}, repeats)
 
 
+def prefill(language_model, embeds: Tensor) -> None:
+    """The forward of a prompt (1, L, D), positions counted as of text."""
+    positions = torch.arange(embeds.shape[1]).expand(3, 1, -1)
+    language_model(inputs_embeds=embeds, position_ids=positions, logits_to_keep=1)
+
+
+def measure_gains(repeats: int) -> list[dict]:
+    """What else the kernel of linear layers changes: the tiny model's prefill, and a step of its training."""
+    models = {kernel: refvl.load(CHECKPOINT, linear=kernel, progress=False).language_model for kernel in KERNELS[1:]}
+    rows: list[dict] = []
+    for tokens in PROMPTS:
+        embeds = torch.randn(1, tokens, models["torch"].config.hidden_size)
+        with torch.inference_mode():
+            ways = {kernel: partial(prefill, model, embeds) for kernel, model in models.items()}
+            rows.append({"what": f"prefill of {tokens} tokens"} | side_by_side(ways, 4 * repeats))
+    trainers = {kernel: make_trainer(CHECKPOINT.name.removeprefix("tiny-"), kernel) for kernel in KERNELS[1:]}
+    ways = {kernel: trainer.losses for kernel, trainer in trainers.items()}
+    return [*rows, {"what": "training, a step"} | side_by_side(ways, repeats)]
+
+
+def make_trainer(name: str, kernel: str) -> train_tiny.Trainer:
+    """At the first step at which the model answers."""
+    recipe = train_tiny.recipe_of(find_family(name))
+    with patch("data.training.run.choose_linear", lambda *_: kernel):
+        trainer = train_tiny.make_trainer(name, recipe, rank=0)
+    trainer.step = recipe.see
+    return trainer
+
+
 def measure_evs(repeats: int) -> dict:
     """One layer as wide as that of Qwen2.5-VL-3B: a prompt of 90 % video tokens, whole and without three quarters."""
     text_config = read_config(DATA / "configs" / "Qwen2.5-VL-3B-Instruct.json").get_text_config()
@@ -207,13 +240,9 @@ def measure_evs(repeats: int) -> dict:
     thw, words, q = (10, 9, 8), 80, 0.75
     video = torch.randn(math.prod(thw), text_config.hidden_size)
 
-    def prefill(embeds: Tensor) -> None:
-        positions = torch.arange(embeds.shape[1]).expand(3, 1, -1)
-        layer(inputs_embeds=embeds, position_ids=positions, logits_to_keep=1)
-
     kept = words + int(compute_retention_mask(video, thw, 1, q).sum())
     prompt = torch.randn(1, words + len(video), text_config.hidden_size)
-    ways = {"whole": partial(prefill, prompt), f"q = {q}": partial(prefill, prompt[:, :kept])}
+    ways = {"whole": partial(prefill, layer, prompt), f"q = {q}": partial(prefill, layer, prompt[:, :kept])}
     ways["mask"] = partial(compute_retention_mask, video, thw, 1, q)
     with torch.inference_mode():
         return {"prompt_tokens": prompt.shape[1], "kept_tokens": kept} | side_by_side(ways, repeats)
@@ -248,7 +277,7 @@ def run(repeats: Repeats = 3, write: Write = False) -> None:
     print({name: f"{value / 1e9:.0f} G/s" for name, value in result["peaks"].items()}, flush=True)
     table = PrintedTable("times as fast as the first", {"what": "<32", "first": "<22", "others": "<40"})
     measured = {
-        "linear": measure_linear, "towers": measure_towers, "pixels": measure_pixels,
+        "linear": measure_linear, "towers": measure_towers, "gains": measure_gains, "pixels": measure_pixels,
         "decode": lambda repeats: [measure_decode(repeats)], "evs": lambda repeats: [measure_evs(repeats)],
     }  # fmt: skip
     for what, measure in measured.items():

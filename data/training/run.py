@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from refvl.encoders.linear import choose_linear, use_onednn
+
 WORKERS = 2
 
 
@@ -44,7 +46,9 @@ class Trainer:
         self.family, self.recipe, self.rank, self.step = family, recipe, rank, 0
 
     def start(self) -> None:
-        """The optimizers of `learner`."""
+        """The kernel of `learner`'s linear layers, as `refvl.load` takes it, and the optimizers."""
+        if choose_linear("auto", torch.device("cpu"), torch.float32) == "onednn":
+            use_onednn(self.learner)
         self.optimizers = make_optimizers(self.learner, self.recipe, (*self.family.by_adam, "probe"))
         self.peaks = [group["lr"] for group in self._groups()]
 
