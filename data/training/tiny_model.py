@@ -220,7 +220,7 @@ class PromptBuilder:
                 numbers += [b * len(row) + q] * answer_length
         ids, rows, columns = torch.from_numpy(ids), torch.tensor(rows), torch.tensor(columns)
         return Batch(
-            pixels if pixels is None else torch.as_tensor(pixels), grid, spans, ids, positions, mask,
+            pixels if pixels is None else torch.as_tensor(np.require(pixels, requirements="W")), grid, spans, ids, positions, mask,
             rows, columns, ids[rows, columns + 1], torch.tensor(numbers), shown or {},
             None if seconds is None else torch.tensor([list(row) for row in seconds]),
         )  # fmt: skip

@@ -69,8 +69,8 @@ def test_one_merge_block_is_m_by_m_neighbours():
 def test_application_equals_transformers(dtype):
     """Oracle: `apply_rotary_pos_emb_vision`, which takes each angle twice, and both against float64.
 
-    Of two products and a sum, each rounded to float32, then to dtype; where the CPU adds a product in one step it is
-    rounded once less than in transformers, so bits may differ.
+    Of two products and a sum, each rounded to float32, then to dtype, whose smallest numbers have equal steps. Where
+    the CPU adds a product in one step it is rounded once less than in transformers, so bits may differ.
     """
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
@@ -82,7 +82,7 @@ def test_application_equals_transformers(dtype):
         turned = torch.complex(first, second) * torch.complex(cos.double(), sin.double())[:, None]
         exact = torch.cat([turned.real, turned.imag], dim=-1)
         rounding = torch.finfo(torch.float32).eps * (first.abs() + second.abs()).repeat(1, 1, 2)
-        rounding += torch.finfo(dtype).eps * exact.abs()
+        rounding += torch.finfo(dtype).eps * exact.abs().clamp(min=torch.finfo(dtype).smallest_normal)
         for rotated in (ours, theirs):
             assert rotated.dtype == dtype
             assert ((rotated.double() - exact).abs() <= rounding).all()
