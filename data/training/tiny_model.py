@@ -219,8 +219,10 @@ class PromptBuilder:
                 columns += range(begin + len(tail) - answer_length - 1, begin + len(tail) - 1)
                 numbers += [b * len(row) + q] * answer_length
         ids, rows, columns = torch.from_numpy(ids), torch.tensor(rows), torch.tensor(columns)
+        if pixels is not None:
+            pixels = torch.from_numpy(np.require(pixels, requirements="W"))  # a copy where it cannot be written to
         return Batch(
-            pixels if pixels is None else torch.as_tensor(np.require(pixels, requirements="W")), grid, spans, ids, positions, mask,
+            pixels, grid, spans, ids, positions, mask,
             rows, columns, ids[rows, columns + 1], torch.tensor(numbers), shown or {},
             None if seconds is None else torch.tensor([list(row) for row in seconds]),
         )  # fmt: skip
