@@ -28,7 +28,8 @@ class OneDnnLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)"""
         weight, rows = self.weight, input.numel() // max(self.in_features, 1)
-        suits = rows > 1 and rows * weight.numel() >= MIN_WORK and not torch.is_autocast_enabled("cpu")
+        suits = rows > 1 and rows * weight.numel() >= MIN_WORK
+        suits = suits and not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
         if suits and input.dtype == weight.dtype == torch.float32 and input.device == weight.device == CPU:
             product: Callable = _OneDnnProduct.apply if torch.is_grad_enabled() else _onednn
             return product(input, weight, self.bias)
@@ -37,6 +38,8 @@ class OneDnnLinear(nn.Linear):
 
 class _OneDnnProduct(torch.autograd.Function):
     """The gradients are two products and a sum; where those are to be differentiated again, torch's kernel runs."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

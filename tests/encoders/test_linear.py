@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -115,6 +116,18 @@ def test_gradients_of_gradients_are_those_of_nn_linear(calls):
         [gradient] = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
         gradient.square().sum().backward()
     assert calls and is_close(layer.weight.grad, plain.weight.grad.double())
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("transform", [torch.func.vmap, partial(torch.compile, backend="eager")])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_transforms_of_torch_take_it(transform, mode, calls):
+    """Inductor cannot compile oneDNN's kernel as it is called here: torch's own is traced."""
+    layer, x = onednn_layer(), torch.randn(4, 9, 96)
+    with mode():
+        found = transform(layer)(x)
+    assert_agree(found, copy.deepcopy(layer).double()(x.double()), 96)
+    assert bool(calls) == (transform is torch.func.vmap)
 
 
 def test_autocast_decides_the_dtype(calls):
