@@ -111,6 +111,16 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
             inputs["deepstack_embeds"] = deepstack_embeds
         return inputs
 
+    def _expand_inputs_for_generation(  # type: ignore[override]  # transformers calls it by names
+        self, expand_size: int = 1, position_ids: Tensor | None = None, **kwargs
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """transformers', which in 5.17 repeats positions along their first axis for beams: prompts are the second."""
+        base: Any = super()
+        input_ids, inputs = base._expand_inputs_for_generation(expand_size=expand_size, **kwargs)
+        if position_ids is not None:
+            inputs["position_ids"] = position_ids.repeat_interleave(expand_size, dim=1)
+        return input_ids, inputs
+
     def model_positions(self, position_ids: Tensor | None) -> Tensor | None:
         """What transformers' model inside takes of (3, B, L) positions: all three axes."""
         return position_ids
