@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from closeness import assert_agree
+from packaging.version import Version
 from simulated_cuda import simulated_cuda
 
 import refvl
@@ -100,8 +102,9 @@ def test_all_that_was_planned_lies_on_the_device(run):
 
 
 def test_a_decode_step_neither_copies_nor_waits(run):
-    """Inside the text model; Step3's experts need no answer, either."""
-    assert (run.decode["copies"], run.decode["waits"]) == (0, 0)
+    """Inside the text model; Step3's experts need no answer, either. transformers 5.17 reads each mask, to drop it."""
+    asks = Version(transformers.__version__) < Version("5.18")
+    assert (run.decode["copies"], run.decode["waits"]) == (0, asks)
 
 
 def test_graphs_ask_no_more_of_the_host(run):
