@@ -48,7 +48,7 @@ from data.training import train_tiny
 from data.training.tiny_family import find_family
 from refvl.attention import Segments
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
-from refvl.encoders.linear import KERNELS, OneDnnLinear, choose_linear, use_onednn
+from refvl.encoders.linear import KERNELS, OneDnnLinear, use_faster_linear, use_onednn
 from refvl.families import read_config
 from refvl.language.model import random_language_model
 from refvl.paths import DATA
@@ -224,7 +224,7 @@ def measure_gains(repeats: int) -> list[dict]:
 def make_trainer(name: str, kernel: str) -> train_tiny.Trainer:
     """At the first step at which the model answers."""
     recipe = train_tiny.recipe_of(find_family(name))
-    with patch("data.training.run.choose_linear", lambda *_: kernel):
+    with patch("refvl.encoders.linear.choose_linear", lambda *_: kernel):
         trainer = train_tiny.make_trainer(name, recipe, rank=0)
     trainer.step = recipe.see
     return trainer
@@ -235,8 +235,7 @@ def measure_evs(repeats: int) -> dict:
     text_config = read_config(DATA / "configs" / "Qwen2.5-VL-3B-Instruct.json").get_text_config()
     text_config.num_hidden_layers, text_config.vocab_size = 1, 256
     layer = random_language_model(text_config, dtype=torch.float32, device="cpu")
-    if choose_linear("auto", layer.device, layer.dtype) == "onednn":  # as `refvl.load` does
-        use_onednn(layer)
+    use_faster_linear(layer)  # as `refvl.load` does
     thw, words, q = (10, 9, 8), 80, 0.75
     video = torch.randn(math.prod(thw), text_config.hidden_size)
 

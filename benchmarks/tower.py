@@ -35,7 +35,7 @@ from benchmarks.report import (
 )
 from refvl.attention import Segments
 from refvl.encoders import Glm4vVisionConfig, Glm4vVisionTransformer, Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
-from refvl.encoders.linear import choose_linear, use_onednn
+from refvl.encoders.linear import choose_linear, use_faster_linear
 from refvl.paths import DATA
 
 CLASSES: dict[type, tuple] = {  # config -> transformers' config and tower, refvl's tower, a checkpoint of the family
@@ -81,9 +81,9 @@ def build_pair(config, device: str, dtype: torch.dtype):
     theirs = their_tower._from_config(their_config(**their_values(config)), attn_implementation="sdpa")
     ours = our_tower(config)
     ours.load_weights(theirs.state_dict().items())
-    if choose_linear("auto", torch.device(device), dtype) == "onednn":
-        use_onednn(ours)
-    return theirs.to(device, dtype).eval(), ours.to(device, dtype).eval()
+    theirs, ours = theirs.to(device, dtype).eval(), ours.to(device, dtype).eval()
+    use_faster_linear(ours)
+    return theirs, ours
 
 
 def their_values(config) -> dict:
@@ -139,8 +139,9 @@ def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dt
     if vllms is not None:
         ways["vllm"] = lambda x: vllms(x, torch.tensor(grid))
     x = pixels()
-    ours_first, *others = (way(x).float() for way in (ways["refvl"], *ways.values()))
-    difference = max(((other - ours_first).norm() / other.norm()).item() for other in others)
+    outputs = {name: way(x).float() for name, way in ways.items()}
+    output = outputs.pop("refvl")
+    difference = max(((other - output).norm() / other.norm()).item() for other in outputs.values())
     times: dict[str, list[float]] = {name: [] for name in [*ways, "plan", "attention"]}
     for i in range(WARM_UP + repeats):
         x = pixels()

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from refvl.encoders.linear import choose_linear, use_onednn
+from refvl.encoders.linear import use_faster_linear
 
 WORKERS = 2
 
@@ -47,8 +47,7 @@ class Trainer:
 
     def start(self) -> None:
         """The kernel of `learner`'s linear layers, as `refvl.load` takes it, and the optimizers."""
-        if choose_linear("auto", torch.device("cpu"), torch.float32) == "onednn":
-            use_onednn(self.learner)
+        use_faster_linear(self.learner)
         self.optimizers = make_optimizers(self.learner, self.recipe, (*self.family.by_adam, "probe"))
         self.peaks = [group["lr"] for group in self._groups()]
 

@@ -199,14 +199,16 @@ class TableEncoder(GridEncoder):
 
         The plan holds what the weights are now: plan again after loading.
         """
-        return self._with_table(super().plan(grid_thw), grid_thw)
+        grids = self.check_layouts(grid_thw)
+        return self._with_table(super().plan(grids), grids)
 
     def kept_plan(self, grid_thw) -> TableMetadata:
         """As `Tower.kept_plan`, but for the table, which is sampled anew."""
-        return self._with_table(self._keep(grid_thw, super().plan), grid_thw)
+        grids = self.check_layouts(grid_thw)
+        return self._with_table(self._keep(grids, super().plan), grids)
 
-    def _with_table(self, frames: FrameMetadata, grid_thw) -> TableMetadata:
-        table = self.position_embeds(self.check_layouts(grid_thw))
+    def _with_table(self, frames: FrameMetadata, grids: list[Grid]) -> TableMetadata:
+        table = self.position_embeds(grids)
         return TableMetadata(**{f.name: getattr(frames, f.name) for f in fields(frames)}, position_embeds=table)
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> TableMetadata:

@@ -172,10 +172,10 @@ class Tower(nn.Module):
 
         Plans with values of the weights are made anew: no counter or address tells every change of a tensor's values.
         """
-        return self.plan(layouts) if self.plan_reads_weights else self._keep(layouts, self.plan)
+        return self.plan(layouts) if self.plan_reads_weights else self._keep(self.check_layouts(layouts), self.plan)
 
-    def _keep(self, layouts, plan: Callable[[tuple], Planned]) -> Planned:
-        layouts, device = tuple(self.check_layouts(layouts)), self.device
+    def _keep(self, checked: Sequence, plan: Callable[[tuple], Planned]) -> Planned:
+        layouts, device = tuple(checked), self.device
         on_gpu = device.type == "cuda" and torch.cuda.is_available()
         stream = torch.cuda.current_stream(device) if on_gpu else None  # another may run ahead of the plan's copies
         return self._kept.get((layouts, self.config, device, stream, self.reads_groups), lambda: plan(layouts))

@@ -11,7 +11,7 @@ from torch import nn
 
 import refvl
 from refvl.encoders import linear
-from refvl.encoders.linear import OneDnnLinear, choose_linear, use_onednn
+from refvl.encoders.linear import OneDnnLinear, choose_linear, use_faster_linear, use_onednn
 from refvl.paths import DATA
 
 CHECKPOINTS = DATA / "checkpoints"
@@ -174,12 +174,16 @@ def test_auto_takes_the_faster_one(monkeypatch):
 
     measured(2.2)
     assert choose_linear("auto", CPU, torch.float32) == "onednn"
+    layers = nn.Sequential(nn.Linear(8, 8))
+    assert use_faster_linear(layers) == "onednn" and type(layers[0]) is OneDnnLinear
     measured(1.1)
     assert choose_linear("auto", CPU, torch.float32) == "torch"
-    assert asked == [2.2, 1.1]
+    layers = nn.Sequential(nn.Linear(8, 8))
+    assert use_faster_linear(layers) == "torch" and type(layers[0]) is nn.Linear
+    assert asked == [2.2, 2.2, 1.1, 1.1]
     for device, dtype in ((CPU, torch.bfloat16), (torch.device("cuda"), torch.float32), (torch.device("meta"), None)):
         assert choose_linear("auto", device, dtype) == "torch"
-    assert choose_linear("torch", CPU, torch.float32) == "torch" and asked == [2.2, 1.1]
+    assert choose_linear("torch", CPU, torch.float32) == "torch" and asked == [2.2, 2.2, 1.1, 1.1]
 
 
 def gone(*args):

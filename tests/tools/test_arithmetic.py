@@ -18,12 +18,13 @@ TINY = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "
 
 
 def in_products():
-    """Attention as products of matrices: torch counts neither the fused kernel of a CPU nor oneDNN's linear layers."""
+    """Attention as products of matrices: torch does not count the fused kernel of a CPU."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
 @pytest.fixture(scope="module", params=TINY)
 def model(request):
+    """By torch's kernel: it does not count oneDNN's linear layers, either."""
     return refvl.load(DATA / "checkpoints" / request.param, device="cpu", linear="torch", progress=False)
 
 

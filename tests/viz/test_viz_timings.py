@@ -42,7 +42,7 @@ def test_roofline_holds_a_point_per_tower_and_dtype():
     points = [line for line in ax.lines if len(line.get_xdata()) == 1]
     assert len(points) == 2 * len(MEASURED["towers"])
     for row, point in zip(MEASURED["towers"], points, strict=False):  # in float32 by the faster kernel
-        milliseconds = sorted(row[kernel]["ms"] for kernel in ("float32", "onednn"))[0]
+        milliseconds = min(row[kernel]["ms"] for kernel in ("float32", "onednn"))
         assert point.get_ydata()[0] == pytest.approx(row["operations"] / (milliseconds * 1e-3) / 1e9)
     assert max(ax.lines[0].get_ydata()) == pytest.approx(MEASURED["peaks"]["float32"] / 1e9)
 
