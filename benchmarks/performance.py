@@ -50,7 +50,7 @@ from refvl.attention import Segments
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.encoders.linear import KERNELS, OneDnnLinear, use_faster_linear, use_onednn
 from refvl.families import read_config
-from refvl.language.model import random_language_model
+from refvl.language.loading import random_language_model
 from refvl.paths import DATA
 from refvl.pixels.patches import PatchConfig, levels_of_image
 from refvl.positions import compute_retention_mask

@@ -13,11 +13,11 @@ import importlib
 __version__ = "0.1.0"
 __all__ = ["VLM", "Trace", "compare", "load"]
 # what type checkers and editors should see is in __init__.pyi
-_HOME = {"load": "refvl.loading", "VLM": "refvl.pipeline", "Trace": "refvl.trace", "compare": "refvl.comparison"}
+_HOME = {"load": "refvl.loading", "VLM": "refvl.service", "Trace": "refvl.trace", "compare": "refvl.comparison"}
 _ROOMS = (
     "adapters", "attention", "boxes", "checkpoints", "comparison", "contracts", "encoders", "families", "graphs",
-    "handover", "language", "merge", "parallel", "pipeline", "pixels", "positions", "processors", "tools", "viz",
-    "watch",
+    "handover", "language", "merge", "parallel", "pipeline", "pixels", "positions", "processors", "service", "tools",
+    "viz", "watch",
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from refvl import viz as viz
 from refvl import watch as watch
 from refvl.comparison import compare as compare
 from refvl.loading import load as load
-from refvl.pipeline import VLM as VLM
+from refvl.service import VLM as VLM
 from refvl.trace import Trace as Trace
 
 __version__: str

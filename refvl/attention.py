@@ -7,7 +7,7 @@ cross-attention each segment has queries and keys of its own, in different numbe
 - `varlen`: flash-attn 2 as torch has it (CUDA from compute capability 8.0 on, half precision)
 - `flash`:  flash-attn 2, when installed and asked for (the same)
 - `sdpa`:   every device and dtype: segments of equal length form one batch, one SDPA call per distinct length
-- `masked`: every device and dtype: for captured graphs where varlen cannot run; see `_masked_sdpa`
+- `masked`: every device and dtype: for captured graphs where varlen cannot run; see `refvl.masked_attention`
 
 Shape suffixes: M queries and N keys of all segments (one number in self-attention), H heads, K head dimension,
 G segments of a group, S their queries, T their keys.
@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from refvl.checks import check_shape
+from refvl.masked_attention import is_padding, masked_sdpa
 
 BACKENDS = ("varlen", "flash", "sdpa", "masked")
 HALF = (torch.float16, torch.bfloat16)
 AMPERE = (8, 0)  # the compute capability from which on a GPU computes in bfloat16 and flash-attn 2 runs
-LARGEST_KEY = torch.finfo(torch.float32).max / 2**24  # the mask adds -inf to scores, and -inf + inf is nan
 SegmentPairs = Sequence[tuple[Tensor, Tensor]]  # per group: token indices of its queries (G, S) and of its keys (G, T)
 
 
@@ -81,7 +81,13 @@ def group_segments(cu_seqlens: Tensor) -> tuple[Tensor, ...]:
 
     This reads `cu_seqlens` (segments + 1,) back to Python: it belongs in `plan`. Empty segments vanish.
     """
-    return tuple(index_GS for index_GS, _ in group_segment_pairs(cu_seqlens, cu_seqlens))
+    starts = cu_seqlens.cpu().numpy()
+    lengths = np.diff(starts)
+    groups = []
+    for length in np.unique(lengths[lengths > 0]):
+        index_GS = starts[:-1][lengths == length, None] + np.arange(length)
+        groups.append(torch.from_numpy(index_GS).to(cu_seqlens.device))
+    return tuple(groups)
 
 
 def group_segment_pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -195,7 +201,7 @@ def _zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
     """
     if backend not in KERNELS or not len(out_MHK):
         return out_MHK
-    return out_MHK.masked_fill(_is_padding(cu_seqlens, len(out_MHK))[:, None, None], 0)
+    return out_MHK.masked_fill(is_padding(cu_seqlens, len(out_MHK))[:, None, None], 0)
 
 
 def _attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups) -> Tensor:
@@ -212,7 +218,7 @@ def _attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_s
             groups = group_segment_pairs(cu_seqlens_q, cu_seqlens_k) if groups is None else groups
             return _grouped_sdpa(q_MHK, k_NHK, v_NHK, groups)
         case "masked":
-            return _masked_sdpa(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k)
+            return masked_sdpa(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k)
     raise ValueError(f"backend: expected one of {BACKENDS}, got {backend!r}")
 
 
@@ -225,42 +231,6 @@ def _grouped_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, groups: SegmentPa
         out_GSHK = _batched_sdpa(q_MHK[q_index_GS], k_NHK[k_index_GT], v_NHK[k_index_GT])
         out_MHK = out_MHK.index_copy(0, q_index_GS.flatten(), out_GSHK.flatten(0, 1))
     return out_MHK
-
-
-def _masked_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-    """Every shape follows from M, N and the number of segments, no value is read back: a graph can hold it.
-
-    The price is the M x N mask. What it hides weighs zero, but zero times nan is nan: keys of padding and keys that are
-    spoiled (not finite, or too large to be multiplied) are emptied first, and queries that would see a spoiled key, or
-    are not finite themselves, become nan afterwards: an item that overflows spoils itself and nothing else. Padding
-    queries see every key, since a softmax over none would be nan; their rows are zeroed in the end.
-    """
-    segment_M, is_padding_M = _segment(cu_seqlens_q, len(q_MHK)), _is_padding(cu_seqlens_q, len(q_MHK))
-    segment_N, is_padding_N = _segment(cu_seqlens_k, len(k_NHK)), _is_padding(cu_seqlens_k, len(k_NHK))
-    same_MN = segment_M[:, None] == segment_N
-    is_spoiled_N = ~((k_NHK.abs() < LARGEST_KEY) & v_NHK.isfinite()).flatten(1).all(1)
-    q, k, v = (
-        x.masked_fill(is_empty[:, None, None], 0).transpose(0, 1)[None]  # (1, H, M or N, K)
-        for x, is_empty in (
-            (q_MHK, is_padding_M),
-            (k_NHK, is_padding_N | is_spoiled_N),
-            (v_NHK, is_padding_N | is_spoiled_N),
-        )
-    )
-    out_1HMK = F.scaled_dot_product_attention(q, k, v, attn_mask=same_MN | is_padding_M[:, None])
-    is_spoiled_M = (same_MN & is_spoiled_N).any(1) | ~q_MHK.isfinite().flatten(1).all(1)
-    out_MHK = out_1HMK[0].transpose(0, 1).masked_fill(is_spoiled_M[:, None, None], torch.nan)
-    return out_MHK.masked_fill(is_padding_M[:, None, None], 0)
-
-
-def _segment(cu_seqlens: Tensor, count: int) -> Tensor:
-    """(count,) number of each token's segment."""
-    return torch.searchsorted(cu_seqlens.long(), torch.arange(count, device=cu_seqlens.device), right=True)
-
-
-def _is_padding(cu_seqlens: Tensor, count: int) -> Tensor:
-    """(count,) whether each token lies behind the last segment."""
-    return torch.arange(count, device=cu_seqlens.device) >= cu_seqlens[-1]
 
 
 def _batched_sdpa(q_GSHK: Tensor, k_GTHK: Tensor, v_GTHK: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from refvl.checks import as_integers, check_values, printable
+from refvl.arguments import as_integers
+from refvl.checks import check_values, printable
 
 
 class Region(NamedTuple):

@@ -18,8 +18,11 @@ from refvl.contracts import Encoder
 from refvl.encoders.linear import choose_linear, use_onednn
 from refvl.graphs.dual import DualPathGraphManager
 from refvl.graphs.manager import MIN_BUDGET, EncoderGraphManager
-from refvl.language.model import CausalTextModel, load_language_model, random_language_model
-from refvl.pipeline import VLM
+from refvl.language.loading import load_language_model, random_language_model
+from refvl.language.model import CausalTextModel
+from refvl.pipeline import Request
+from refvl.service import VLM
+from refvl.service.options import check_runnable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PLACEMENT = (  # of transformers' `from_pretrained`, for the text model
@@ -158,13 +161,13 @@ def _compile(vlm: VLM, progress: bool) -> None:
     if vlm.encoder.backend(None, vlm.device) == "varlen":
         vlm.encoder.compile_blocks()
         with tqdm(total=1, desc="compile the tower's blocks", disable=not progress) as bar:
-            vlm._prefill_inputs("", images=[Image.new("RGB", (448, 448))])
+            vlm.read(Request("", images=[Image.new("RGB", (448, 448))]))
             bar.update()
 
 
 def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphManager | DualPathGraphManager:
     """The smallest inferred budget is the checkpoint's largest picture where that is small, as in the tiny models."""
-    vlm.check_runnable()
+    check_runnable(vlm)
     min_budget = max(vlm.processor.tokens_at_once, min(MIN_BUDGET, vlm.processor.largest_picture))
     options = {"min_budget": min_budget, "progress": progress} | options
     manager = vlm.family.graphs(vlm.encoder, **options)  # type: ignore[arg-type]  # a family's two classes fit together

@@ -32,14 +32,6 @@ class MergedMedia:
         """Extents of each run of consecutive placeholders that the medium fills: one run, everything."""
         return [self.thw]
 
-    def cut(self, mask: Tensor | None) -> list[Tensor | None]:
-        """(M,) mask of the medium, or None, as one piece per run."""
-        return [None] * len(self.runs) if mask is None else list(self.cut_rows(mask))
-
-    def cut_rows(self, rows: Tensor) -> Sequence[Tensor]:
-        """(M, ...) rows of the medium as one piece per run."""
-        return rows.split([t * h * w for t, h, w in self.runs])
-
     def check_pruning(self, q: float) -> None:
         """Raise ValueError, before anything is encoded, where this medium cannot be pruned at rate q."""
 

@@ -1,28 +1,16 @@
-"""What a run leaves behind: every stage's tensors, shapes and seconds."""
+"""What a run leaves behind: every stage's tensors and seconds. A record: it knows no other room."""
 
-import threading
 import time
-import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-import refvl
-from refvl.comparison import Stages, html_table, is_grid
-from refvl.graphs.budgets import Batch, padding_waste
-from refvl.pixels.crops import CropLayout
-from refvl.pixels.media import Video
-from refvl.positions import MediaSpan
-from refvl.processors.chat import Patches
-
-FLOAT16_LIMIT = torch.finfo(torch.float16).max  # 65,504
 LATER: Any = None  # what a field is until its stage of the run has filled it
 
 
@@ -41,12 +29,12 @@ class Trace:
 
     device: torch.device | None = None  # whose queued work the clock waits for
     media: list = field(default_factory=list)  # PIL images and `Video`s, decoded
-    patches: list[Patches] = field(default_factory=list)  # pixel_values (N, C*Tp*P*P), layout, merged extents
+    patches: list = field(default_factory=list)  # pixel_values (N, C*Tp*P*P), layout, merged extents
     metadata: list = field(default_factory=list)  # what `encoder.plan` made, one per forward or replay
-    graph_batches: list[Batch] = field(default_factory=list)  # how graphs packed the media; empty when run eagerly
+    graph_batches: list = field(default_factory=list)  # how graphs packed the media; empty when run eagerly
     embeds: list[Tensor] = field(default_factory=list)  # (M, W) per medium, before pruning
     keep_masks: list[Tensor | None] = field(default_factory=list)  # (M,) bool per medium; None: not pruned
-    spans: list[MediaSpan] = field(default_factory=list)  # where each medium stands in the full prompt, one per run
+    spans: list = field(default_factory=list)  # where each medium stands in the full prompt, one per run
     full_ids: Tensor = LATER  # (L_full,) the prompt with all placeholders
     full_positions: Tensor = LATER  # (3, L_full)
     keep: Tensor = LATER  # (L_full,) bool
@@ -61,7 +49,6 @@ class Trace:
     passes: list[int] = field(default_factory=list)  # tokens that each forward gave: 1, and the drafts it accepted
     text: str = ""
     seconds: dict[str, float] = field(default_factory=dict)  # per stage, in order
-    is_measured: bool = False  # whether `largest` is kept
     largest: dict[str, float] = field(default_factory=dict)  # magnitude, of what a stage's layers or itself put out
     attentions: list[Tensor] = field(default_factory=list)  # language model, per layer (H, Q, Q): query, key
     hidden_states: list[Tensor] = field(default_factory=list)  # (Q, D) into layer 0, out of each; the last is normed
@@ -69,15 +56,37 @@ class Trace:
     tower_hidden_states: list[Tensor] = field(default_factory=list)  # (N, E) into block 0, out of each
 
     def __repr__(self) -> str:
-        """A line per stage: its name, shapes and seconds."""
-        lines = [f"  {stage:<14}{s:9.4f} s  {self.magnitude(stage):>9}  {shapes}" for stage, shapes, s in self.rows()]
-        return "\n".join([f"Trace of {self.text!r}, first token after {self.ttft:.3f} s", *lines])
+        from refvl import report  # what is printed knows all rooms, this record none
+
+        return report.as_text(self)
 
     def _repr_html_(self) -> str:
-        """The same as a table, for notebooks."""
-        cells = [(stage, shapes, self.magnitude(stage), f"{seconds:.4f}") for stage, shapes, seconds in self.rows()]
-        caption = f"{self.text} (first token after {self.ttft:.3f} s)"
-        return html_table(caption, ("stage", "shapes", "max |x|", "seconds"), cells)
+        from refvl import report
+
+        return report.as_html(self)
+
+    def rows(self) -> list[tuple[str, str, float]]:
+        """(stage, shapes, seconds) of every stage, for tables."""
+        from refvl import report
+
+        return report.rows(self)
+
+    def magnitude(self, stage: str) -> str:
+        """The largest magnitude of a stage in words, with a mark where float16 could not hold it."""
+        from refvl import report
+
+        return report.magnitude(self, stage)
+
+    @property
+    def stages(self) -> Any:
+        """What each stage made, for `refvl.compare`."""
+        from refvl import report
+
+        return report.stages(self)
+
+    def save(self, folder: str | Path) -> None:
+        """Write what each stage made, safetensors and a manifest, for `refvl.compare`; see `Stages.save`."""
+        self.stages.save(folder)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -85,68 +94,6 @@ class Trace:
         start = synchronized_time(self.device)
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + synchronized_time(self.device) - start
-
-    @contextmanager
-    def watch(self, stage: str, model: Any) -> Iterator[None]:
-        """Keep the largest magnitude that any layer of `model` puts out for more than one token; see `keep_largest`.
-
-        Only what this thread runs counts. model: None where graphs or compiled blocks run, which must not hold this;
-        what the stage left has to do there.
-        """
-        if model is None or not self.is_measured:
-            yield
-            return
-        found, thread = list[Tensor](), threading.get_ident()
-
-        def keep(layer, arguments, output) -> None:
-            x = output[0] if isinstance(output, tuple) else output
-            is_prompt = isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and x.shape[-2] > 1
-            if is_prompt and threading.get_ident() == thread:
-                found.append(max_norm(x))
-
-        layers = [layer for group in model.modules() if isinstance(group, nn.ModuleList) for layer in group]
-        handles = [layer.register_forward_hook(keep) for layer in layers]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-        self.keep_largest(stage, found)
-
-    def keep_largest(self, stage: str, tensors: Iterable[Tensor]) -> None:
-        """Keep the largest magnitude in `tensors`; warn where float16 comes near its limit."""
-        found = [x for x in tensors if x.numel()] if self.is_measured else []
-        if not found:
-            return
-        largest = torch.tensor([self.largest.get(stage, 0.0), *(float(max_norm(x)) for x in found)]).amax().item()
-        self.largest[stage] = largest
-        if any(x.dtype == torch.float16 for x in found) and not largest < FLOAT16_LIMIT / 2:
-            reached = f"{stage}: values reach {largest:,.0f}, and float16 ends at {FLOAT16_LIMIT:,.0f}"
-            warnings.warn(f"{reached}: answers may be nonsense ('!!!!'); load with dtype='bfloat16'", stacklevel=2)
-
-    def magnitude(self, stage: str) -> str:
-        """The largest magnitude of a stage in words, with a mark where float16 could not hold it."""
-        largest = self.largest.get(stage)
-        return "" if largest is None else f"{largest:.3g}" + "!" * (not largest < FLOAT16_LIMIT)
-
-    @property
-    def stages(self) -> Stages:
-        """What each stage made, for `refvl.compare`."""
-        media: dict[str, Sequence[Tensor | None]]
-        media = {"patchify": [p.pixel_values for p in self.patches], "encode": self.embeds, "prune": self.keep_masks}
-        found: dict[str, Tensor | None] = {
-            f"{stage}/{i}": x for stage, items in media.items() for i, x in enumerate(items)
-        }
-        found |= {"merge/input_ids": self.input_ids, "merge/inputs_embeds": self.inputs_embeds}
-        found |= {"merge/deepstack": self.deepstack, "positions/ids": self.positions}
-        found |= {"decode tokens/token_ids": torch.tensor(self.token_ids)}
-        made = {name: x.detach().cpu() for name, x in found.items() if x is not None and x.numel()}
-        grids = [layout if is_grid(layout) else None for layout in self.layouts]
-        return Stages(made, f"refvl {refvl.__version__}", grids)
-
-    def save(self, folder: str | Path) -> None:
-        """Write what each stage made, safetensors and a manifest, for `refvl.compare`; see `Stages.save`."""
-        self.stages.save(folder)
 
     @property
     def layouts(self) -> list:
@@ -158,65 +105,10 @@ class Trace:
         """Seconds to the first token: every stage but the decoding of the others. With beams, to all of them."""
         return sum(s for stage, s in self.seconds.items() if stage != "decode tokens")
 
-    def rows(self) -> list[tuple[str, str, float]]:
-        """(stage, shapes, seconds) of every stage, for tables."""
-        return [(stage, self._shapes(stage), seconds) for stage, seconds in self.seconds.items()]
-
-    def _shapes(self, stage: str) -> str:
-        match stage:
-            case "decode media":
-                return ", ".join(_media_size(m) for m in self.media) or "text only"
-            case "patchify":
-                return ", ".join(f"{tuple(p.pixel_values.shape)} {layout_text(p.layout)}" for p in self.patches)
-            case "plan":
-                return self._packing() if self.graph_batches else ", ".join(m.summary for m in self.metadata)
-            case "encode":
-                return ", ".join(str(tuple(e.shape)) for e in self.embeds) + self._graph_report()
-            case "prune":
-                return ", ".join(f"{int(k.sum())} of {len(k)} kept" for k in self.keep_masks if k is not None)
-            case "tokenize":
-                return f"prompt ({len(self.full_ids)},)"
-            case "merge":
-                return f"prompt ({len(self.input_ids)},), embeddings {tuple(self.inputs_embeds.shape)}"
-            case "positions":
-                return f"{tuple(self.positions.shape)}, delta {self.delta}"
-            case "generate":
-                return f"{len(self.token_ids)} tokens"
-            case "prefill":
-                chunks = f"{sum(self.chunks)} tokens in chunks of {max(self.chunks)}, " if self.chunks else ""
-                return chunks + "the first token"
-            case "decode tokens":
-                return self._decoding()
-        return ""
-
     @property
     def accepted(self) -> int:
         """Generated tokens that were drafts: each forward of the language model adds one of its own to them."""
         return sum(tokens - 1 for tokens in self.passes)
-
-    def _decoding(self) -> str:
-        """How many tokens after the first forward's, how fast, and how many of all were drafts."""
-        more, seconds = len(self.token_ids) - (self.passes or [1])[0], self.seconds["decode tokens"]
-        speed = f", {more / seconds:.0f} a second" if more and seconds else ""
-        drafts = f"; {self.accepted} of {len(self.token_ids)} were accepted drafts" if self.accepted else ""
-        return f"{more} more{speed}{drafts}"
-
-    def _packing(self) -> str:
-        """What the graphs planned, in one line."""
-        items = len({i for batch in self.graph_batches for i in batch.indices})
-        eager = sum(batch.budget is None for batch in self.graph_batches)
-        replays = len(self.graph_batches) - eager
-        counts = f"{items} item{'s' * (items != 1)} in {replays} replay{'s' * (replays != 1)}"
-        return f"{counts}, {padding_waste(self.graph_batches):.0%} padding" + f", {eager} eager" * bool(eager)
-
-    def _graph_report(self) -> str:
-        """What each replay held: hit or miss, budget, waste."""
-        lines = []
-        for batch in self.graph_batches:
-            ran = f"graph of {batch.budget}, {padding_waste([batch]):.0%} padding" if batch.budget else "eager"
-            path = f"{batch.path} path of " if batch.path else ""
-            lines.append(f"{path}media {', '.join(str(i + 1) for i in batch.indices)}: {ran}")
-        return "; " + "; ".join(lines) if lines else ""
 
 
 class TokenTimer(BaseStreamer):
@@ -234,14 +126,11 @@ class TokenTimer(BaseStreamer):
     def end(self) -> None:
         pass
 
-    def prefill_and_decode(self) -> tuple[float, float]:
-        """Seconds to the first new token, and from there to the last."""
-        return self.times[1] - self.times[0], self.times[-1] - self.times[1]
-
-
-def max_norm(x: Tensor) -> Tensor:
-    """The largest magnitude, nan where there is one; on the tensor's device."""
-    return torch.linalg.vector_norm(x.detach(), torch.inf)
+    def fill(self, trace: Trace) -> None:
+        """Seconds to the first new token, and from there to the last; the tokens of each forward."""
+        trace.seconds["prefill"] = trace.seconds.get("prefill", 0.0) + self.times[1] - self.times[0]
+        trace.seconds["decode tokens"] = self.times[-1] - self.times[1]
+        trace.passes = self.tokens[1:]
 
 
 def synchronized_time(device: torch.device | None) -> float:
@@ -249,17 +138,3 @@ def synchronized_time(device: torch.device | None) -> float:
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def layout_text(layout) -> str:
-    """How a medium's rows lie, in a few words: the grid, the crops, or how many slices of which sizes."""
-    if isinstance(layout, CropLayout):
-        return f"overview and {layout.rows} x {layout.columns} crops" if layout.crops else "overview"
-    if not hasattr(layout[0], "slices"):
-        return f"grid {layout}"
-    sizes = Counter(size for group in layout for size in group.slices)
-    return "slices: " + ", ".join(f"{count} of {h} x {w}" for (h, w), count in sizes.items())
-
-
-def _media_size(medium) -> str:
-    return f"frames {medium.frames.shape}" if isinstance(medium, Video) else f"{medium.width} x {medium.height} px"

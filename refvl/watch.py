@@ -17,7 +17,10 @@ step of generation.
 
 import copy
 import itertools
-from collections.abc import Sequence
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,6 +30,7 @@ from torch import Tensor, nn
 
 from refvl.attention import Segments
 from refvl.language.model import CausalTextModel
+from refvl.report import FLOAT16_LIMIT
 from refvl.trace import Trace
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -172,3 +176,58 @@ def _square(steps: Sequence[Tensor]) -> Tensor:
         weights_HQT = step[0, :, :, :seen]
         rows.append(F.pad(weights_HQT, (seen - weights_HQT.shape[-1], total - seen)))
     return torch.cat(rows, dim=1)
+
+
+@contextmanager
+def largest_values(model: Any, *, with_prefill: bool = True) -> Iterator[dict[str, list[Tensor]]]:
+    """The largest magnitude that any layer puts out for more than one token, of the tower and the language model.
+
+    Only what this thread runs counts. Graphs and compiled blocks must not hold this: there what stages leave counts.
+    """
+    found, thread = {"encode": list[Tensor](), "prefill": list[Tensor]()}, threading.get_ident()
+
+    def keep(stage, layer, arguments, output) -> None:
+        x = output[0] if isinstance(output, tuple) else output
+        is_prompt = isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and x.shape[-2] > 1
+        if is_prompt and threading.get_ident() == thread:
+            found[stage].append(max_norm(x))
+
+    watched = {"prefill": model.language_model} if with_prefill else {}
+    if model.graphs is None and not model.encoder.is_compiled:
+        watched["encode"] = model.encoder
+    handles = [
+        layer.register_forward_hook(partial(keep, stage))
+        for stage, part in watched.items()
+        for group in part.modules()
+        if isinstance(group, nn.ModuleList)
+        for layer in group
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def keep_largest(trace: Trace, found: dict[str, list[Tensor]]) -> None:
+    """Sets `largest` by stage, of what layers and stages put out; warns where float16 comes near its limit."""
+    made = {
+        "patchify": [p.pixel_values for p in trace.patches],
+        "encode": [*found["encode"], *trace.embeds],
+        "merge": [trace.inputs_embeds],
+        "prefill": found["prefill"],
+    }
+    for stage, tensors in made.items():
+        tensors = [x for x in tensors if x.numel()]
+        if not tensors:
+            continue
+        largest = torch.tensor([float(max_norm(x)) for x in tensors]).amax().item()
+        trace.largest[stage] = largest
+        if any(x.dtype == torch.float16 for x in tensors) and not largest < FLOAT16_LIMIT / 2:
+            reached = f"{stage}: values reach {largest:,.0f}, and float16 ends at {FLOAT16_LIMIT:,.0f}"
+            warnings.warn(f"{reached}: answers may be nonsense ('!!!!'); load with dtype='bfloat16'", stacklevel=2)
+
+
+def max_norm(x: Tensor) -> Tensor:
+    """The largest magnitude, nan where there is one; on the tensor's device."""
+    return torch.linalg.vector_norm(x.detach(), torch.inf)

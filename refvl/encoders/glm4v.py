@@ -14,7 +14,7 @@
 The tower gets positions twice: the table tells where in the image a patch lies, whatever the image's size; the rotary
 angles tell how many patches lie between two of them. Both depend on the grid (the first on the table as well), so both
 are planned: `plan(grid_thw)` computes them into `TableMetadata`, and `encode` reads no value back and branches on no
-tensor. What is not particular to this tower is imported from `refvl.encoders.grid`.
+tensor. What is not particular to this tower is imported from `refvl.encoders.frames`.
 
 Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension.
 Upstream: `Glm4vVisionTransformer` (vLLM), `Glm4vVisionModel` and `Glm4vMoeVisionModel` (transformers).
@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from refvl.attention import Segments
 from refvl.checks import Grid
-from refvl.encoders.grid import GridVisionConfig, PatchEmbed, SwiGLU, TableEncoder, TableMetadata, VisionBlock
+from refvl.encoders.frames import PatchEmbed, SwiGLU, TableEncoder, TableMetadata, VisionBlock
+from refvl.encoders.grid import GridVisionConfig
 from refvl.positions.rotary import rotate
 from refvl.positions.tables import interpolate_position_table
 

@@ -12,7 +12,7 @@
     embeddings (M, D)                             M = N / m^2 tokens of the language model's width
 
 Positions come from the 2-D rotary angles alone, so `FrameMetadata` is all the metadata there is. What GLM-4.1V's tower
-has as well is imported from there, and from `refvl.encoders.grid`.
+has as well is imported from there, and from `refvl.encoders.frames`.
 
 Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension.
 Upstream: `GlmOcrVisionModel` (transformers).
@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from refvl.attention import Segments
+from refvl.encoders.frames import FrameEncoder, FrameMetadata, PatchEmbed, SwiGLU, VisionBlock
 from refvl.encoders.glm4v import PatchMerger, downsample_kernel, fold_blocks
-from refvl.encoders.grid import FrameMetadata, GridEncoder, GridVisionConfig, PatchEmbed, SwiGLU, VisionBlock
+from refvl.encoders.grid import GridVisionConfig
 from refvl.positions.rotary import rotate
 
 
@@ -51,7 +52,7 @@ class GlmOcrVisionConfig(GridVisionConfig):
         return cls(depth=3, hidden_size=64, intermediate_size=112, num_heads=4, out_hidden_size=96)
 
 
-class GlmOcrVisionTransformer(GridEncoder):
+class GlmOcrVisionTransformer(FrameEncoder):
     """Patch rows in, embeddings of the language model's width out; equal to transformers' tower on the same weights."""
 
     config_class = GlmOcrVisionConfig

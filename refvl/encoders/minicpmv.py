@@ -28,7 +28,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from refvl.checks import as_size, check_positive_int
+from refvl.arguments import as_size
+from refvl.checks import check_positive_int
 from refvl.encoders.navit_siglip import NaVitMetadata, NaVitSiglip, NaVitSiglipConfig
 from refvl.encoders.resampler import (
     NO_TIME,

@@ -25,9 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from refvl.arguments import as_sizes
 from refvl.attention import Segments, plan_segments, segment_capacity
-from refvl.checks import as_sizes, check_pixel_rows, check_shape
-from refvl.encoders.tower import Tower, TowerConfig
+from refvl.checks import check_pixel_rows, check_shape
+from refvl.encoders.config import TowerConfig
+from refvl.encoders.tower import Tower
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,22 +12,27 @@
     embeddings (M, D)                             M = N / m^2 tokens of the language model's width
 
 The CPU plans, the device executes: everything that depends on sizes - permutation, angles, segment lengths - is
-computed by `plan(grid_thw)` into `VisionMetadata`; `forward` checks its arguments and calls `encode`, which reads no
-value back and branches on no tensor. What is not particular to this tower is imported from `refvl.encoders.grid`.
+computed by `plan(grid_thw)` into `VisionMetadata`; `forward` reads no value back and branches on no tensor. The border
+of both (what a caller passes is checked there), device, backends and weight names are `GridEncoder`'s and `Tower`'s.
 
 Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension.
 Upstream: `Qwen2_5_VisionTransformer` (vLLM), `Qwen2_5_VisionTransformerPretrainedModel` (transformers).
 """
 
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.attention import Segments, group_segments
-from refvl.encoders.grid import FrameMetadata, GridEncoder, GridVisionConfig, PatchEmbed, SwiGLU, VisionBlock
-from refvl.positions.rotary import rotate
-from refvl.positions.windows import get_window_index, invert_permutation, max_window_count
+from refvl.attention import Segments, cumulative_lengths, group_segments, segment_capacity
+from refvl.checks import Grid
+from refvl.encoders.grid import GridEncoder, GridVisionConfig
+from refvl.encoders.tower import to_device
+from refvl.positions.rotary import block_positions, rotary_cos_sin, rotary_factors_of, rotary_frequencies, rotate
+from refvl.positions.windows import max_window_count, window_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +68,29 @@ class Qwen2_5_VisionConfig(GridVisionConfig):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class VisionMetadata(FrameMetadata):
-    """`FrameMetadata`, its positions in window order, and the windows."""
+class VisionMetadata:
+    """What one forward needs besides pixels. `pad` says how a captured graph fills the rest of its buffer.
 
-    window_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64
-    reverse_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64
+    Fixed addresses, changing contents: the contract of a captured graph. Integers are baked in by a capture: there they
+    are capacities, and a replay must not exceed them. Rotary angles are computed from rows and columns where the tower
+    is: they are 40 times as many bytes. The frequencies are planned because a buffer of the module would be rounded by
+    `.to(torch.bfloat16)`.
+    """
+
+    cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (frames + 1,) int32, patches, leading 0
+    groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # frames of equal length; for sdpa alone
+    max_seqlen: int  # patches of the largest frame
+    positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch, in window order
+    frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
+    window_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64: x[window_index] is in window order
+    reverse_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64: and back
     cu_window_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (windows + 1,) int32, patches
     window_groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # as `groups`
     max_window_seqlen: int  # patches in the longest window
+
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        """Of the rotary angles, each (N, K/2) float32."""
+        return rotary_cos_sin(self.positions, self.frequencies)
 
     @property
     def summary(self) -> str:
@@ -86,34 +106,67 @@ class Qwen2_5_VisionTransformer(GridEncoder):
 
     def __init__(self, config: Qwen2_5_VisionConfig, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
-        c, E = config, config.hidden_size
-        self.patch_embed = PatchEmbed(c, bias=False)
-        self.blocks = nn.ModuleList(
-            VisionBlock(E, c.norm_eps, VisionAttention(c), SwiGLU(E, c.intermediate_size, bias=True))
-            for _ in range(c.depth)
-        )
-        self.merger = PatchMerger(c)
+        convolution = nn.Linear(self.patch_values, config.hidden_size, bias=False)  # its stride is its kernel
+        self.patch_embed = nn.Sequential(OrderedDict(proj=convolution))
+        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
+        self.merger = PatchMerger(config)
 
-    def plan(self, grid_thw) -> VisionMetadata:
+    def plan_checked(self, grids: Sequence[Grid]) -> VisionMetadata:
         """Everything that depends on sizes, computed on the CPU and moved to the tower's device.
 
-        grid_thw: (t, h, w) per item, in patches; a list or an integer tensor (items, 3), images and videos mixed.
+        grids: (t, h, w) per item, in patches, images and videos mixed; `plan` takes tensors as well, and checks.
         """
-        c, grids = self.config, self.check_layouts(grid_thw)
-        window_index, cu_window_seqlens = get_window_index(
-            grids, window_size=c.window_size, patch_size=c.patch_size, spatial_merge_size=c.spatial_merge_size
-        )
-        frames = self.plan_frames(grids)
-        frames["positions"] = self._permute_blocks(frames["positions"], window_index)
+        m, side = self.config.spatial_merge_size, self.config.window_side
+        needs_groups = self.backend() == "sdpa"
+        frames = [h * w for t, h, w in grids for _ in range(t)]  # patches of each
+        cu_seqlens = cumulative_lengths(frames)
+        groups = group_segments(cu_seqlens) if needs_groups else None
+        window_index, cu_window_seqlens = window_order(grids, m, side)
+        window_groups = group_segments(cu_window_seqlens) if needs_groups else None
+        positions = block_positions(grids, m).int().unflatten(0, (-1, self.block_size))
         metadata = VisionMetadata(
-            **frames,
+            cu_seqlens=cu_seqlens,
+            groups=groups,
+            max_seqlen=max(frames, default=0),
+            positions=positions[window_index].flatten(0, 1),
+            frequencies=rotary_frequencies(self.head_dim),
             window_index=window_index,
-            reverse_index=invert_permutation(window_index),
+            reverse_index=window_index.argsort(),
             cu_window_seqlens=cu_window_seqlens,
-            window_groups=group_segments(cu_window_seqlens) if self.reads_groups else None,
+            window_groups=window_groups,
             max_window_seqlen=int(cu_window_seqlens.diff().max()) if grids else 0,
         )
-        return self.move(metadata)
+        return to_device(metadata, self.device)
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        grid_thw=None,
+        *,
+        metadata: VisionMetadata | None = None,
+        attention: str | None = None,
+    ) -> Tensor:
+        """(N, C*Tp*P*P) patch rows of all items -> (M, D) embeddings, items in order.
+
+        Give `grid_thw` to plan here, or the `metadata` of an earlier `plan`; `attention` overrides the tower's backend
+        (a capture asks for one with static shapes). In float16 the last blocks can overflow: see `clamp_overflow`.
+        """
+        patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
+        frames = Segments(metadata.cu_seqlens, metadata.groups, metadata.max_seqlen)
+        windows = Segments(metadata.cu_window_seqlens, metadata.window_groups, metadata.max_window_seqlen)
+        rotary = rotary_factors_of(metadata.positions, metadata.frequencies)  # for all blocks
+        x_NE = self.patch_embed(patches_NC)
+        x_NE = x_NE.unflatten(0, (-1, self.block_size))[metadata.window_index].flatten(0, 1)  # in window order
+        for i, block in enumerate(self.blocks):
+            segments = frames if i in self.config.fullatt_block_indexes else windows
+            x_NE = block(x_NE, rotary, segments, backend)
+        x_MD = self.merger(clamp_overflow(x_NE))
+        return x_MD[metadata.reverse_index]  # in reading order
+
+    def item_size(self, grid: Grid) -> tuple[int, int, int]:
+        """(patch rows, output tokens, frames) of one item of `grid` patches."""
+        t, h, w = grid
+        return t * h * w, t * h * w // self.block_size, t
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
         """Metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need, for a capture.
@@ -121,50 +174,40 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         Cumulative lengths describe one frame and windows filled one after the other, so that a warm-up runs on legal
         values. `max_window_count` bounds the windows; a window holds at most its square of tokens, a frame all tokens.
         """
-        side, block = self.config.window_side, self.config.block_size
-        windows = max_window_count(max_tokens, min(max_frames, max_tokens), side)
-        steps = torch.arange(windows + 1, dtype=torch.int32)
+        patches, side = max_tokens * self.block_size, self.config.window_side
+        max_frames = min(max_frames, max_tokens)
+        steps = torch.arange(max_window_count(max_tokens, max_frames, side) + 1, dtype=torch.int32)
         metadata = VisionMetadata(
-            **self.frame_capacity(max_tokens, max_frames),
+            **segment_capacity(patches, max_frames),
+            positions=torch.zeros(patches, 2, dtype=torch.int32),
+            frequencies=rotary_frequencies(self.head_dim),
             window_index=torch.arange(max_tokens),
             reverse_index=torch.arange(max_tokens),
-            cu_window_seqlens=(steps * side**2).clamp(max=max_tokens) * block,
+            cu_window_seqlens=(steps * side**2).clamp(max=max_tokens) * self.block_size,
             window_groups=None,
-            max_window_seqlen=min(side**2, max_tokens) * block,
+            max_window_seqlen=min(side**2, max_tokens) * self.block_size,
         )
-        return self.move(metadata)
-
-    def encode(self, patches_NC: Tensor, metadata: VisionMetadata, backend: str) -> Tensor:
-        """(N, C*Tp*P*P) -> (M, D). In float16 the last blocks can overflow on long inputs: see `clamp_overflow`."""
-        x_NE = self._permute_blocks(self.patch_embed(patches_NC), metadata.window_index)
-        rotary = metadata.rotary()
-        windows = Segments(metadata.cu_window_seqlens, metadata.window_groups, metadata.max_window_seqlen)
-        for i, block in enumerate(self.blocks):
-            segments = metadata if i in self.config.fullatt_block_indexes else windows
-            x_NE = block(x_NE, rotary, segments, backend)
-        return self.merger(clamp_overflow(x_NE))[metadata.reverse_index]  # (M, D)
+        return to_device(metadata, self.device)
 
     def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
         """Windows one after the other."""
-        return [self._permute_blocks(rows, metadata.window_index) for rows in super().block_rows(metadata)]
-
-    def _permute_blocks(self, x_N: Tensor, index_M: Tensor) -> Tensor:
-        """Reorder (N, ...) by whole merge blocks of m * m rows."""
-        return x_N.unflatten(0, (-1, self.config.block_size))[index_M].flatten(0, 1)
+        [rows] = super().block_rows(metadata)
+        return [rows.unflatten(0, (-1, self.block_size))[metadata.window_index].flatten(0, 1)]
 
 
-def clamp_overflow(x_NE: Tensor) -> Tensor:
-    """float16: a row in which anything overflowed is clamped to finfo.max - 1000; other dtypes pass through.
+class VisionBlock(nn.Module):
+    """x + attn(norm1(x)), then x + mlp(norm2(x))."""
 
-    Upstream (`cast_overflow_tensors`) clamps all rows when one has overflowed, so that values within 1000 of the limit
-    depend on the rest of the batch; here they depend on their own row. Written without a branch on the tensor, so that
-    a captured graph can hold it.
-    """
-    if x_NE.dtype != torch.float16:
-        return x_NE
-    bound = torch.finfo(x_NE.dtype).max - 1000
-    overflowed_N1 = ~x_NE.isfinite().all(-1, keepdim=True)
-    return torch.where(overflowed_N1, x_NE.clamp(-bound, bound), x_NE)
+    def __init__(self, config: Qwen2_5_VisionConfig):
+        super().__init__()
+        self.norm1 = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn = VisionAttention(config)
+        self.norm2 = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
+        x_NE = x_NE + self.attn(self.norm1(x_NE), rotary, segments, backend)
+        return x_NE + self.mlp(self.norm2(x_NE))
 
 
 class VisionAttention(nn.Module):
@@ -177,9 +220,23 @@ class VisionAttention(nn.Module):
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
-        qk_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1)).tensor_split([2 * self.num_heads], dim=1)
+        qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
+        qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
         q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # in one pass: half as many kernels
         return self.proj(segments.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size)
+
+    def forward(self, x_NE: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_NE)) * self.up_proj(x_NE))
 
 
 class PatchMerger(nn.Module):
@@ -195,3 +252,17 @@ class PatchMerger(nn.Module):
 
     def forward(self, x_NE: Tensor) -> Tensor:
         return self.mlp(self.ln_q(x_NE).view(-1, self.block_size))  # (N, E) -> (M, m*m*E) -> (M, D)
+
+
+def clamp_overflow(x_NE: Tensor) -> Tensor:
+    """float16: a row in which anything overflowed is clamped to finfo.max - 1000; other dtypes pass through.
+
+    Upstream (`cast_overflow_tensors`) clamps all rows when one has overflowed, so that values within 1000 of the limit
+    depend on the rest of the batch; here they depend on their own row. Written without a branch on the tensor, so that
+    a captured graph can hold it.
+    """
+    if x_NE.dtype != torch.float16:
+        return x_NE
+    bound = torch.finfo(x_NE.dtype).max - 1000
+    overflowed_N1 = ~x_NE.isfinite().all(-1, keepdim=True)
+    return torch.where(overflowed_N1, x_NE.clamp(-bound, bound), x_NE)

@@ -30,7 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.checks import Grid, check_shape
-from refvl.encoders.grid import GridVisionConfig, PatchEmbed, TableEncoder, TableMetadata, VisionBlock
+from refvl.encoders.frames import PatchEmbed, TableEncoder, TableMetadata, VisionBlock
+from refvl.encoders.grid import GridVisionConfig
 from refvl.encoders.qwen2_5_vl import VisionAttention
 from refvl.positions.tables import interpolate_position_table
 

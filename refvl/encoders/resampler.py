@@ -28,8 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from refvl.arguments import as_size, as_sizes
 from refvl.attention import cumulative_lengths, group_segment_pairs, varlen_cross_attention
-from refvl.checks import as_size, as_sizes, check_floats, check_integers, check_positive_int, check_shape, is_integer
+from refvl.checks import check_floats, check_integers, check_positive_int, check_shape, is_integer
 from refvl.encoders.navit_siglip import unpad
 from refvl.encoders.tower import Tower
 from refvl.positions.tables import resize_position_table, sincos, sincos_2d, sincos_frequencies
@@ -90,6 +91,7 @@ class Resampler(Tower):
         else:
             self.kv_proj = nn.Linear(kv_dim, embed_dim, bias=False)
         self.attn = CrossAttention(embed_dim, num_heads)
+        self.head_dim = self.attn.head_dim
         self.ln_q, self.ln_kv, self.ln_post = (nn.LayerNorm(embed_dim, eps=1e-6) for _ in range(3))
         self.proj = nn.Parameter(embed_dim**-0.5 * torch.randn(embed_dim, embed_dim))
 
@@ -102,11 +104,6 @@ class Resampler(Tower):
     def embed_dim(self) -> int:
         """D."""
         return self.query.shape[1]
-
-    @property
-    def head_dim(self) -> int:
-        """K."""
-        return self.attn.head_dim
 
     def resample(self, rows_NC: Tensor, metadata: Any, attention: str | None = None) -> Tensor:
         """(N, kv_dim) rows of all slices -> (sets * Q, D); `attention` overrides the module's backend."""

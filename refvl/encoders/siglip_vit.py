@@ -27,8 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from refvl.arguments import as_sizes
 from refvl.attention import Segments, plan_segments
-from refvl.checks import as_sizes, check_shape
+from refvl.checks import check_shape
 from refvl.encoders.navit_siglip import NaVitSiglip, NaVitSiglipConfig
 from refvl.encoders.weights import config_dict, config_values
 from refvl.positions.tables import resize_position_table

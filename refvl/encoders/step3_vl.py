@@ -30,9 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from refvl.arguments import as_grids
 from refvl.attention import Segments
-from refvl.checks import Grid, as_grids, check_pixel_rows, check_shape
-from refvl.encoders.tower import Tower, TowerConfig
+from refvl.checks import Grid, check_pixel_rows, check_shape
+from refvl.encoders.config import TowerConfig
+from refvl.encoders.tower import Tower
 from refvl.encoders.weights import config_dict, config_values
 from refvl.pixels.crops import CropLayout, as_crop_layouts, count_square_tokens, square_patch_rows
 from refvl.positions.tables import resize_position_table

@@ -1,96 +1,23 @@
-"""What all encoders have in common: configs, where the weights are, how a plan gets there, and how weights are loaded.
+"""What all encoders share: where the weights are, the border of `forward`, plans on their way, and forwards in parts.
 
 Each encoder is read in its own file. A config is a frozen dataclass on `TowerConfig`, an encoder a `Tower`.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
-from math import prod
-from threading import Lock
-from types import MappingProxyType
-from typing import Any, ClassVar, Self, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from refvl.attention import available_backends, choose_backend
-from refvl.encoders.weights import config_values, load_strict
+from refvl.checks import check_pixel_rows
+from refvl.encoders.kept import KeptPlans, Planned
+from refvl.encoders.weights import load_strict
 from refvl.pixels.patches import Levels
 
-Planned = TypeVar("Planned")
-KEPT_BYTES = 2**22  # of an encoder's kept plans, together; Qwen2.5-VL's take up to 28 for each patch
-
-
-class TowerConfig:
-    """The base of the configs: sizes that follow from other sizes, and how a config.json is read.
-
-    Fields carry the checkpoint's names: these are transformers' for CLIP and SigLIP.
-    """
-
-    __slots__ = ()
-    activation: ClassVar[str | None] = None  # what the tower is written for
-    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # other names of fields in checkpoints
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_channels: int
-    image_size: int
-    patch_size: int
-
-    def __post_init__(self):
-        if self.hidden_size % self.num_heads:
-            width, heads = map(self._theirs, ("hidden_size", "num_attention_heads"))
-            raise ValueError(f"{width}: must be a multiple of {heads}={self.num_heads}, got {self.hidden_size}")
-        self.check_image_size()
-
-    def check_image_size(self) -> None:
-        """Raise ValueError where the images of the position table are smaller than a patch."""
-        if self.image_size < self.patch_size:
-            name = self._theirs("image_size")
-            raise ValueError(f"{name}: must be at least patch_size={self.patch_size}, got {self.image_size}")
-
-    def _theirs(self, field: str) -> str:
-        """What checkpoints call a field."""
-        return next((alias for alias, name in self.aliases.items() if name == field), field)
-
-    @classmethod
-    def from_hf(cls, config) -> Self:
-        """From a transformers vision config, the dict in `config.json`, or either of the whole model's.
-
-        Unknown keys are ignored. Raises ValueError for another activation or sizes that do not go together.
-        """
-        values = config_values(config, cls, activation=cls.activation, aliases=cls.aliases)
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-
-    @property
-    def depth(self) -> int:
-        """Blocks of the tower."""
-        return self.num_hidden_layers
-
-    @property
-    def num_heads(self) -> int:
-        return self.num_attention_heads
-
-    @property
-    def head_dim(self) -> int:
-        """K."""
-        return self.hidden_size // self.num_heads
-
-    @property
-    def patch_shape(self) -> tuple[int, ...]:
-        """(C, P, P): what one patch row holds, flattened."""
-        return (self.num_channels, self.patch_size, self.patch_size)
-
-    @property
-    def patch_values(self) -> int:
-        """Values in one patch row."""
-        return prod(self.patch_shape)
-
-    @property
-    def patch_kernel(self) -> tuple[int, ...]:
-        """The shape of the patch embedding in checkpoints, where it is a convolution."""
-        return (self.hidden_size, *self.patch_shape)
+MAX_PATCHES_PER_FORWARD = 2**16  # longer encodes run in several forwards, with a progress bar
 
 
 class Tower(nn.Module):
@@ -103,6 +30,7 @@ class Tower(nn.Module):
     def __init__(self, config, *, attention: str = "auto"):
         super().__init__()
         self.config, self.attention = config, attention
+        self.head_dim = getattr(config, "head_dim", 0)  # K
         self.skipped: list[str] = []  # checkpoint names that `load_weights` left out
         self.is_compiled = False  # whether `compile_blocks` was called
         self._kept = KeptPlans()
@@ -136,18 +64,14 @@ class Tower(nn.Module):
         return next(self.parameters()).dtype
 
     @property
-    def head_dim(self) -> int:
-        """K."""
-        return self.config.head_dim
-
-    @property
     def graph_attention(self) -> str:
         """The backend for a capture: one whose shapes do not depend on the lengths of the segments."""
         return "varlen" if "varlen" in available_backends(self.device, self.dtype, self.head_dim) else "masked"
 
-    def backend(self, attention: str | None, device: torch.device) -> str:
+    def backend(self, attention: str | None = None, device: torch.device | None = None) -> str:
         """The backend of `refvl.attention` for inputs on `device`; attention: what the call asks for, if anything."""
-        return choose_backend(attention or self.attention, device, self.dtype, self.head_dim)
+        weight = next(self.parameters())
+        return choose_backend(attention or self.attention, device or weight.device, weight.dtype, self.head_dim)
 
     @property
     def reads_groups(self) -> bool:
@@ -155,9 +79,23 @@ class Tower(nn.Module):
         first = available_backends(self.device, self.dtype, self.head_dim)[0]
         return (first if self.attention == "auto" else self.attention) == "sdpa"
 
+    def inputs(self, pixel_values: Tensor, grid_thw: Any, metadata: Any, attention: str | None) -> tuple:
+        """The border of `forward`: (rows in the tower's dtype, metadata, backend).
+
+        Plans where only `grid_thw` is given. Raises ValueError when the rows do not match, TypeError when they hold no
+        floating-point numbers.
+        """
+        if (metadata is None) == (grid_thw is None):
+            raise ValueError("forward: give exactly one of grid_thw and metadata")
+        metadata = self.kept_plan(grid_thw) if metadata is None else metadata
+        rows = (("patches", len(metadata.positions)), ("values (C*Tp*P*P)", self.patch_values))
+        weight = next(self.parameters())
+        check_pixel_rows(pixel_values, rows, weight.device)
+        return pixel_values.to(weight.dtype), metadata, self.backend(attention, pixel_values.device)
+
     def move(self, planned: Planned) -> Planned:
         """A plan, made on the CPU, with every tensor in it on the tower's device."""
-        return _to_device(planned, self.device)
+        return to_device(planned, self.device)
 
     def check_layouts(self, layouts, *, name: str = "layouts") -> Sequence[Any]:
         """The layouts of a batch, normalised, or a ValueError or TypeError that says what is wrong."""
@@ -165,7 +103,11 @@ class Tower(nn.Module):
 
     def plan(self, layouts) -> Any:
         """Everything that depends on sizes, computed on the CPU and moved to the tower's device."""
-        raise NotImplementedError
+        return self.plan_checked(self.check_layouts(layouts))
+
+    def plan_checked(self, layouts: Sequence[Any]) -> Any:
+        """`plan` of layouts that are known to be good: a processor made them."""
+        return self.plan(layouts)
 
     def kept_plan(self, layouts) -> Any:
         """`plan`, kept from before where these sizes came lately. To be read alone: another call may have it as well.
@@ -211,53 +153,68 @@ class Tower(nn.Module):
         return r"(?!)"
 
 
-class KeptPlans:
-    """The most recent plans, for any number of threads; a copy starts empty."""
+def to_device(value: Any, device: torch.device) -> Any:
+    """A plan, or a part of one, with every tensor in it on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple):
+        return tuple(to_device(item, device) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: to_device(getattr(value, f.name), device) for f in fields(value)})
+    return value
 
-    def __init__(self):
-        self._kept: OrderedDict[Hashable, tuple[Any, list[Tensor], list[int]]] = OrderedDict()
-        self._bytes, self._lock = 0, Lock()
 
-    def __reduce__(self):
-        return KeptPlans, ()
+@dataclass(frozen=True, slots=True, eq=False)
+class EagerPlan:
+    """Which items run together, how many tokens each of them makes, and the encoder's plan of each forward."""
 
-    def get(self, key: Hashable, make: Callable[[], Planned]) -> Planned:
-        """What was kept as `key`, unless somebody wrote into it; else what `make` gives, which is kept."""
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                plan, tensors, versions = self._kept[key]
-                if [tensor._version for tensor in tensors] == versions:
-                    return plan
-        with torch.inference_mode(False):  # what is kept may be read by a forward with gradients, too
-            plan = make()  # outside of the lock: two threads may plan the same sizes
-        tensors = _tensors(plan)
-        with self._lock:
-            self._drop(key)
-            self._kept[key] = plan, tensors, [tensor._version for tensor in tensors]
-            self._bytes += sum(tensor.nbytes for tensor in tensors)
-            while self._bytes > KEPT_BYTES:
-                self._drop(next(iter(self._kept)))
-        return plan
+    groups: list[list[int]]
+    tokens: list[int]
+    metadata: list
+    batches: list = field(default_factory=list)  # of graphs: none
 
-    def _drop(self, key: Hashable) -> None:
-        _, tensors, _ = self._kept.pop(key, (None, [], []))
-        self._bytes -= sum(tensor.nbytes for tensor in tensors)
+
+def plan_eagerly(encoder: Any, layouts: Sequence) -> EagerPlan:
+    """Consecutive items per forward: at most MAX_PATCHES_PER_FORWARD patches each (or one item)."""
+    sizes = [encoder.item_size(layout) for layout in layouts]
+    groups, rows = list[list[int]](), 0
+    for i, (patches, _, _) in enumerate(sizes):
+        if not groups or rows + patches > MAX_PATCHES_PER_FORWARD:
+            groups.append([])
+            rows = 0
+        groups[-1].append(i)
+        rows += patches
+    metadata = [encoder.plan_checked([layouts[i] for i in group]) for group in groups]
+    return EagerPlan(groups, [tokens for _, tokens, _ in sizes], metadata)
+
+
+def encode_eagerly(
+    encoder: Any, rows: Sequence[Levels | Tensor], plan: EagerPlan, *, progress: bool = True
+) -> list[Tensor]:
+    """(M, W) per item. Rows travel to the encoder's device when their forward comes."""
+    embeds = list[Tensor]()
+    bar = tqdm(plan.groups, desc="encode", disable=not progress or len(plan.groups) < 2, leave=False)
+    for group, metadata in zip(bar, plan.metadata, strict=True):
+        together = encoder(send_rows([rows[i] for i in group], encoder), metadata=metadata)
+        embeds += together.split([plan.tokens[i] for i in group])
+    return embeds
 
 
 def send_rows(rows: Sequence[Levels | Tensor], encoder) -> Tensor:
-    """Patch rows of several items, end to end, for `encoder` to read on its device.
+    """Patch rows of several items, normalised and end to end, for `encoder` to read on its device."""
+    device = encoder.device
+    if device.type == "cuda":
+        sent = [_send_to_gpu(item, device, encoder.dtype) for item in rows]
+    else:
+        sent = [item if isinstance(item, Tensor) else item.normalize() for item in rows]
+    return sent[0].to(device) if len(sent) == 1 else torch.cat(sent).to(device)
 
-    To a GPU travels as little as can, from pinned memory, so that the host does not wait: levels, to be normalised
-    there, and rows that are normalised already in the encoder's dtype.
+
+def _send_to_gpu(rows: Levels | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """As little travels as can, from pinned memory, so that the host does not wait.
+
+    Levels are normalised there; rows that are normalised already travel in the encoder's dtype.
     """
-    sent = [_send(item, encoder.device, encoder.dtype) for item in rows]
-    return sent[0] if len(sent) == 1 else torch.cat(sent)
-
-
-def _send(rows: Levels | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    if device.type != "cuda":
-        return (rows if isinstance(rows, Tensor) else rows.normalize()).to(device)
     if isinstance(rows, Tensor):
         rows = rows.to(dtype).pin_memory() if rows.device.type == "cpu" else rows
         return rows.to(device, non_blocking=True)
@@ -270,20 +227,3 @@ def _send(rows: Levels | Tensor, device: torch.device, dtype: torch.dtype) -> Te
         looked_up = table[channel].index_select(0, levels[:, channel].flatten().int())
         patches[:, channel] = looked_up.view(N, -1, values)
     return patches.flatten(1)
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, tuple):
-        return tuple(_to_device(item, device) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _to_device(getattr(value, f.name), device) for f in fields(value)})
-    return value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    parts = [getattr(value, f.name) for f in fields(value)] if is_dataclass(value) else value
-    return [tensor for part in parts for tensor in _tensors(part)] if isinstance(parts, (list, tuple)) else []

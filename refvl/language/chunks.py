@@ -16,10 +16,26 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
-from refvl.language.model import CausalTextModel, new_cache, prefill
+from refvl.language.model import CausalTextModel
 from refvl.trace import Trace
+
+
+def new_cache(language_model: CausalTextModel) -> Cache:
+    """An empty cache, which grows."""
+    return DynamicCache(config=language_model.config)
+
+
+def prefill(
+    language_model: CausalTextModel, inputs_embeds: Tensor, deepstack_embeds: Tensor, positions: Tensor, cache: Cache
+) -> None:
+    """Put keys and values into the cache: of (1, n, D) embeddings with (1, n, W - D) deeper features, (3, 1, n)."""
+    deeper = {"deepstack_embeds": deepstack_embeds} if deepstack_embeds.shape[-1] else {}
+    language_model(
+        inputs_embeds=inputs_embeds, position_ids=positions.to(inputs_embeds.device), past_key_values=cache,
+        use_cache=True, logits_to_keep=1, **deeper,
+    )  # fmt: skip
 
 
 class MediumRows:

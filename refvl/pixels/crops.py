@@ -23,9 +23,10 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from refvl.checks import as_integer_rows, check_positive_ints, check_shape
+from refvl.arguments import as_integer_rows
+from refvl.checks import check_positive_ints, check_shape
 from refvl.pixels.media import load_image
-from refvl.pixels.patches import check_preprocessing, known_fields
+from refvl.pixels.settings import check_preprocessing, known_fields
 
 MIN_SIDE, THIN_RATIO = 32, 4  # an image below this side and above this ratio is padded to a square
 SQUARE_RATIO = 1.5  # a small image up to this ratio is seen well enough in the overview

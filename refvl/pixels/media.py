@@ -1,234 +1,41 @@
-"""Pictures and clips, from disk or memory, to plain RGB.
+"""Clips, from disk or memory, to sampled frames; pictures are in `refvl.pixels.images`.
 
     load_image(path | PIL image | array | tensor) -> PIL.Image, mode RGB
     load_video(path | frames | array | tensor)    -> Video: sampled frames (T, H, W, 3) uint8 and their times
 
-Decoding is Pillow's and PyAV's; what is ours is what they leave open: which way up a picture is, what stands behind a
-transparent pixel, how 16 bits become 8, which frames of a clip are sampled and when each is shown, and how much is
-decoded at all (`MediaLimits`). The packets of a video are listed first, which says how many frames there are and when;
-then it is decoded forward once, without seeking, and only the frames that are asked for are kept.
+Decoding is Pillow's and PyAV's; what is ours is what they leave open: which frames of a clip are sampled and when each
+is shown, and how much is decoded at all (`MediaLimits`). The packets of a video are listed first, which says how many
+frames there are and when; then it is decoded forward once, without seeking, and only the frames that are asked for are
+kept.
 """
 
 import math
 import operator
 import os
-import re
-import stat
 import tempfile
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageFile
+from PIL import Image
 
-from refvl.checks import blame, check_positive, check_positive_int, check_positive_ints, check_values, printable
+from refvl.checks import check_positive, check_positive_int, check_positive_ints, printable
+from refvl.pixels.images import LIMITS as LIMITS
+from refvl.pixels.images import MediaLimits as MediaLimits
+from refvl.pixels.images import check_size, readable_formats, regular_file
+from refvl.pixels.images import image_suffixes as image_suffixes
+from refvl.pixels.images import load_image as load_image
+from refvl.pixels.images import open_image as open_image
 
 DEFAULT_FPS = 2.0
 FRAMES_IN_MEMORY = 2**24  # bytes of a clip's frames; more lie in a file, whose pages the system may drop and read again
-_URL = re.compile(r"data:|[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # Path turns :// into :/
-_NEVER_DECODED = {"EPS", "MPEG"}  # drawn by Ghostscript, another program; Pillow only tells the size
 _NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS
-_TO_UPRIGHT = {  # by how the camera was held, as EXIF counts; 1 is upright
-    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class MediaLimits:
-    """How much is decoded at most, checked before memory is taken for it; a limit that is in the way can be raised.
-
-    Pillow has a limit of its own, `PIL.Image.MAX_IMAGE_PIXELS`: it warns above 89 million pixels and refuses twice as
-    many, so beyond that both have to be raised.
-    """
-
-    max_image_pixels: int = 2**26  # width x height of a file's picture or frame: 8192 x 8192, 201 MB as RGB
-    max_video_bytes: int = 2**31  # of the frames of a clip that are kept, 3 bytes per pixel
-
-    def __post_init__(self):
-        check_positive_ints(max_image_pixels=self.max_image_pixels, max_video_bytes=self.max_video_bytes)
-
-    def check_pixels(self, width: int, height: int, what: str) -> None:
-        """Raise ValueError for a picture or a frame with more than max_image_pixels."""
-        if width * height > self.max_image_pixels:
-            raise ValueError(
-                f"{what} has {width} x {height} = {width * height:,} pixels, max_image_pixels is "
-                f"{self.max_image_pixels:,}; raise it with limits=MediaLimits(max_image_pixels=...)"
-            )
-
-    def check_frames(self, frames: int, width: int, height: int, what: str) -> None:
-        """Raise ValueError where so many frames need more than max_video_bytes."""
-        if (needed := frames * width * height * 3) > self.max_video_bytes:
-            raise ValueError(
-                f"{what}: {frames} frames of {width} x {height} pixels need {needed:,} bytes, max_video_bytes is "
-                f"{self.max_video_bytes:,}; take fewer frames, or raise it with limits=MediaLimits(max_video_bytes=...)"
-            )
-
-
-LIMITS = MediaLimits()
-
-
-def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
-    """One picture as a PIL image of mode RGB; `.info["source"]` says which file it came from.
-
-    source: a path; a PIL image; an array (H, W), (H, W, 1 | 3 | 4) or a tensor, which may also be (1 | 3 | 4, H, W),
-    of uint8, uint16, or floats in [0, 1]. limits: of what is read from a file; arrays are as large as they are.
-
-    The EXIF rotation is applied; an EXIF block that cannot be read is ignored, as other tools do. Transparent pixels
-    are blended onto white, as transformers 5.23 does; 5.17 drops the alpha channel, which shows whatever colour the
-    file has where nothing was meant to be seen. Of an animation the first frame is taken.
-
-    16-bit grey is scaled to 8 bits (Pillow alone would clip it to white). Pillow's mode "I" does not say how many bits
-    its integers have: those of a PNG or PPM file are 16, others are taken for 8 bits where none is above 255, and for
-    16 up to 65535. Mode "F" holds floats in [0, 1].
-
-    Raises FileNotFoundError for a missing file, TypeError for another kind of source, ValueError for a URL, a file that
-    is truncated, larger than `limits` or not an image, levels outside those ranges, an array of another shape, dtype or
-    range, an empty picture, and one of a single pixel.
-    """
-    if isinstance(source, (str, Path)):
-        path, name = _regular_file(source, "image")
-        with open_image(path, name, limits) as image:
-            return _decode_image(image, name, name, limits)
-    name = f"the {type(source).__name__}"
-    if isinstance(source, Image.Image):
-        origin = source.info.get("source") or getattr(source, "filename", "")
-        return _decode_image(source, name, printable(origin), limits)
-    if not isinstance(source, (np.ndarray, torch.Tensor)):
-        kinds = "a path, a PIL image, a numpy array or a torch tensor"
-        raise TypeError(f"image: expected {kinds}, got {type(source).__name__}")
-    return _decode_image(Image.fromarray(_as_uint8(_channels_last(source), "image")), name, "", limits)
-
-
-def image_suffixes() -> frozenset[str]:
-    """Suffixes, such as ".png", of the files that `load_image` reads.
-
-    Those of Pillow's formats that have a reader, without stubs (BUFR, GRIB, HDF5, WMF), which need a handler that
-    somebody else installs, EPS, which is drawn by another program, and MPEG, of which Pillow only tells the size.
-    """
-    return frozenset(suffix for suffix, format in Image.registered_extensions().items() if format in _readable())
-
-
-@cache
-def _readable() -> tuple[str, ...]:
-    """Names of Pillow's formats that decode here and now, in the order in which it tries them."""
-    Image.init()
-    readers = {name: Image.OPEN[name][0] for name in Image.ID if name in Image.OPEN and name not in _NEVER_DECODED}
-    stub = ImageFile.StubImageFile
-    return tuple(
-        name for name, reader in readers.items() if not (isinstance(reader, type) and issubclass(reader, stub))
-    )
-
-
-def open_image(source: Path | IO[bytes], name: str, limits: MediaLimits) -> Image.Image:
-    """A file or its bytes as a picture that is not decoded yet; ValueError, naming it, where Pillow cannot read it."""
-    try:
-        return Image.open(source, formats=_readable())
-    except Image.DecompressionBombError as error:
-        raise ValueError(
-            f"image: {name} has more pixels than max_image_pixels={limits.max_image_pixels:,} and PIL.Image."
-            f"MAX_IMAGE_PIXELS allow ({error}); raise both, the first with limits=MediaLimits(max_image_pixels=...)"
-        ) from error
-    except Image.UnidentifiedImageError as error:
-        raise ValueError(f"image: {name} is not a picture that Pillow can read") from error
-    except Exception as error:  # a plugin may raise anything
-        raise ValueError(f"image: {name} is not a picture that Pillow can read ({printable(error)})") from error
-
-
-def _decode_image(image: Image.Image, name: str, origin: str, limits: MediaLimits) -> Image.Image:
-    """An opened picture, upright and RGB. name: for messages; origin: the file it came from, "" for none."""
-    _check_size(image.width, image.height, f"image: {name}")
-    if isinstance(image, ImageFile.ImageFile):  # others are decoded already
-        limits.check_pixels(image.width, image.height, f"image: {name}")
-    with blame(f"image: {name} is truncated or damaged"):
-        image.load()
-    rotation = None
-    with suppress(Exception):  # an EXIF block that is damaged in any way; the pixels are there
-        rotation = _TO_UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    if image.mode.startswith("I") or image.mode == "F":  # more than 8 bits of grey
-        image = Image.fromarray(_as_uint8(_grey_levels(image, name), f"image: {name}"))
-    with blame(f"image: {name} cannot be turned into RGB"):
-        if image.has_transparency_data:
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-        image = image.convert("RGB")
-    image = image if rotation is None else image.transpose(rotation)
-    image.info = {"source": origin} if origin else {}  # without EXIF: once is enough
-    return image
-
-
-def _regular_file(source: str | Path, kind: str) -> tuple[Path, str]:
-    """The path of an ordinary file, and its name for messages: a pipe would block when opened, a device never end."""
-    name = printable(source)
-    if _URL.match(str(source)):
-        raise ValueError(f"{kind}: URLs are not read; download the file and give its path, got {name}")
-    try:
-        mode = os.stat(source).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"{kind}: no such file: {name}") from None
-    except (OSError, ValueError) as error:  # too long, not allowed, with a zero byte
-        raise ValueError(f"{kind}: {name} cannot be opened ({getattr(error, 'strerror', error)})") from error
-    if not stat.S_ISREG(mode):
-        what = "folder" if stat.S_ISDIR(mode) else "pipe or device"
-        raise ValueError(f"{kind}: expected a file, got the {what} {name}")
-    return Path(source), name
-
-
-def _check_size(width: int, height: int, what: str) -> None:
-    if width * height <= 1:
-        raise ValueError(f"{what} is {width} x {height} pixels; there must be at least two to see anything")
-
-
-def _channels_last(source) -> np.ndarray:
-    """A tensor or array as (H, W) or (H, W, 3 | 4); a tensor's channels may come first, as torch has them."""
-    array = source
-    if isinstance(source, torch.Tensor):
-        source = check_values(source, "image").detach().cpu()
-        array = (source.float() if source.is_floating_point() else source).numpy()
-        if array.ndim == 3 and array.shape[0] in (1, 3, 4):
-            array = array.transpose(1, 2, 0)
-    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[-1] not in (1, 3, 4)):
-        allowed = "(H, W) or (H, W, 1 | 3 | 4)" + (", or (1 | 3 | 4, H, W)" if array is not source else "")
-        raise ValueError(f"image: expected an array of shape {allowed}, got {tuple(source.shape)}")
-    return array[..., 0] if array.ndim == 3 and array.shape[-1] == 1 else array
-
-
-def _grey_levels(image: Image.Image, name: str) -> np.ndarray:
-    """Mode "I" as 8 or 16 bits, by the rule of `load_image`; the other wide modes are what they say."""
-    levels = np.asarray(image)
-    if image.mode != "I":
-        return levels
-    low, high = int(levels.min()), int(levels.max())
-    if low < 0 or high > 65535:
-        raise ValueError(
-            f"image: {name} holds integers from {low} to {high}; grey levels lie in [0, 255] or [0, 65535]: "
-            "scale them, and give the array as uint8 or uint16"
-        )
-    return levels.astype(np.uint16 if high > 255 or image.format in ("PNG", "PPM") else np.uint8)
-
-
-def _as_uint8(array: np.ndarray, what: str) -> np.ndarray:
-    """uint8 as it is, uint16 scaled by 1/257, floats in [0, 1] scaled by 255, both rounded."""
-    if array.dtype == np.uint8:
-        return np.ascontiguousarray(array)
-    if array.dtype.kind == "u" and array.dtype.itemsize == 2:
-        return ((array.astype(np.uint32) + 128) // 257).astype(np.uint8)
-    if array.dtype.kind != "f":
-        raise ValueError(f"{what}: expected dtype uint8, uint16 or float, got {array.dtype}")
-    if array.size and not (array.min() >= 0 and array.max() <= 1):  # written so that NaN fails
-        raise ValueError(
-            f"{what}: floats must lie in [0, 1], got values from {array.min()} to {array.max()}; scale them first, "
-            "for example by 1 / 255, and give the array"
-        )
-    return (array.astype(np.float64) * 255).round().astype(np.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -354,7 +161,7 @@ def as_frames(frames, *, limits: MediaLimits = LIMITS) -> np.ndarray:
         frames = _stack(images, len(frames), "video", limits)
     if len(frames) == 0:
         raise ValueError("video: expected at least one frame, got none")
-    _check_size(frames.shape[2], frames.shape[1], "video: a frame")
+    check_size(frames.shape[2], frames.shape[1], "video: a frame")
     return frames
 
 
@@ -407,7 +214,7 @@ class _Listing:
 def _decode_video(
     source: str | Path, source_fps: float | None, sample: Callable[[int, float], Sequence[int]], limits: MediaLimits
 ) -> Video:
-    av, (path, name) = _import_av(), _regular_file(source, "video")
+    av, (path, name) = _import_av(), regular_file(source, "video")
     try:
         listing = _list_frames(path, name, limits)
         if source_fps is not None:
@@ -531,7 +338,7 @@ def _refuse_still_image(path: Path, name: str, frames: int) -> None:
     if frames > 1:
         return
     try:
-        with Image.open(path, formats=_readable()) as image:
+        with Image.open(path, formats=readable_formats()) as image:
             animated = getattr(image, "n_frames", 1) > 1
     except Exception:  # not an image, then: a very short clip
         return

@@ -17,8 +17,8 @@ round differently, so an image and a video of the same frame give slightly diffe
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
@@ -27,8 +27,10 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from refvl.checks import Grid, as_grids, blame, check_positive_int, check_positive_ints, check_shape, read_json
-from refvl.pixels.media import as_frames, load_image
+from refvl.arguments import as_grids
+from refvl.checks import Grid, check_positive_int, check_positive_ints, check_shape
+from refvl.pixels import settings
+from refvl.pixels.media import Video, as_frames, load_image
 
 MAX_ASPECT_RATIO = 200
 
@@ -44,22 +46,6 @@ class Normalization(Protocol):
 
     @property
     def rescale_factor(self) -> float: ...
-
-
-def check_preprocessing(config) -> None:
-    """Raise TypeError or ValueError unless integer fields are positive and there is one mean and std per channel."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.type is int:
-            check_positive_int(value, field.name)
-        elif field.name in ("image_mean", "image_std") and (not isinstance(value, Sequence) or len(value) != 3):
-            raise ValueError(f"{field.name}: expected one value per RGB channel, got {value!r}")
-
-
-def known_fields(config_class, values: dict) -> dict:
-    """The entries of `values` that are fields of `config_class` and not None; lists, as JSON has them, as tuples."""
-    known = {f.name: values[f.name] for f in fields(config_class) if values.get(f.name) is not None}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +78,7 @@ class PatchConfig:
     max_frames: int = 768
 
     def __post_init__(self):
-        check_preprocessing(self)
+        settings.check_preprocessing(self)
         if self.min_pixels > self.max_pixels:
             raise ValueError(f"min_pixels: must not exceed max_pixels={self.max_pixels}, got {self.min_pixels}")
 
@@ -101,44 +87,8 @@ class PatchConfig:
         """The defaults of a video, as far as they are others."""
         return cls(**(cls.VIDEO_DEFAULTS | changes))
 
-    @classmethod
-    def from_dict(cls, values: dict, kind: str = "image") -> Self:
-        """From the contents of a preprocessor file; unknown keys are ignored, missing ones take the default of `kind`.
-
-        The pixel budget may be `min_pixels` and `max_pixels`, at the top or inside `size`, or the areas that `size`
-        calls `shortest_edge` and `longest_edge`. Raises ValueError for a preprocessing this library does not have.
-        """
-        _check_supported(values)
-        size = values.get("size") or {}
-        if not isinstance(size, dict):
-            raise ValueError(f"size: expected an object such as {{'longest_edge': ...}}, got {size!r}")
-        known = known_fields(cls, values)
-        for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
-            found = [v for v in (values.get(name), size.get(edge), size.get(name)) if v is not None]
-            known |= {name: found[0]} if found else {}
-        return cls.for_video(**known) if kind == "video" else cls(**known)
-
-    @classmethod
-    def from_folder(cls, folder, kind: str = "image") -> Self:
-        """From a checkpoint folder; kind is "image" or "video".
-
-        The first that is there counts, as in transformers: the section `image_processor` / `video_processor` of
-        processor_config.json, then for a video video_preprocessor_config.json, then preprocessor_config.json.
-        Raises FileNotFoundError when there is none, ValueError when one cannot be read.
-        """
-        if kind not in ("image", "video"):
-            raise ValueError(f'kind: expected "image" or "video", got {kind!r}')
-        names = ["processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"]
-        if kind == "image":
-            del names[1]
-        for path in (Path(folder) / name for name in names):
-            values = read_json(path) if path.is_file() else None
-            if values is not None and path.name == "processor_config.json":
-                values = values.get(f"{kind}_processor")
-            if values is not None:
-                with blame(path):
-                    return cls.from_dict(values, kind)
-        raise FileNotFoundError(f"folder: {folder} has no {kind} settings (looked for {', '.join(names)})")
+    from_dict = classmethod(settings.from_dict)
+    from_folder = classmethod(settings.from_folder)
 
     @property
     def factor(self) -> int:
@@ -157,8 +107,7 @@ class PatchConfig:
 
     def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
         """The (height, width) that an image, or each of `num_frames` frames, is resized to: `smart_resize`."""
-        budget = self.frame_budget(num_frames)
-        return smart_resize(height, width, factor=self.factor, min_pixels=self.min_pixels, max_pixels=budget)
+        return fit_budget(height, width, self.factor, self.min_pixels, self.frame_budget(num_frames))
 
     def frame_floor(self, num_frames: int) -> int:
         """The smallest area one frame may have."""
@@ -173,110 +122,6 @@ class PatchConfig:
         return max(min(self.max_pixels, share), int(self.min_pixels * 1.05))
 
 
-@dataclass(frozen=True, slots=True)
-class Glm4vPatchConfig(PatchConfig):
-    """GLM's: budgets are areas over all frames, an image counting as `temporal_patch_size` of them."""
-
-    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 28 * 28 * 2 * 30000}  # larger: it is for all frames
-
-    min_pixels: int = 112 * 112
-    max_pixels: int = 28 * 28 * 15000
-    max_frames: int = 640
-    max_duration: float = 300.0  # seconds, beyond which GLM-4.1V spreads its frames
-
-    @property
-    def max_image_tokens(self) -> int:
-        """`temporal_patch_size` times fewer than the area holds, as an image counts that often."""
-        return self.max_pixels // (self.temporal_patch_size * (self.patch_size * self.merge_size) ** 2)
-
-    def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
-        """`smart_resize_video` of the frames as they are padded."""
-        return smart_resize_video(
-            self.padded(num_frames), height, width, temporal_factor=self.temporal_patch_size,
-            factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels,
-        )  # fmt: skip
-
-    def frame_floor(self, num_frames: int) -> int:
-        """The smallest area of each frame; for one frame, of an image."""
-        return math.ceil(self.min_pixels / self.padded(num_frames))
-
-    def frame_budget(self, num_frames: int) -> int:
-        """The largest area of each frame; for one frame, of an image."""
-        return self.max_pixels // self.padded(num_frames)
-
-    def padded(self, num_frames: int) -> int:
-        """Frames in whole steps of the grid."""
-        return math.ceil(num_frames / self.temporal_patch_size) * self.temporal_patch_size
-
-
-@dataclass(frozen=True, slots=True)
-class GlmgaPatchConfig(Glm4vPatchConfig):
-    """GLM-GA's: sides can be required to be multiples of several merged tokens."""
-
-    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 28 * 28 * 2 * 55790}  # almost twice that of other GLMs
-
-    patch_expand_factor: int = 1
-
-    @property
-    def factor(self) -> int:
-        """Sides of the resized image are multiples of this."""
-        return self.patch_size * self.merge_size * self.patch_expand_factor
-
-
-@dataclass(frozen=True, slots=True)
-class Qwen3VLPatchConfig(PatchConfig):
-    """Qwen3-VL's images; the pixel budget is the released files', as transformers has no default of its own."""
-
-    patch_size: int = 16
-    min_pixels: int = 256 * 256
-    max_pixels: int = 4096 * 4096
-    image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
-    max_video_tokens: int = 768
-
-    @classmethod
-    def for_video(cls, **changes) -> "Qwen3VLVideoPatchConfig":
-        """A video's sizes follow another rule, see there."""
-        return Qwen3VLVideoPatchConfig(**changes)
-
-
-@dataclass(frozen=True, slots=True)
-class Qwen3VLVideoPatchConfig(Qwen3VLPatchConfig):
-    """Qwen3-VL's videos: budgets are areas over all frames; the defaults are those of `Qwen3VLVideoProcessor`.
-
-    With `cap_pixels_per_frame`, off unless the file says otherwise, `max_video_tokens` is the most for one frame.
-    """
-
-    min_pixels: int = 128 * 32 * 32
-    max_pixels: int = 768 * 32 * 32
-
-    def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
-        """`smart_resize_video`; a single frame counts as it is padded, as a step of the grid."""
-        frames = max(num_frames, self.temporal_patch_size)
-        return smart_resize_video(
-            frames, height, width, temporal_factor=self.temporal_patch_size, factor=self.factor,
-            min_pixels=self.min_pixels, max_pixels=self.frame_budget(frames) * frames
-            if self.cap_pixels_per_frame else self.max_pixels,
-        )  # fmt: skip
-
-    def frame_floor(self, num_frames: int) -> int:
-        """The smallest area of each frame."""
-        return math.ceil(self.min_pixels / num_frames)
-
-    def frame_budget(self, num_frames: int) -> int:
-        """The largest area one frame may have in a video of `num_frames`."""
-        if not self.cap_pixels_per_frame:
-            return self.max_pixels // num_frames
-        share = min(self.max_video_tokens * self.factor**2, self.max_pixels // num_frames)
-        return max(share, int(self.min_pixels * 1.05))
-
-
-def _check_supported(values: dict) -> None:
-    for name, wanted in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", 3)):
-        if values.get(name, wanted) not in (wanted, None):
-            raise ValueError(f"{name}: this preprocessing always has {name}={wanted!r}, got {values[name]!r}")
-
-
 def smart_resize(
     height: int, width: int, *, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 28 * 28 * 1280
 ) -> tuple[int, int]:
@@ -289,56 +134,29 @@ def smart_resize(
     (420, 644)
     """
     height, width = check_positive_ints(height=height, width=width)
-    _check_aspect_ratio(height, width, (height, width))
-    return _fit_budget(height, width, factor, min_pixels, max_pixels)
+    return fit_budget(height, width, factor, min_pixels, max_pixels)
 
 
-def smart_resize_video(
-    num_frames: int,
+def fit_budget(
     height: int,
     width: int,
-    *,
-    temporal_factor: int = 2,
-    factor: int = 28,
-    min_pixels: int = 112 * 112,
-    max_pixels: int = 28 * 28 * 2 * 6144,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+    frames: int = 1,
+    counted_frames: int = 1,
+    given: tuple[int, int] | None = None,
 ) -> tuple[int, int]:
-    """GLM's `smart_resize`: the budgets count the pixels of all frames, and tiny images are enlarged first.
+    """Sides rounded to `factor`, then changed when `counted_frames` of them leave the budget that is for `frames`.
 
-    num_frames: of the video; an image counts as `temporal_factor` frames. temporal_factor: frames per step of the grid,
-    of which the budgets count whole ones. Raises ValueError for fewer frames than that, and for an aspect ratio above
-    200. Upstream: `smart_resize` of GLM-4.1V (transformers).
-
-    >>> smart_resize_video(2, 480, 640), smart_resize_video(600, 480, 640)
-    ((476, 644), (84, 140))
+    given: the (height, width) that the user knows, where these are others. Raises ValueError for thin pictures.
     """
-    num_frames, height, width, temporal_factor = check_positive_ints(
-        num_frames=num_frames, height=height, width=width, temporal_factor=temporal_factor
-    )
-    if num_frames < temporal_factor:
-        raise ValueError(f"num_frames: must be at least temporal_factor={temporal_factor}, got {num_frames}")
-    given = height, width
-    if min(height, width) < factor:
-        enlarge = max(factor / height, factor / width)
-        height, width = int(height * enlarge), int(width * enlarge)
-    _check_aspect_ratio(height, width, given)
-    whole_steps = round(num_frames / temporal_factor) * temporal_factor
-    return _fit_budget(height, width, factor, min_pixels, max_pixels, num_frames, whole_steps)
-
-
-def _check_aspect_ratio(height: int, width: int, given: tuple[int, int]) -> None:
-    """given: the (height, width) that the user knows, for the message."""
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        height, width = given or (height, width)
         raise ValueError(
-            f"the aspect ratio may be at most {MAX_ASPECT_RATIO}, got {max(given) / min(given):.1f}: "
-            f"{given[1]} x {given[0]} pixels (width x height)"
+            f"the aspect ratio may be at most {MAX_ASPECT_RATIO}, got {max(height, width) / min(height, width):.1f}: "
+            f"{width} x {height} pixels (width x height)"
         )
-
-
-def _fit_budget(
-    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, frames: int = 1, counted_frames: int = 1
-) -> tuple[int, int]:
-    """Sides rounded to `factor`, then changed when `counted_frames` of them leave the budget that is for `frames`."""
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     if counted_frames * new_height * new_width > max_pixels:
         shrink = math.sqrt((frames * height * width) / max_pixels)
@@ -381,8 +199,9 @@ def patchify_image(image, config: PatchConfig) -> tuple[Tensor, Grid]:
 
 def levels_of_image(image: Image.Image, config: PatchConfig) -> tuple["Levels", Grid]:
     """The same before it is normalised, for an image that `load_image` has made."""
-    pixels = torch.from_numpy(np.array(resize_image(image, config))).permute(2, 0, 1)[None]  # (1, C, H, W) uint8
-    return _cut_levels(pixels, config)
+    pixels_HWC = torch.from_numpy(np.array(resize_image(image, config)))  # uint8
+    rows, grid = cut_rows(pixels_HWC.permute(2, 0, 1)[None], config, Tp=1)  # a still picture is cut once, not Tp times
+    return Levels(rows, level_table(config), config.temporal_patch_size), grid
 
 
 def patchify_video(frames, config: PatchConfig) -> tuple[Tensor, Grid]:
@@ -399,14 +218,10 @@ def levels_of_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | 
 
     num_frames: of the whole video, where `frames` are some of it: their size depends on how many there are.
     """
-    return _cut_levels(resize_frames(frames, config, num_frames), config, fused=True)
-
-
-def _cut_levels(pixels: Tensor, config: PatchConfig, *, fused: bool = False) -> tuple["Levels", Grid]:
-    """(T, C, H, W) uint8; a still picture is cut once, not Tp times."""
+    pixels_TCHW = resize_frames(frames, config, num_frames)
     Tp = config.temporal_patch_size
-    rows, grid = patch_rows(pixels, replace(config, temporal_patch_size=1) if len(pixels) == 1 else config)
-    return Levels(rows.unflatten(1, (3, -1, config.patch_size**2)), level_table(config, fused=fused), Tp), grid
+    rows, grid = cut_rows(pixels_TCHW, config, Tp=1 if len(pixels_TCHW) == 1 else Tp)
+    return Levels(rows, level_table(config, fused=True), Tp), grid
 
 
 def resize_image(image: Image.Image, config: PatchConfig) -> Image.Image:
@@ -448,6 +263,21 @@ class Levels:
         return torch.from_numpy(rows).flatten(1)
 
 
+@dataclass(frozen=True, eq=False)
+class Patches:
+    """One medium, patchified: what the encoder reads, and where it came from."""
+
+    source: Image.Image | Video
+    rows: Levels | Tensor  # of N patches; a tensor where pixels are normalised before they are cut
+    layout: Any  # how the rows lie, for the encoder's plan: (t, h, w) in patches for Qwen and GLM
+    merged: Any  # a `MergedMedia`: how the language model sees it
+
+    @cached_property
+    def pixel_values(self) -> Tensor:
+        """(N, C*Tp*P*P) float32."""
+        return self.rows if isinstance(self.rows, Tensor) else self.rows.normalize()
+
+
 def level_table(config: Normalization, *, fused: bool = False) -> Tensor:
     """(C, 256) float32: (x * rescale_factor - mean) / std of each level x of a channel.
 
@@ -476,11 +306,18 @@ def patch_rows(pixels: Tensor, config: PatchConfig) -> tuple[Tensor, Grid]:
     Raises ValueError when H or W is no multiple of P * m.
     """
     check_shape(pixels, ("T", 3, "H", "W"), "pixels")
-    m, P, Tp = config.merge_size, config.patch_size, config.temporal_patch_size
-    T, C, H, W = pixels.shape
+    T, _, H, W = pixels.shape
     if T == 0 or H % config.factor or W % config.factor or not H * W:
         needs = f"needs frames, and sides in multiples of {config.factor}"
         raise ValueError(f"pixels: {needs}, got {tuple(pixels.shape)}")
+    rows, grid = cut_rows(pixels, config, config.temporal_patch_size)
+    return rows.flatten(1), grid
+
+
+def cut_rows(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, Grid]:
+    """`patch_rows`, (N, C, Tp, P*P), of frames whose sides are multiples of P * m."""
+    m, P = config.merge_size, config.patch_size
+    T, C, H, W = pixels.shape
     if T == 1:  # without a copy
         pixels = pixels.expand(Tp, -1, -1, -1)
     elif T % Tp:
@@ -489,7 +326,7 @@ def patch_rows(pixels: Tensor, config: PatchConfig) -> tuple[Tensor, Grid]:
     blocks = pixels.view(t, Tp, C, h // m, m, P, w // m, m, P)
     #                    0  1   2  3       4  5  6       7  8
     # ->                 t, block row, block col, row, col, C, Tp, P, P
-    rows = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, config.patch_values)
+    rows = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, C, Tp, P * P)
     return rows, (t, h, w)
 
 

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from refvl.checks import blame, check_positive_ints, check_shape, read_json
 from refvl.pixels.media import load_image
-from refvl.pixels.patches import Levels, check_preprocessing, denormalize, known_fields, level_table
+from refvl.pixels.patches import Levels, denormalize, level_table
+from refvl.pixels.settings import check_preprocessing, known_fields
 
 Size = tuple[int, int]
 

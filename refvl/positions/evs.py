@@ -15,15 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.checks import (
-    as_grids,
-    check_floats,
-    check_number,
-    check_positive_int,
-    check_pruning_rate,
-    check_shape,
-    check_values,
-)
+from refvl.arguments import as_grids
+from refvl.checks import check_floats, check_number, check_positive_int, check_pruning_rate, check_shape, check_values
 from refvl.positions.mrope import MAX_POSITION, check_t_factor, grid_positions, mrope_delta
 
 ALWAYS_KEPT = 255.0  # dissimilarity given to first-frame tokens; a cosine distance never exceeds 2

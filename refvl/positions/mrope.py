@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refvl.checks import MAX_PATCHES, as_integers, check_int, check_number, check_positive_int
+from refvl.arguments import as_integers
+from refvl.checks import MAX_PATCHES, check_int, check_number, check_positive_int
 
 MAX_POSITION = 2**31
 
@@ -49,6 +50,12 @@ class MediaSpan:
         return grid_positions(self.t, self.h, self.w, self.t_factor)
 
 
+def media_places(spans: Sequence[MediaSpan]) -> Tensor:
+    """(M,) int64: where in the prompt the tokens of all media stand, in the order of their embeddings."""
+    places = [torch.arange(span.offset, span.offset + span.num_tokens) for span in spans]
+    return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+
+
 def check_t_factor(t_factor: float, t: int, name: str) -> float:
     """Return `t_factor` if t steps of it are positions; raise TypeError or ValueError naming `name`."""
     number = check_number(t_factor, name)
@@ -79,23 +86,33 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
     """
     if check_positive_int(num_tokens, "num_tokens") > MAX_PATCHES:
         raise ValueError(f"num_tokens: a prompt has at most {MAX_PATCHES:,}, got {num_tokens}")
-    num_tokens = int(num_tokens)
     if wrong := [span for span in spans if not isinstance(span, MediaSpan)]:
         raise TypeError(f"spans: expected MediaSpan, got {wrong[0]!r}")
-    pieces, index, position = [], 0, 0
+    end = 0
     for span in sorted(spans, key=lambda s: s.offset):
-        if span.offset < index or span.offset + span.num_tokens > num_tokens:
+        if span.offset < end or span.offset + span.num_tokens > num_tokens:
             raise ValueError(
                 f"spans: {span} covers prompt tokens {span.offset} to {span.offset + span.num_tokens - 1}, "
-                f"allowed are {index} to {num_tokens - 1} (no overlap, inside the prompt)"
+                f"allowed are {end} to {int(num_tokens) - 1} (no overlap, inside the prompt)"
             )
-        start = position + span.offset - index
-        media_3M = span.grid_positions() + start
-        pieces += [_text(position, start), media_3M]
-        index, position = span.offset + span.num_tokens, int(media_3M.max()) + 1
-    pieces.append(_text(position, position + num_tokens - index))
-    positions_3L = torch.cat(pieces, dim=1)
+        end = span.offset + span.num_tokens
+    positions_3L = mrope_positions(int(num_tokens), spans)
     return positions_3L, mrope_delta(positions_3L)
+
+
+def mrope_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
+    """(3, L) int64: `get_mrope_input_positions` of spans that are known to lie in the prompt one after the other."""
+    pieces = list[Tensor]()
+    index = 0  # of the next token
+    position = 0  # where it stands
+    for span in sorted(spans, key=lambda s: s.offset):
+        start = position + span.offset - index
+        media_3M = grid_positions(span.t, span.h, span.w, span.t_factor) + start
+        pieces += [torch.arange(position, start).expand(3, -1), media_3M]  # the text before it, the medium
+        index = span.offset + span.num_tokens
+        position = int(media_3M.max()) + 1
+    pieces.append(torch.arange(position, position + num_tokens - index).expand(3, -1))
+    return torch.cat(pieces, dim=1)
 
 
 def mrope_delta(positions_3L: Tensor) -> int:
@@ -120,7 +137,3 @@ def mrope_axis_of_pairs(section: Sequence[int], *, interleaved: bool) -> Tensor:
     for axis in (1, 2):
         axes[axis : 3 * counts[axis] : 3] = axis
     return axes
-
-
-def _text(start: int, stop: int) -> Tensor:
-    return torch.arange(start, stop).expand(3, -1)

@@ -5,18 +5,25 @@ Pixel rows, rotary angles and position tables all share one order: for each fram
 m x m patches of the block - so that the merger can fold a block by a plain reshape.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from refvl.checks import as_grids, check_positive, check_positive_int
+from refvl.arguments import as_grids
+from refvl.checks import Grid, check_positive, check_positive_int
 
 
 def merge_block_coordinates(grid_thw, *, spatial_merge_size: int = 2) -> Tensor:
     """(N, 2) int64: (row, column) of every patch, items and frames one after the other, in merge-block order."""
-    m = spatial_merge_size
+    return block_positions(as_grids(grid_thw, spatial_merge_size=spatial_merge_size), spatial_merge_size)
+
+
+def block_positions(grids: Sequence[Grid], m: int) -> Tensor:
+    """`merge_block_coordinates` of grids that are known to be good."""
     coordinates = [np.empty((0, 2), np.int64)]
-    for t, h, w in as_grids(grid_thw, spatial_merge_size=m):
+    for t, h, w in grids:
         blocks = np.empty((h // m, w // m, m, m, 2), np.int64)
         blocks[..., 0] = np.arange(h).reshape(-1, 1, m, 1)
         blocks[..., 1] = np.arange(w).reshape(1, -1, 1, m)
@@ -32,18 +39,18 @@ def vision_rotary_cos_sin(
     head_dim must be a multiple of 4, theta finite and above 0. Upstream: `rotary_pos_emb_thw`; transformers repeats
     each half once more to head_dim columns before it applies them.
     """
-    frequencies = rotary_frequencies(head_dim, theta=theta)
+    if check_positive_int(head_dim, "head_dim") % 4:
+        raise ValueError(
+            f"head_dim: must be a multiple of 4 (h and w take a quarter of the angles each), got {head_dim}"
+        )
+    frequencies = rotary_frequencies(head_dim, theta=check_positive(theta, "theta"))
     return rotary_cos_sin(merge_block_coordinates(grid_thw, spatial_merge_size=spatial_merge_size), frequencies)
 
 
 def rotary_frequencies(head_dim: int, *, theta: float = 10000.0) -> Tensor:
     """(K/4,) float32: radians that a step of one patch turns each plane, for rows and columns alike."""
-    if check_positive_int(head_dim, "head_dim") % 4:
-        raise ValueError(
-            f"head_dim: must be a multiple of 4 (h and w take a quarter of the angles each), got {head_dim}"
-        )
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
-    return 1.0 / check_positive(theta, "theta") ** exponents
+    return 1.0 / theta**exponents
 
 
 def rotary_cos_sin(positions_N2: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,6 +66,13 @@ def apply_rotary(x_NHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotary_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """(N, K/2) each -> the factors of `rotate`, (N, 1, K) each: cos twice; -sin and sin. Once for all blocks."""
+    return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
+
+
+def rotary_factors_of(positions_N2: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, 2) rows and columns, (K/4,) frequencies -> the factors of `rotate`, (N, 1, K) each, on their device."""
+    angles = (positions_N2[..., None] * frequencies).flatten(1)  # (N, 2, K/4) -> (N, K/2)
+    cos, sin = angles.cos(), angles.sin()
     return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
 
 

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.checks import as_grids, check_floats, check_positive_int, check_shape
+from refvl.arguments import as_grids
+from refvl.checks import check_floats, check_positive_int, check_shape
 from refvl.positions.rotary import merge_block_coordinates
 
 MODES = ("bicubic", "bilinear", "nearest")

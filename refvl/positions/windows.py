@@ -5,11 +5,14 @@ block, so that every window is a contiguous segment of the sequence and a varlen
 The inverse permutation, applied after the merger, restores the order.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from refvl.checks import Grid, as_grids, check_positive_int
+from refvl.arguments import as_grids
+from refvl.checks import Grid, check_positive_int
 
 
 def get_window_index(
@@ -33,22 +36,24 @@ def get_window_index(
         raise ValueError(
             f"window_size: must hold at least one merged token of {patch_size * merge} px, got {window_size}"
         )
-    indices, lengths, offset = [np.empty(0, np.int64)], [np.zeros(1, np.int64)], 0
-    for t, h, w in as_grids(grid_thw):
-        window_M = _window_of_each_token((t, h // merge, w // merge), side)
+    return window_order(as_grids(grid_thw), merge, side)
+
+
+def window_order(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, Tensor]:
+    """`get_window_index` of grids that are known to be good; side: merged tokens along a window's."""
+    indices = [np.empty(0, np.int64)]
+    lengths = [np.zeros(1, np.int64)]
+    offset = 0
+    for t, h, w in grids:
+        rows, columns = h // merge, w // merge  # of merged tokens
+        frame, row, column = np.ogrid[:t, :rows, :columns]
+        window = (frame * -(-rows // side) + row // side) * -(-columns // side) + column // side  # each token's
+        window_M = window.ravel()
         indices.append(window_M.argsort(kind="stable") + offset)
         lengths.append(np.bincount(window_M) * merge**2)
         offset += len(window_M)
     cu_window_seqlens = np.concatenate(lengths).cumsum().astype(np.int32)
     return torch.from_numpy(np.concatenate(indices)), torch.from_numpy(cu_window_seqlens)
-
-
-def _window_of_each_token(merged_thw: Grid, side: int) -> np.ndarray:
-    """(M,) int64: the number of the window that each merged token falls into, frame by frame, row by row."""
-    t, h, w = merged_thw
-    rows, columns = -(-h // side), -(-w // side)
-    frame, row, column = np.arange(t).reshape(-1, 1, 1), np.arange(h).reshape(-1, 1), np.arange(w)
-    return ((frame * rows + row // side) * columns + column // side).ravel()
 
 
 def max_window_count(max_tokens: int, max_frames: int, side: int) -> int:

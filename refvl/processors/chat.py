@@ -2,52 +2,29 @@
 
     prompt, images, videos -> messages -> decoded media -> patch rows + layouts -> text -> ids with placeholders
 
-Only the chat template writes special tokens. What a caller writes is text: `<|im_end|>` in a question ends no turn, and
-`<|image_pad|>` asks for no image. `render` puts a flag, a character that occurs nowhere else, before every place in the
-caller's strings where a special token could begin; `encode` takes the flags out and spells the special tokens that
-begin there as ordinary text. A prompt without special tokens in it is tokenized as it is.
+Only the chat template writes special tokens. What a caller writes is text: where there are special tokens in it,
+`refvl.processors.special_tokens` spells them out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import accumulate
-from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar
 
 from jinja2 import TemplateError
 from PIL import Image
 from torch import Tensor
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import PretrainedConfig
 
-from refvl.checks import read_json
 from refvl.merge import MergedMedia, expand_placeholders
 from refvl.pixels.media import LIMITS, MediaLimits, Video, load_image
 from refvl.pixels.patches import Levels, PatchConfig, levels_of_frames, levels_of_image, merged_grid, plan_grid
-from refvl.processors.messages import as_messages, map_texts, media_of
-
-READ_TOKENIZER = partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
-PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters without a meaning
-
-
-@dataclass(frozen=True, eq=False)
-class Patches:
-    """One medium, patchified: what the encoder reads, and where it came from."""
-
-    source: Image.Image | Video
-    rows: Levels | Tensor  # of N patches; a tensor where pixels are normalised before they are cut
-    layout: Any  # how the rows lie, for the encoder's plan: (t, h, w) in patches for Qwen and GLM
-    merged: MergedMedia
-
-    @cached_property
-    def pixel_values(self) -> Tensor:
-        """(N, C*Tp*P*P) float32."""
-        return self.rows if isinstance(self.rows, Tensor) else self.rows.normalize()
+from refvl.pixels.patches import Patches as Patches
+from refvl.processors.messages import as_messages, media_of, texts_of
+from refvl.processors.special_tokens import SpecialTokensAsText
+from refvl.processors.tokenizers import load_tokenizer
 
 
-class ChatProcessor:
+class ChatProcessor(SpecialTokensAsText):
     """Everything between a user's words and the models' tensors; see `refvl.contracts.Processor`.
 
     A family says what its videos are, and what a layout is where it is no grid of patches.
@@ -132,15 +109,18 @@ class ChatProcessor:
         results = []
         for number, medium in enumerate(media, 1):
             try:
-                self._check_kind(medium)
-                results.append(of_video(medium) if isinstance(medium, Video) else of_image(medium))
+                if isinstance(medium, Video):
+                    self._check_takes_videos()
+                    results.append(of_video(medium))
+                else:
+                    results.append(of_image(medium))
             except ValueError as error:
                 source = medium.source if isinstance(medium, Video) else medium.info.get("source")
                 raise ValueError(f"{source or f'medium {number}'}: {error}") from error
         return results
 
-    def _check_kind(self, medium: Image.Image | Video) -> None:
-        if isinstance(medium, Video) and self.video_config is None:
+    def _check_takes_videos(self) -> None:
+        if self.video_config is None:
             raise ValueError(self.no_video)
 
     def _patchify_image(self, image: Image.Image) -> Patches:
@@ -172,8 +152,10 @@ class ChatProcessor:
 
     def layout_of(self, medium: Image.Image | Video) -> Any:
         """The layout that `patchify` gives a decoded medium, from its size alone; ValueError for a video too many."""
-        self._check_kind(medium)
-        return self._video_layout(medium) if isinstance(medium, Video) else self._image_layout(medium)
+        if not isinstance(medium, Video):
+            return self._image_layout(medium)
+        self._check_takes_videos()
+        return self._video_layout(medium)
 
     def _image_layout(self, image: Image.Image) -> Any:
         return plan_grid(image.height, image.width, self.image_config)
@@ -202,27 +184,16 @@ class ChatProcessor:
         allow_special_tokens: special tokens in the caller's strings count as such, placeholders included. Raises
         ValueError when placeholders and media do not match, or when the chat template refuses the messages.
         """
-        text, flag = self.render(messages, allow_special_tokens)
-        begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # by the template itself
-        ids = self.encode(text, flag, add_special_tokens=not begun)
-        return expand_placeholders(ids, media, self.token_ids, self.expand)
-
-    def render(self, messages: Sequence[dict], allow_special_tokens: bool = False) -> tuple[str, str]:
-        """The prompt as text, and its flag: a character before each place where no special token may begin.
-
-        The flag is empty where the caller's strings hold no special token, or may hold them.
-        """
         if self.tokenizer is None:
             raise ValueError("prompt: this model was built from a config alone; a tokenizer needs a checkpoint folder")
-        texts: list[str] = []
-        map_texts(messages, texts.append)
-        written = "".join(texts)  # joined, because a token may begin in one part and end in the next
+        text = self.apply_template(messages)
+        begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # by the template itself
+        written = "".join(texts_of(messages))  # joined, because a token may begin in one part and end in the next
         if allow_special_tokens or not any(token in written for token in self.reserved_texts):
-            return self.apply_template(messages), ""
-        flag = next(character for character in PRIVATE_USE if character not in written)
-        firsts = {token[0] for token in self.reserved_texts}
-        flagged = map_texts(messages, lambda text: "".join(flag * (c in firsts) + c for c in text))
-        return self.apply_template(flagged), flag
+            ids = self.tokenizer(text, add_special_tokens=not begun)["input_ids"]
+        else:
+            ids = self.encode_as_text(messages)
+        return expand_placeholders(ids, media, self.token_ids, self.expand)
 
     def apply_template(self, messages: Sequence[dict], **options) -> str:
         """The chat template's text. Raises ValueError with the template's reason where it refuses the messages."""
@@ -231,66 +202,6 @@ class ChatProcessor:
         except (TemplateError, TypeError) as error:
             raise ValueError(f"prompt: the chat template of this checkpoint cannot write it ({error})") from error
 
-    def encode(self, text: str, flag: str = "", *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text; special tokens that begin behind the flag are spelled as ordinary text."""
-        if not flag:
-            return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-        pieces = text.split(flag)
-        flagged = set(accumulate(map(len, pieces[:-1])))  # places in the text without flags
-        encoded = self.tokenizer(
-            text := "".join(pieces), add_special_tokens=add_special_tokens, return_offsets_mapping=True
-        )
-        ids: list[int] = []
-        for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            is_text = token in self.reserved_ids and not flagged.isdisjoint(range(start, end))
-            ids += self.spell(text[start:end]) if is_text else [token]
-        return ids
-
-    def spell(self, token: str) -> list[int]:
-        """Ids of a special token's characters, as if there were no special tokens.
-
-        The same as `split_special_tokens=True`, which is a state of the tokenizer and would be seen by other threads.
-        """
-        backend = self.tokenizer.backend_tokenizer
-        words = backend.pre_tokenizer.pre_tokenize_str(token) if backend.pre_tokenizer else [(token, None)]
-        return [piece.id for word, _ in words for piece in backend.model.tokenize(word)]
-
-    @cached_property
-    def reserved_ids(self) -> set[int]:
-        """Tokens that only the template and the processor may write: placeholders, and all that are called special."""
-        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        return special | {*self.tokenizer.all_special_ids, *self.token_ids.values()}
-
-    @cached_property
-    def reserved_texts(self) -> list[str]:
-        """What must not be taken from a caller's string for more than text."""
-        added = self.tokenizer.added_tokens_decoder
-        return [added[i].content for i in self.reserved_ids if i in added]
-
     def text(self, token_ids) -> str:
         """Token ids back to text, special tokens left out."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
-
-
-def load_tokenizer(folder: Path, read: Callable[[Path], Any] = READ_TOKENIZER, template: str | None = None) -> Any:
-    """The tokenizer of a checkpoint folder, by `read`, and its chat template; `template`: for a folder without one.
-
-    None where the folder has no tokenizer. Code beside the weights is never run. Raises ValueError naming the file or
-    folder.
-    """
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    try:
-        tokenizer = read(folder)
-    except Exception as error:  # transformers and tokenizers raise all kinds of errors
-        for file in sorted(folder.glob("*.json")):
-            read_json(file)  # says so itself where this is the damaged one
-        raise ValueError(f"{folder}: its tokenizer or chat template cannot be read ({error})") from error
-    if isinstance(tokenizer.model_max_length, bool) or not isinstance(tokenizer.model_max_length, Real):
-        raise ValueError(f"{folder}: model_max_length must be a number, got {tokenizer.model_max_length!r}")
-    file = folder / "chat_template.json"  # where older checkpoints keep it
-    older = read_json(file).get("chat_template") if file.is_file() and not tokenizer.chat_template else None
-    tokenizer.chat_template = tokenizer.chat_template or older or template
-    if not str(tokenizer.chat_template or "").strip():
-        raise ValueError(f"{folder}: has no chat template (chat_template.jinja, or in tokenizer_config.json)")
-    return tokenizer

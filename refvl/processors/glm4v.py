@@ -35,7 +35,8 @@ from torch import Tensor
 from refvl.checks import Grid, read_json
 from refvl.merge import FramewiseMedia, MergedMedia
 from refvl.pixels.media import Video, load_video
-from refvl.pixels.patches import Glm4vPatchConfig, GlmgaPatchConfig, merged_grid
+from refvl.pixels.patch_configs import Glm4vPatchConfig, GlmgaPatchConfig
+from refvl.pixels.patches import merged_grid
 from refvl.positions.timestamps import FrameSample, sample_video_frames
 from refvl.processors.chat import ChatProcessor
 

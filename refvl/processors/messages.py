@@ -49,6 +49,19 @@ def media_of(messages: Sequence[dict]) -> list[tuple[str, Any, dict]]:
     ]
 
 
+def texts_of(messages: Sequence[dict]) -> list[str]:
+    """Every string that the caller wrote in checked messages, roles included, in order."""
+    texts = list[str]()
+    for message in messages:
+        content = message["content"]
+        texts.append(message["role"])
+        if isinstance(content, str):
+            texts.append(content)
+        else:
+            texts += [part["text"] for part in content if part["type"] == "text"]
+    return texts
+
+
 def map_texts(messages: Sequence[dict], change: Callable[[str], Any]) -> list[dict]:
     """Copies of checked messages with `change` of every string that the caller wrote, roles included, in its place."""
 

@@ -41,7 +41,8 @@ from refvl.pixels.slices import (
     levels_of_slices,
     plan_slices,
 )
-from refvl.processors.chat import ChatProcessor, Patches, load_tokenizer
+from refvl.processors.chat import ChatProcessor, Patches
+from refvl.processors.tokenizers import load_tokenizer
 
 PLACEHOLDERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}  # in the text before it is written out
 MARKS = {

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from refvl.checks import Grid
 from refvl.merge import MergedMedia
 from refvl.pixels.media import Video, load_video, sample_frame_indices
-from refvl.pixels.patches import merged_grid
 from refvl.processors.chat import ChatProcessor
 
 
@@ -34,5 +33,8 @@ class Qwen2_5_VLProcessor(ChatProcessor):
 
     def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
         """Only a video's time axis is scaled."""
-        t_factor = float(second_per_grid) * self.config.vision_config.tokens_per_second if kind == "video" else 1.0
-        return MergedMedia(kind, merged_grid(layout, self.merge_size), t_factor)
+        t, h, w = layout
+        t_factor = 1.0
+        if kind == "video":
+            t_factor = float(second_per_grid) * self.config.vision_config.tokens_per_second
+        return MergedMedia(kind, (t, h // self.merge_size, w // self.merge_size), t_factor)

@@ -17,7 +17,8 @@ import numpy as np
 from refvl.checks import Grid, check_positive, check_positive_ints
 from refvl.merge import FramewiseMedia, MergedMedia
 from refvl.pixels.media import Video, load_video
-from refvl.pixels.patches import Qwen3VLPatchConfig, merged_grid
+from refvl.pixels.patch_configs import Qwen3VLPatchConfig
+from refvl.pixels.patches import merged_grid
 from refvl.processors.chat import ChatProcessor
 
 RULE = ("fps", "min_frames", "max_frames")

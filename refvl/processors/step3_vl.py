@@ -18,7 +18,8 @@ from transformers import PretrainedConfig
 
 from refvl.merge import MergedMedia
 from refvl.pixels.crops import CropConfig, CropLayout, plan_crops, rows_of_crops
-from refvl.processors.chat import ChatProcessor, Patches, load_tokenizer
+from refvl.processors.chat import ChatProcessor, Patches
+from refvl.processors.tokenizers import load_tokenizer
 
 MARKS = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
 NO_CROPS = CropLayout(0, 0)

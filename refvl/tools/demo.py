@@ -10,8 +10,8 @@ import typer
 
 from refvl.loading import load
 from refvl.paths import DATA, check_clone
-from refvl.pipeline import VLM
 from refvl.pixels.patches import PatchConfig
+from refvl.service import VLM
 from refvl.tools.cli import Console, Device, report_mistakes, stage_table
 from refvl.trace import Trace
 

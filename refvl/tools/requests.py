@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from refvl.pipeline import BATCH_TOKENS, VLM
+from refvl.service import VLM
+from refvl.service.batches import BATCH_TOKENS
 from refvl.tools.shards import speaking_of
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from refvl.comparison import Stages
-from refvl.language.model import progress_bars
+from refvl.language.loading import progress_bars
 from refvl.pipeline import VLM
 from refvl.pixels.media import Video
 from refvl.processors.glm4v import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor

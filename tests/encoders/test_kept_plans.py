@@ -10,8 +10,8 @@ import pytest
 import torch
 from graph_families import FAMILIES, build, draw_layouts, make_case, manager_of
 
-from refvl.encoders import tower
-from refvl.encoders.tower import KeptPlans
+from refvl.encoders import kept as kept_plans
+from refvl.encoders.kept import KeptPlans
 from refvl.graphs.buffers import metadata_tensors
 
 GRIDS = [(1, 6, 6), (2, 4, 8)]
@@ -115,7 +115,7 @@ def test_a_copy_keeps_plans_of_its_own(copied):
 
 def test_memory_is_bounded(monkeypatch, made):
     """The most recent plans stay, what was dropped is planned again, and what is too large is not kept."""
-    monkeypatch.setattr(tower, "KEPT_BYTES", 8000)
+    monkeypatch.setattr(kept_plans, "KEPT_BYTES", 8000)
     encoder = build("GLM-OCR")
     grids = [(1, 2 * h, 2 * w) for h in range(1, 7) for w in range(1, 7)]
     for grid in grids:
@@ -144,5 +144,5 @@ def test_threads_share_an_encoder():
     with torch.no_grad():
         wanted = [encoder(case.rows, metadata=encoder.plan(case.layouts)) for case in cases]
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(8) as pool:
-        patch.setattr(tower, "KEPT_BYTES", 6000)
+        patch.setattr(kept_plans, "KEPT_BYTES", 6000)
         assert all(pool.map(ask, range(400)))

@@ -4,15 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from refvl.checks import (
-    as_grids,
-    as_seconds,
-    check_floats,
-    check_positive_int,
-    check_pruning_rate,
-    check_shape,
-    check_token_ids,
-)
+from refvl.arguments import as_grids, as_seconds, check_token_ids
+from refvl.checks import check_floats, check_positive_int, check_pruning_rate, check_shape
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from packaging.version import Version
 from prompts import image_part, text_part
 
 import refvl
-from refvl import pipeline
+from refvl.encoders import tower
 from refvl.paths import DATA
 from refvl.pixels.media import load_image
 from refvl.pixels.patches import PatchConfig, patchify_image
@@ -178,7 +178,7 @@ def test_evs_ids_equal_transformers_on_the_shortened_prompt(vlm, oracle):
 def test_a_long_encode_runs_in_several_forwards_with_a_progress_bar(vlm, monkeypatch, capsys):
     expected = vlm.encode(images=PHOTOS, videos=[DATA / "clips" / "bigbuckbunny.mp4"])
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(pipeline, "MAX_PATCHES_PER_FORWARD", 100)
+    monkeypatch.setattr(tower, "MAX_PATCHES_PER_FORWARD", 100)
     embeds = vlm.encode(images=PHOTOS, videos=[DATA / "clips" / "bigbuckbunny.mp4"])
     assert "encode" in capsys.readouterr().err
     for ours, whole in zip(embeds, expected, strict=True):

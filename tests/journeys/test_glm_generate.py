@@ -26,7 +26,7 @@ from refvl import families
 from refvl.merge import FramewiseMedia, MergedMedia, find_media_spans
 from refvl.paths import DATA
 from refvl.pixels.media import load_image, load_video
-from refvl.pixels.patches import Glm4vPatchConfig, smart_resize_video
+from refvl.pixels.patch_configs import Glm4vPatchConfig, smart_resize_video
 from refvl.positions import MediaSpan
 from refvl.positions.timestamps import sample_video_frames
 from refvl.processors.glm4v import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor

@@ -59,9 +59,9 @@ def want(vlm):
 
 def sizes(vlm, monkeypatch):
     """How many prompts each batch held, as they are decoded."""
-    seen, decode = [], vlm._generate
+    seen, decode = [], vlm.decode
     monkeypatch.setattr(
-        vlm, "_generate", lambda traces, *args, **kw: seen.append(len(traces)) or decode(traces, *args, **kw)
+        vlm, "decode", lambda traces, *args, **kw: seen.append(len(traces)) or decode(traces, *args, **kw)
     )
     return seen
 
@@ -82,7 +82,7 @@ def test_an_error_stands_where_its_answer_would(vlm, want):
 
 def test_a_batch_that_fails_is_tried_one_by_one(vlm, want, monkeypatch):
     """As where it does not fit into memory: the one that fails alone, too, is the only error."""
-    decode = vlm._generate
+    decode = vlm.decode
 
     def fails(traces, *args, **kwargs):
         if len(traces) > 1 or len(traces[0].input_ids) > 40:
@@ -90,7 +90,7 @@ def test_a_batch_that_fails_is_tried_one_by_one(vlm, want, monkeypatch):
         return decode(traces, *args, **kwargs)
 
     longest = max(len(vlm.trace(**(COMMON | request)).input_ids) for request in GOOD)
-    monkeypatch.setattr(vlm, "_generate", fails)
+    monkeypatch.setattr(vlm, "decode", fails)
     answers = vlm.chat_batch(GOOD, return_exceptions=True, **COMMON)
     assert longest > 40
     assert sum(isinstance(answer, MemoryError) for answer in answers) >= 1

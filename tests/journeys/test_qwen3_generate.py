@@ -23,7 +23,8 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor as
 import refvl
 from refvl.paths import DATA
 from refvl.pixels.media import load_image, load_video
-from refvl.pixels.patches import Qwen3VLPatchConfig, smart_resize, smart_resize_video
+from refvl.pixels.patch_configs import Qwen3VLPatchConfig, smart_resize_video
+from refvl.pixels.patches import smart_resize
 from refvl.processors.qwen3_vl import even_indices
 from refvl.tools.costs import describe, plan_media
 from refvl.tools.export import encode_folder, read_embeddings

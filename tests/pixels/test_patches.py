@@ -21,6 +21,7 @@ from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as upstre
 
 from refvl.paths import DATA
 from refvl.pixels.media import load_image, load_video
+from refvl.pixels.patch_configs import smart_resize_video
 from refvl.pixels.patches import (
     Levels,
     PatchConfig,
@@ -33,7 +34,6 @@ from refvl.pixels.patches import (
     resize_frames,
     resize_image,
     smart_resize,
-    smart_resize_video,
     unpatchify,
 )
 

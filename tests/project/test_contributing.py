@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from refvl.pixels.patches import Qwen3VLPatchConfig, Qwen3VLVideoPatchConfig
+from refvl.pixels.patch_configs import Qwen3VLPatchConfig, Qwen3VLVideoPatchConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()

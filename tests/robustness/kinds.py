@@ -22,7 +22,8 @@ from refvl.graphs import generate_budgets, plan_batches
 from refvl.paths import DATA
 from refvl.pixels.crops import plan_crops
 from refvl.pixels.media import load_image, load_video
-from refvl.pixels.patches import Glm4vPatchConfig, PatchConfig, plan_grid
+from refvl.pixels.patch_configs import Glm4vPatchConfig
+from refvl.pixels.patches import PatchConfig, plan_grid
 from refvl.pixels.slices import SliceConfig, plan_slices
 from refvl.tools.cli import main
 

@@ -21,8 +21,8 @@ from refvl.encoders.minicpmv import SliceGroup
 from refvl.paths import DATA
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import load_image
+from refvl.report import layout_text
 from refvl.tools.cli import Benchmark, Stopped, report_mistakes
-from refvl.trace import layout_text
 
 LATIN = os.fsdecode(b"caf\xe9")  # bytes that are no UTF-8, as Python hands them over
 PHOTO, CLIP = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"

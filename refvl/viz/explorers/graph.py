@@ -13,7 +13,7 @@ from torch import Tensor
 from refvl.graphs import EncoderGraphManager, StaleReplay, TraceGraph, replay_stale
 from refvl.graphs.manager import CapturedBudget
 from refvl.graphs.recorder import Operation
-from refvl.pipeline import VLM
+from refvl.service import VLM
 from refvl.trace import Trace
 from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.graphs import kind_of_operation, plot_stale_errors

@@ -1,0 +1,131 @@
+"""What callers pass by hand - grids, sizes, ids, masks, seconds - as plain Python numbers, or a clear error."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from refvl.checks import (
+    MAX_PATCHES,
+    Grid,
+    check_integers,
+    check_number,
+    check_positive_int,
+    check_shape,
+    check_values,
+    is_integer,
+)
+
+MAX_SECONDS = 10**6  # eleven days between two grid steps
+
+
+class CheckedGrids(list[Grid]):
+    """What `as_grids` returns. An encoder's plan hands it on, and nothing on the way checks the same grids again."""
+
+    spatial_merge_size: int  # that h and w are multiples of
+
+
+def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw") -> list[Grid]:
+    """Normalise `grid_thw` to a list of (t, h, w) tuples of Python ints, in patches.
+
+    Accepts a sequence of (t, h, w) or an integer tensor/array of shape (items, 3).
+    Raises TypeError for a wrong kind and ValueError for a wrong shape or value; h and w must be
+    multiples of `spatial_merge_size`, because a merged token needs its whole block of patches.
+    """
+    m = check_positive_int(spatial_merge_size, "spatial_merge_size")
+    if isinstance(grid_thw, CheckedGrids) and grid_thw.spatial_merge_size % m == 0:
+        return grid_thw
+    grids = CheckedGrids()
+    for i, (t, h, w) in enumerate(as_integer_rows(grid_thw, "(t, h, w)", name)):
+        if h % m or w % m:
+            raise ValueError(f"{name}[{i}]: h and w must be multiples of spatial_merge_size={m}, got {(t, h, w)}")
+        grids.append((t, h, w))
+    grids.spatial_merge_size = m
+    return grids
+
+
+def as_sizes(tgt_sizes, name: str = "tgt_sizes") -> list[tuple[int, int]]:
+    """Normalise `tgt_sizes` to a list of (h, w) tuples of Python ints, in patches; errors as in `as_grids`."""
+    return [(h, w) for h, w in as_integer_rows(tgt_sizes, "(h, w)", name, items="slices")]
+
+
+def as_size(size, name: str) -> tuple[int, int]:
+    """(h, w) as Python ints, both at least 1: a slice has patches."""
+    h, w = as_integers(size, "(h, w)", name)
+    return h, w
+
+
+def as_integer_rows(values, row: str, name: str, *, items: str = "items", least: int = 1) -> list[tuple[int, ...]]:
+    """`values` as rows of Python ints, see `as_integers`: a sequence of rows, or an integer tensor or array (items, n).
+
+    items: what a message calls them.
+    """
+    if isinstance(values, Tensor) or hasattr(values, "__array__"):
+        values = check_values(check_integers(torch.as_tensor(values), name), name)
+        if values.ndim != 2 or values.shape[1] != len(row.split()):
+            raise ValueError(f"{name}: expected shape ({items}, {len(row.split())}), got {tuple(values.shape)}")
+        values = values.tolist()
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise TypeError(f"{name}: expected a sequence of {row}, got {type(values).__name__}")
+    return [as_integers(value, row, f"{name}[{i}]", least) for i, value in enumerate(values)]
+
+
+def as_integers(values, row: str, name: str, least: int = 1) -> tuple[int, ...]:
+    """`values` as Python ints of at least `least`, as many as `row` names, for example "(t, h, w)"."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(row.split()):
+        raise ValueError(f"{name}: expected {row}, got {values!r}")
+    if not all(map(is_integer, values)):
+        raise TypeError(f"{name}: expected integers {row}, got {values!r}")
+    integers = tuple(map(int, values))
+    if min(integers) < least:
+        raise ValueError(f"{name}: every extent must be at least {least}, got {integers}")
+    if math.prod(integers) > MAX_PATCHES:
+        raise ValueError(f"{name}: at most {MAX_PATCHES:,} patches are planned at once, got {integers}")
+    return integers
+
+
+def check_token_ids(input_ids, name: str = "input_ids") -> Tensor:
+    """Return `input_ids` if it is a dense tensor (B, L) of int32 or int64; raise TypeError or ValueError naming it."""
+    check_integers(check_shape(input_ids, ("B", "L"), name), name)
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected int32 or int64, got dtype {input_ids.dtype}")
+    return check_values(input_ids, name)
+
+
+def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
+    """The (B, L) bool mask of a batch of prompts, on the CPU: True for tokens, False for padding on their left.
+
+    attention_mask: (B, L) of 0 and 1, or None for no padding. Raises TypeError or ValueError, naming the argument and
+    the prompt, for empty prompts, other values, padding elsewhere, and ids outside the vocabulary.
+    """
+    ids = check_token_ids(input_ids).cpu()
+    if not ids.numel():
+        raise ValueError(f"input_ids: expected prompts of at least one token, got shape {tuple(ids.shape)}")
+    if attention_mask is None:
+        attention_mask = torch.ones_like(ids)
+    mask = check_values(check_shape(attention_mask, tuple(ids.shape), "attention_mask"), "attention_mask").cpu()
+    for i, (row, keep) in enumerate(zip(ids, mask, strict=True)):
+        if (wrong := keep[(keep != 0) & (keep != 1)]).numel():
+            raise ValueError(f"attention_mask[{i}]: expected 0 (padding) or 1, got {wrong[0].item()}")
+        kept = keep.bool()
+        if not kept[-1] or (kept[:-1] & ~kept[1:]).any():
+            raise ValueError(f"attention_mask[{i}]: padding must stand on the left, and leave the prompt in one piece")
+        if len(outside := row[kept & ((row < 0) | (row >= vocab_size))]):
+            raise ValueError(f"input_ids[{i}]: token {outside[0]} is not in the vocabulary, 0 to {vocab_size - 1}")
+    return mask.bool()
+
+
+def as_seconds(values, count: int, name: str) -> list[float]:
+    """One positive number for each of `count` videos, as floats; a sequence or a tensor (videos,)."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise TypeError(f"{name}: expected a sequence of numbers, got {type(values).__name__}")
+    if len(values) != count:
+        raise ValueError(f"{name}: expected one number for each of {count} videos, got {len(values)}")
+    values = [value.item() if isinstance(value, Tensor) else value for value in values]
+    for i, value in enumerate(values):
+        if not 0 < check_number(value, f"{name}[{i}]") <= MAX_SECONDS:  # also refuses nan
+            raise ValueError(f"{name}[{i}]: expected a positive number of seconds, got {value} (at most {MAX_SECONDS})")
+    return [float(value) for value in values]

@@ -1,0 +1,79 @@
+"""Sizes of a tower that follow from other sizes, and how a config.json is read."""
+
+from collections.abc import Mapping
+from math import prod
+from types import MappingProxyType
+from typing import ClassVar, Self
+
+from refvl.encoders.weights import config_values
+
+
+class TowerConfig:
+    """The base of the configs: sizes that follow from other sizes, and how a config.json is read.
+
+    Fields carry the checkpoint's names: these are transformers' for CLIP and SigLIP.
+    """
+
+    __slots__ = ()
+    activation: ClassVar[str | None] = None  # what the tower is written for
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # other names of fields in checkpoints
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_channels: int
+    image_size: int
+    patch_size: int
+
+    def __post_init__(self):
+        if self.hidden_size % self.num_heads:
+            width, heads = map(self._theirs, ("hidden_size", "num_attention_heads"))
+            raise ValueError(f"{width}: must be a multiple of {heads}={self.num_heads}, got {self.hidden_size}")
+        self.check_image_size()
+
+    def check_image_size(self) -> None:
+        """Raise ValueError where the images of the position table are smaller than a patch."""
+        if self.image_size < self.patch_size:
+            name = self._theirs("image_size")
+            raise ValueError(f"{name}: must be at least patch_size={self.patch_size}, got {self.image_size}")
+
+    def _theirs(self, field: str) -> str:
+        """What checkpoints call a field."""
+        return next((alias for alias, name in self.aliases.items() if name == field), field)
+
+    @classmethod
+    def from_hf(cls, config) -> Self:
+        """From a transformers vision config, the dict in `config.json`, or either of the whole model's.
+
+        Unknown keys are ignored. Raises ValueError for another activation or sizes that do not go together.
+        """
+        values = config_values(config, cls, activation=cls.activation, aliases=cls.aliases)
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+    @property
+    def depth(self) -> int:
+        """Blocks of the tower."""
+        return self.num_hidden_layers
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """K."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        """(C, P, P): what one patch row holds, flattened."""
+        return (self.num_channels, self.patch_size, self.patch_size)
+
+    @property
+    def patch_values(self) -> int:
+        """Values in one patch row."""
+        return prod(self.patch_shape)
+
+    @property
+    def patch_kernel(self) -> tuple[int, ...]:
+        """The shape of the patch embedding in checkpoints, where it is a convolution."""
+        return (self.hidden_size, *self.patch_shape)

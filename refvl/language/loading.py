@@ -1,0 +1,172 @@
+"""The text part of a checkpoint, strictly: what is missing, misshapen or not finite is said before it answers."""
+
+import copy
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import GenerationConfig, PretrainedConfig
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils import logging
+
+from refvl.checkpoints import FLOAT_DTYPES, weight_headers
+from refvl.language.model import CausalTextModel
+
+# checkpoint name -> wrapper name, as regular expressions: after transformers 4.52, and as vLLM saves them
+KEY_MAPPING = {
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^llm\.": "",  # MiniCPM-V
+}
+PLACED_BY = {"device_map", "tp_plan", "tp_size", "distributed_config"}  # then transformers puts the weights in place
+
+
+def load_language_model(
+    folder: Path,
+    text_config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    model_class: type[CausalTextModel] = CausalTextModel,
+    progress: bool = True,
+    **kwargs,
+) -> CausalTextModel:
+    """The text part of the checkpoint in `folder`, strictly.
+
+    kwargs (`device_map`, `tp_plan`, `attn_implementation`, ...) go to transformers' `from_pretrained`; those that place
+    the weights win over `device`. On CUDA the weights go straight to the device where accelerate is installed, else
+    through host memory. Raises ValueError that lists missing, unexpected and misshapen weights, those that
+    are no plain floats (unless a `quantization_config` says how to read them), and those that hold nan or inf. Sizes
+    and dtypes are compared with the headers of the files before memory is taken.
+    """
+    if not kwargs.get("quantization_config") and not _says_how_to_read(text_config):
+        _check_headers(folder, text_config, model_class)
+    device = torch.device(device)
+    if device.type == "cuda" and not PLACED_BY & kwargs.keys() and importlib.util.find_spec("accelerate"):
+        kwargs["device_map"] = {"": device}
+    _check_groups(kwargs.get("quantization_config"), text_config, model_class)
+    with progress_bars(progress):
+        loaded: Any = model_class.from_pretrained(
+            folder,
+            config=text_config,
+            dtype=dtype,
+            key_mapping=KEY_MAPPING,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they can be listed together with the missing ones
+            **kwargs,
+        )
+    model, info = loaded
+    _report(folder, {kind: info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched")})
+    _report(folder, {"nan or inf": [name for name, weight in model.named_parameters() if not _is_finite(weight)]})
+    _check_token_ids(folder, model.generation_config)
+    return model.eval() if PLACED_BY & kwargs.keys() else model.eval().to(device)
+
+
+def _check_groups(quantization_config: Any, text_config: PretrainedConfig, model_class: type[CausalTextModel]) -> None:
+    """Refuse groups of values that share a scale (torchao's `PerGroup`) where rows are no multiple of them."""
+    layout = getattr(quantization_config, "quant_type", None)
+    group = getattr(getattr(layout, "granularity", layout), "group_size", None)
+    if not isinstance(group, int) or group < 1:
+        return
+    with torch.device("meta"):
+        linear = [m for m in model_class._from_config(copy.deepcopy(text_config)).modules() if isinstance(m, nn.Linear)]
+    if uneven := sorted({layer.in_features for layer in linear if layer.in_features % group}):
+        raise ValueError(f"quantization_config: groups of {group} values do not divide rows of {uneven[0]}")
+
+
+def _check_token_ids(folder: Path, config: GenerationConfig) -> None:
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(config, name)
+        ids = value if isinstance(value, list) and name == "eos_token_id" else [value]
+        if not all((isinstance(i, int) and not isinstance(i, bool)) or i is None for i in ids):
+            raise ValueError(f"{folder / 'generation_config.json'}: {name} must be a token id, got {value!r}")
+
+
+def _says_how_to_read(text_config: PretrainedConfig) -> bool:
+    """Whether a quantised checkpoint names a method of transformers, which silently ignores those unknown to it."""
+    method = getattr(text_config, "quantization_config", None)
+    return isinstance(method, dict) and "quant_method" in method and AutoHfQuantizer.supports_quant_method(method)
+
+
+def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: type[CausalTextModel]) -> None:
+    """Refuse, from the headers of the files, what could not become the text model; takes no memory."""
+    ignored = "|".join(model_class._keys_to_ignore_on_load_unexpected)
+    stored = {_rename(name): header for name, header in weight_headers(folder).items() if not re.search(ignored, name)}
+    _report(
+        folder, {"no plain floats": [f"{n} is {h.dtype}" for n, h in stored.items() if h.dtype not in FLOAT_DTYPES]}
+    )
+    layers = {found[1] for name in stored if (found := re.match(r"model\.layers\.(\d+)\.", name))}
+    if text_config.num_hidden_layers > len(layers):
+        raise ValueError(
+            f"{folder}: the config's text model has {text_config.num_hidden_layers} layers (num_hidden_layers), the "
+            f"weights are of {len(layers)}"
+        )
+    with torch.device("meta"):
+        wanted = dict(model_class._from_config(copy.deepcopy(text_config)).named_parameters())
+    pairs = ((name, tuple(wanted[name].shape), header.shape) for name, header in stored.items() if name in wanted)
+    misfits = [  # experts may lie transposed, to be turned while they are read
+        f"{name} is {shape}, the config says {want}"
+        for name, want, shape in pairs
+        if shape != want and not (len(shape) == 3 and sorted(shape) == sorted(want))
+    ]
+    _report(folder, {"mismatched": misfits})
+    values, there = sum(weight.numel() for weight in wanted.values()), sum(header.numel for header in stored.values())
+    if values > 2 * there:  # a few that are missing are listed by name once the others are loaded
+        raise ValueError(f"{folder}: the config's text model has {values:,} values, the weights are {there:,}")
+
+
+def _rename(name: str) -> str:
+    """A checkpoint's name as the wrapper's."""
+    return next((re.sub(old, new, name) for old, new in KEY_MAPPING.items() if re.match(old, name)), name)
+
+
+def _report(folder: Path, problems: dict[str, Sequence]) -> None:
+    found = {kind: sorted(map(str, of_kind)) for kind, of_kind in problems.items() if of_kind}
+    if lines := [f"  {kind} ({len(of_kind)}): {', '.join(of_kind)}" for kind, of_kind in found.items()]:
+        raise ValueError(f"{folder}: the weights do not match the text model\n" + "\n".join(lines))
+
+
+def _is_finite(weight: Tensor) -> bool:
+    """By the smallest and the largest value: one pass and no copy; nan becomes both."""
+    packed = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)  # torchao's, of several tensors
+    if packed or weight.is_meta or weight.dtype.itemsize < 2 or not weight.is_floating_point() or not weight.numel():
+        return True  # on disk, or quantised
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    return all(bool(value.isfinite()) for value in local.aminmax())
+
+
+@contextmanager
+def progress_bars(wanted: bool) -> Iterator[None]:
+    """transformers' own switch is global: put it back afterwards."""
+    were_on = logging.is_progress_bar_enabled()
+    if not wanted:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            logging.enable_progress_bar()
+
+
+def random_language_model(
+    text_config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    model_class: type[CausalTextModel] = CausalTextModel,
+    **kwargs,
+) -> CausalTextModel:
+    """The same model with random weights, at its true shape; on `meta` it costs no memory."""
+    built_on = "meta" if torch.device(device).type == "meta" else "cpu"  # the same values on every device
+    with torch.device(built_on), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return model_class._from_config(text_config, dtype=dtype, **kwargs).eval().to(device)

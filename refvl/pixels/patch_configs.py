@@ -1,0 +1,138 @@
+"""How other families' pixels become patch rows: GLM's and Qwen3-VL's budgets count the pixels of all frames."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from refvl.checks import check_positive_ints
+from refvl.pixels.patches import PatchConfig, fit_budget
+
+
+@dataclass(frozen=True, slots=True)
+class Glm4vPatchConfig(PatchConfig):
+    """GLM's: budgets are areas over all frames, an image counting as `temporal_patch_size` of them."""
+
+    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 28 * 28 * 2 * 30000}  # larger: it is for all frames
+
+    min_pixels: int = 112 * 112
+    max_pixels: int = 28 * 28 * 15000
+    max_frames: int = 640
+    max_duration: float = 300.0  # seconds, beyond which GLM-4.1V spreads its frames
+
+    @property
+    def max_image_tokens(self) -> int:
+        """`temporal_patch_size` times fewer than the area holds, as an image counts that often."""
+        return self.max_pixels // (self.temporal_patch_size * (self.patch_size * self.merge_size) ** 2)
+
+    def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
+        """`smart_resize_video` of the frames as they are padded."""
+        return smart_resize_video(
+            self.padded(num_frames), height, width, temporal_factor=self.temporal_patch_size,
+            factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels,
+        )  # fmt: skip
+
+    def frame_floor(self, num_frames: int) -> int:
+        """The smallest area of each frame; for one frame, of an image."""
+        return math.ceil(self.min_pixels / self.padded(num_frames))
+
+    def frame_budget(self, num_frames: int) -> int:
+        """The largest area of each frame; for one frame, of an image."""
+        return self.max_pixels // self.padded(num_frames)
+
+    def padded(self, num_frames: int) -> int:
+        """Frames in whole steps of the grid."""
+        return math.ceil(num_frames / self.temporal_patch_size) * self.temporal_patch_size
+
+
+@dataclass(frozen=True, slots=True)
+class GlmgaPatchConfig(Glm4vPatchConfig):
+    """GLM-GA's: sides can be required to be multiples of several merged tokens."""
+
+    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 28 * 28 * 2 * 55790}  # almost twice that of other GLMs
+
+    patch_expand_factor: int = 1
+
+    @property
+    def factor(self) -> int:
+        """Sides of the resized image are multiples of this."""
+        return self.patch_size * self.merge_size * self.patch_expand_factor
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen3VLPatchConfig(PatchConfig):
+    """Qwen3-VL's images; the pixel budget is the released files', as transformers has no default of its own."""
+
+    patch_size: int = 16
+    min_pixels: int = 256 * 256
+    max_pixels: int = 4096 * 4096
+    image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    max_video_tokens: int = 768
+
+    @classmethod
+    def for_video(cls, **changes) -> "Qwen3VLVideoPatchConfig":
+        """A video's sizes follow another rule, see there."""
+        return Qwen3VLVideoPatchConfig(**changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen3VLVideoPatchConfig(Qwen3VLPatchConfig):
+    """Qwen3-VL's videos: budgets are areas over all frames; the defaults are those of `Qwen3VLVideoProcessor`.
+
+    With `cap_pixels_per_frame`, off unless the file says otherwise, `max_video_tokens` is the most for one frame.
+    """
+
+    min_pixels: int = 128 * 32 * 32
+    max_pixels: int = 768 * 32 * 32
+
+    def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
+        """`smart_resize_video`; a single frame counts as it is padded, as a step of the grid."""
+        frames = max(num_frames, self.temporal_patch_size)
+        return smart_resize_video(
+            frames, height, width, temporal_factor=self.temporal_patch_size, factor=self.factor,
+            min_pixels=self.min_pixels, max_pixels=self.frame_budget(frames) * frames
+            if self.cap_pixels_per_frame else self.max_pixels,
+        )  # fmt: skip
+
+    def frame_floor(self, num_frames: int) -> int:
+        """The smallest area of each frame."""
+        return math.ceil(self.min_pixels / num_frames)
+
+    def frame_budget(self, num_frames: int) -> int:
+        """The largest area one frame may have in a video of `num_frames`."""
+        if not self.cap_pixels_per_frame:
+            return self.max_pixels // num_frames
+        share = min(self.max_video_tokens * self.factor**2, self.max_pixels // num_frames)
+        return max(share, int(self.min_pixels * 1.05))
+
+
+def smart_resize_video(
+    num_frames: int,
+    height: int,
+    width: int,
+    *,
+    temporal_factor: int = 2,
+    factor: int = 28,
+    min_pixels: int = 112 * 112,
+    max_pixels: int = 28 * 28 * 2 * 6144,
+) -> tuple[int, int]:
+    """GLM's `smart_resize`: the budgets count the pixels of all frames, and tiny images are enlarged first.
+
+    num_frames: of the video; an image counts as `temporal_factor` frames. temporal_factor: frames per step of the grid,
+    of which the budgets count whole ones. Raises ValueError for fewer frames than that, and for an aspect ratio above
+    200. Upstream: `smart_resize` of GLM-4.1V (transformers).
+
+    >>> smart_resize_video(2, 480, 640), smart_resize_video(600, 480, 640)
+    ((476, 644), (84, 140))
+    """
+    num_frames, height, width, temporal_factor = check_positive_ints(
+        num_frames=num_frames, height=height, width=width, temporal_factor=temporal_factor
+    )
+    if num_frames < temporal_factor:
+        raise ValueError(f"num_frames: must be at least temporal_factor={temporal_factor}, got {num_frames}")
+    given = height, width
+    if min(height, width) < factor:
+        enlarge = max(factor / height, factor / width)
+        height, width = int(height * enlarge), int(width * enlarge)
+    whole_steps = round(num_frames / temporal_factor) * temporal_factor
+    return fit_budget(height, width, factor, min_pixels, max_pixels, num_frames, whole_steps, given)

@@ -1,0 +1,69 @@
+"""Preprocessing as the files of a checkpoint say it: read, and refused where this library has no such thing."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from refvl.checks import blame, check_positive_int, read_json
+
+
+def check_preprocessing(config) -> None:
+    """Raise TypeError or ValueError unless integer fields are positive and there is one mean and std per channel."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.type is int:
+            check_positive_int(value, field.name)
+        elif field.name in ("image_mean", "image_std") and (not isinstance(value, Sequence) or len(value) != 3):
+            raise ValueError(f"{field.name}: expected one value per RGB channel, got {value!r}")
+
+
+def known_fields(config_class, values: dict) -> dict:
+    """The entries of `values` that are fields of `config_class` and not None; lists, as JSON has them, as tuples."""
+    known = {f.name: values[f.name] for f in fields(config_class) if values.get(f.name) is not None}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
+
+
+def from_dict(cls, values: dict, kind: str = "image") -> Any:
+    """From the contents of a preprocessor file; unknown keys are ignored, missing ones take the default of `kind`.
+
+    The pixel budget may be `min_pixels` and `max_pixels`, at the top or inside `size`, or the areas that `size`
+    calls `shortest_edge` and `longest_edge`. Raises ValueError for a preprocessing this library does not have.
+    """
+    check_supported(values)
+    size = values.get("size") or {}
+    if not isinstance(size, dict):
+        raise ValueError(f"size: expected an object such as {{'longest_edge': ...}}, got {size!r}")
+    known = known_fields(cls, values)
+    for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        found = [v for v in (values.get(name), size.get(edge), size.get(name)) if v is not None]
+        known |= {name: found[0]} if found else {}
+    return cls.for_video(**known) if kind == "video" else cls(**known)
+
+
+def from_folder(cls, folder, kind: str = "image") -> Any:
+    """From a checkpoint folder; kind is "image" or "video".
+
+    The first that is there counts, as in transformers: the section `image_processor` / `video_processor` of
+    processor_config.json, then for a video video_preprocessor_config.json, then preprocessor_config.json.
+    Raises FileNotFoundError when there is none, ValueError when one cannot be read.
+    """
+    if kind not in ("image", "video"):
+        raise ValueError(f'kind: expected "image" or "video", got {kind!r}')
+    names = ["processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"]
+    if kind == "image":
+        del names[1]
+    for path in (Path(folder) / name for name in names):
+        values = read_json(path) if path.is_file() else None
+        if values is not None and path.name == "processor_config.json":
+            values = values.get(f"{kind}_processor")
+        if values is not None:
+            with blame(path):
+                return cls.from_dict(values, kind)
+    raise FileNotFoundError(f"folder: {folder} has no {kind} settings (looked for {', '.join(names)})")
+
+
+def check_supported(values: dict) -> None:
+    for name, wanted in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", 3)):
+        if values.get(name, wanted) not in (wanted, None):
+            raise ValueError(f"{name}: this preprocessing always has {name}={wanted!r}, got {values[name]!r}")

@@ -1,0 +1,38 @@
+"""The tokenizer of a checkpoint folder, and its chat template."""
+
+from collections.abc import Callable
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from refvl.checks import read_json
+
+READ_TOKENIZER = partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
+
+
+def load_tokenizer(folder: Path, read: Callable[[Path], Any] = READ_TOKENIZER, template: str | None = None) -> Any:
+    """The tokenizer of a checkpoint folder, by `read`, and its chat template; `template`: for a folder without one.
+
+    None where the folder has no tokenizer. Code beside the weights is never run. Raises ValueError naming the file or
+    folder.
+    """
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
+        tokenizer = read(folder)
+    except Exception as error:  # transformers and tokenizers raise all kinds of errors
+        for file in sorted(folder.glob("*.json")):
+            read_json(file)  # says so itself where this is the damaged one
+        raise ValueError(f"{folder}: its tokenizer or chat template cannot be read ({error})") from error
+    if isinstance(tokenizer.model_max_length, bool) or not isinstance(tokenizer.model_max_length, Real):
+        raise ValueError(f"{folder}: model_max_length must be a number, got {tokenizer.model_max_length!r}")
+    file = folder / "chat_template.json"  # where older checkpoints keep it
+    older = read_json(file).get("chat_template") if file.is_file() and not tokenizer.chat_template else None
+    tokenizer.chat_template = tokenizer.chat_template or older or template
+    if not str(tokenizer.chat_template or "").strip():
+        raise ValueError(f"{folder}: has no chat template (chat_template.jinja, or in tokenizer_config.json)")
+    return tokenizer

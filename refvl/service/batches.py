@@ -1,0 +1,154 @@
+"""Many requests: as many as fit are decoded together, each with its own media, limits and errors."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from traceback import clear_frames
+
+from tqdm.auto import tqdm
+
+from refvl.checks import check_flag, check_positive_int
+from refvl.language.model import option
+from refvl.pipeline import VLM, Request
+from refvl.service.drafts import prefill_for_drafts
+from refvl.service.options import check_options, check_pruning, drafts
+from refvl.trace import Trace
+
+BATCH_TOKENS = 2**14  # requests decoded together, padding and answers included
+
+
+def chat_batch(
+    model: VLM,
+    requests: Sequence[dict],
+    *,
+    max_new_tokens: int = 128,
+    pruning_rate: float = 0.0,
+    pruning: str = "evs",
+    allow_special_tokens: bool = False,
+    batch_tokens: int = BATCH_TOKENS,
+    return_exceptions: bool = False,
+    progress: bool = True,
+    **generate_kwargs,
+) -> list:
+    """Answers to independent requests, in order, decoded together with left padding.
+
+    requests: the arguments `prompt`, `images`, `videos` of `chat`, one dict each, and where they differ from those
+    given here `max_new_tokens` and `pruning_rate`. batch_tokens: requests that follow each other are decoded
+    together while their number times the longest, answer included, is not more; a longer one runs alone.
+    return_exceptions: what goes wrong with a request stands in the place of its answer, and the others go on;
+    otherwise the first error is raised. progress: a bar, after two seconds. Raises ValueError or TypeError naming
+    `requests[i]` for other keys.
+
+    Padding and batch change an answer only where the best two tokens are nearer than rounding. A batch ends with
+    its longest answer, and the next one begins then: for many users, or a steady load, take a serving engine,
+    which lets requests come and go at every token (`refvl.handover` gives it what was encoded here).
+    """
+    check_options(model, "chat_batch", generate_kwargs, max_new_tokens=max_new_tokens)
+    check_positive_int(batch_tokens, "batch_tokens")
+    _check_requests(requests, check_each=not check_flag(return_exceptions, "return_exceptions"))
+    common = {"max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate, "pruning": pruning}
+    common["allow_special_tokens"] = allow_special_tokens
+    answers = list[str | Exception]()
+    with tqdm(total=len(requests), desc="answer", delay=2, leave=False, disable=not progress) as bar:
+        for answer in answer_each(model, requests, common, batch_tokens, **generate_kwargs):
+            if isinstance(answer, Exception) and not return_exceptions:
+                answer.add_note(f"in requests[{len(answers)}]")
+                raise answer
+            answers.append(answer)
+            bar.update()
+    return answers
+
+
+def answer_each(
+    model: VLM, requests: Iterable[dict | Exception], common: dict, batch_tokens: int = BATCH_TOKENS, **generate_kwargs
+) -> Iterator[str | Exception]:
+    """What `chat_batch` returns, one by one as batches are done.
+
+    requests: an error among them, where one could not be read, is its own answer. common: the arguments of requests
+    that have none of their own.
+    """
+    check_positive_int(common["max_new_tokens"], "max_new_tokens")
+    check_pruning(common.get("pruning", "evs"), common["pruning_rate"])
+    waiting, limits = list[Trace | Exception](), list[int]()
+    same_limit = option(model.language_model, generate_kwargs, "num_beams") > 1  # with another, other beams may win
+    alone = drafts(model.language_model, generate_kwargs) is not None
+    for request in requests:
+        made, limit = _prepare(model, request, common)
+        longest = max([len(t.input_ids) for t in [*waiting, made] if isinstance(t, Trace)], default=0)
+        together = (len(waiting) + 1) * (longest + max([limit, *limits]))
+        if waiting and (alone or together > batch_tokens or (same_limit and {limit} != set(limits))):
+            yield from _answers_or_errors(model, waiting, limits, **generate_kwargs)
+            waiting, limits = [], []
+        waiting.append(made)
+        limits.append(limit)
+    yield from _answers_or_errors(model, waiting, limits, **generate_kwargs)
+
+
+def _prepare(model: VLM, request: dict | Exception, common: dict) -> tuple[Trace | Exception, int]:
+    """A request's trace, with no more than `answers` reads, or what went wrong; and its limit of new tokens."""
+    if isinstance(request, Exception):
+        return request, 1
+    try:
+        _check_request(request, "request")
+        request = common | request
+        limit = check_positive_int(request.pop("max_new_tokens"), "max_new_tokens")
+        trace = model.read(Request(**request))
+    except Exception as error:  # whatever a decoder raises, a lack of memory too
+        clear_frames(error.__traceback__)
+        return error, 1
+    ready = Trace(input_ids=trace.input_ids, inputs_embeds=trace.inputs_embeds, positions=trace.positions)
+    ready.deepstack = trace.deepstack
+    return ready, limit
+
+
+def _answers_or_errors(
+    model: VLM, made: list[Trace | Exception], limits: list[int], **generate_kwargs
+) -> Iterator[str | Exception]:
+    """An answer, cut at its own limit, for every trace; a batch that fails is tried one by one."""
+    traces = {i: trace for i, trace in enumerate(made) if isinstance(trace, Trace)}
+    answers = dict[int, str]()
+    try:
+        if traces:
+            most = max(limits[i] for i in traces)
+            prefill_for_drafts(model.language_model, list(traces.values()), generate_kwargs)
+            ids = model.decode(list(traces.values()), most, **generate_kwargs).sequences.tolist()
+            answers = {i: model.processor.text(row[: limits[i]]) for i, row in zip(traces, ids, strict=True)}
+    except Exception as error:
+        clear_frames(error.__traceback__)  # which hold the batch's tensors
+        if len(made) == 1:
+            made = [error]
+    for i, trace in enumerate(made):
+        if isinstance(trace, Exception):
+            yield trace
+        elif i in answers:
+            yield answers[i]
+        else:
+            yield from _answers_or_errors(model, [trace], [limits[i]], **generate_kwargs)
+
+
+def answers(model: VLM, traces: Sequence[Trace], *, max_new_tokens: int = 128, **generate_kwargs) -> list[str]:
+    """Answers to prompts that are ready, decoded together: to see what a trace's positions do, change them first.
+
+    Only input_ids, inputs_embeds, deepstack and positions of each trace are read.
+    """
+    check_options(model, "answers", generate_kwargs, max_new_tokens=max_new_tokens)
+    if not traces:
+        return []
+    prefill_for_drafts(model.language_model, traces, generate_kwargs)
+    ids = model.decode(list(traces), max_new_tokens, **generate_kwargs).sequences
+    return [model.processor.text(answer) for answer in ids.tolist()]
+
+
+def _check_requests(requests: Sequence[dict], *, check_each: bool) -> None:
+    if not isinstance(requests, Sequence) or isinstance(requests, str):
+        raise TypeError(f"requests: expected a sequence of dicts, got {type(requests).__name__}")
+    for i, request in enumerate(requests if check_each else ()):
+        _check_request(request, f"requests[{i}]")
+
+
+def _check_request(request: dict, name: str) -> None:
+    allowed = ("prompt", "images", "videos", "max_new_tokens", "pruning_rate")
+    if not isinstance(request, dict):
+        raise TypeError(f"{name}: expected a dict with {', '.join(allowed)}, got {type(request).__name__}")
+    if unknown := [key for key in request if key not in allowed]:
+        raise ValueError(f"{name}: unknown key {unknown[0]!r}; allowed: {', '.join(allowed)}")
+    if "prompt" not in request:
+        raise ValueError(f"{name}: has no prompt")

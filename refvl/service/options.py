@@ -1,0 +1,112 @@
+"""The border of a model: what each way into it takes, refused before anything is encoded."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import GenerationConfig, GenerationMixin
+
+from refvl import pipeline
+from refvl.checks import check_flag, check_names, check_positive, check_positive_int, check_pruning_rate
+from refvl.language.model import CausalTextModel, option
+from refvl.positions.pruners import find_pruner
+
+MAX_BEAMS = 1024  # every beam is a copy of the prompt
+LOSE_MEDIA = (  # with these transformers goes back to the prompt's ids, in which the media are placeholders
+    "prefill_chunk_size", "assistant_early_exit",
+)  # fmt: skip
+GENERATE_OPTIONS = frozenset(
+    {*inspect.signature(GenerationMixin.generate).parameters, *vars(GenerationConfig()), "tokenizer"}
+    - {"self", "inputs", "kwargs", "custom_generate"}  # the last would run code of a checkpoint
+)
+DRAFTS = ("prompt_lookup_num_tokens", "assistant_model")  # options with which transformers guesses tokens ahead
+NOT_ON_META = "device: a model on 'meta' can plan, but not run; load it on 'cpu' or 'cuda'"
+NOT_IN_TEXT = (  # options of `generate` whose results an answer in text cannot hold
+    "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
+)  # fmt: skip
+USUAL: dict[str, tuple] = dict.fromkeys([*LOSE_MEDIA, *DRAFTS], (None,)) | dict.fromkeys(NOT_IN_TEXT, (None, False))
+USUAL |= {"num_beams": (None, 1), "num_return_sequences": (None, 1)}  # nothing to refuse in these
+
+
+def check_options(
+    model: Any,
+    method: str,
+    options: dict,
+    *,
+    max_new_tokens: int = 1,
+    stream: bool = False,
+) -> int:
+    """The number of beams; refuses, before anything is encoded, what does not exist or `method` cannot return."""
+    check_flag(stream, "stream")
+    check_positive_int(max_new_tokens, "max_new_tokens")
+    if model.encoder.device.type == "meta":
+        raise ValueError(NOT_ON_META)
+    own = model.language_model.generation_config  # what the checkpoint asks for, where the caller asks for nothing
+    is_plain = not options and all(getattr(own, name, None) in usual for name, usual in USUAL.items())
+    return 1 if is_plain else check_unusual(model, method, options, stream)
+
+
+def check_unusual(model: Any, method: str, options: dict, stream: bool) -> int:
+    """`check_options` where there is more to look at than defaults: in the call, or in the checkpoint's own."""
+    own = [name for name in inspect.signature(getattr(model, method)).parameters if name != "generate_kwargs"]
+    check_generate_options(model.language_model, options, own)
+    num_beams = option(model.language_model, options, "num_beams")
+    if (assistant := options.get("assistant_model")) is not None:
+        if method not in ("chat", "trace"):
+            raise ValueError(f"assistant_model: {method} has no media for it to read; `chat` and `trace` take one")
+        if not isinstance(assistant, pipeline.VLM):
+            raise TypeError(f"assistant_model: expected a VLM, as `load` gives, got {type(assistant).__name__}")
+    for name, off in (("stream", False), ("streamer", None)):
+        if num_beams != 1 and (stream if name == "stream" else options.get(name)):
+            raise ValueError(f"{name}: must be {off} with num_beams: the last token decides which beam wins")
+    if method == "generate":
+        return num_beams
+    if (count := option(model.language_model, options, "num_return_sequences")) != 1:
+        raise ValueError(f"num_return_sequences: {method} gives one answer, got {count}; `generate` gives several")
+    for name in NOT_IN_TEXT:
+        if option(model.language_model, options, name):
+            raise ValueError(f"{name}: {method} answers in text; `generate` returns what transformers does")
+    return num_beams
+
+
+def check_generate_options(language_model: CausalTextModel, options: dict, own: Sequence[str] = ()) -> None:
+    """Raise ValueError, naming the option, that transformers' `generate` has not, or that loses the media.
+
+    own: what the caller takes besides, for near misses (`image` for `images`).
+    """
+    if not options.keys() <= GENERATE_OPTIONS:
+        check_names(options, [*own, *sorted(GENERATE_OPTIONS)], "generate", ValueError)
+    for name in ("num_beams", "num_return_sequences"):
+        if name in options and check_positive_int(options[name], name) > MAX_BEAMS:
+            raise ValueError(f"{name}: must be at most {MAX_BEAMS}, got {options[name]}")
+    for name in ("temperature", "top_p", "repetition_penalty"):
+        if options.get(name) is not None:
+            check_positive(options[name], name)
+    for name in LOSE_MEDIA:
+        if option(language_model, options, name) is not None:
+            raise ValueError(f"{name}: not with media: transformers would read their placeholders as text")
+    if draft := drafts(language_model, options):
+        if options.get("prompt_lookup_num_tokens") is not None:
+            check_positive_int(options["prompt_lookup_num_tokens"], "prompt_lookup_num_tokens")
+        for name, alone in (("num_beams", 1), ("num_return_sequences", 1), ("cache_implementation", None)):
+            if (value := option(language_model, options, name)) != alone:
+                raise ValueError(f"{name}: must be {alone} with {draft}, got {value!r}")
+    if options.get("use_cache") is False:
+        raise ValueError("use_cache: must be True: without a cache placeholders would be read as text")
+
+
+def check_pruning(pruning: str, q: float) -> float:
+    """The rate as a float; refuses names that no pruner has, and rates outside [0, 1)."""
+    find_pruner(pruning)
+    return check_pruning_rate(q, "pruning_rate")
+
+
+def check_runnable(model: Any) -> None:
+    """ValueError for a model on the meta device."""
+    if model.encoder.device.type == "meta":
+        raise ValueError(NOT_ON_META)
+
+
+def drafts(language_model: CausalTextModel, options: dict) -> str | None:
+    """The option, if any, that makes transformers guess tokens ahead, for one forward to check them all."""
+    return next((name for name in DRAFTS if option(language_model, options, name) is not None), None)

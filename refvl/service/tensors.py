@@ -1,0 +1,140 @@
+"""transformers' `generate` on tensors: pixels or embeddings in, ids out."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerateOutput
+
+from refvl.arguments import as_seconds, check_prompts
+from refvl.checks import check_pixel_rows, check_shape, check_values
+from refvl.language.model import option
+from refvl.merge import MergedMedia
+from refvl.pipeline import VLM
+from refvl.service.drafts import prefill_for_drafts
+from refvl.service.options import check_options, check_pruning, check_runnable
+from refvl.trace import Trace
+
+
+@torch.inference_mode()
+def generate(
+    model: VLM,
+    input_ids: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    pixel_values: Tensor | None = None,
+    image_grid_thw=None,
+    image_embeds: Tensor | Sequence[Tensor] | None = None,
+    pixel_values_videos: Tensor | None = None,
+    video_grid_thw=None,
+    video_embeds: Tensor | Sequence[Tensor] | None = None,
+    second_per_grid_ts: Sequence[float] | Tensor | None = None,
+    pruning_rate: float = 0.0,
+    pruning: str = "evs",
+    max_new_tokens: int = 128,
+    **generate_kwargs,
+) -> Tensor | GenerateOutput:
+    """transformers' `generate` on tensors: (B, L) prompts in, (B, L + new) ids out, greedy by default.
+
+    With `num_return_sequences=n` (B * n, L + new), with `return_dict_in_generate=True` transformers' output.
+    input_ids: (B, L), left-padded where attention_mask (B, L) is 0, placeholders repeated. pixel_values:
+    (N, C*Tp*P*P) patch rows of all images of the batch in order, image_grid_thw: (images, 3) in patches, or for
+    families that have no grids the layouts that their encoder plans. image_embeds: instead of pixel_values what
+    `encode` makes of them, (M, W) for all images in order or one tensor per image. The same for videos; pruning
+    works on given embeddings, too. second_per_grid_ts: seconds between two grid steps of each video (default 1; not
+    read by families whose prompts say the time). Raises ValueError or TypeError, naming argument and dimension,
+    when rows, grids, embeddings and placeholders do not match, and for masks that are not 0s before 1s.
+    """
+    q = check_pruning(pruning, pruning_rate)
+    check_runnable(model)
+    mask = check_prompts(input_ids, attention_mask, model.language_model.config.vocab_size)
+    generate_kwargs.pop("mm_token_type_ids", None)  # transformers' processors add it; the ids say the same
+    check_options(model, "generate", generate_kwargs, max_new_tokens=max_new_tokens)
+    images = _items(model, "image", q, pixel_values, image_grid_thw, image_embeds)
+    videos = _items(model, "video", q, pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)
+    prompts = _prompts(model, input_ids.cpu(), mask, images, videos, q, pruning)
+    prefill_for_drafts(model.language_model, prompts, generate_kwargs)
+    output: Any = model.decode(prompts, max_new_tokens, **generate_kwargs)
+    before = input_ids.repeat_interleave(len(output.sequences) // len(input_ids), dim=0)
+    output.sequences = torch.cat([before, output.sequences.to(input_ids)], dim=1)
+    wants_dict = option(model.language_model, generate_kwargs, "return_dict_in_generate")
+    return output if wants_dict else output.sequences
+
+
+def _items(
+    model: VLM, kind: str, q: float, pixel_values, layouts, embeds, second_per_grid_ts=None
+) -> list[tuple[MergedMedia, Tensor]]:
+    """(merged extents, embeddings) of every image or video of a batch."""
+    pixels_name = "pixel_values" if kind == "image" else "pixel_values_videos"
+    layouts_name, embeds_name = f"{kind}_grid_thw", f"{kind}_embeds"
+    arguments = {pixels_name: pixel_values, embeds_name: embeds, layouts_name: layouts}
+    given = [name for name, value in arguments.items() if value is not None]
+    if given not in ([], [pixels_name, layouts_name], [embeds_name, layouts_name]):
+        both = f"{pixels_name}, {layouts_name}: give both or neither"
+        raise ValueError(f"{both} ({embeds_name} may stand for {pixels_name}), got {given}")
+    layouts = [] if layouts is None else model.encoder.check_layouts(layouts, name=layouts_name)
+    seconds = [1.0] * len(layouts)
+    if second_per_grid_ts is not None:
+        seconds = as_seconds(second_per_grid_ts, len(layouts), "second_per_grid_ts")
+    if not given:
+        return []
+    merged = [model.processor.merged(kind, layout, s) for layout, s in zip(layouts, seconds, strict=True)]
+    for medium in merged:
+        medium.check_pruning(q)
+    if embeds is None:
+        rows = [model.encoder.item_size(layout)[0] for layout in layouts]
+        shape = ((f"patches of {layouts_name}", sum(rows)), "values")
+        check_pixel_rows(pixel_values, shape, model.device, pixels_name)
+        encoded = Trace()
+        model.encode_rows(encoded, pixel_values.split(rows), layouts)
+        embeds = encoded.embeds
+    else:
+        embeds = _split_embeds(model, embeds, [m.num_tokens for m in merged], layouts_name, embeds_name)
+    return list(zip(merged, embeds, strict=True))
+
+
+def _split_embeds(model: VLM, embeds, tokens: list[int], layouts_name: str, name: str) -> list[Tensor]:
+    """Embeddings that were made before, one checked (M, W) tensor per item."""
+    width = ("channels", model.language_model.row_width)
+    if isinstance(embeds, Tensor):
+        check_values(check_shape(embeds, ((f"tokens of {layouts_name}", sum(tokens)), width), name), name)
+        embeds = embeds.split(tokens)
+    if not isinstance(embeds, Sequence) or len(embeds) != len(tokens):
+        got = len(embeds) if isinstance(embeds, Sequence) else type(embeds).__name__
+        raise ValueError(f"{name}: expected one tensor for each of {len(tokens)} items, got {got}")
+    for i, (item, count) in enumerate(zip(embeds, tokens, strict=True)):
+        check_pixel_rows(item, (("tokens", count), width), model.device, f"{name}[{i}]")
+        if not item.isfinite().all():
+            raise ValueError(f"{name}[{i}]: holds nan or inf")
+    return list(embeds)
+
+
+def _prompts(
+    model: VLM, input_ids: Tensor, attention_mask: Tensor, images: list, videos: list, q: float, pruning: str
+) -> list[Trace]:
+    """Each prompt of a batch, merged and positioned; media are dealt out in order of their placeholders."""
+    queues, traces = {"image": iter(images), "video": iter(videos)}, list[Trace]()
+    for ids, mask in zip(input_ids, attention_mask, strict=True):
+        trace = Trace(full_ids=ids[mask])
+        items = [item for kind in queues for item in _take(model, kind, queues[kind], ids[mask])]
+        trace.embeds = [embeds for _, embeds in items]
+        trace.keep_masks = [merged.keep_mask(embeds, q, pruning) for merged, embeds in items]
+        model.merge(trace, [merged for merged, _ in items])
+        model.position(trace)
+        traces.append(trace)
+    if left := {kind: len(rest) for kind, queue in queues.items() if (rest := list(queue))}:
+        raise ValueError(f"input_ids: no placeholders are left for these media: {left}")
+    return traces
+
+
+def _take(model: VLM, kind: str, queue: Iterator, ids: Tensor) -> list:
+    """The next media of `kind`, as many as this prompt's placeholders hold."""
+    wanted, taken = int((model.processor.placeholders(ids) == model.token_ids[kind]).sum()), []
+    while wanted > 0:
+        item = next(queue, None)
+        if item is None:
+            raise ValueError(f"input_ids: {wanted} {kind} placeholders too many for the {kind}s given")
+        taken.append(item)
+        wanted -= item[0].num_tokens
+    return taken
