@@ -14,8 +14,8 @@ from benchmarks.report import PrintedTable, Write, write_measurement
 from refvl.loading import load
 from refvl.paths import DATA
 from refvl.pipeline import VLM
-from refvl.tools.arithmetic import encoder_operations, prefill_operations
-from refvl.tools.costs import (
+from refvl.study.arithmetic import encoder_operations, prefill_operations
+from refvl.study.costs import (
     blank_clip,
     count_positions,
     encoder_activation_bytes,

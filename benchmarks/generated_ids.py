@@ -15,7 +15,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 import refvl
 from benchmarks.report import PrintedTable, Write, environment, write_measurement
 from refvl.paths import DATA
-from refvl.tools.upstream import transformers_inputs
+from refvl.study.recording import transformers_inputs
 
 CHECKPOINT = DATA / "checkpoints" / "tiny-qwen2_5_vl"
 SCENE, PHOTOS = DATA / "pictures" / "scene.png", [DATA / "pictures" / f"{n}.jpg" for n in ("coffee", "chelsea")]

@@ -35,9 +35,9 @@ from benchmarks.report import (
 )
 from benchmarks.tower import seconds_of
 from refvl.families import find_family, random_encoder, read_config
-from refvl.graphs import generate_budgets, padding_waste, plan_batches
+from refvl.graphs import generate_budgets, manager_class, padding_waste, plan_batches
 from refvl.paths import DATA
-from refvl.tools.arithmetic import encoder_operations
+from refvl.study.arithmetic import encoder_operations
 
 TOWERS = {  # the shapes measured on a CPU and on CUDA
     "qwen2_5_vl": ("checkpoints/tiny-qwen2_5_vl/config.json", "configs/Qwen2.5-VL-7B-Instruct.json"),
@@ -53,13 +53,13 @@ PEAK = {"H100": 989e12, "H200": 989e12}  # dense bfloat16 operations per second,
 
 
 def build(tower: str, device: str):
-    """(encoder, layout of a square picture of so many px, class of the manager); weights are random: times depend on
-    shapes alone."""
+    """(encoder, layout of a square picture of so many px, what makes a manager of it); weights are random."""
     config = read_config(DATA / TOWERS[tower][device == "cuda"])
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     family = find_family(config)
     encoder, processor = random_encoder(config, dtype=dtype, device=device, attention="auto"), family.processor(config)
-    return encoder, lambda size: processor.layout_of(Image.new("RGB", (size, size))), family.graphs
+    make_manager = partial(manager_class(encoder), encoder)
+    return encoder, lambda size: processor.layout_of(Image.new("RGB", (size, size))), make_manager
 
 
 def count_rows(encoder, layouts: list) -> int:
@@ -162,14 +162,14 @@ def run_tower(tower: str, device: str, repeats: int, write: bool) -> None:
     sizes, batches = ", ".join(map(str, SIZES[device])), " and ".join(map(str, BATCHES))
     what = f"the {tower} tower: images of {sizes} px, {batches} a call; timed calls: {repeats}"
     announce(f"graphs_{tower}_{device}", what, WARM_UP + repeats)
-    encoder, layout_of, manager_class = build(tower, device)
+    encoder, layout_of, make_manager = build(tower, device)
     layouts = {size: layout_of(size) for size in SIZES[device]}
     smallest = max(MIN_BUDGET[device], min(encoder.item_size(layout)[1] for layout in layouts.values()))
     fitted = fitted_budgets(encoder, list(layouts.values()))
     limits: dict[str, dict] = {"doubling": {"min_budget": smallest}, "fitted": {"budgets": fitted}}
     managers, costs = {}, {}
     for name, chosen in limits.items():
-        managers[name], costs[name] = capture(manager_class(encoder, **chosen))
+        managers[name], costs[name] = capture(make_manager(**chosen))
     where = environment(device)
     peak = next((peak for name, peak in PEAK.items() if name in where["device"]), None)
     rows, table = [], make_table(tower, device)

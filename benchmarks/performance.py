@@ -48,13 +48,13 @@ from data.training import train_tiny
 from data.training.tiny_family import find_family
 from refvl.attention import Segments
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
-from refvl.encoders.linear import KERNELS, OneDnnLinear, use_faster_linear, use_onednn
 from refvl.families import read_config
 from refvl.language.loading import random_language_model
 from refvl.paths import DATA
 from refvl.pixels.patches import PatchConfig, levels_of_image
 from refvl.positions import compute_retention_mask
-from refvl.tools.arithmetic import encoder_operations
+from refvl.serving.linear import KERNELS, OneDnnLinear, use_faster_linear, use_onednn
+from refvl.study.arithmetic import encoder_operations
 
 NAME = "performance_cpu"
 CHECKPOINT = DATA / "checkpoints" / "tiny-qwen2_5_vl"
@@ -224,7 +224,7 @@ def measure_gains(repeats: int) -> list[dict]:
 def make_trainer(name: str, kernel: str) -> train_tiny.Trainer:
     """At the first step at which the model answers."""
     recipe = train_tiny.recipe_of(find_family(name))
-    with patch("refvl.encoders.linear.choose_linear", lambda *_: kernel):
+    with patch("refvl.serving.linear.choose_linear", lambda *_: kernel):
         trainer = train_tiny.make_trainer(name, recipe, rank=0)
     trainer.step = recipe.see
     return trainer

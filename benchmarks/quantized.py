@@ -23,7 +23,7 @@ from data.training import evaluate_step3, pages
 from data.training.evaluate_tiny import interval, requests_for
 from data.training.tiny_family import TinyFamily, family_names, find_family
 from data.training.tiny_step3 import FAMILY as STEP3
-from refvl.tools.costs import costs
+from refvl.study.costs import costs
 
 BITS = (None, 8, 6, 5, 4, 3, 2)  # None: float32
 GROUP, BATCH = 32, 50

@@ -15,7 +15,7 @@ import torch
 
 import refvl
 from benchmarks.vllm_engine import request, start, watch  # before vllm
-from refvl.comparison import Stages
+from refvl.study.comparison import Stages
 
 
 def record(folder: str, prompt: str, images: list[Path], videos: list[Path], dtype: str, max_new_tokens: int):

@@ -35,8 +35,8 @@ from benchmarks.report import (
 )
 from refvl.attention import Segments
 from refvl.encoders import Glm4vVisionConfig, Glm4vVisionTransformer, Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
-from refvl.encoders.linear import choose_linear, use_faster_linear
 from refvl.paths import DATA
+from refvl.serving.linear import choose_linear, use_faster_linear
 
 CLASSES: dict[type, tuple] = {  # config -> transformers' config and tower, refvl's tower, a checkpoint of the family
     Qwen2_5_VisionConfig: (

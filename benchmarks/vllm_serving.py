@@ -37,12 +37,12 @@ from data.training.evaluate_tiny import requests_for
 from data.training.measured import FILES, HANDED
 from data.training.run import digest
 from data.training.tiny_family import family_names, find_family
-from refvl.handover import vllm_inputs
 from refvl.merge import merge_embeddings
 from refvl.paths import DATA
 from refvl.positions import compute_mrope_for_media
-from refvl.positions.upstream import text_uncounted_positions
-from refvl.tools.export import encode_folder
+from refvl.serving.export import encode_folder
+from refvl.serving.handover import vllm_inputs
+from refvl.study.releases import text_uncounted_positions
 from refvl.trace import Trace
 
 FOLDERS = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3")

@@ -34,7 +34,6 @@ from PIL import Image
 from torch import Tensor
 
 import refvl
-from refvl.adapters import GRIDS
 from refvl.attention import group_segment_pairs, varlen_cross_attention
 from refvl.graphs import Batch, TraceGraph, plan_batches
 from refvl.merge import merge_embeddings
@@ -56,7 +55,8 @@ from refvl.positions import (
 from refvl.positions.mrope import grid_positions
 from refvl.positions.timestamps import sample_video_frames
 from refvl.processors.qwen3_vl import seconds_of_steps
-from refvl.tools.costs import kv_cache_bytes_per_token
+from refvl.serving.adapters import GRIDS
+from refvl.study.costs import kv_cache_bytes_per_token
 
 sys.path.insert(0, str(DATA.parent))  # for data/training: the scenes that a repaired model is asked about
 from data.training import pages, scenes

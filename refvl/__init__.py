@@ -13,12 +13,20 @@ import importlib
 __version__ = "0.1.0"
 __all__ = ["VLM", "Trace", "compare", "load"]
 # what type checkers and editors should see is in __init__.pyi
-_HOME = {"load": "refvl.loading", "VLM": "refvl.service", "Trace": "refvl.trace", "compare": "refvl.comparison"}
-_ROOMS = (
-    "adapters", "attention", "boxes", "checkpoints", "comparison", "contracts", "encoders", "families", "graphs",
-    "handover", "language", "merge", "parallel", "pipeline", "pixels", "positions", "processors", "service", "tools",
-    "viz", "watch",
-)  # fmt: skip
+_HOME = {
+    "load": "refvl.loading",
+    "VLM": "refvl.serving.model",
+    "Trace": "refvl.trace",
+    "compare": "refvl.study.comparison",
+}
+_ROOMS = {
+    **{name: f"refvl.{name}" for name in (
+        "attention", "boxes", "checkpoints", "contracts", "encoders", "families", "graphs", "language", "merge",
+        "parallel", "pipeline", "pixels", "positions", "processors", "serving", "study", "tools", "viz",
+    )},
+    **{name: f"refvl.serving.{name}" for name in ("adapters", "handover")},
+    **{name: f"refvl.study.{name}" for name in ("comparison", "watch")},
+}  # fmt: skip
 
 
 def __getattr__(name: str):  # transformers is slow to import: `import refvl.positions` should not pay for it
@@ -27,7 +35,7 @@ def __getattr__(name: str):  # transformers is slow to import: `import refvl.pos
     if name not in _ROOMS:
         raise AttributeError(f"module 'refvl' has no attribute {name!r}")
     try:
-        return importlib.import_module(f"refvl.{name}")
+        return importlib.import_module(_ROOMS[name])
     except ImportError as error:  # what looks through a module, as `help` does, expects no other error
         raise AttributeError(f"refvl.{name} cannot be imported: {error}") from error
 

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from refvl import adapters, encoders
+from refvl import encoders
 from refvl.attention import choose_backend
 from refvl.checkpoints import check_layer_counts, iterate_weights, weight_names
 from refvl.checks import blame, read_json
 from refvl.contracts import Encoder, Processor
-from refvl.graphs.dual import DualPathGraphManager
-from refvl.graphs.manager import EncoderGraphManager
 from refvl.language.glm4v import Glm4vMoeTextModel, GlmOcrTextModel
 from refvl.language.minicpmv import MiniCPMTextModel, MiniCPMVConfig, MiniCPMVTextModel, minicpm_config
 from refvl.language.model import CausalTextModel
@@ -36,11 +34,9 @@ class Family:
     processor: type[Processor]
     vision_prefix: str = r"^(model\.)?visual\."  # regular expression: which checkpoint names are the vision tower's
     text_model: type[CausalTextModel] = CausalTextModel
-    graphs: type[EncoderGraphManager] | type[DualPathGraphManager] = EncoderGraphManager
     config: Callable[..., PretrainedConfig] | None = None  # that reads config.json, where transformers has none
     version: str | None = None  # see `minicpmv_version`, where families share a model_type
     left_out: str | None = None  # regular expression: checkpoint names that are neither vision nor text
-    layer_names: adapters.LayerNames = adapters.GRIDS
 
 
 def _minicpmv(
@@ -55,7 +51,6 @@ def _minicpmv(
     return Family(
         f"MiniCPM-V {version}", model_types, encoder, processor, r"^(vpm|resampler)\.", text_model,
         config=partial(MiniCPMVConfig, text_config), version=version, left_out=r"^(apm|tts|audio_\w+)\.",
-        layer_names=adapters.MINICPMV,
     )  # fmt: skip
 
 
@@ -73,8 +68,7 @@ FAMILIES = (
     Family("GLM-OCR", ("glm_ocr",), encoders.GlmOcrVisionTransformer, glm4v.Glm46VProcessor,
            text_model=GlmOcrTextModel),
     Family("Step3-VL", ("step3_vl",), encoders.Step3VisionEncoder, step3_vl.Step3VLProcessor,
-           r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.", Step3ForCausalLM,
-           DualPathGraphManager, layer_names=adapters.STEP3),
+           r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.", Step3ForCausalLM),
     _minicpmv("2.0", encoders.MiniCPMV2_0Encoder, minicpmv.MiniCPMV2_0Processor, minicpm_config, MiniCPMTextModel),
     _minicpmv("2.5", encoders.MiniCPMV2_5Encoder, minicpmv.MiniCPMV2_5Processor, LlamaConfig),
     _minicpmv("2.6", encoders.MiniCPMV2_6Encoder, minicpmv.MiniCPMV2_6Processor, Qwen2Config,

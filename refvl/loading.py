@@ -15,14 +15,14 @@ from refvl import checkpoints, families
 from refvl.attention import is_ampere
 from refvl.checks import WORDED, blame, check_flag, check_names
 from refvl.contracts import Encoder
-from refvl.encoders.linear import choose_linear, use_onednn
-from refvl.graphs.dual import DualPathGraphManager
-from refvl.graphs.manager import MIN_BUDGET, EncoderGraphManager
+from refvl.graphs import DualPathGraphManager, EncoderGraphManager, manager_class
+from refvl.graphs.manager import MIN_BUDGET
 from refvl.language.loading import load_language_model, random_language_model
 from refvl.language.model import CausalTextModel
 from refvl.pipeline import Request
-from refvl.service import VLM
-from refvl.service.options import check_runnable
+from refvl.serving.linear import choose_linear, use_onednn
+from refvl.serving.model import VLM
+from refvl.serving.options import check_runnable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PLACEMENT = (  # of transformers' `from_pretrained`, for the text model
@@ -56,7 +56,7 @@ def load(
     torch dtype or its name; "auto" is the checkpoint's own on CUDA and float32 on a CPU. GPUs before Ampere (T4, V100)
     do not compute in bfloat16: they get float16, and a warning says so. attention: backend of the vision tower
     (`refvl.attention`). linear: kernel of the linear layers in float32 on a CPU, "torch", "onednn", or the faster one
-    of them on this machine (`refvl.encoders.linear`). weights: "checkpoint", or "random" to build the true shape from a
+    of them on this machine (`refvl.serving.linear`). weights: "checkpoint", or "random" to build the true shape from a
     config alone (a folder, a JSON file, a dict) - on device "meta" it costs no memory. graphs: True captures the
     encoder in graphs now (CUDA graphs, or their stand-in elsewhere); a dict gives the options of
     `EncoderGraphManager`. compile: answers are decoded with a cache of fixed size, for which transformers compiles the
@@ -78,7 +78,9 @@ def load(
     folder, processor_folder = _find_folders(path_or_id, stored, hub)
     config = families.read_config(folder or path_or_id)
     if isinstance(graphs, dict):
-        check_names(graphs, list(inspect.signature(families.find_family(config).graphs).parameters), "graphs")
+        check_names(
+            graphs, list(inspect.signature(manager_class(families.find_family(config).encoder)).parameters), "graphs"
+        )
     if stored and folder is None:
         raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
 
@@ -170,7 +172,7 @@ def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphMana
     check_runnable(vlm)
     min_budget = max(vlm.processor.tokens_at_once, min(MIN_BUDGET, vlm.processor.largest_picture))
     options = {"min_budget": min_budget, "progress": progress} | options
-    manager = vlm.family.graphs(vlm.encoder, **options)  # type: ignore[arg-type]  # a family's two classes fit together
+    manager = manager_class(vlm.encoder)(vlm.encoder, **options)  # type: ignore[arg-type]  # a family's two classes fit together
     manager.capture()
     return manager
 

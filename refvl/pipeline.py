@@ -9,7 +9,7 @@ merge             merge.py           embeddings into the prompt's placeholders
 positions         positions/mrope    (3, L) for every token, restricted to what stays
 prefill, decode   language/          embeddings + positions -> token ids -> text
 
-What a service adds - batches, streaming, long prompts, drafts, tensors in and out - is in `refvl.service`.
+What a service adds - batches, streaming, long prompts, drafts, tensors in and out - is in `refvl.serving`.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,10 @@ from refvl.contracts import Encoder, Processor
 from refvl.encoders.tower import encode_eagerly, plan_eagerly, send_rows
 from refvl.graphs import DualPathGraphManager, EncoderGraphManager
 from refvl.language.model import CausalTextModel, copies_wanted, generate, option
-from refvl.language.streaming import FanOut
 from refvl.merge import MergedMedia, find_media_spans, left_pad
 from refvl.positions.mrope import media_places, mrope_delta
 from refvl.positions.pruners import PRUNERS
+from refvl.serving.streaming import FanOut
 from refvl.trace import TokenTimer, Trace
 
 
@@ -62,7 +62,9 @@ class VLM:
         self.encoder = encoder
         self.language_model = language_model
         self.graphs: EncoderGraphManager | DualPathGraphManager | None = None  # when set, it encodes, not the encoder
-        self.adapters: Any = None  # PEFT's model, once `refvl.adapters.attach` has put layers in place of these parts'
+        self.adapters: Any = (
+            None  # PEFT's model, once `refvl.serving.adapters.attach` has put layers in place of these parts'
+        )
 
     def chat(self, prompt: str | Sequence[dict], *, max_new_tokens: int = 128, **request) -> Any:
         """The answer to a question about images and videos, greedy; request: see `read`."""

@@ -56,31 +56,31 @@ class Trace:
     tower_hidden_states: list[Tensor] = field(default_factory=list)  # (N, E) into block 0, out of each
 
     def __repr__(self) -> str:
-        from refvl import report  # what is printed knows all rooms, this record none
+        from refvl.study import report  # what is printed knows all rooms, this record none
 
         return report.as_text(self)
 
     def _repr_html_(self) -> str:
-        from refvl import report
+        from refvl.study import report
 
         return report.as_html(self)
 
     def rows(self) -> list[tuple[str, str, float]]:
         """(stage, shapes, seconds) of every stage, for tables."""
-        from refvl import report
+        from refvl.study import report
 
         return report.rows(self)
 
     def magnitude(self, stage: str) -> str:
         """The largest magnitude of a stage in words, with a mark where float16 could not hold it."""
-        from refvl import report
+        from refvl.study import report
 
         return report.magnitude(self, stage)
 
     @property
     def stages(self) -> Any:
         """What each stage made, for `refvl.compare`."""
-        from refvl import report
+        from refvl.study import report
 
         return report.stages(self)
 

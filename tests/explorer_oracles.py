@@ -13,8 +13,7 @@ from PIL import Image
 
 from benchmarks.families import load_released
 from refvl.encoders.resampler import attention_weights
-from refvl.graphs import generate_budgets, padding_waste, plan_batches, replay_stale
-from refvl.parallel import get_count_assignment, get_load_balance_assignment
+from refvl.graphs import generate_budgets, padding_waste, plan_batches
 from refvl.paths import DATA
 from refvl.pixels.crops import plan_crops
 from refvl.pixels.media import load_image
@@ -22,13 +21,15 @@ from refvl.pixels.patches import plan_grid
 from refvl.pixels.slices import SliceConfig, plan_slices
 from refvl.positions import compute_retention_mask, get_window_index, merge_block_coordinates, restrict_positions
 from refvl.positions.timestamps import sample_video_frames
-from refvl.tools.costs import (
+from refvl.serving.parallel import get_count_assignment, get_load_balance_assignment
+from refvl.study.costs import (
     blank_clip,
     count_positions,
     encoder_activation_bytes,
     kv_cache_bytes_per_token,
     plan_media,
 )
+from refvl.study.stale import replay_stale
 from refvl.viz.explorers.gallery import SIZES
 from refvl.viz.explorers.mrope import QUERY, SECTIONS
 from refvl.viz.explorers.slices import fit

@@ -9,8 +9,8 @@ from torch.distributed import TCPStore
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["refvl.tools.cli", "refvl.loading", "refvl.tools.export", "refvl.parallel", "refvl.encoders", "refvl.graphs",
-     "transformers.generation", "hypothesis"]
+    ["refvl.tools.cli", "refvl.loading", "refvl.serving.export", "refvl.serving.parallel", "refvl.encoders",
+     "refvl.graphs", "transformers.generation", "hypothesis"]
 )  # fmt: skip
 
 

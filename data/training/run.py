@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from refvl.encoders.linear import use_faster_linear
+from refvl.serving.linear import use_faster_linear
 
 WORKERS = 2
 

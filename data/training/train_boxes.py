@@ -4,7 +4,7 @@ What is trained is a LoRA adapter of the language model alone, `adapters/boxes-q
 so does all they answer while it is off. The tower has been taught to tell in its tokens what lies in the middle of
 each; so here, too, every object lies in the cell of a token, a little off its middle. Pictures have many sizes and
 shapes. The processor makes 4 x 3 or 3 x 4 tokens of them, and stretches them for that: what a coordinate counts (see
-`refvl.boxes`) decides where a box lands. As in `train_tiny.py`, probes help: in the last layer each token of the
+`refvl.study.boxes`) decides where a box lands. As in `train_tiny.py`, probes help: in the last layer each token of the
 picture is asked for its row and column, and each word of an answer for the whole box.
 """
 
@@ -31,8 +31,9 @@ from data.training.evaluate_tiny import versions
 from data.training.tiny_family import TinyFamily, find_family
 from data.training.tiny_model import Batch, PromptBuilder, TinyModel
 from data.training.train_tiny import expose
-from refvl import adapters, boxes
 from refvl.paths import DATA
+from refvl.serving import adapters
+from refvl.study import boxes
 
 TITLES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
 PHRASES = scenes.PHRASES["place"]  # what the model answers with a place while the adapter is off

@@ -5,7 +5,12 @@ from refvl.graphs.budgets import Batch, Limits, generate_budgets, infer_limits, 
 from refvl.graphs.dual import DualGraphPlan, DualPathGraphManager, PairedBatch, plan_paired_batches
 from refvl.graphs.manager import EncoderGraphManager, GraphPlan, GraphStats
 from refvl.graphs.recorder import CaptureError, TraceGraph
-from refvl.graphs.stale import StaleReplay, replay_stale
+
+
+def manager_class(encoder) -> type[EncoderGraphManager] | type[DualPathGraphManager]:
+    """Return the manager for `encoder`: one for each of its `paths`, where it has several."""
+    return DualPathGraphManager if hasattr(encoder, "paths") else EncoderGraphManager
+
 
 __all__ = [
     "Batch",
@@ -18,12 +23,11 @@ __all__ = [
     "GraphStats",
     "Limits",
     "PairedBatch",
-    "StaleReplay",
     "TraceGraph",
     "generate_budgets",
     "infer_limits",
+    "manager_class",
     "padding_waste",
     "plan_batches",
     "plan_paired_batches",
-    "replay_stale",
 ]

@@ -171,7 +171,7 @@ def chat(
 
 def _answer_file(load: Callable, jsonl: str, out: str | None, single: dict, common: dict) -> None:
     """Answer a file of requests, say which failed, and exit. single: arguments of a single question."""
-    from refvl.tools.requests import answer_file
+    from refvl.serving.requests import answer_file
 
     if given := [name for name, value in single.items() if value not in (None, [])]:
         raise ValueError(f"jsonl: its lines say what is asked; give no {', '.join(given)} beside it")
@@ -200,7 +200,7 @@ def trace(
         raise ValueError(f"adapter: not beside {with_.value}, whose model would have none")
     model = _load(checkpoint, device, dtype, attention, graphs, adapter)
     if with_:
-        from refvl.tools.upstream import check_recordable, record_transformers
+        from refvl.study.recording import check_recordable, record_transformers
 
         check_recordable(model)
     run = model.trace(
@@ -244,7 +244,7 @@ def info(
 ):  # fmt: skip
     """Family, sizes, tokens for given media step by step, and the memory needed. Reads no weights."""
     from refvl.loading import load
-    from refvl.tools.costs import costs, describe, set_pixel_limits, stored_text_bytes
+    from refvl.study.costs import costs, describe, set_pixel_limits, stored_text_bytes
 
     sampling = {name: value for name, value in (("fps", fps), ("num_frames", num_frames)) if value is not None}
     _check_request("", video, pruning_rate, **sampling)
@@ -279,13 +279,13 @@ def encode(
     torchrun --nproc-per-node 8 -m refvl encode CHECKPOINT FOLDER --out DIR --data-parallel
 
     Clips are sampled as `chat` samples them, and skipped where the model reads images only. From tar files, also those
-    in the folder, the images are taken. `refvl.handover.vllm_inputs` gives vLLM what was written.
+    in the folder, the images are taken. `refvl.serving.handover.vllm_inputs` gives vLLM what was written.
 
     An image that cannot be read is named on stderr and in the manifest, with the reason; the others are encoded, and
     the exit status is 1. A run that was stopped is continued by the same command, which also encodes the images that
     have come or changed since. In the manifest a path that is not UTF-8 is percent-encoded behind "./".
     """
-    from refvl.tools.export import encode_folder
+    from refvl.serving.export import encode_folder
 
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not data_parallel:
         raise ValueError("torchrun started several processes: give --data-parallel, so that they share the work")
@@ -351,8 +351,8 @@ def stage_table(run) -> Table:
 
 
 def _load(checkpoint: str, device: str, dtype: str, attention: str, graphs: bool, adapters: list[str] | None = None):
-    from refvl.adapters import attach
     from refvl.loading import load
+    from refvl.serving.adapters import attach
 
     if checkpoint.endswith(".json"):
         raise ValueError(f"checkpoint: {checkpoint} is a config without weights, which only `refvl info` reads")

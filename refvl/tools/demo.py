@@ -11,7 +11,7 @@ import typer
 from refvl.loading import load
 from refvl.paths import DATA, check_clone
 from refvl.pixels.patches import PatchConfig
-from refvl.service import VLM
+from refvl.serving.model import VLM
 from refvl.tools.cli import Console, Device, report_mistakes, stage_table
 from refvl.trace import Trace
 

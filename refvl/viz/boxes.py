@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from refvl.boxes import from_picture, rescale
+from refvl.study.boxes import from_picture, rescale
 from refvl.viz.style import HIGHLIGHT, PRUNED, STAGE_COLORS, image_axes
 
 

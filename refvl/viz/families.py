@@ -29,7 +29,7 @@ RACE = {"tokens": "tokens", "positions": "positions", "bytes": "memory", "second
 
 
 class Counts(Protocol):
-    """What a medium becomes: a `MediaPlan` of `refvl.tools.costs`, or anything that counts both."""
+    """What a medium becomes: a `MediaPlan` of `refvl.study.costs`, or anything that counts both."""
 
     @property
     def patches(self) -> int: ...

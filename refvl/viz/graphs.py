@@ -27,7 +27,7 @@ from refvl.viz.style import HIGHLIGHT, SEQUENCE_CMAP, STAGE_COLORS, UNUSED, axes
 from refvl.viz.windows import sequence_colors
 
 if TYPE_CHECKING:
-    from refvl.service import VLM
+    from refvl.serving.model import VLM
     from refvl.viz.explorers.graph import GraphExplorer
     from refvl.viz.explorers.packing import PackingExplorer
 

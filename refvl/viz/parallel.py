@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 
-from refvl.parallel import Assignment, get_count_assignment, get_load_balance_assignment, get_speed_up
+from refvl.serving.parallel import Assignment, get_count_assignment, get_load_balance_assignment, get_speed_up
 from refvl.viz.style import UNUSED, axes_or_new, ink_on
 from refvl.viz.windows import sequence_colors
 

@@ -16,8 +16,8 @@ from refvl.attention import _find, available_backends, choose_backend, cumulativ
 from refvl.encoders import Step3VisionConfig, Step3VisionEncoder
 from refvl.language.model import CausalTextModel
 from refvl.language.step3_vl import Step3TextConfig, Step3TextMoE
-from refvl.parallel import run_dp_sharded_mrope_vision_model
 from refvl.paths import DATA
+from refvl.serving.parallel import run_dp_sharded_mrope_vision_model
 
 
 class Nccl:

@@ -10,9 +10,9 @@ from closeness import assert_agree
 from torch import nn
 
 import refvl
-from refvl.encoders import linear
-from refvl.encoders.linear import OneDnnLinear, choose_linear, use_faster_linear, use_onednn
 from refvl.paths import DATA
+from refvl.serving import linear
+from refvl.serving.linear import OneDnnLinear, choose_linear, use_faster_linear, use_onednn
 
 CHECKPOINTS = DATA / "checkpoints"
 SCENE = DATA / "pictures" / "scene.png"

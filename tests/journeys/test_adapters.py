@@ -15,12 +15,11 @@ from transformers import AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 import refvl
-from refvl import adapters
-from refvl.encoders import linear
 from refvl.families import FAMILIES as ROWS
 from refvl.paths import DATA
+from refvl.serving import adapters, linear
+from refvl.study.recording import transformers_inputs
 from refvl.tools.cli import app
-from refvl.tools.upstream import transformers_inputs
 
 peft = pytest.importorskip("peft")
 
@@ -303,7 +302,7 @@ def test_names_are_those_of_transformers(name):
 @pytest.mark.parametrize("family", ROWS, ids=lambda family: family.name)
 def test_every_layer_belongs_to_one_part(family):
     """Oracle: whether the layer is the encoder's, and whether it has blocks around it."""
-    names = family.layer_names
+    names = adapters.layer_names(family)
     for place, home in names.places.items():
         assert (names.part(place) == "language_model") == home.startswith("language_model")
     assert set(map(names.part, names.connector)) == {"connector"}

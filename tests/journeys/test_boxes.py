@@ -7,10 +7,10 @@ from closeness import assert_agree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refvl import boxes
-from refvl.boxes import Region, find_regions, from_picture, parse, to_picture
 from refvl.families import FAMILIES
 from refvl.pixels.patches import PatchConfig, plan_grid, smart_resize
+from refvl.study import boxes
+from refvl.study.boxes import Region, find_regions, from_picture, parse, to_picture
 
 BOTH = ("Qwen2.5-VL", "Qwen3-VL")  # pixels of the resized picture; 0 to 1000
 UNDOCUMENTED = (

@@ -14,10 +14,10 @@ from checkpoint_factory_minicpmv import make_minicpmv_checkpoint
 from closeness import assert_logits_agree
 
 import refvl
-from refvl.language.chunks import MediumRows
 from refvl.paths import DATA
 from refvl.pixels import media
 from refvl.positions import compute_mrope_for_media, recompute_mrope_positions
+from refvl.serving.chunks import MediumRows
 
 PHOTOS = list(np.random.default_rng(1).integers(0, 256, (2, 60, 90, 3), dtype=np.uint8))
 FRAMES = np.random.default_rng(0).integers(0, 256, (7, 60, 90, 3), dtype=np.uint8)

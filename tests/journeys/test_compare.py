@@ -13,12 +13,12 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import refvl
-from refvl.comparison import MANIFEST, TENSORS, Stages
 from refvl.paths import DATA
 from refvl.pixels import patches
-from refvl.positions import upstream
+from refvl.study import releases as upstream
+from refvl.study.comparison import MANIFEST, TENSORS, Stages
+from refvl.study.recording import record_transformers
 from refvl.tools import cli
-from refvl.tools.upstream import record_transformers
 
 QWEN, GLM = DATA / "checkpoints" / "tiny-qwen2_5_vl", DATA / "checkpoints" / "tiny-glm4v"
 QWEN3 = DATA / "checkpoints" / "tiny-qwen3_vl"
@@ -256,7 +256,7 @@ def test_a_write_that_fails_leaves_nothing(run, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("refvl.comparison.save_file", fail)
+    monkeypatch.setattr("refvl.study.comparison.save_file", fail)
     with pytest.raises(OSError, match="no space left"):
         run.save(tmp_path / "run")
     assert list(tmp_path.iterdir()) == []

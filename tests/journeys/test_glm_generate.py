@@ -30,8 +30,8 @@ from refvl.pixels.patch_configs import Glm4vPatchConfig, smart_resize_video
 from refvl.positions import MediaSpan
 from refvl.positions.timestamps import sample_video_frames
 from refvl.processors.glm4v import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor
+from refvl.study.costs import describe, plan_media
 from refvl.tools.cli import main
-from refvl.tools.costs import describe, plan_media
 
 PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")]
 CLIP = DATA / "clips" / "bigbuckbunny.mp4"

@@ -15,8 +15,8 @@ from encode_processes import start, wait_for
 
 import refvl
 from refvl.paths import DATA
-from refvl.tools import requests
-from refvl.tools.requests import answer_file
+from refvl.serving import requests
+from refvl.serving.requests import answer_file
 
 PHOTO, CLIP = DATA / "pictures" / "scene.png", DATA / "clips" / "scene.mp4"
 LARGE = np.random.default_rng(1).integers(0, 256, (140, 140, 3), dtype=np.uint8)

@@ -35,8 +35,8 @@ from refvl.paths import DATA
 from refvl.pixels.media import load_video
 from refvl.pixels.slices import SliceGroup
 from refvl.processors.minicpmv import FrameConfig, MiniCPMV4_5Processor, middle_indices, patches_per_token, temporal_ids
+from refvl.study.costs import describe
 from refvl.tools.cli import main
-from refvl.tools.costs import describe
 
 RANDOM = np.random.default_rng(0)
 CLIP = DATA / "clips" / "bigbuckbunny.mp4"

@@ -28,7 +28,7 @@ from refvl.encoders import (
 )
 from refvl.encoders.minicpmv import MiniCPMV4_5Encoder, SliceGroup
 from refvl.graphs import EncoderGraphManager
-from refvl.parallel import (
+from refvl.serving.parallel import (
     get_count_assignment,
     get_load_balance_assignment,
     get_speed_up,
@@ -279,7 +279,7 @@ def test_wrong_models_and_grids_are_named():
 
 def test_sizes_are_told_over_the_encoders_device(monkeypatch):
     """NCCL needs a GPU per rank; torch's current one is GPU 0 on all of them by default. Oracle: a stand-in."""
-    from refvl import parallel
+    from refvl.serving import parallel
 
     told_over = []
 

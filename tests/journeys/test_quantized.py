@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import refvl
 from refvl.paths import DATA
-from refvl.tools.costs import costs, describe, stored_text_bytes
+from refvl.study.costs import costs, describe, stored_text_bytes
 
 TINY = DATA / "checkpoints" / "tiny-qwen2_5_vl"
 QUESTION = {"prompt": "What color is the circle?", "images": [DATA / "pictures" / "scene.png"]}

@@ -26,8 +26,8 @@ from refvl.pixels.media import load_image, load_video
 from refvl.pixels.patch_configs import Qwen3VLPatchConfig, smart_resize_video
 from refvl.pixels.patches import smart_resize
 from refvl.processors.qwen3_vl import even_indices
-from refvl.tools.costs import describe, plan_media
-from refvl.tools.export import encode_folder, read_embeddings
+from refvl.serving.export import encode_folder, read_embeddings
+from refvl.study.costs import describe, plan_media
 
 PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")]
 CLIP = DATA / "clips" / "bigbuckbunny.mp4"

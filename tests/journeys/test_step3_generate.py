@@ -24,8 +24,8 @@ from refvl.paths import DATA
 from refvl.pixels.crops import CropLayout, cut_crops, prepare_pixels
 from refvl.pixels.media import load_image
 from refvl.processors.step3_vl import MARKS, Step3VLProcessor
+from refvl.study.costs import describe, describe_layout
 from refvl.tools.cli import main
-from refvl.tools.costs import describe, describe_layout
 
 PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea")]
 SMALL = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 70, 3), dtype=np.uint8))  # no crops

@@ -16,7 +16,7 @@ import refvl
 from refvl.graphs.manager import EncoderGraphManager
 from refvl.language.model import CausalTextModel
 from refvl.paths import DATA
-from refvl.tools.export import encode_folder, read_embeddings
+from refvl.serving.export import encode_folder, read_embeddings
 
 PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")]
 FRAMES = np.random.default_rng(0).integers(0, 256, (6, 90, 120, 3), dtype=np.uint8)

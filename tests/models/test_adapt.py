@@ -11,7 +11,7 @@ import refvl
 from data.training import adapt, scenes, train_tiny
 from data.training.run import average_gradients
 from data.training.tiny_family import find_family
-from refvl import adapters
+from refvl.serving import adapters
 
 peft = pytest.importorskip("peft")
 

@@ -12,8 +12,8 @@ import pytest
 import refvl
 from data.training import run, scenes, train_boxes
 from data.training.tiny_family import find_family
-from refvl import adapters
 from refvl.paths import DATA
+from refvl.serving import adapters
 
 pytest.importorskip("peft")
 FIRST, SAMPLE = 100_000, 24

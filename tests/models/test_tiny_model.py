@@ -17,7 +17,7 @@ from data.training.tiny_model import PromptBuilder, TinyModel, row_mask
 from data.training.tiny_qwen2_5_vl import FAMILY
 from refvl.pixels import patches
 from refvl.positions import MediaSpan, get_mrope_input_positions
-from refvl.watch import media_attention
+from refvl.study.watch import media_attention
 
 FOLDER, WEIGHTS = FAMILY.folder, FAMILY.folder / "model.safetensors"
 FIRST = 100_000

@@ -15,7 +15,7 @@ from refvl.positions import (
     recompute_mrope_positions,
     restrict_positions,
 )
-from refvl.positions.upstream import (
+from refvl.study.releases import (
     bfloat16_position_channels,
     larger_side_positions,
     second_per_grid_truncated,

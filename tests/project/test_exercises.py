@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from refvl.adapters import GRIDS
 from refvl.graphs import plan_batches
 from refvl.merge import merge_embeddings
-from refvl.parallel import get_count_assignment, get_load_balance_assignment, restore_order
 from refvl.pixels.crops import plan_crops
 from refvl.pixels.patches import PatchConfig, count_tokens, patch_rows
 from refvl.pixels.slices import SliceConfig, slice_grid
@@ -28,9 +26,11 @@ from refvl.positions import (
 )
 from refvl.positions.mrope import grid_positions
 from refvl.positions.timestamps import sample_video_frames
-from refvl.positions.upstream import larger_side_positions, width_offset_positions
 from refvl.processors.qwen3_vl import seconds_of_steps
-from refvl.tools.costs import kv_cache_bytes_per_token
+from refvl.serving.adapters import GRIDS
+from refvl.serving.parallel import get_count_assignment, get_load_balance_assignment, restore_order
+from refvl.study.costs import kv_cache_bytes_per_token
+from refvl.study.releases import larger_side_positions, width_offset_positions
 
 nbformat, peft = pytest.importorskip("nbformat"), pytest.importorskip("peft")
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"

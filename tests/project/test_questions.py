@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from refvl.pixels.patches import PatchConfig
-from refvl.tools.costs import limit_table
+from refvl.study.costs import limit_table
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "questions.md").read_text()

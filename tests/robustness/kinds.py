@@ -17,7 +17,7 @@ from harness import Case
 from PIL import Image
 
 import refvl
-from refvl import parallel, positions
+from refvl import positions
 from refvl.graphs import generate_budgets, plan_batches
 from refvl.paths import DATA
 from refvl.pixels.crops import plan_crops
@@ -25,6 +25,7 @@ from refvl.pixels.media import load_image, load_video
 from refvl.pixels.patch_configs import Glm4vPatchConfig
 from refvl.pixels.patches import PatchConfig, plan_grid
 from refvl.pixels.slices import SliceConfig, plan_slices
+from refvl.serving import parallel
 from refvl.tools.cli import main
 
 CHECKPOINTS = sorted(folder.name for folder in (DATA / "checkpoints").iterdir())

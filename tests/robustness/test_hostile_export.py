@@ -24,10 +24,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import refvl
-from refvl.tools import export, lock, shards
-from refvl.tools.export import describe_model, encode_folder, find_media, read_embeddings
-from refvl.tools.images import media_name
-from refvl.tools.lock import LOCK, folder_lock
+from refvl.serving import export, lock, shards
+from refvl.serving.export import describe_model, encode_folder, find_media, read_embeddings
+from refvl.serving.images import media_name
+from refvl.serving.lock import LOCK, folder_lock
 
 NAMES = [f"{i}.bmp" for i in range(5)]  # uncompressed: files of equal size
 

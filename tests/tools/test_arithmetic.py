@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import refvl
 from refvl.paths import DATA
-from refvl.tools.arithmetic import encoder_operations, prefill_operations
-from refvl.tools.costs import blank_clip, count_positions, plan_media
+from refvl.study.arithmetic import encoder_operations, prefill_operations
+from refvl.study.costs import blank_clip, count_positions, plan_media
 
 TINY = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3")
 

@@ -21,7 +21,7 @@ from refvl.encoders.minicpmv import SliceGroup
 from refvl.paths import DATA
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import load_image
-from refvl.report import layout_text
+from refvl.study.report import layout_text
 from refvl.tools.cli import Benchmark, Stopped, report_mistakes
 
 LATIN = os.fsdecode(b"caf\xe9")  # bytes that are no UTF-8, as Python hands them over

@@ -16,8 +16,8 @@ from safetensors import safe_open
 import refvl
 from refvl.paths import DATA
 from refvl.pixels.media import load_image
-from refvl.tools import export
-from refvl.tools.export import encode_folder, find_media, read_embeddings
+from refvl.serving import export
+from refvl.serving.export import encode_folder, find_media, read_embeddings
 
 SIZES = {"a.png": (84, 84), "b.jpg": (120, 60), "c.webp": (30, 90), "sub/a.png": (200, 140), "z.PNG": (64, 64)}
 

@@ -17,9 +17,9 @@ from closeness import assert_agree
 from PIL import Image
 
 import refvl
-from refvl.handover import vllm_inputs
 from refvl.paths import DATA
-from refvl.tools.export import encode_folder, find_media, read_embeddings
+from refvl.serving.export import encode_folder, find_media, read_embeddings
+from refvl.serving.handover import vllm_inputs
 
 CLIP = DATA / "clips" / "scene.mp4"
 SIZES = {"a.png": (84, 56), "b.jpg": (60, 90), "sub/c.png": (70, 70)}

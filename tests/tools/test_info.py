@@ -1,4 +1,4 @@
-"""`refvl info` and `refvl.tools.costs`: the limits that count, and what they make of media.
+"""`refvl info` and `refvl.study.costs`: the limits that count, and what they make of media.
 
 Oracles: transformers' image processors and refvl's own runs on the same files, sums written out by hand.
 """
@@ -14,8 +14,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 import refvl
 from refvl.paths import DATA
+from refvl.study.costs import LIMIT_KEYS, costs, describe, plan_media, set_pixel_limits
 from refvl.tools import cli
-from refvl.tools.costs import LIMIT_KEYS, costs, describe, plan_media, set_pixel_limits
 
 CONFIGS, TINY, CLIP = DATA / "configs", DATA / "checkpoints", DATA / "clips" / "bigbuckbunny.mp4"
 UPSTREAM = {

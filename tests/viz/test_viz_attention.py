@@ -11,8 +11,8 @@ import torch
 import refvl
 from refvl import viz
 from refvl.paths import DATA
+from refvl.study.watch import media_attention, probabilities
 from refvl.viz.attention import borders
-from refvl.watch import media_attention, probabilities
 
 PICTURE = np.zeros((40, 60, 3), dtype=np.uint8)
 SCENE = DATA / "pictures" / "scene.png"

@@ -1,4 +1,4 @@
-"""Figures of boxes. Oracle: the maps of `refvl.boxes`."""
+"""Figures of boxes. Oracle: the maps of `refvl.study.boxes`."""
 
 import matplotlib
 
@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from refvl import viz
-from refvl.boxes import from_picture, to_picture
+from refvl.study.boxes import from_picture, to_picture
 
 PICTURE, RESIZED, BOX = (1080, 1920), (728, 1316), (700, 1300, 950, 1700)
 

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from refvl import viz
-from refvl.tools.costs import MediaPlan
+from refvl.study.costs import MediaPlan
 from refvl.trace import Trace
 
 NAMES = ("Qwen2.5-VL", "Qwen3-VL", "GLM-4.1V", "MiniCPM-V 4.5", "Step3-VL")

@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from refvl import viz
-from refvl.parallel import get_load_balance_assignment
+from refvl.serving.parallel import get_load_balance_assignment
 
 SIZES = [40, 10, 25, 30, 5, 12]
 

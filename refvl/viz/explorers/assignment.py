@@ -7,7 +7,7 @@ from itertools import islice
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from refvl.parallel import get_speed_up
+from refvl.serving.parallel import get_speed_up
 from refvl.viz.explorers.base import Control, Explorer, module
 from refvl.viz.parallel import RULES, plot_assignment
 

@@ -8,10 +8,10 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
 
+from refvl.study.watch import media_attention
 from refvl.viz.attention import plot_attention
 from refvl.viz.explorers.base import Control, module, photo
 from refvl.viz.explorers.watched import Watched, WatchedExplorer, as_bytes, dense, mean_first, word_of
-from refvl.watch import media_attention
 
 LABELS = {
     "question": "question", "token": "new token", "layer": "layer", "head": "head", "block": "block of the tower",

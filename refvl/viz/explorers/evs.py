@@ -12,9 +12,9 @@ from torch import Tensor
 
 from refvl.checks import Grid
 from refvl.positions import MediaSpan, compute_retention_mask, get_mrope_input_positions, restrict_positions
+from refvl.study.watch import probabilities
 from refvl.viz.evs import plot_keep_mask
 from refvl.viz.explorers.base import Control, Explorer, module, photo
-from refvl.watch import probabilities
 
 RATES = [round(0.05 * i, 2) for i in range(20)]
 WORDS = 4  # first words of an answer whose probabilities are drawn

@@ -9,7 +9,7 @@ from refvl.graphs import generate_budgets
 from refvl.paths import DATA
 from refvl.pixels.patches import PatchConfig
 from refvl.pixels.slices import SliceConfig
-from refvl.service import VLM
+from refvl.serving.model import VLM
 from refvl.viz.attention import explore_attention, explore_tower
 from refvl.viz.evs import explore_evs
 from refvl.viz.explorers.base import Explorer

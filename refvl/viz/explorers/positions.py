@@ -15,13 +15,13 @@ from torch import Tensor
 from refvl.merge import FramewiseMedia, find_media_spans
 from refvl.pixels.media import load_image, load_video
 from refvl.positions import MediaSpan, get_mrope_input_positions, mrope_delta
-from refvl.positions.upstream import (
+from refvl.processors.chat import ChatProcessor
+from refvl.study.releases import (
     bfloat16_position_channels,
     larger_side_positions,
     second_per_grid_truncated,
     width_offset_positions,
 )
-from refvl.processors.chat import ChatProcessor
 from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.positions import plot_positions
 

@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from refvl.pixels.patches import unpatchify
+from refvl.study.watch import media_attention
 from refvl.viz.attention import plot_states
 from refvl.viz.explorers.base import Control, module, photo
 from refvl.viz.explorers.watched import Watched, WatchedExplorer, as_bytes
 from refvl.viz.style import HIGHLIGHT
-from refvl.watch import media_attention
 
 COMMON = 0.98  # share of the values that the colours tell apart; the others are cut off
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from refvl.pixels.media import load_image
 from refvl.positions import merge_block_coordinates
+from refvl.study.watch import SegmentAttention, media_attention, probabilities
 from refvl.trace import Trace
 from refvl.viz.explorers.base import Explorer
-from refvl.watch import SegmentAttention, media_attention, probabilities
 
 MAX_PATCHES = 400  # of a picture: every patch's attention to every other one is kept
 

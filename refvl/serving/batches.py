@@ -8,8 +8,8 @@ from tqdm.auto import tqdm
 from refvl.checks import check_flag, check_positive_int
 from refvl.language.model import option
 from refvl.pipeline import VLM, Request
-from refvl.service.drafts import prefill_for_drafts
-from refvl.service.options import check_options, check_pruning, drafts
+from refvl.serving.drafts import prefill_for_drafts
+from refvl.serving.options import check_options, check_pruning, drafts
 from refvl.trace import Trace
 
 BATCH_TOKENS = 2**14  # requests decoded together, padding and answers included
@@ -39,7 +39,7 @@ def chat_batch(
 
     Padding and batch change an answer only where the best two tokens are nearer than rounding. A batch ends with
     its longest answer, and the next one begins then: for many users, or a steady load, take a serving engine,
-    which lets requests come and go at every token (`refvl.handover` gives it what was encoded here).
+    which lets requests come and go at every token (`refvl.serving.handover` gives it what was encoded here).
     """
     check_options(model, "chat_batch", generate_kwargs, max_new_tokens=max_new_tokens)
     check_positive_int(batch_tokens, "batch_tokens")

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from refvl.attention import Segments
 from refvl.language.model import CausalTextModel
-from refvl.report import FLOAT16_LIMIT
+from refvl.study.report import FLOAT16_LIMIT
 from refvl.trace import Trace
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -14,14 +14,14 @@ from transformers import StoppingCriteriaList
 
 from refvl import pipeline
 from refvl.checks import check_flag, check_positive_int
-from refvl.language.streaming import FanOut, stream_text
 from refvl.pipeline import Request
-from refvl.service import batches, tensors
-from refvl.service.drafts import Assistant, prefill_for_drafts
-from refvl.service.long_prompts import read_in_chunks
-from refvl.service.options import check_options, drafts
+from refvl.serving import batches, tensors
+from refvl.serving.drafts import Assistant, prefill_for_drafts
+from refvl.serving.long_prompts import read_in_chunks
+from refvl.serving.options import check_options, drafts
+from refvl.serving.streaming import FanOut, stream_text
+from refvl.study.watch import LanguageWatch, TowerWatch, keep_largest, largest_values
 from refvl.trace import Trace
-from refvl.watch import LanguageWatch, TowerWatch, keep_largest, largest_values
 
 
 class VLM(pipeline.VLM):
@@ -51,7 +51,7 @@ class VLM(pipeline.VLM):
         tokens that goes, in [0, 1). pruning: which of them, by "evs" or "vidcom2" (`refvl.positions.PRUNERS`).
         allow_special_tokens: special tokens in the caller's text count as such, instead of being plain text.
         prefill_chunk: prefill the prompt so many tokens at a time, in memory that does not grow with it but for the
-        cache (`refvl.language.chunks`); None: all at once. stream: return a generator of text pieces; closing or
+        cache (`refvl.serving.chunks`); None: all at once. stream: return a generator of text pieces; closing or
         dropping it ends the generation within one token. generate_kwargs: options of transformers' `generate` that lead
         to one answer in text (`num_beams`, `stop_strings`, `streamer`, ...). With `prompt_lookup_num_tokens=n`, or
         another `VLM` with the same prompts as `assistant_model`, tokens are drafted and checked several at once, which

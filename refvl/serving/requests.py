@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from refvl.service import VLM
-from refvl.service.batches import BATCH_TOKENS
-from refvl.tools.shards import speaking_of
+from refvl.serving.batches import BATCH_TOKENS
+from refvl.serving.model import VLM
+from refvl.serving.shards import speaking_of
 
 
 def answer_file(

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from refvl.checkpoints import download
 from refvl.checks import blame, check_number, read_json
+from refvl.families import Family
 
 PARTS = ("language_model", "connector", "tower")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -91,6 +92,12 @@ STEP3 = LayerNames(
 )
 
 
+def layer_names(family: Family) -> LayerNames:
+    """Return how transformers calls the parts of `family`."""
+    rows = {"MiniCPM-V": MINICPMV, "Step3-VL": STEP3}
+    return next((names for name, names in rows.items() if family.name.startswith(name)), GRIDS)
+
+
 def layers(model, *parts: str) -> list[str]:
     """Names of all layers of some `PARTS` that can be adapted, for `LoraConfig(target_modules=...)`; none: of all.
 
@@ -98,7 +105,7 @@ def layers(model, *parts: str) -> list[str]:
     """
     if unknown := [part for part in parts if part not in PARTS]:
         raise ValueError(f"parts: expected some of {', '.join(PARTS)}, got {unknown[0]!r}")
-    part_of = model.family.layer_names.part
+    part_of = layer_names(model.family).part
     return [name for name in _adaptable(model) if part_of(name) in (parts or PARTS) and not name.endswith("lm_head")]
 
 
@@ -171,7 +178,7 @@ class _Names(nn.Module):
 def _by_name(model) -> nn.Module:
     """The model's parts as one module, whose names are transformers'."""
     root = _Names()
-    for place, home in model.family.layer_names.places.items():
+    for place, home in layer_names(model.family).places.items():
         *above, name = place.split(".")
         parent = root
         for part in above:
@@ -211,7 +218,7 @@ def _read(model, adapter: str | Path, hub: dict) -> tuple[Any, dict[str, Tensor]
             "adapts parameters inside of layers (target_parameters)" if kind == "LORA" else f"is of the kind {kind!r}"
         )
         raise ValueError(f"adapter: {folder} {what}; LoRA on linear layers is read")
-    names = model.family.layer_names
+    names = layer_names(model.family)
     with blame(f"adapter: {folder / WEIGHTS}"):
         stored = load_file(folder / WEIGHTS)
     weights = {names.rename(key.removeprefix("base_model.model.")): tensor for key, tensor in stored.items()}

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from refvl.handover import MANIFEST
-from refvl.tools.lock import folder_lock
+from refvl.serving.handover import MANIFEST
+from refvl.serving.lock import folder_lock
 
 SHARDS, UNFINISHED = "embeds-*.safetensors", "unfinished"
 Encoded = dict[str, tuple[Tensor, dict]]  # name -> embeddings, manifest entry

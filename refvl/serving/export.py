@@ -25,12 +25,12 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from refvl.checks import check_positive_int
-from refvl.handover import read_embeddings as read_embeddings  # public here, beside `encode_folder`
-from refvl.parallel import get_load_balance_assignment, torchrun_ranks
 from refvl.pipeline import VLM
 from refvl.pixels.media import Video, load_image
-from refvl.tools.images import STAMP, MediaFile, find_media, is_unchanged
-from refvl.tools.shards import SHARDS, Encoded, ShardWriter, held_folder, read_header, write_manifest
+from refvl.serving.handover import read_embeddings as read_embeddings  # public here, beside `encode_folder`
+from refvl.serving.images import STAMP, MediaFile, find_media, is_unchanged
+from refvl.serving.parallel import get_load_balance_assignment, torchrun_ranks
+from refvl.serving.shards import SHARDS, Encoded, ShardWriter, held_folder, read_header, write_manifest
 
 BATCH_PATCHES = 2**14  # images are decoded and encoded together up to here
 T = TypeVar("T")

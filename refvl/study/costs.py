@@ -21,7 +21,7 @@ from refvl.pixels.media import Video
 from refvl.pixels.patches import PatchConfig, count_tokens
 from refvl.pixels.slices import count_sets, plan_slices
 from refvl.positions import MediaSpan, find_pruner
-from refvl.report import layout_text
+from refvl.study.report import layout_text
 
 BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the image that upstream plans with
 LARGER_THAN_ANY_CUT = 4096  # px, the side of a picture that gets as many slices or crops as a square one can

@@ -12,13 +12,13 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from refvl.comparison import Stages
 from refvl.language.loading import progress_bars
 from refvl.pipeline import VLM
 from refvl.pixels.media import Video
 from refvl.processors.glm4v import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor
 from refvl.processors.qwen2_5_vl import Qwen2_5_VLProcessor
 from refvl.processors.qwen3_vl import Qwen3VLProcessor
+from refvl.study.comparison import Stages
 from refvl.trace import Trace
 
 IMAGE_PROCESSORS: dict[type, str] = {

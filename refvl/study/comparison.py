@@ -4,7 +4,7 @@
     refvl.compare(a, b)         traces or such folders -> the first stage beyond tolerance, how much, where, and why
 
 A name is "stage/what", such as "encode/0" for the first medium. `Trace.stages` has refvl's; other software can write
-the same folders (`refvl.tools.upstream`, `benchmarks/record_vllm.py`), with as many of the stages as it has.
+the same folders (`refvl.study.recording`, `benchmarks/record_vllm.py`), with as many of the stages as it has.
 """
 
 import html

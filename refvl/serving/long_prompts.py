@@ -6,11 +6,11 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from refvl.language.chunks import MediumRows, prefill_in_chunks
 from refvl.merge import MergedMedia
 from refvl.pipeline import VLM, Request
 from refvl.positions import restrict_positions
-from refvl.service.options import check_runnable
+from refvl.serving.chunks import MediumRows, prefill_in_chunks
+from refvl.serving.options import check_runnable
 from refvl.trace import Trace
 
 

@@ -12,8 +12,8 @@ from refvl.checks import check_pixel_rows, check_shape, check_values
 from refvl.language.model import option
 from refvl.merge import MergedMedia
 from refvl.pipeline import VLM
-from refvl.service.drafts import prefill_for_drafts
-from refvl.service.options import check_options, check_pruning, check_runnable
+from refvl.serving.drafts import prefill_for_drafts
+from refvl.serving.options import check_options, check_pruning, check_runnable
 from refvl.trace import Trace
 
 

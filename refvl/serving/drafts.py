@@ -5,9 +5,9 @@ from typing import Any
 
 from transformers import Cache
 
-from refvl.language.chunks import new_cache, prefill
 from refvl.language.model import CausalTextModel
-from refvl.service.options import drafts
+from refvl.serving.chunks import new_cache, prefill
+from refvl.serving.options import drafts
 from refvl.trace import Trace
 
 

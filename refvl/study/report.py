@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import refvl
-from refvl.comparison import Stages, html_table, is_grid
 from refvl.graphs.budgets import padding_waste
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import Video
+from refvl.study.comparison import Stages, html_table, is_grid
 from refvl.trace import Trace
 
 FLOAT16_LIMIT = torch.finfo(torch.float16).max  # 65,504

@@ -1,0 +1,239 @@
+"""One picture per device, not one slice of every layer: data-parallel encoding over a torch.distributed group.
+
+    sizes of all items -> get_load_balance_assignment: who encodes what (every rank computes the same)
+    own rows           -> the encoder, eager or as graphs
+    own embeddings     -> padded to the longest rank's, all-gathered, cut, back in the caller's order
+
+A vision tower is small and its items do not see each other, so every rank holds all of it and nothing travels but the
+result: one all-gather, where tensor parallelism would need two per layer. Ranks must agree on the sizes; the process
+group is gloo on CPUs and NCCL on GPUs, `group=None` the default one, and without any a call encodes by itself.
+
+Shape suffixes: N patches, M output tokens, D hidden, B pictures.
+Upstream: `run_dp_sharded_mrope_vision_model`, `run_dp_sharded_vision_model`, `get_load_balance_assignment` (vLLM).
+"""
+
+import os
+from collections.abc import Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import accumulate, islice, pairwise
+from math import prod
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from refvl.checks import check_pixel_rows, check_positive_int, check_shape
+
+Assignment = tuple[list[int], list[int], list[int]]
+MAX_RANKS = 2**16  # more is a mistake, and every rank costs a list
+ROPE_TYPES = ("rope_3d", "rope_2d")
+
+
+def get_load_balance_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assignment:
+    """Deal items out so that the summed sizes of the ranks come close: largest first, onto the least loaded rank.
+
+    Items of equal size keep their order, and of equally loaded ranks the lowest gets the next.
+    Returns (shuffle_indices, sample_counts, grouped_sizes): the items rank by rank, how many each rank has, and their
+    summed sizes.
+
+    >>> get_load_balance_assignment([1000, 100, 200, 50], num_gpus=2)
+    ([0, 2, 1, 3], [1, 3], [1000, 350])
+    """
+    items: list[list[int]] = [[] for _ in range(_check_ranks(num_gpus))]
+    loads = [0] * num_gpus
+    for i in sorted(range(len(_check_sizes(sizes))), key=lambda i: -sizes[i]):
+        rank = loads.index(min(loads))
+        items[rank].append(i)
+        loads[rank] += sizes[i]
+    return [i for own in items for i in own], [len(own) for own in items], loads
+
+
+def get_count_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assignment:
+    """What balancing is measured against: equally many consecutive items to every rank, whatever their size."""
+    share = -(-len(_check_sizes(sizes)) // _check_ranks(num_gpus))
+    items = [range(len(sizes))[rank * share : (rank + 1) * share] for rank in range(num_gpus)]
+    return list(range(len(sizes))), [len(own) for own in items], [sum(sizes[i] for i in own) for own in items]
+
+
+def get_speed_up(grouped_sizes: Sequence[int]) -> float:
+    """How much sooner the slowest rank is done than one rank alone, if time is proportional to size; at most the ranks.
+
+    The share of an all-gather that is padding follows from it: 1 - speed-up / ranks.
+    """
+    return sum(grouped_sizes) / max(grouped_sizes) if max(grouped_sizes, default=0) else 1.0
+
+
+def _check_ranks(num_gpus: int) -> int:
+    if check_positive_int(num_gpus, "num_gpus") > MAX_RANKS:
+        raise ValueError(f"num_gpus: must be at most {MAX_RANKS}, got {num_gpus}")
+    return int(num_gpus)
+
+
+def _check_sizes(sizes: Sequence[int]) -> Sequence[int]:
+    if isinstance(sizes, (str, Tensor)) or not isinstance(sizes, Sequence):
+        raise TypeError(f"sizes: expected a sequence of numbers, got {type(sizes).__name__}")
+    for i, size in enumerate(sizes):
+        if isinstance(size, bool) or not isinstance(size, Real) or not size >= 0:
+            raise ValueError(f"sizes[{i}]: expected a number of at least 0, got {size!r}")
+    return sizes
+
+
+@torch.no_grad()
+def run_dp_sharded_mrope_vision_model(
+    vision_model,
+    pixel_values: Tensor,
+    grid_thw_list: Sequence,
+    *,
+    rope_type: str = "rope_3d",
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, ...]:
+    """Encode items of any size, each on one rank; every rank gets all embeddings, in the caller's order.
+
+    vision_model: an encoder of refvl; an `EncoderGraphManager`, so that each rank replays its own graphs; or any
+    callable (rows, grids) -> (M, ...) with `spatial_merge_size` ("rope_3d") or `merge_kernel_size` ("rope_2d").
+    pixel_values: (N, values) patch rows of all items in order, the same on every rank; only a rank's own rows are moved
+    to its encoder's device. grid_thw_list: (t, h, w) per item in patches, or the layouts that a refvl encoder plans.
+    rope_type: "rope_3d" for towers that take a list of (t, h, w) and return (M, D); "rope_2d" for those, as Kimi-VL's,
+    that take a tensor of grids (h, w), keep a merge block together and return one (M, block, D) tensor per item.
+
+    Returns one tensor per item. Raises ValueError when rows and grids do not match, on all ranks alike, before anything
+    is sent; when one rank fails later, the others wait for it until the group's time is up, or `torchrun` ends them.
+    """
+    if rope_type not in ROPE_TYPES:
+        raise ValueError(f"rope_type: expected one of {ROPE_TYPES}, got {rope_type!r}")
+    layouts, rows, tokens = _item_sizes(vision_model, grid_thw_list, rope_type)
+    device = getattr(_encoder(vision_model), "device", None)
+    shape = (("patches of grid_thw_list", sum(rows)), "values")
+    check_pixel_rows(pixel_values, shape, device or torch.device("cpu"), "pixel_values")
+    if not layouts:
+        return ()
+    rank, world_size = rank_and_world_size(group)
+    order, counts, _ = get_load_balance_assignment(rows, world_size)
+    starts = [0, *accumulate(counts)]
+    items = [order[a:b] for a, b in pairwise(starts)]
+
+    device = device or pixel_values.device
+    split_rows, local = pixel_values.split(rows), None
+    if items[rank]:
+        local_rows = torch.cat([split_rows[i] for i in items[rank]]).to(device)
+        local = _encode(vision_model, local_rows, [layouts[i] for i in items[rank]], rope_type)
+        check_shape(
+            local, (("tokens", sum(tokens[i] for i in items[rank])), *["..."] * (local.ndim - 1)), "vision_model"
+        )
+    gathered = _gather_padded(local, [sum(tokens[i] for i in own) for own in items], device, group)
+    return tuple(restore_order(gathered, tokens, order, counts))
+
+
+def restore_order(gathered: Tensor, tokens: Sequence[int], order: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
+    """From what an all-gather leaves to one tensor per item, in the caller's order; padding is dropped.
+
+    gathered: (ranks * longest, ...), the rows of all ranks, each rank's padded to the longest. tokens: output tokens of
+    each item. order, counts: the assignment.
+    """
+    embeds: dict[int, Tensor] = {}
+    items = iter(order)
+    for rank, count in enumerate(counts):
+        start = rank * (len(gathered) // len(counts))
+        for i in islice(items, count):
+            embeds[i] = gathered[start : start + tokens[i]]
+            start += tokens[i]
+    return [embeds[i] for i in range(len(tokens))]
+
+
+def _encoder(vision_model):
+    """What knows the sizes: of a graph manager its encoder."""
+    return getattr(vision_model, "encoder", vision_model)
+
+
+def _item_sizes(vision_model, grids: Sequence, rope_type: str) -> tuple[list, list[int], list[int]]:
+    """(layouts, patch rows, output tokens) of the items."""
+    encoder = _encoder(vision_model)
+    if hasattr(encoder, "item_size"):
+        layouts = encoder.check_layouts(grids, name="grid_thw_list")
+        sizes = [encoder.item_size(layout) for layout in layouts]
+        return layouts, [rows for rows, *_ in sizes], [tokens for _, tokens, *_ in sizes]
+    block_size = "merge_kernel_size" if rope_type == "rope_2d" else "spatial_merge_size"
+    if not hasattr(encoder, block_size):
+        raise TypeError(f"vision_model: {type(encoder).__name__} has no {block_size}, which {rope_type!r} needs")
+    layouts = [tuple(int(n) for n in grid) for grid in grids]
+    block = prod(encoder.merge_kernel_size) if rope_type == "rope_2d" else encoder.spatial_merge_size**2
+    rows = [prod(layout) for layout in layouts]
+    for i, (layout, patches) in enumerate(zip(layouts, rows, strict=True)):
+        if patches < 1 or patches % block:
+            raise ValueError(f"grid_thw_list[{i}]: {layout} patches do not merge in blocks of {block}")
+    return layouts, rows, [patches // block for patches in rows]
+
+
+def _encode(vision_model, rows: Tensor, layouts: list, rope_type: str) -> Tensor:
+    """(N, values) -> (M, ...), whichever way the model returns its items."""
+    run = getattr(vision_model, "execute", vision_model)
+    takes_tensor = rope_type == "rope_2d" and not hasattr(_encoder(vision_model), "item_size")
+    output = run(rows, torch.tensor(layouts, device=rows.device) if takes_tensor else layouts)
+    return output if isinstance(output, Tensor) else torch.cat(list(output))
+
+
+def _gather_padded(local: Tensor | None, lengths: list[int], device: torch.device, group) -> Tensor:
+    """(ranks * longest, ...): the rows of all ranks; local: this rank's (lengths[rank], ...), None if it has none.
+
+    All-gather takes equal shapes, so each rank sends as many rows as the longest has. A rank without items does not
+    know how wide its padding has to be: rank 0, which always has the largest item, tells it.
+    """
+    if 0 in lengths:
+        told: list[Any] = [None if local is None else (local.shape[1:], local.dtype)]
+        nccl = dist.get_backend(group) == "nccl"  # moves CUDA tensors alone: by default those of GPU 0, on all ranks
+        dist.broadcast_object_list(told, group=group, group_src=0, device=device if nccl else None)
+        shape, dtype = told[0]
+        local = torch.empty(0, *shape, dtype=dtype, device=device) if local is None else local
+    assert local is not None  # lengths says so
+    if len(lengths) == 1:
+        return local
+    padded = F.pad(local, (0, 0) * (local.ndim - 1) + (0, max(lengths) - len(local))).contiguous()
+    gathered = padded.new_empty(len(lengths) * len(padded), *padded.shape[1:])
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    return gathered
+
+
+@torch.no_grad()
+def run_dp_sharded_vision_model(image_input: Tensor, vision_model, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Encode B pictures of one size, equally many on every rank; every rank gets all embeddings, in order.
+
+    image_input: (B, ...), the same on every rank. vision_model: (b, ...) -> (b, ...) on the device of the pictures.
+    Where the ranks do not divide B, the last ones encode zeros, whose results are dropped.
+    """
+    if not isinstance(image_input, Tensor) or image_input.ndim < 2:
+        raise ValueError(f"image_input: expected a tensor (B, ...), got {getattr(image_input, 'shape', image_input)!r}")
+    check_pixel_rows(image_input, [None] * image_input.ndim, torch.device("cpu"), "image_input")
+    rank, world_size = rank_and_world_size(group)
+    if not len(image_input):
+        return vision_model(image_input)
+    share = -(-len(image_input) // world_size)
+    padding = (0, 0) * (image_input.ndim - 1) + (0, share * world_size - len(image_input))
+    embeds = vision_model(F.pad(image_input, padding)[rank * share : (rank + 1) * share])
+    return _gather_padded(embeds, [share] * world_size, embeds.device, group)[: len(image_input)]
+
+
+def rank_and_world_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """(rank, ranks) in the group; (0, 1) where torch.distributed has not been set up."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+@contextmanager
+def torchrun_ranks(*, wait: timedelta = timedelta(days=7)):
+    """The ranks that `torchrun` started, joined by gloo: yields (rank, ranks), (0, 1) when it started none.
+
+    gloo joins them on GPUs, too: what is exchanged here are names and counts. wait: how long a rank waits for another.
+    """
+    if "RANK" not in os.environ or dist.is_initialized():
+        yield rank_and_world_size()
+        return
+    dist.init_process_group("gloo", timeout=wait)
+    try:
+        yield rank_and_world_size()
+    finally:
+        dist.destroy_process_group()
