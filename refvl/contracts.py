@@ -62,9 +62,6 @@ class GraphEncoder(PlansAndEncodes, Protocol):
         Encoders without a graph path raise ValueError.
         """
 
-    def kept_plan(self, layouts: Any) -> Any:
-        """`plan`, kept from before where these sizes came lately and no weights are read; to be read alone."""
-
     def plan_capacity(self, max_tokens: int, max_frames: int) -> Any:
         """What `plan` gives, with every tensor as long, and every integer as large, as any batch within the limits."""
 

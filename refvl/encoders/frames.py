@@ -120,11 +120,6 @@ class TableEncoder(FrameEncoder):
         """
         return self._with_table(super().plan_checked(grids), grids)
 
-    def kept_plan(self, grid_thw) -> TableMetadata:
-        """As `Tower.kept_plan`, but for the table, which is sampled anew."""
-        grids = self.check_layouts(grid_thw)
-        return self._with_table(self._keep(grids, super().plan_checked), grids)
-
     def _with_table(self, frames: FrameMetadata, grids: Sequence[Grid]) -> TableMetadata:
         table = self.position_embeds(list(grids))
         return TableMetadata(**{f.name: getattr(frames, f.name) for f in fields(frames)}, position_embeds=table)

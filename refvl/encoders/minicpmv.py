@@ -202,7 +202,7 @@ class SliceEncoder(Tower):
         """
         if (metadata is None) == (layouts is None):
             raise ValueError("forward: give exactly one of layouts and metadata")
-        metadata = self.kept_plan(layouts) if metadata is None else metadata
+        metadata = self.plan(layouts) if metadata is None else metadata
         x_NE = self.vpm.encode(pixel_values, metadata.vision, attention)
         return self.resampler.resample(x_NE, metadata.resampler, attention)
 

@@ -331,8 +331,6 @@ class SquarePath:
         self.check_layouts(layouts)
         return StackMetadata(self.encoder.position_embeds(self.side))
 
-    kept_plan = plan
-
     def plan_capacity(self, max_tokens: int, max_frames: int) -> StackMetadata:
         """Room for them, whatever the capacity."""
         width = self.encoder.config.hidden_size

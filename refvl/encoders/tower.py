@@ -3,7 +3,7 @@
 Each encoder is read in its own file. A config is a frozen dataclass on `TowerConfig`, an encoder a `Tower`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -13,7 +13,6 @@ from tqdm.auto import tqdm
 
 from refvl.attention import available_backends, choose_backend
 from refvl.checks import check_pixel_rows
-from refvl.encoders.kept import KeptPlans, Planned
 from refvl.encoders.weights import load_strict
 from refvl.pixels.patches import Levels
 
@@ -33,7 +32,6 @@ class Tower(nn.Module):
         self.head_dim = getattr(config, "head_dim", 0)  # K
         self.skipped: list[str] = []  # checkpoint names that `load_weights` left out
         self.is_compiled = False  # whether `compile_blocks` was called
-        self._kept = KeptPlans()
 
     def compile_blocks(self) -> None:
         """Let torch compile each block of the tower as a whole, for all sizes, when it first runs.
@@ -87,13 +85,13 @@ class Tower(nn.Module):
         """
         if (metadata is None) == (grid_thw is None):
             raise ValueError("forward: give exactly one of grid_thw and metadata")
-        metadata = self.kept_plan(grid_thw) if metadata is None else metadata
+        metadata = self.plan(grid_thw) if metadata is None else metadata
         rows = (("patches", len(metadata.positions)), ("values (C*Tp*P*P)", self.patch_values))
         weight = next(self.parameters())
         check_pixel_rows(pixel_values, rows, weight.device)
         return pixel_values.to(weight.dtype), metadata, self.backend(attention, pixel_values.device)
 
-    def move(self, planned: Planned) -> Planned:
+    def move(self, planned: Any) -> Any:
         """A plan, made on the CPU, with every tensor in it on the tower's device."""
         return to_device(planned, self.device)
 
@@ -108,19 +106,6 @@ class Tower(nn.Module):
     def plan_checked(self, layouts: Sequence[Any]) -> Any:
         """`plan` of layouts that are known to be good: a processor made them."""
         return self.plan(layouts)
-
-    def kept_plan(self, layouts) -> Any:
-        """`plan`, kept from before where these sizes came lately. To be read alone: another call may have it as well.
-
-        Plans with values of the weights are made anew: no counter or address tells every change of a tensor's values.
-        """
-        return self.plan(layouts) if self.plan_reads_weights else self._keep(self.check_layouts(layouts), self.plan)
-
-    def _keep(self, checked: Sequence, plan: Callable[[tuple], Planned]) -> Planned:
-        layouts, device = tuple(checked), self.device
-        on_gpu = device.type == "cuda" and torch.cuda.is_available()
-        stream = torch.cuda.current_stream(device) if on_gpu else None  # another may run ahead of the plan's copies
-        return self._kept.get((layouts, self.config, device, stream, self.reads_groups), lambda: plan(layouts))
 
     def block_rows(self, metadata: Any) -> list[Tensor]:
         """For each time that a forward runs the blocks, the patch row at each place of their input; -1: none."""

@@ -200,7 +200,7 @@ class EncoderGraphManager:
             policy=self.policy, frames=[frames for _, _, frames in sizes], max_frames=self.limits.max_frames,
             rows=rows, max_rows=max_rows,
         )  # fmt: skip
-        metadata = [self.encoder.kept_plan([layouts[i] for i in batch.indices]) for batch in batches]
+        metadata = [self.encoder.plan([layouts[i] for i in batch.indices]) for batch in batches]
         return GraphPlan(layouts, sizes, batches, metadata, weights)
 
     @torch.inference_mode()

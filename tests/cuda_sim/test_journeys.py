@@ -108,7 +108,7 @@ def test_a_decode_step_neither_copies_nor_waits(run):
 
 
 def test_graphs_ask_no_more_of_the_host(run):
-    """The same copies, waits and bytes but for the plan, which is kept where it does not hold weights."""
+    """The same copies, waits and bytes, the plan among them."""
     for name in ("copies", "bytes", "waits"):
         assert run.replay_counts[name] <= run.counts[name]
     assert run.replay_counts["graph launches"] >= 1 and run.replay_counts["kernels"] < run.counts["kernels"]
