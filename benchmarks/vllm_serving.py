@@ -43,7 +43,7 @@ from refvl.positions import compute_mrope_for_media
 from refvl.serving.export import encode_folder
 from refvl.serving.handover import vllm_inputs
 from refvl.study.releases import text_uncounted_positions
-from refvl.trace import Trace
+from refvl.study.report import Trace
 
 FOLDERS = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3")
 RATES = {"tiny-qwen2_5_vl": (0.25, 0.5, 0.75)}  # of `--video-pruning-rate`

@@ -16,7 +16,7 @@ __all__ = ["VLM", "Trace", "compare", "load"]
 _HOME = {
     "load": "refvl.loading",
     "VLM": "refvl.serving.model",
-    "Trace": "refvl.trace",
+    "Trace": "refvl.study.report",
     "compare": "refvl.study.comparison",
 }
 _ROOMS = {

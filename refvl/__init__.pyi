@@ -23,6 +23,6 @@ from refvl.serving.model import VLM as VLM
 from refvl.study import comparison as comparison
 from refvl.study import watch as watch
 from refvl.study.comparison import compare as compare
-from refvl.trace import Trace as Trace
+from refvl.study.report import Trace as Trace
 
 __version__: str

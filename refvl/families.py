@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
@@ -187,25 +186,3 @@ def load_processor(folder: Path | None, config: PretrainedConfig) -> Processor:
     if not folder or not any((folder / name).is_file() for name in (*TOKENIZER_FILES, *PROCESSOR_FILES)):
         return processor(config)
     return processor.from_folder(folder, config)
-
-
-def describe(model: Any) -> str:
-    """What a `VLM` is: family, device and dtype; what the parts are, and how large."""
-    text = model.language_model.config
-    sizes = f"{text.num_hidden_layers} layers of {text.hidden_size}, vocabulary of {text.vocab_size}"
-    lines = [
-        f"VLM of the family {model.family.name} on {model.device}, {model.encoder.dtype}",
-        f"  encoder         {type(model.encoder).__name__}, {_parameters(model.encoder)}",
-        f"  language_model  {type(model.language_model).__name__}, {sizes}, {_parameters(model.language_model)}",
-        f"  processor       {type(model.processor).__name__}",
-        f"  graphs          {type(model.graphs).__name__ if model.graphs else 'none: the encoder runs eagerly'}",
-    ]
-    if model.adapters is not None:
-        lines.append(f"  adapters        {', '.join(model.adapters.peft_config)}")
-    return "\n".join(lines)
-
-
-def _parameters(module: Any) -> str:
-    """How many values the parameters of a module have, in words."""
-    count = sum(parameter.numel() for parameter in module.parameters())
-    return f"{count / 1e9:.2f} billion parameters" if count >= 1e9 else f"{count / 1e6:.2f} million parameters"

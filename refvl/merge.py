@@ -4,7 +4,7 @@ Placeholder tokens mark the places. Here they are matched with the media - stric
 not fit the layouts is an error, never a shifted image - and replaced by the encoder's rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,35 +52,13 @@ class FramewiseMedia(MergedMedia):
         return [(1, h, w)] * t
 
 
-def expand_placeholders(
-    input_ids: Sequence[int],
-    media: Sequence[MergedMedia],
-    token_ids: dict[str, int],
-    expand: Callable[[int, MergedMedia], list[int]] = lambda token, medium: [token] * medium.num_tokens,
-) -> list[int]:
-    """Repeat each single placeholder as often as its medium has tokens.
-
-    input_ids: a prompt with one placeholder per medium. token_ids: {"image": id, "video": id}. expand: what stands for
-    a medium, where that is more than its placeholder repeated.
-    Raises ValueError when the placeholders do not match the media in number, kind and order.
-    """
-    kinds = {token: kind for kind, token in token_ids.items()}
-    found = [kinds[token] for token in input_ids if token in kinds]
-    if found != [item.kind for item in media]:
-        raise ValueError(f"prompt: its placeholders are {found}, but the media given are {[m.kind for m in media]}")
-    remaining, expanded = iter(media), []
-    for token in input_ids:
-        expanded += expand(token, next(remaining)) if token in kinds else [token]
-    return expanded
-
-
 def find_media_spans(input_ids: Tensor, media: Sequence[MergedMedia], token_ids: dict[str, int]) -> list[MediaSpan]:
     """Where each medium stands in an expanded prompt (L,), in the order of `media`: one span per run.
 
     Media of one kind fill the placeholders of that kind in order; kinds may alternate in the prompt. Raises ValueError
     when a run of placeholders is shorter than its medium, when two runs of a medium touch (something always stands
     between frames or crops: here they are of other lengths, or in another order), or placeholders or media are left
-    over.
+    over, and for a prompt that does not end in text.
     """
     spans: dict[int, list[MediaSpan]] = {i: [] for i in range(len(media))}
     for kind, token in token_ids.items():
@@ -101,24 +79,41 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MergedMedia], token_ids:
                 raise ValueError(f"input_ids: the placeholders of {kind} {i} do not stand in runs of {lengths}")
             spans[i].append(MediaSpan(offset, t, h, w, item.t_factor))
             used += length
+    if int(input_ids[-1]) in token_ids.values():
+        raise ValueError("prompt: must end in text, because later positions continue from its last token")
     return [span for of_medium in spans.values() for span in of_medium]
 
 
+def media_places(spans: Sequence[MediaSpan]) -> Tensor:
+    """(M,) int64: where in the prompt the tokens of all media stand, in the order of their embeddings."""
+    places = [torch.arange(span.offset, span.offset + span.num_tokens) for span in spans]
+    return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+
+
 def merge_embeddings(text_embeds_LD: Tensor, spans: Sequence[MediaSpan], media_embeds: Sequence[Tensor]) -> Tensor:
-    """(L, D): the text embeddings with each span's rows replaced by the (M, D) embeddings for it."""
+    """(L, D): the text embeddings with the rows of all spans replaced by the media's embeddings, (M, D) in all."""
     merged_LD = text_embeds_LD.clone()
-    for span, embeds_MD in zip(spans, media_embeds, strict=True):
-        check_shape(embeds_MD, (span.num_tokens, text_embeds_LD.shape[1]), "media_embeds")
-        merged_LD[span.offset : span.offset + len(embeds_MD)] = embeds_MD.to(merged_LD)
+    if media_embeds:
+        places_M = media_places(spans)
+        embeds_MD = torch.cat(list(media_embeds))
+        if embeds_MD.shape != (len(places_M), text_embeds_LD.shape[1]):
+            check_shape(embeds_MD, (("tokens of spans", len(places_M)), text_embeds_LD.shape[1]), "media_embeds")
+        merged_LD[places_M.to(merged_LD.device)] = embeds_MD.to(merged_LD)
     return merged_LD
 
 
-def keep_in_prompt(num_tokens: int, spans: Sequence[MediaSpan], keep_masks: Sequence[Tensor | None]) -> Tensor:
-    """(L,) bool: all text, and of each span the tokens that its (M,) mask keeps (None: all)."""
+def keep_in_prompt(
+    num_tokens: int, spans: Sequence[MediaSpan], keep_masks: Sequence[Tensor | None], counts: Sequence[int]
+) -> Tensor:
+    """(L,) bool: all text, and of each medium the tokens that its (M,) mask keeps (None: all).
+
+    counts: the number of tokens of each medium; a medium may fill several spans.
+    """
     keep_L = torch.ones(num_tokens, dtype=torch.bool)
-    for span, mask in zip(spans, keep_masks, strict=True):
-        if mask is not None:
-            keep_L[span.offset : span.offset + span.num_tokens] = mask.cpu()
+    places = media_places(spans).split(list(counts))
+    for places_M, mask_M in zip(places, keep_masks, strict=True):
+        if mask_M is not None:
+            keep_L[places_M] = mask_M.cpu()
     return keep_L
 
 

@@ -34,7 +34,7 @@ from data.training.tiny_family import DEFAULT, TinyFamily, family_names, find_fa
 from data.training.tiny_minicpmv import PACKING
 from data.training.train_tiny import WHOLE, draw_times
 from refvl.pixels.media import Video
-from refvl.trace import Trace
+from refvl.study.report import Trace
 
 RATES = (0.0, 0.1, 0.25, 0.5, 0.6, 0.75, 0.9)
 SHUFFLED = "change, seconds shuffled"

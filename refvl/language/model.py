@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, Cache, GenerationMixin, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from refvl.positions.mrope import MediaSpan, mrope_positions
+from refvl.trace import synchronized_time
 
 
 class CausalTextModel(PreTrainedModel, GenerationMixin):
@@ -137,26 +139,31 @@ class SequentialTextModel(CausalTextModel):
         return position_ids if position_ids is None or position_ids.ndim < 3 else position_ids[0]
 
 
-def option(language_model: CausalTextModel, options: dict, name: str) -> Any:
-    """What `generate` will take for an option: given by name, in a `generation_config`, or the checkpoint's own.
+class TokenTimer(BaseStreamer):
+    """When tokens came: transformers calls `put` with the prompt when generation begins, then with every new token."""
 
-    Where nobody says it, 1 for a number of beams or sequences, else None.
-    """
-    config = options.get("generation_config") or language_model.generation_config
-    value = options.get(name, getattr(config, name, None))
-    return 1 if value is None and name in ("num_beams", "num_return_sequences") else value
+    def __init__(self, device: torch.device | None, listener: BaseStreamer | None = None):
+        """listener: a streamer that hears the same."""
+        self.device = device
+        self.listener = listener
+        self.times: list[float] = []
+        self.tokens: list[int] = []  # per call; several new ones where drafts were accepted
 
+    def put(self, value: Tensor) -> None:
+        self.times.append(synchronized_time(self.device))
+        self.tokens.append(value.numel())
+        if self.listener:
+            self.listener.put(value)
 
-def copies_wanted(language_model: CausalTextModel, options: dict) -> int:
-    """How many sequences `generate` makes of each prompt: beams, or samples."""
-    return max(option(language_model, options, name) for name in ("num_beams", "num_return_sequences"))
+    def end(self) -> None:
+        if self.listener:
+            self.listener.end()
 
 
 @torch.inference_mode()
 def generate(
     language_model: CausalTextModel,
     input_ids: Tensor,
-    prompt: dict[str, Any],
     positions: Tensor,
     attention_mask: Tensor,
     *,
@@ -165,11 +172,11 @@ def generate(
 ) -> GenerateOutput:
     """transformers' output, whose `sequences` are the new ids (B * num_return_sequences, at most max_new_tokens).
 
-    input_ids: (B, L), of the prompt: a repetition penalty counts them. prompt: its `inputs_embeds` (B, L, D) and, for
-    layers that take deeper features, `deepstack_embeds` (B, L, W - D), see `row_width`; or `past_key_values`, of all
-    tokens but the last. positions: (3, B, L) int64; decode steps go on at the last position + 1 on every axis, so the
-    prompt must end in text. attention_mask: (B, L), 0 for left padding. options: those of transformers' `generate`
-    (`do_sample`, `num_beams`, ...), greedy without them.
+    input_ids: (B, L), of the prompt: a repetition penalty counts them. positions: (3, B, L) int64; decode steps go on
+    at the last position + 1 on every axis, so the prompt must end in text. attention_mask: (B, L), 0 for left padding.
+    options: those of transformers' `generate` (`do_sample`, `num_beams`, ...), greedy without them, with the prompt's
+    `inputs_embeds` (B, L, D) and, for layers that take DeepStack features, `deepstack_embeds` (B, L, W - D), see
+    `row_width`; or with `past_key_values`, of all tokens but the last.
     """
     if options.get("generation_config") is None:
         options = {"do_sample": False} | options
@@ -181,7 +188,7 @@ def generate(
         position_ids=positions,
         attention_mask=attention_mask,
         max_new_tokens=max_new_tokens,
-        **({"use_cache": True} | options | prompt | {"return_dict_in_generate": True}),
+        **({"use_cache": True} | options | {"return_dict_in_generate": True}),
     )
     output.sequences = output.sequences[:, input_ids.shape[1] :]
     return output

@@ -8,9 +8,14 @@ from refvl.positions.evs import (
     compute_retained_tokens_count,
     compute_retention_mask,
     recompute_mrope_positions,
+)
+from refvl.positions.mrope import (
+    MediaSpan,
+    get_mrope_input_positions,
+    mrope_axis_of_pairs,
+    mrope_delta,
     restrict_positions,
 )
-from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_axis_of_pairs, mrope_delta
 from refvl.positions.pruners import PRUNERS, find_pruner
 from refvl.positions.rotary import apply_rotary, merge_block_coordinates, vision_rotary_cos_sin
 from refvl.positions.tables import interpolate_position_table, sincos_1d, sincos_2d

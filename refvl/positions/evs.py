@@ -88,16 +88,6 @@ def compute_mrope_for_media(
     return torch.cat([positions_M3, extent], dim=1)
 
 
-def restrict_positions(positions_3L: Tensor, keep_L: Tensor) -> tuple[Tensor, int]:
-    """The pruned layout: the full layout restricted to the tokens kept, and its delta.
-
-    positions_3L: (3, L) of the unpruned prompt. keep_L: (L,) bool, True for text and surviving media tokens.
-    """
-    check_shape(keep_L, (positions_3L.shape[1],), "keep_L")
-    positions = positions_3L[:, keep_L]
-    return positions, mrope_delta(positions)
-
-
 def recompute_mrope_positions(
     input_ids,
     multimodal_positions: Sequence[Tensor],

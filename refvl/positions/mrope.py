@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from refvl.arguments import as_integers
-from refvl.checks import MAX_PATCHES, check_int, check_number, check_positive_int
+from refvl.checks import MAX_PATCHES, check_int, check_number, check_positive_int, check_shape
 
 MAX_POSITION = 2**31
 
@@ -48,12 +48,6 @@ class MediaSpan:
     def grid_positions(self) -> Tensor:
         """(3, t*h*w) int64 positions relative to the start of the medium; time is multiplied, then truncated."""
         return grid_positions(self.t, self.h, self.w, self.t_factor)
-
-
-def media_places(spans: Sequence[MediaSpan]) -> Tensor:
-    """(M,) int64: where in the prompt the tokens of all media stand, in the order of their embeddings."""
-    places = [torch.arange(span.offset, span.offset + span.num_tokens) for span in spans]
-    return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
 
 
 def check_t_factor(t_factor: float, t: int, name: str) -> float:
@@ -118,6 +112,18 @@ def mrope_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
 def mrope_delta(positions_3L: Tensor) -> int:
     """1 + the largest position on any axis - the number of tokens."""
     return int(positions_3L.max()) + 1 - positions_3L.shape[1]
+
+
+def restrict_positions(positions_3L: Tensor, keep_L: Tensor) -> tuple[Tensor, int]:
+    """The pruned layout: the full layout restricted to the tokens kept, and its delta.
+
+    positions_3L: (3, L) of the unpruned prompt. keep_L: (L,) bool, True for text and surviving media tokens. Raises
+    ValueError or TypeError naming keep_L when it does not fit.
+    """
+    if getattr(keep_L, "shape", None) != positions_3L.shape[1:]:
+        check_shape(keep_L, (positions_3L.shape[1],), "keep_L")
+    positions = positions_3L[:, keep_L]
+    return positions, mrope_delta(positions)
 
 
 def mrope_axis_of_pairs(section: Sequence[int], *, interleaved: bool) -> Tensor:

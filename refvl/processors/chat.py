@@ -6,7 +6,7 @@ Only the chat template writes special tokens. What a caller writes is text: wher
 `refvl.processors.special_tokens` spells them out.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,16 +15,17 @@ from PIL import Image
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from refvl.merge import MergedMedia, expand_placeholders
+from refvl.merge import MergedMedia
 from refvl.pixels.media import LIMITS, MediaLimits, Video, load_image
-from refvl.pixels.patches import Levels, PatchConfig, levels_of_frames, levels_of_image, merged_grid, plan_grid
+from refvl.pixels.patches import PatchConfig, levels_of_frames, levels_of_image, merged_grid, plan_grid
 from refvl.pixels.patches import Patches as Patches
 from refvl.processors.messages import as_messages, media_of, texts_of
+from refvl.processors.planning import PlansMedia
 from refvl.processors.special_tokens import SpecialTokensAsText
 from refvl.processors.tokenizers import load_tokenizer
 
 
-class ChatProcessor(SpecialTokensAsText):
+class ChatProcessor(PlansMedia, SpecialTokensAsText):
     """Everything between a user's words and the models' tensors; see `refvl.contracts.Processor`.
 
     A family says what its videos are, and what a layout is where it is no grid of patches.
@@ -60,16 +61,6 @@ class ChatProcessor(SpecialTokensAsText):
         configs = [cls.patch_config.from_folder(folder, kind) for kind in ("image", "video")]
         return cls(config, load_tokenizer(folder), *configs)
 
-    @property
-    def largest_picture(self) -> int:
-        """Tokens of the largest image that the limits allow."""
-        return self.image_config.max_image_tokens
-
-    @property
-    def clip_sampling(self) -> str:
-        """How a video file is sampled, in words; empty where there is no more to say than `video_config` does."""
-        return ""
-
     def decode(self, messages: Sequence[dict]) -> list[Image.Image | Video]:
         """The media of checked messages in order of appearance, decoded (videos are sampled while decoding)."""
         return [
@@ -88,21 +79,6 @@ class ChatProcessor(SpecialTokensAsText):
     def patchify(self, media: Sequence[Image.Image | Video]) -> list[Patches]:
         """Resize each medium and cut it into patch rows. Raises ValueError that says which medium it was."""
         return self._each(media, self._patchify_image, self._patchify_video)
-
-    def extents(self, media: Sequence[Image.Image | Video]) -> list[MergedMedia]:
-        """How the language model sees each medium: what `patchify` says of it, without touching a pixel."""
-        return self._each(media, self._image_extents, self._video_extents)
-
-    def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Levels | Tensor]]:
-        """(layout, patch rows) of a medium's consecutive parts, made one by one; encoded, they follow each other.
-
-        A part of a video has at most max_tokens tokens, or is a single step. An image is one part.
-        """
-        if isinstance(medium, Video):
-            yield from self._video_pieces(medium, max_tokens)
-        else:
-            patches = self._patchify_image(medium)
-            yield patches.layout, patches.rows
 
     def _each(self, media: Sequence, of_image: Callable, of_video: Callable) -> list:
         """One result per medium; a ValueError begins with the medium's file, or its number."""
@@ -135,27 +111,8 @@ class ChatProcessor(SpecialTokensAsText):
         """Which of a sampled video's frames become patch rows, in order: all of them."""
         return range(len(video.frames))
 
-    def _video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[Any, Levels]]:
-        frames, config = list(self._frames_read(video)), self.video_config
-        _, h, w = self._video_extents(video).thw
-        at_once = config.temporal_patch_size * max(1, max_tokens // (h * w))
-        for start in range(0, len(frames), at_once):
-            part = video.frames[frames[start : start + at_once]]
-            rows, grid = levels_of_frames(part, config, len(frames))
-            yield grid, rows
-
-    def _image_extents(self, image: Image.Image) -> MergedMedia:
-        return self.merged("image", self._image_layout(image))
-
     def _video_extents(self, video: Video) -> MergedMedia:
         return self.merged("video", self._video_layout(video))
-
-    def layout_of(self, medium: Image.Image | Video) -> Any:
-        """The layout that `patchify` gives a decoded medium, from its size alone; ValueError for a video too many."""
-        if not isinstance(medium, Video):
-            return self._image_layout(medium)
-        self._check_takes_videos()
-        return self._video_layout(medium)
 
     def _image_layout(self, image: Image.Image) -> Any:
         return plan_grid(image.height, image.width, self.image_config)
@@ -205,3 +162,25 @@ class ChatProcessor(SpecialTokensAsText):
     def text(self, token_ids) -> str:
         """Token ids back to text, special tokens left out."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def expand_placeholders(
+    input_ids: Sequence[int],
+    media: Sequence[MergedMedia],
+    token_ids: dict[str, int],
+    expand: Callable[[int, MergedMedia], list[int]] = lambda token, medium: [token] * medium.num_tokens,
+) -> list[int]:
+    """Repeat each single placeholder as often as its medium has tokens.
+
+    input_ids: a prompt with one placeholder per medium. token_ids: {"image": id, "video": id}. expand: what stands for
+    a medium, where that is more than its placeholder repeated.
+    Raises ValueError when the placeholders do not match the media in number, kind and order.
+    """
+    kinds = {token: kind for kind, token in token_ids.items()}
+    found = [kinds[token] for token in input_ids if token in kinds]
+    if found != [item.kind for item in media]:
+        raise ValueError(f"prompt: its placeholders are {found}, but the media given are {[m.kind for m in media]}")
+    remaining, expanded = iter(media), []
+    for token in input_ids:
+        expanded += expand(token, next(remaining)) if token in kinds else [token]
+    return expanded

@@ -2,21 +2,21 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from traceback import clear_frames
+from typing import Any
 
 from tqdm.auto import tqdm
 
 from refvl.checks import check_flag, check_positive_int
-from refvl.language.model import option
-from refvl.pipeline import VLM, Request
-from refvl.serving.drafts import prefill_for_drafts
-from refvl.serving.options import check_options, check_pruning, drafts
-from refvl.trace import Trace
+from refvl.pipeline import Request
+from refvl.serving.drafts import with_cache
+from refvl.serving.options import check_pruning, draft_option, option
+from refvl.study.report import Trace
 
 BATCH_TOKENS = 2**14  # requests decoded together, padding and answers included
 
 
 def chat_batch(
-    model: VLM,
+    model: Any,
     requests: Sequence[dict],
     *,
     max_new_tokens: int = 128,
@@ -41,7 +41,7 @@ def chat_batch(
     its longest answer, and the next one begins then: for many users, or a steady load, take a serving engine,
     which lets requests come and go at every token (`refvl.serving.handover` gives it what was encoded here).
     """
-    check_options(model, "chat_batch", generate_kwargs, max_new_tokens=max_new_tokens)
+    model.check_options("chat_batch", generate_kwargs, max_new_tokens)
     check_positive_int(batch_tokens, "batch_tokens")
     _check_requests(requests, check_each=not check_flag(return_exceptions, "return_exceptions"))
     common = {"max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate, "pruning": pruning}
@@ -58,7 +58,7 @@ def chat_batch(
 
 
 def answer_each(
-    model: VLM, requests: Iterable[dict | Exception], common: dict, batch_tokens: int = BATCH_TOKENS, **generate_kwargs
+    model: Any, requests: Iterable[dict | Exception], common: dict, batch_tokens: int = BATCH_TOKENS, **generate_kwargs
 ) -> Iterator[str | Exception]:
     """What `chat_batch` returns, one by one as batches are done.
 
@@ -69,7 +69,7 @@ def answer_each(
     check_pruning(common.get("pruning", "evs"), common["pruning_rate"])
     waiting, limits = list[Trace | Exception](), list[int]()
     same_limit = option(model.language_model, generate_kwargs, "num_beams") > 1  # with another, other beams may win
-    alone = drafts(model.language_model, generate_kwargs) is not None
+    alone = draft_option(model.language_model, generate_kwargs) is not None
     for request in requests:
         made, limit = _prepare(model, request, common)
         longest = max([len(t.input_ids) for t in [*waiting, made] if isinstance(t, Trace)], default=0)
@@ -82,7 +82,7 @@ def answer_each(
     yield from _answers_or_errors(model, waiting, limits, **generate_kwargs)
 
 
-def _prepare(model: VLM, request: dict | Exception, common: dict) -> tuple[Trace | Exception, int]:
+def _prepare(model: Any, request: dict | Exception, common: dict) -> tuple[Trace | Exception, int]:
     """A request's trace, with no more than `answers` reads, or what went wrong; and its limit of new tokens."""
     if isinstance(request, Exception):
         return request, 1
@@ -100,7 +100,7 @@ def _prepare(model: VLM, request: dict | Exception, common: dict) -> tuple[Trace
 
 
 def _answers_or_errors(
-    model: VLM, made: list[Trace | Exception], limits: list[int], **generate_kwargs
+    model: Any, made: list[Trace | Exception], limits: list[int], **generate_kwargs
 ) -> Iterator[str | Exception]:
     """An answer, cut at its own limit, for every trace; a batch that fails is tried one by one."""
     traces = {i: trace for i, trace in enumerate(made) if isinstance(trace, Trace)}
@@ -108,8 +108,8 @@ def _answers_or_errors(
     try:
         if traces:
             most = max(limits[i] for i in traces)
-            prefill_for_drafts(model.language_model, list(traces.values()), generate_kwargs)
-            ids = model.decode(list(traces.values()), most, **generate_kwargs).sequences.tolist()
+            options = with_cache(model.language_model, list(traces.values()), generate_kwargs)
+            ids = model.decode(list(traces.values()), most, **options).sequences.tolist()
             answers = {i: model.processor.text(row[: limits[i]]) for i, row in zip(traces, ids, strict=True)}
     except Exception as error:
         clear_frames(error.__traceback__)  # which hold the batch's tensors
@@ -124,16 +124,16 @@ def _answers_or_errors(
             yield from _answers_or_errors(model, [trace], [limits[i]], **generate_kwargs)
 
 
-def answers(model: VLM, traces: Sequence[Trace], *, max_new_tokens: int = 128, **generate_kwargs) -> list[str]:
+def answers(model: Any, traces: Sequence[Trace], *, max_new_tokens: int = 128, **generate_kwargs) -> list[str]:
     """Answers to prompts that are ready, decoded together: to see what a trace's positions do, change them first.
 
     Only input_ids, inputs_embeds, deepstack and positions of each trace are read.
     """
-    check_options(model, "answers", generate_kwargs, max_new_tokens=max_new_tokens)
+    model.check_options("answers", generate_kwargs, max_new_tokens)
     if not traces:
         return []
-    prefill_for_drafts(model.language_model, traces, generate_kwargs)
-    ids = model.decode(list(traces), max_new_tokens, **generate_kwargs).sequences
+    options = with_cache(model.language_model, traces, generate_kwargs)
+    ids = model.decode(list(traces), max_new_tokens, **options).sequences
     return [model.processor.text(answer) for answer in ids.tolist()]
 
 

@@ -1,30 +1,67 @@
-"""Tokens that are drafted, by the prompt itself or by another model, and checked several at once."""
+"""Prompts that are read ahead: prefilled before `generate` begins, in chunks or for tokens that are drafted.
+
+Tokens are drafted by the prompt itself or by another model, and checked several at once.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers import Cache
 
+from refvl.checks import check_positive_int
 from refvl.language.model import CausalTextModel
-from refvl.serving.chunks import new_cache, prefill
-from refvl.serving.options import drafts
-from refvl.trace import Trace
+from refvl.pipeline import Request
+from refvl.serving.long_prompts import new_cache, prefill, read_in_chunks
+from refvl.serving.options import copies_wanted, draft_option
+from refvl.study.report import Trace
 
 
-def prefill_for_drafts(language_model: CausalTextModel, traces: Sequence[Trace], options: dict) -> None:
-    """Sets `cache` where tokens are drafted, or transformers would go back to ids, in which media are placeholders."""
-    draft = drafts(language_model, options)
-    if draft is None:
-        return
-    if len(traces) > 1:
+def read_ahead(model: Any, request: Request, prefill_chunk: int | None, options: dict) -> tuple[Trace, dict]:
+    """`read`, in chunks where that is wanted; and `options` with the caches of the model and of its assistant.
+
+    Raises ValueError for an assistant that writes the prompt in other tokens.
+    """
+    if prefill_chunk is None:
+        trace = model.read(request)
+    else:
+        trace = read_in_chunks(model, check_positive_int(prefill_chunk, "prefill_chunk"), request)
+    if assistant := options.get("assistant_model"):
+        with trace.stage("assistant"):
+            read = read_in_chunks(assistant, prefill_chunk or model.max_context, request)
+        if not torch.equal(read.full_ids, trace.full_ids):
+            raise ValueError("assistant_model: writes this prompt in other tokens, and cannot draft for this model")
+        options = options | {"assistant_model": Assistant(assistant.language_model, read.cache)}
+    return trace, with_cache(model.language_model, [trace], options)
+
+
+def with_cache(language_model: CausalTextModel, traces: Sequence[Trace], options: dict) -> dict:
+    """`options` with the `past_key_values` of a prompt that was read in chunks, or whose answer is drafted.
+
+    Drafts need them, or transformers would go back to ids, in which media are placeholders. Raises ValueError for
+    drafts of several prompts.
+    """
+    draft = draft_option(language_model, options)
+    if draft is not None and len(traces) > 1:
         raise ValueError(f"{draft}: one prompt at a time, got a batch of {len(traces)}")
+    if draft is None and traces[0].cache is None:
+        return options
     [trace] = traces
-    if trace.cache is None:
-        trace.cache = new_cache(language_model)
-        embeds, deepstack = trace.inputs_embeds[None], trace.deepstack[None]
-        if embeds.shape[1] > 1:
-            positions = trace.positions[:, None, :-1]
-            prefill(language_model, embeds[:, :-1], deepstack[:, :-1], positions, trace.cache)
+    cache = trace.cache or _prefilled(language_model, trace)
+    trace.cache = None  # it grows with the answer from here on
+    copies = copies_wanted(language_model, options)
+    if copies > 1:
+        cache.batch_repeat_interleave(copies)
+    return options | {"past_key_values": cache}
+
+
+def _prefilled(language_model: CausalTextModel, trace: Trace) -> Cache:
+    """Keys and values of all tokens but the last, in one forward."""
+    cache = new_cache(language_model)
+    embeds = trace.inputs_embeds[None, :-1]
+    if embeds.shape[1]:
+        prefill(language_model, embeds, trace.deepstack[None, :-1], trace.positions[:, None, :-1], cache)
+    return cache
 
 
 class Assistant:

@@ -1,24 +1,38 @@
-"""A long prompt in chunks: media are encoded when their first token comes, and let go when their last is read."""
+"""A long prompt in chunks: N tokens at a time go through the language model, which keeps their keys and values.
 
-from collections.abc import Iterator
+    full prompt   t t t v v v v v v v v v v t t v v v v t   t text, v placeholders of media
+    chunks        |-------|-------|-------|-------|---|-|   media are cut anywhere; `generate` reads the last token
+    pieces              |-----------|-------|   |-------|   of a medium: encoded when first needed, let go when read
+
+Memory then depends on N, not on the length of the prompt, but for the cache, and for media that are pruned: which of
+their tokens stay is known when all are encoded, so that their embeddings wait together. Positions are those of the full
+prompt, known from sizes alone before anything is encoded: a chunk's are a cut of them. `recompute_mrope_positions`,
+which an engine needs that does not know the media to come, gives the same.
+
+Shape suffixes: L tokens of the full prompt, M of a medium, W values of the encoder's rows.
+"""
+
+from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache, DynamicCache
 
-from refvl.merge import MergedMedia
-from refvl.pipeline import VLM, Request
+from refvl.language.model import CausalTextModel
+from refvl.merge import MergedMedia, find_media_spans
+from refvl.pipeline import Request, check_width
 from refvl.positions import restrict_positions
-from refvl.serving.chunks import MediumRows, prefill_in_chunks
 from refvl.serving.options import check_runnable
-from refvl.trace import Trace
+from refvl.study.report import Trace
 
 
-def read_in_chunks(model: VLM, chunk: int, request: Request) -> Trace:
+def read_in_chunks(model: Any, chunk: int, request: Request) -> Trace:
     """Every stage up to the last token of the prompt, `chunk` tokens at a time."""
     q, pruning = request.pruning_rate, request.pruning
     check_runnable(model)
-    trace = Trace(device=model.device)
+    trace = model.record(device=model.device)
     messages = model.processor.messages(request.prompt, request.images, request.videos)
     with trace.stage("decode media"):
         trace.media = model.processor.decode(messages)
@@ -28,7 +42,8 @@ def read_in_chunks(model: VLM, chunk: int, request: Request) -> Trace:
             medium.check_pruning(q)
         ids = model.processor.tokenize(messages, merged, allow_special_tokens=request.allow_special_tokens)
         trace.full_ids = torch.as_tensor(ids)
-        trace.spans = model.find_media(trace.full_ids, merged)
+        ids_L = model.processor.placeholders(trace.full_ids)
+        trace.spans = find_media_spans(ids_L, merged, model.processor.token_ids)
     with trace.stage("positions"):
         trace.full_positions = model.language_model.positions(len(trace.full_ids), trace.spans)
     spans, media = iter(trace.spans), list[MediumRows]()
@@ -43,7 +58,7 @@ def read_in_chunks(model: VLM, chunk: int, request: Request) -> Trace:
 
 
 def _encode_pieces(
-    model: VLM, trace: Trace, number: int, medium: MergedMedia, q: float, pruning: str, chunk: int
+    model: Any, trace: Trace, number: int, medium: MergedMedia, q: float, pruning: str, chunk: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """(rows, which are kept) of a medium's pieces, each made when asked for; of one that is pruned, all at once."""
     embeds, pieces = list[Tensor](), model.processor.pieces(trace.media[number], chunk)
@@ -52,11 +67,11 @@ def _encode_pieces(
             layout, patches = next(pieces, (None, None))
         if patches is None:
             break
-        encoded = Trace()
+        encoded = model.record()
         with trace.stage("encode"):
             model.encode_rows(encoded, [patches], [layout])
         [rows] = encoded.embeds
-        model.check_width(rows)
+        check_width([rows], model.language_model.row_width)
         if medium.kind == "video" and q:
             embeds.append(rows)
         else:
@@ -67,3 +82,73 @@ def _encode_pieces(
             trace.keep_masks[number] = medium.keep_mask(rows, q, pruning)
         del embeds
         yield rows, trace.keep_masks[number]
+
+
+def new_cache(language_model: CausalTextModel) -> Cache:
+    """An empty cache, which grows."""
+    return DynamicCache(config=language_model.config)
+
+
+def prefill(
+    language_model: CausalTextModel, inputs_embeds: Tensor, deepstack_embeds: Tensor, positions: Tensor, cache: Cache
+) -> None:
+    """Put keys and values into the cache: of (1, n, D) embeddings with (1, n, W - D) deeper features, (3, 1, n)."""
+    deeper = {"deepstack_embeds": deepstack_embeds} if deepstack_embeds.shape[-1] else {}
+    language_model(
+        inputs_embeds=inputs_embeds, position_ids=positions.to(inputs_embeds.device), past_key_values=cache,
+        use_cache=True, logits_to_keep=1, **deeper,
+    )  # fmt: skip
+
+
+class MediumRows:
+    """The rows of one medium, in order, read a few at a time."""
+
+    def __init__(self, places_M: Tensor, pieces: Iterator[tuple[Tensor, Tensor | None]]):
+        """places_M: where its rows stand in the full prompt. pieces: (rows (m, W), which are kept (m,) or None)."""
+        self.places_M, self.pieces, self.used = places_M, pieces, 0
+        self.rows, self.keep = list[Tensor](), list[Tensor]()
+
+    def take(self, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(places, rows, keep) of what stands before `stop` in the full prompt and was not taken yet."""
+        end = int((self.places_M < stop).sum())
+        places, self.used = self.places_M[self.used : end], end
+        while sum(map(len, self.rows)) < len(places):
+            rows, keep = next(self.pieces)
+            self.rows.append(rows)
+            self.keep.append(torch.ones(len(rows), dtype=torch.bool) if keep is None else keep.cpu())
+        if not len(places):
+            return places, torch.empty(0), torch.empty(0, dtype=torch.bool)
+        rows, keep = torch.cat(self.rows), torch.cat(self.keep)
+        self.rows, self.keep = [rows[len(places) :]], [keep[len(places) :]]
+        return places, rows[: len(places)], keep[: len(places)]
+
+
+@torch.inference_mode()
+def prefill_in_chunks(
+    trace: Trace, language_model: CausalTextModel, media: Sequence[MediumRows], chunk: int, max_context: int
+) -> Cache:
+    """Keys and values of the whole prompt but its last token; sets `keep` and `chunks` of the trace.
+
+    trace: with full_ids and full_positions. Raises ValueError when the tokens kept do not fit max_context.
+    """
+    cache, last = new_cache(language_model), len(trace.full_ids) - 1
+    trace.keep = torch.ones(len(trace.full_ids), dtype=torch.bool)
+    for start in range(0, last, chunk):
+        stop = min(start + chunk, last)
+        rows_LW = language_model.text_rows(trace.full_ids[start:stop])
+        for medium in media:
+            places, rows, keep = medium.take(stop)
+            if len(places):
+                rows_LW[places - start] = rows.to(rows_LW)
+                trace.keep[places] = keep
+        kept = trace.keep[start:stop]
+        if sum(trace.chunks) + int(kept.sum()) >= max_context:
+            raise ValueError(f"prompt: more than the {max_context - 1} tokens that fit the context of {max_context}")
+        if kept.any():
+            positions = trace.full_positions[:, start:stop][:, kept]
+            rows = rows_LW[kept.to(rows_LW.device)][None]
+            embeds, deeper = rows.tensor_split([language_model.config.hidden_size], dim=-1)
+            with trace.stage("prefill"):
+                prefill(language_model, embeds, deeper, positions[:, None], cache)
+            trace.chunks.append(int(kept.sum()))
+    return cache

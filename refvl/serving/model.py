@@ -1,32 +1,33 @@
-"""What a service adds to the journey in `refvl.pipeline`, which is read without it. `refvl.load` gives this `VLM`.
+"""The `VLM` that `refvl.load` gives: the journey of `refvl.pipeline`, and what a service adds to it.
 
 options.py        what `generate` is asked for, refused before anything is encoded
+long_prompts.py   prefill_chunk: a prompt N tokens at a time
+drafts.py         tokens that are guessed, and checked several at once
 batches.py        chat_batch: many requests, decoded together
 tensors.py        generate: transformers' call, on tensors
-long_prompts.py   prefill_chunk: a prompt N tokens at a time
 """
 
-import copy
 from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
-import torch
 from transformers import StoppingCriteriaList
 
 from refvl import pipeline
 from refvl.checks import check_flag, check_positive_int
 from refvl.pipeline import Request
 from refvl.serving import batches, tensors
-from refvl.serving.drafts import Assistant, prefill_for_drafts
-from refvl.serving.long_prompts import read_in_chunks
-from refvl.serving.options import check_options, drafts
+from refvl.serving.drafts import read_ahead
+from refvl.serving.options import NOT_ON_META, USUAL, Wanted, check_unusual
 from refvl.serving.streaming import FanOut, stream_text
-from refvl.study.watch import LanguageWatch, TowerWatch, keep_largest, largest_values
-from refvl.trace import Trace
+from refvl.study import watch
+from refvl.study.report import Trace
 
 
 class VLM(pipeline.VLM):
     """The journey of `refvl.pipeline`, with options checked first, streams, chunks, drafts, batches and tensors."""
 
+    record: ClassVar = Trace
+    adapters: Any = None  # PEFT's model, once `refvl.adapters.attach` has put layers in these parts
     chat_batch, answer_each, answers = batches.chat_batch, batches.answer_each, batches.answers
     generate = tensors.generate
 
@@ -48,27 +49,25 @@ class VLM(pipeline.VLM):
 
         prompt: text, or messages in the transformers chat format with media anywhere in them. images, videos: paths,
         PIL images, arrays, frame lists; they come before the text, images first. pruning_rate: the share of a video's
-        tokens that goes, in [0, 1). pruning: which of them, by "evs" or "vidcom2" (`refvl.positions.PRUNERS`).
+        tokens that is dropped, in [0, 1). pruning: which of them, by "evs" or "vidcom2" (`refvl.positions.PRUNERS`).
         allow_special_tokens: special tokens in the caller's text count as such, instead of being plain text.
         prefill_chunk: prefill the prompt so many tokens at a time, in memory that does not grow with it but for the
-        cache (`refvl.serving.chunks`); None: all at once. stream: return a generator of text pieces; closing or
+        cache (`refvl.serving.long_prompts`); None: all at once. stream: return a generator of text pieces; closing or
         dropping it ends the generation within one token. generate_kwargs: options of transformers' `generate` that lead
         to one answer in text (`num_beams`, `stop_strings`, `streamer`, ...). With `prompt_lookup_num_tokens=n`, or
         another `VLM` with the same prompts as `assistant_model`, tokens are drafted and checked several at once, which
         changes no greedy answer. Errors: see `trace`.
         """
-        check_options(
-            self, "chat", generate_kwargs,
-            max_new_tokens=max_new_tokens, stream=stream,
-        )  # fmt: skip
+        wanted = self.check_options("chat", generate_kwargs, max_new_tokens, stream)
         request = Request(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
-        if prefill_chunk is None and drafts(self.language_model, generate_kwargs) is None:
+        if prefill_chunk is None and wanted.draft is None:
             trace = self.read(request)
         else:
-            trace = self.read_ahead(request, prefill_chunk, generate_kwargs)
+            trace, generate_kwargs = read_ahead(self, request, prefill_chunk, generate_kwargs)
         if stream:
             return self._stream(trace, max_new_tokens, generate_kwargs)
-        self.answer(trace, max_new_tokens, **generate_kwargs)
+        answer = self.answer if wanted.num_beams == 1 else self.answer_with_beams
+        answer(trace, max_new_tokens, **generate_kwargs)
         return trace.text
 
     def trace(
@@ -96,60 +95,75 @@ class VLM(pipeline.VLM):
         that cannot be read, placeholders that do not match the media, a pruning rate outside [0, 1), a prompt longer
         than the context, and options of `generate` that do not exist or do not lead to one answer in text.
         """
-        num_beams = check_options(
-            self, "trace", generate_kwargs,
-            max_new_tokens=max_new_tokens,
-        )  # fmt: skip
-        wanted = {
+        wanted = self.check_options("trace", generate_kwargs, max_new_tokens)
+        watched = {
             "attentions": check_flag(attentions, "attentions"),
             "hidden_states": check_flag(hidden_states, "hidden_states"),
         }
         request = Request(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
-        if prefill_chunk is not None or drafts(self.language_model, generate_kwargs) is not None:
-            if any(wanted.values()):
+        is_ahead = prefill_chunk is not None or wanted.draft is not None
+        answer = self.answer if wanted.num_beams == 1 else self.answer_with_beams
+        if any(watched.values()):
+            if is_ahead:
                 raise ValueError("attentions, hidden_states: not with prefill_chunk or drafted tokens")
-            trace = self.read_ahead(request, prefill_chunk, generate_kwargs)
-            self.answer(trace, max_new_tokens, **generate_kwargs)
+            if wanted.num_beams != 1:
+                raise ValueError(f"num_beams: must be 1 with attentions or hidden_states, got {wanted.num_beams}")
+            return watch.watched_run(self, request, max_new_tokens, generate_kwargs, **watched)
+        if is_ahead:
+            trace, generate_kwargs = read_ahead(self, request, prefill_chunk, generate_kwargs)
+            answer(trace, max_new_tokens, **generate_kwargs)
             return trace
-        if not any(wanted.values()):
-            with largest_values(self, with_prefill=num_beams == 1) as largest:
-                trace = self.read(request)
-                self.answer(trace, max_new_tokens, **generate_kwargs)
-            keep_largest(trace, largest)
-            return trace
-        if num_beams != 1:
-            raise ValueError(f"num_beams: must be 1 with attentions or hidden_states, got {num_beams}")
-        tower, language = TowerWatch(self.encoder, **wanted), LanguageWatch(self.language_model, **wanted)
-        watched = copy.copy(self)  # whatever else a model has, but no graphs: a replay hands nothing out
-        watched.encoder, watched.language_model, watched.graphs = tower.encoder, language.language_model, None
-        with largest_values(watched) as largest:
-            trace = watched.read(request)
-            output = watched.answer(trace, max_new_tokens, **(generate_kwargs | language.options))
-        keep_largest(trace, largest)
-        tower.fill(trace)
-        language.fill(trace, output)
-        return trace
-
-    def read_ahead(self, request: Request, prefill_chunk: int | None, options: dict) -> Trace:
-        """`read`, in chunks where that is wanted; an assistant in `options` reads the same, and its cache is kept."""
-        if prefill_chunk is None:
+        with watch.largest_values(self, with_prefill=wanted.num_beams == 1) as largest:
             trace = self.read(request)
-        else:
-            trace = read_in_chunks(self, check_positive_int(prefill_chunk, "prefill_chunk"), request)
-        if assistant := options.get("assistant_model"):
-            with trace.stage("assistant"):
-                read = read_in_chunks(assistant, prefill_chunk or self.max_context, request)
-            if not torch.equal(read.full_ids, trace.full_ids):
-                raise ValueError("assistant_model: writes this prompt in other tokens, and cannot draft for this model")
-            options["assistant_model"] = Assistant(assistant.language_model, read.cache)
-        prefill_for_drafts(self.language_model, [trace], options)
+            answer(trace, max_new_tokens, **generate_kwargs)
+        watch.keep_largest(trace, largest)
         return trace
 
-    def _stream(self, trace: Trace, max_new_tokens: int, generate_kwargs: dict) -> Iterator[str]:
-        streamer, criteria = generate_kwargs.pop("streamer", None), generate_kwargs.pop("stopping_criteria", None) or ()
+    def check_options(self, method: str, options: dict, max_new_tokens: int, stream: bool = False) -> Wanted:
+        """Refuse, before anything is encoded, options that do not exist or whose results `method` cannot return."""
+        check_positive_int(max_new_tokens, "max_new_tokens")
+        if self.encoder.device.type == "meta":
+            raise ValueError(NOT_ON_META)
+        own = self.language_model.generation_config  # counts where the caller asks for nothing
+        if not options and stream is False and all(getattr(own, name, None) in usual for name, usual in USUAL.items()):
+            return Wanted()
+        return check_unusual(self, method, options, stream)
+
+    def answer_with_beams(self, trace: Trace, max_new_tokens: int, **options) -> None:
+        """`answer`, timed as one stage: transformers tells no streamer of beams."""
+        with trace.stage("generate"):
+            output = self.decode([trace], max_new_tokens, **options)
+        [trace.token_ids] = output.sequences.tolist()
+        trace.text = self.processor.text(trace.token_ids)
+
+    def _stream(self, trace: Trace, max_new_tokens: int, options: dict) -> Iterator[str]:
+        listener = options.pop("streamer", None)
+        criteria = options.pop("stopping_criteria", None) or ()
 
         def run(text_streamer, stop) -> None:
-            both, stops = FanOut(text_streamer, streamer), StoppingCriteriaList([*criteria, stop])
-            self.decode([trace], max_new_tokens, streamer=both, stopping_criteria=stops, **generate_kwargs)
+            both = FanOut(text_streamer, listener)
+            stops = StoppingCriteriaList([*criteria, stop])
+            self.decode([trace], max_new_tokens, streamer=both, stopping_criteria=stops, **options)
 
         return stream_text(run, self.processor.tokenizer)
+
+    def __repr__(self) -> str:
+        """Family, device and dtype; the parts and their sizes."""
+        text = self.language_model.config
+        sizes = f"{text.num_hidden_layers} layers of {text.hidden_size}, vocabulary of {text.vocab_size}"
+        lines = [
+            f"VLM of the family {self.family.name} on {self.device}, {self.encoder.dtype}",
+            f"  encoder         {type(self.encoder).__name__}, {_parameters(self.encoder)}",
+            f"  language_model  {type(self.language_model).__name__}, {sizes}, {_parameters(self.language_model)}",
+            f"  processor       {type(self.processor).__name__}",
+            f"  graphs          {type(self.graphs).__name__ if self.graphs else 'none: the encoder runs eagerly'}",
+        ]
+        if self.adapters is not None:
+            lines.append(f"  adapters        {', '.join(self.adapters.peft_config)}")
+        return "\n".join(lines)
+
+
+def _parameters(module: Any) -> str:
+    """How many values the parameters of a module have, in words."""
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return f"{count / 1e9:.2f} billion parameters" if count >= 1e9 else f"{count / 1e6:.2f} million parameters"

@@ -1,14 +1,14 @@
-"""The border of a model: what each way into it takes, refused before anything is encoded."""
+"""Options of `generate`: what they ask for, and what is refused before anything is encoded."""
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import GenerationConfig, GenerationMixin
 
 from refvl import pipeline
 from refvl.checks import check_flag, check_names, check_positive, check_positive_int, check_pruning_rate
-from refvl.language.model import CausalTextModel, option
+from refvl.language.model import CausalTextModel
 from refvl.positions.pruners import find_pruner
 
 MAX_BEAMS = 1024  # every beam is a copy of the prompt
@@ -28,26 +28,16 @@ USUAL: dict[str, tuple] = dict.fromkeys([*LOSE_MEDIA, *DRAFTS], (None,)) | dict.
 USUAL |= {"num_beams": (None, 1), "num_return_sequences": (None, 1)}  # nothing to refuse in these
 
 
-def check_options(
-    model: Any,
-    method: str,
-    options: dict,
-    *,
-    max_new_tokens: int = 1,
-    stream: bool = False,
-) -> int:
-    """The number of beams; refuses, before anything is encoded, what does not exist or `method` cannot return."""
+class Wanted(NamedTuple):
+    """How a call departs from one greedy answer."""
+
+    num_beams: int = 1
+    draft: str | None = None  # the option that makes transformers guess tokens ahead
+
+
+def check_unusual(model: Any, method: str, options: dict, stream: bool) -> Wanted:
+    """`VLM.check_options` where there is more to look at than defaults: in the call, or in the checkpoint's own."""
     check_flag(stream, "stream")
-    check_positive_int(max_new_tokens, "max_new_tokens")
-    if model.encoder.device.type == "meta":
-        raise ValueError(NOT_ON_META)
-    own = model.language_model.generation_config  # what the checkpoint asks for, where the caller asks for nothing
-    is_plain = not options and all(getattr(own, name, None) in usual for name, usual in USUAL.items())
-    return 1 if is_plain else check_unusual(model, method, options, stream)
-
-
-def check_unusual(model: Any, method: str, options: dict, stream: bool) -> int:
-    """`check_options` where there is more to look at than defaults: in the call, or in the checkpoint's own."""
     own = [name for name in inspect.signature(getattr(model, method)).parameters if name != "generate_kwargs"]
     check_generate_options(model.language_model, options, own)
     num_beams = option(model.language_model, options, "num_beams")
@@ -59,14 +49,15 @@ def check_unusual(model: Any, method: str, options: dict, stream: bool) -> int:
     for name, off in (("stream", False), ("streamer", None)):
         if num_beams != 1 and (stream if name == "stream" else options.get(name)):
             raise ValueError(f"{name}: must be {off} with num_beams: the last token decides which beam wins")
+    wanted = Wanted(num_beams, draft_option(model.language_model, options))
     if method == "generate":
-        return num_beams
+        return wanted
     if (count := option(model.language_model, options, "num_return_sequences")) != 1:
         raise ValueError(f"num_return_sequences: {method} gives one answer, got {count}; `generate` gives several")
     for name in NOT_IN_TEXT:
         if option(model.language_model, options, name):
             raise ValueError(f"{name}: {method} answers in text; `generate` returns what transformers does")
-    return num_beams
+    return wanted
 
 
 def check_generate_options(language_model: CausalTextModel, options: dict, own: Sequence[str] = ()) -> None:
@@ -85,7 +76,7 @@ def check_generate_options(language_model: CausalTextModel, options: dict, own: 
     for name in LOSE_MEDIA:
         if option(language_model, options, name) is not None:
             raise ValueError(f"{name}: not with media: transformers would read their placeholders as text")
-    if draft := drafts(language_model, options):
+    if draft := draft_option(language_model, options):
         if options.get("prompt_lookup_num_tokens") is not None:
             check_positive_int(options["prompt_lookup_num_tokens"], "prompt_lookup_num_tokens")
         for name, alone in (("num_beams", 1), ("num_return_sequences", 1), ("cache_implementation", None)):
@@ -101,12 +92,27 @@ def check_pruning(pruning: str, q: float) -> float:
     return check_pruning_rate(q, "pruning_rate")
 
 
+def option(language_model: CausalTextModel, options: dict, name: str) -> Any:
+    """The value that `generate` will take: given by name, in a `generation_config`, or the checkpoint's own.
+
+    If nobody sets it, 1 for a number of beams or sequences, else None.
+    """
+    config = options.get("generation_config") or language_model.generation_config
+    value = options.get(name, getattr(config, name, None))
+    return 1 if value is None and name in ("num_beams", "num_return_sequences") else value
+
+
+def copies_wanted(language_model: CausalTextModel, options: dict) -> int:
+    """How many sequences `generate` makes of each prompt: beams, or samples."""
+    return max(option(language_model, options, name) for name in ("num_beams", "num_return_sequences"))
+
+
 def check_runnable(model: Any) -> None:
     """ValueError for a model on the meta device."""
     if model.encoder.device.type == "meta":
         raise ValueError(NOT_ON_META)
 
 
-def drafts(language_model: CausalTextModel, options: dict) -> str | None:
+def draft_option(language_model: CausalTextModel, options: dict) -> str | None:
     """The option, if any, that makes transformers guess tokens ahead, for one forward to check them all."""
     return next((name for name in DRAFTS if option(language_model, options, name) is not None), None)

@@ -9,17 +9,15 @@ from transformers.generation.utils import GenerateOutput
 
 from refvl.arguments import as_seconds, check_prompts
 from refvl.checks import check_pixel_rows, check_shape, check_values
-from refvl.language.model import option
 from refvl.merge import MergedMedia
-from refvl.pipeline import VLM
-from refvl.serving.drafts import prefill_for_drafts
-from refvl.serving.options import check_options, check_pruning, check_runnable
-from refvl.trace import Trace
+from refvl.serving.drafts import with_cache
+from refvl.serving.options import check_pruning, check_runnable, option
+from refvl.study.report import Trace
 
 
 @torch.inference_mode()
 def generate(
-    model: VLM,
+    model: Any,
     input_ids: Tensor,
     *,
     attention_mask: Tensor | None = None,
@@ -50,12 +48,12 @@ def generate(
     check_runnable(model)
     mask = check_prompts(input_ids, attention_mask, model.language_model.config.vocab_size)
     generate_kwargs.pop("mm_token_type_ids", None)  # transformers' processors add it; the ids say the same
-    check_options(model, "generate", generate_kwargs, max_new_tokens=max_new_tokens)
+    model.check_options("generate", generate_kwargs, max_new_tokens)
     images = _items(model, "image", q, pixel_values, image_grid_thw, image_embeds)
     videos = _items(model, "video", q, pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)
     prompts = _prompts(model, input_ids.cpu(), mask, images, videos, q, pruning)
-    prefill_for_drafts(model.language_model, prompts, generate_kwargs)
-    output: Any = model.decode(prompts, max_new_tokens, **generate_kwargs)
+    options = with_cache(model.language_model, prompts, generate_kwargs)
+    output: Any = model.decode(prompts, max_new_tokens, **options)
     before = input_ids.repeat_interleave(len(output.sequences) // len(input_ids), dim=0)
     output.sequences = torch.cat([before, output.sequences.to(input_ids)], dim=1)
     wants_dict = option(model.language_model, generate_kwargs, "return_dict_in_generate")
@@ -63,7 +61,7 @@ def generate(
 
 
 def _items(
-    model: VLM, kind: str, q: float, pixel_values, layouts, embeds, second_per_grid_ts=None
+    model: Any, kind: str, q: float, pixel_values, layouts, embeds, second_per_grid_ts=None
 ) -> list[tuple[MergedMedia, Tensor]]:
     """(merged extents, embeddings) of every image or video of a batch."""
     pixels_name = "pixel_values" if kind == "image" else "pixel_values_videos"
@@ -94,7 +92,7 @@ def _items(
     return list(zip(merged, embeds, strict=True))
 
 
-def _split_embeds(model: VLM, embeds, tokens: list[int], layouts_name: str, name: str) -> list[Tensor]:
+def _split_embeds(model: Any, embeds, tokens: list[int], layouts_name: str, name: str) -> list[Tensor]:
     """Embeddings that were made before, one checked (M, W) tensor per item."""
     width = ("channels", model.language_model.row_width)
     if isinstance(embeds, Tensor):
@@ -111,16 +109,16 @@ def _split_embeds(model: VLM, embeds, tokens: list[int], layouts_name: str, name
 
 
 def _prompts(
-    model: VLM, input_ids: Tensor, attention_mask: Tensor, images: list, videos: list, q: float, pruning: str
+    model: Any, input_ids: Tensor, attention_mask: Tensor, images: list, videos: list, q: float, pruning: str
 ) -> list[Trace]:
     """Each prompt of a batch, merged and positioned; media are dealt out in order of their placeholders."""
     queues, traces = {"image": iter(images), "video": iter(videos)}, list[Trace]()
     for ids, mask in zip(input_ids, attention_mask, strict=True):
-        trace = Trace(full_ids=ids[mask])
+        trace = Trace()
         items = [item for kind in queues for item in _take(model, kind, queues[kind], ids[mask])]
         trace.embeds = [embeds for _, embeds in items]
         trace.keep_masks = [merged.keep_mask(embeds, q, pruning) for merged, embeds in items]
-        model.merge(trace, [merged for merged, _ in items])
+        model.merge(trace, ids[mask], [merged for merged, _ in items])
         model.position(trace)
         traces.append(trace)
     if left := {kind: len(rest) for kind, queue in queues.items() if (rest := list(queue))}:
@@ -128,7 +126,7 @@ def _prompts(
     return traces
 
 
-def _take(model: VLM, kind: str, queue: Iterator, ids: Tensor) -> list:
+def _take(model: Any, kind: str, queue: Iterator, ids: Tensor) -> list:
     """The next media of `kind`, as many as this prompt's placeholders hold."""
     wanted, taken = int((model.processor.placeholders(ids) == model.token_ids[kind]).sum()), []
     while wanted > 0:

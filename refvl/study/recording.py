@@ -19,7 +19,7 @@ from refvl.processors.glm4v import Glm4vProcessor, Glm46VProcessor, GlmgaProcess
 from refvl.processors.qwen2_5_vl import Qwen2_5_VLProcessor
 from refvl.processors.qwen3_vl import Qwen3VLProcessor
 from refvl.study.comparison import Stages
-from refvl.trace import Trace
+from refvl.study.report import Trace
 
 IMAGE_PROCESSORS: dict[type, str] = {
     Qwen2_5_VLProcessor: "Qwen2VLImageProcessorPil", Qwen3VLProcessor: "Qwen2VLImageProcessorPil",

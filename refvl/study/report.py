@@ -1,7 +1,10 @@
-"""What a run says of itself: a table of its stages, and the tensors of each for `refvl.compare`."""
+"""What a run tells a reader: `Trace` prints a table of its stages, and saves their tensors for `refvl.compare`."""
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,46 +14,80 @@ from refvl.graphs.budgets import padding_waste
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import Video
 from refvl.study.comparison import Stages, html_table, is_grid
-from refvl.trace import Trace
+from refvl.trace import Record
 
 FLOAT16_LIMIT = torch.finfo(torch.float16).max  # 65,504
 
 
-def as_text(trace: Trace) -> str:
-    """A line per stage: its name, shapes and seconds."""
-    lines = [f"  {stage:<14}{s:9.4f} s  {magnitude(trace, stage):>9}  {shapes}" for stage, shapes, s in rows(trace)]
-    return "\n".join([f"Trace of {trace.text!r}, first token after {trace.ttft:.3f} s", *lines])
+@dataclass(slots=True, eq=False, repr=False)
+class Trace(Record):
+    """One run with every stage kept; fields whose stage has not run are None.
 
+    attentions and hidden_states, of language model and tower, are filled only when asked for. Q counts the tokens that
+    were read: L of the prompt and all new ones but the last; token_ids[k] was chosen after row L - 1 + k. N counts the
+    patch rows of all media, end to end in the order of `patches`.
+    With `prefill_chunk` patches, metadata, embeds and inputs_embeds stay empty: their tensors are freed on the way.
+    """
 
-def as_html(trace: Trace) -> str:
-    """The same as a table, for notebooks."""
-    cells = [(stage, shapes, magnitude(trace, stage), f"{seconds:.4f}") for stage, shapes, seconds in rows(trace)]
-    caption = f"{trace.text} (first token after {trace.ttft:.3f} s)"
-    return html_table(caption, ("stage", "shapes", "max |x|", "seconds"), cells)
+    cache: Any = None  # keys and values of the prompt but its last token, until `generate` continues from them
+    chunks: list[int] = field(default_factory=list)  # prompt tokens per forward, where it was prefilled in chunks
+    largest: dict[str, float] = field(default_factory=dict)  # largest magnitude that a stage or its layers put out
+    attentions: list[Tensor] = field(default_factory=list)  # language model, per layer (H, Q, Q): query, key
+    hidden_states: list[Tensor] = field(default_factory=list)  # (Q, D) into layer 0, out of each; the last is normed
+    tower_attentions: list[list] = field(default_factory=list)  # per block: a `SegmentAttention` of every segment
+    tower_hidden_states: list[Tensor] = field(default_factory=list)  # (N, E) into block 0, out of each
 
+    def __repr__(self) -> str:
+        """A line per stage: its name, shapes and seconds."""
+        lines = [f"  {stage:<14}{s:9.4f} s  {self.magnitude(stage):>9}  {shapes}" for stage, shapes, s in self.rows()]
+        return "\n".join([f"Trace of {self.text!r}, first token after {self.ttft:.3f} s", *lines])
 
-def magnitude(trace: Trace, stage: str) -> str:
-    """The largest magnitude of a stage in words, with a mark where float16 could not hold it."""
-    largest = trace.largest.get(stage)
-    return "" if largest is None else f"{largest:.3g}" + "!" * (not largest < FLOAT16_LIMIT)
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        cells = [(stage, shapes, self.magnitude(stage), f"{seconds:.4f}") for stage, shapes, seconds in self.rows()]
+        caption = f"{self.text} (first token after {self.ttft:.3f} s)"
+        return html_table(caption, ("stage", "shapes", "max |x|", "seconds"), cells)
 
+    def rows(self) -> list[tuple[str, str, float]]:
+        """(stage, shapes, seconds) of every stage, for tables."""
+        return [(stage, _shapes(self, stage), seconds) for stage, seconds in self.seconds.items()]
 
-def stages(trace: Trace) -> Stages:
-    """What each stage made, for `refvl.compare`."""
-    media: dict[str, Sequence[Tensor | None]]
-    media = {"patchify": [p.pixel_values for p in trace.patches], "encode": trace.embeds, "prune": trace.keep_masks}
-    found: dict[str, Tensor | None] = {f"{stage}/{i}": x for stage, items in media.items() for i, x in enumerate(items)}
-    found |= {"merge/input_ids": trace.input_ids, "merge/inputs_embeds": trace.inputs_embeds}
-    found |= {"merge/deepstack": trace.deepstack, "positions/ids": trace.positions}
-    found |= {"decode tokens/token_ids": torch.tensor(trace.token_ids)}
-    made = {name: x.detach().cpu() for name, x in found.items() if x is not None and x.numel()}
-    grids = [layout if is_grid(layout) else None for layout in trace.layouts]
-    return Stages(made, f"refvl {refvl.__version__}", grids)
+    def magnitude(self, stage: str) -> str:
+        """The largest magnitude of a stage in words, with a mark where float16 could not hold it."""
+        largest = self.largest.get(stage)
+        return "" if largest is None else f"{largest:.3g}" + "!" * (not largest < FLOAT16_LIMIT)
 
+    @property
+    def stages(self) -> Stages:
+        """The tensors of each stage, for `refvl.compare`."""
+        media: dict[str, Sequence[Tensor | None]]
+        media = {"patchify": [p.pixel_values for p in self.patches], "encode": self.embeds, "prune": self.keep_masks}
+        found: dict[str, Tensor | None] = {f"{s}/{i}": x for s, items in media.items() for i, x in enumerate(items)}
+        found |= {"merge/input_ids": self.input_ids, "merge/inputs_embeds": self.inputs_embeds}
+        found |= {"merge/deepstack": self.deepstack, "positions/ids": self.positions}
+        found |= {"decode tokens/token_ids": torch.tensor(self.token_ids)}
+        made = {name: x.detach().cpu() for name, x in found.items() if x is not None and x.numel()}
+        grids = [layout if is_grid(layout) else None for layout in self.layouts]
+        return Stages(made, f"refvl {refvl.__version__}", grids)
 
-def rows(trace: Trace) -> list[tuple[str, str, float]]:
-    """(stage, shapes, seconds) of every stage, for tables."""
-    return [(stage, _shapes(trace, stage), seconds) for stage, seconds in trace.seconds.items()]
+    def save(self, folder: str | Path) -> None:
+        """Write the tensors of each stage, safetensors and a manifest, for `refvl.compare`; see `Stages.save`."""
+        self.stages.save(folder)
+
+    @property
+    def layouts(self) -> list:
+        """How each medium's rows lie: (t, h, w) in patches for Qwen and GLM."""
+        return [p.layout for p in self.patches]
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token: every stage but the decoding of the others. With beams, to all of them."""
+        return sum(s for stage, s in self.seconds.items() if stage != "decode tokens")
+
+    @property
+    def accepted(self) -> int:
+        """Generated tokens that were drafts: each forward of the language model adds one of its own to them."""
+        return sum(tokens - 1 for tokens in self.passes)
 
 
 def _shapes(trace: Trace, stage: str) -> str:

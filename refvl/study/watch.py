@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from refvl.attention import Segments
 from refvl.language.model import CausalTextModel
-from refvl.study.report import FLOAT16_LIMIT
-from refvl.trace import Trace
+from refvl.pipeline import Request
+from refvl.study.report import FLOAT16_LIMIT, Trace
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -231,3 +231,22 @@ def keep_largest(trace: Trace, found: dict[str, list[Tensor]]) -> None:
 def max_norm(x: Tensor) -> Tensor:
     """The largest magnitude, nan where there is one; on the tensor's device."""
     return torch.linalg.vector_norm(x.detach(), torch.inf)
+
+
+def watched_run(
+    model: Any, request: Request, max_new_tokens: int, options: dict, *, attentions: bool, hidden_states: bool
+) -> Trace:
+    """A run on watched copies of the parts, eager even if `model` has graphs: a replay hands nothing out."""
+    tower = TowerWatch(model.encoder, attentions=attentions, hidden_states=hidden_states)
+    language = LanguageWatch(model.language_model, attentions=attentions, hidden_states=hidden_states)
+    watched = copy.copy(model)  # with all else that the model has
+    watched.encoder = tower.encoder
+    watched.language_model = language.language_model
+    watched.graphs = None
+    with largest_values(watched) as largest:
+        trace = watched.read(request)
+        output = watched.answer(trace, max_new_tokens, **(options | language.options))
+    keep_largest(trace, largest)
+    tower.fill(trace)
+    language.fill(trace, output)
+    return trace

@@ -12,8 +12,8 @@ from refvl.loading import load
 from refvl.paths import DATA, check_clone
 from refvl.pixels.patches import PatchConfig
 from refvl.serving.model import VLM
+from refvl.study.report import Trace
 from refvl.tools.cli import Console, Device, report_mistakes, stage_table
-from refvl.trace import Trace
 
 CHECKPOINT = DATA / "checkpoints" / "tiny-qwen2_5_vl"
 PICTURE, CLIP = DATA / "pictures" / "scene.png", DATA / "clips" / "scene.mp4"

@@ -17,7 +17,7 @@ from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import STAGE_COLORS, THEMES, axes_or_new
 
 if TYPE_CHECKING:
-    from refvl.trace import Trace
+    from refvl.study.report import Trace
     from refvl.viz.explorers.families import FamiliesExplorer
 
 FAMILY_KEYS = {  # in THEMES

@@ -24,7 +24,7 @@ from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import HIGHLIGHT, PRUNED, SEQUENCE_CMAP, TOKEN_COLORS, axes_or_new, image_axes
 
 if TYPE_CHECKING:
-    from refvl.trace import Trace
+    from refvl.study.report import Trace
     from refvl.viz.explorers.timeline import TimelineExplorer
 
 VARIANT_COLORS = {"glm4v": "#3d5a80", "glm46v": "#8d5a97", "glmga": "#2a9d8f"}

@@ -12,7 +12,7 @@ from refvl.viz.positions import plot_positions
 from refvl.viz.windows import plot_windows
 
 if TYPE_CHECKING:
-    from refvl.trace import Trace
+    from refvl.study.report import Trace
 
 FRAMES_SHOWN = 4
 

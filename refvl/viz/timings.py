@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from refvl.viz.style import STAGE_COLORS, axes_or_new
 
 if TYPE_CHECKING:
-    from refvl.trace import Trace
+    from refvl.study.report import Trace
 
 
 def plot_stage_timings(trace: "Trace", *, ax: Axes | None = None) -> Axes:

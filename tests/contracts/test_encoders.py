@@ -21,8 +21,8 @@ from refvl.encoders import SliceGroup, Step3VisionConfig, Step3VisionEncoder
 from refvl.families import FAMILIES
 from refvl.graphs import DualPathGraphManager, EncoderGraphManager
 from refvl.graphs.buffers import PAD_RULES, metadata_tensors
+from refvl.study.report import Trace
 from refvl.study.watch import TowerWatch
-from refvl.trace import Trace
 
 ENCODERS = {family.version: family.encoder for family in FAMILIES if family.version}
 

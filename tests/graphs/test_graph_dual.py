@@ -19,7 +19,7 @@ from refvl.graphs import (
     generate_budgets,
     plan_paired_batches,
 )
-from refvl.trace import Trace
+from refvl.study.report import Trace
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "encoder_graph_plan.json").read_text())
 PLANS = [case for case in GOLDEN["plans"] if len(case["path_token_budgets"]) == 2]

@@ -17,7 +17,7 @@ import refvl
 from refvl.paths import DATA
 from refvl.pixels import media
 from refvl.positions import compute_mrope_for_media, recompute_mrope_positions
-from refvl.serving.chunks import MediumRows
+from refvl.serving.long_prompts import MediumRows
 
 PHOTOS = list(np.random.default_rng(1).integers(0, 256, (2, 60, 90, 3), dtype=np.uint8))
 FRAMES = np.random.default_rng(0).integers(0, 256, (7, 60, 90, 3), dtype=np.uint8)

@@ -56,7 +56,9 @@ def test_merge_replaces_exactly_the_span():
 
 
 def test_keep_marks_text_and_survivors():
-    keep = keep_in_prompt(6, [MediaSpan(1, 3, 1, 1), MediaSpan(4, 1, 1, 1)], [torch.tensor([True, False, True]), None])
+    keep = keep_in_prompt(
+        6, [MediaSpan(1, 3, 1, 1), MediaSpan(4, 1, 1, 1)], [torch.tensor([True, False, True]), None], [3, 1]
+    )
     assert keep.tolist() == [True, True, False, True, True, True]
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 from refvl import viz
 from refvl.pixels.patches import PatchConfig, count_tokens, patchify_image, patchify_video, plan_grid
 from refvl.positions import get_window_index, invert_permutation, merge_block_coordinates
-from refvl.trace import Trace
+from refvl.study.report import Trace
 
 CONFIG = PatchConfig()
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (84, 140, 3), dtype=np.uint8))  # grid (1, 6, 10)

@@ -7,7 +7,7 @@ import pytest
 
 from refvl import viz
 from refvl.study.costs import MediaPlan
-from refvl.trace import Trace
+from refvl.study.report import Trace
 
 NAMES = ("Qwen2.5-VL", "Qwen3-VL", "GLM-4.1V", "MiniCPM-V 4.5", "Step3-VL")
 

@@ -14,8 +14,8 @@ from refvl.graphs import EncoderGraphManager, TraceGraph
 from refvl.graphs.manager import CapturedBudget
 from refvl.graphs.recorder import Operation
 from refvl.serving.model import VLM
+from refvl.study.report import Trace
 from refvl.study.stale import StaleReplay, replay_stale
-from refvl.trace import Trace
 from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.graphs import kind_of_operation, plot_stale_errors
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from refvl.pixels.media import load_image
 from refvl.positions import merge_block_coordinates
+from refvl.study.report import Trace
 from refvl.study.watch import SegmentAttention, media_attention, probabilities
-from refvl.trace import Trace
 from refvl.viz.explorers.base import Explorer
 
 MAX_PATCHES = 400  # of a picture: every patch's attention to every other one is kept
