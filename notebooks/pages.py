@@ -59,14 +59,14 @@ STATIONS = [
             ("encoders/grid.py", "encoders/resampler.py"), ("slices",)),
     Station("Graphs", "the tower recorded once and replayed", ("04", "05"),
             ("graphs/budgets.py", "graphs/packing.py", "graphs/buffers.py"), ("graph", "packing")),
-    Station("Devices", "many images, shared among several towers", ("09",), ("parallel.py",), ("assignment",)),
+    Station("Devices", "many images, shared among several towers", ("09",), ("serving/parallel.py",), ("assignment",)),
     Station("Pruning", "video tokens that did not change go", ("03",), ("positions/evs.py",), ("evs",)),
     Station("Positions", "time, height and width of every token", ("02", "06", "12"),
             ("positions/mrope.py", "positions/rotary.py"), ("positions", "mrope")),
     Station("Answer", "embeddings into the prompt, words out of it", ("00", "10"),
             ("merge.py", "pipeline.py", "trace.py"), ("attention", "families")),
     Station("Yours", "what it costs, and how to teach it more", ("11", "13"),
-            ("tools/costs.py", "encoders/linear.py", "adapters.py"), ()),
+            ("study/costs.py", "serving/linear.py", "serving/adapters.py"), ()),
 ]  # fmt: skip
 
 PAGE = """<!doctype html>

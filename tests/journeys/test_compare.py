@@ -18,6 +18,7 @@ from refvl.pixels import patches
 from refvl.study import releases as upstream
 from refvl.study.comparison import MANIFEST, TENSORS, Stages
 from refvl.study.recording import record_transformers
+from refvl.study.watch import keep_largest
 from refvl.tools import cli
 
 QWEN, GLM = DATA / "checkpoints" / "tiny-qwen2_5_vl", DATA / "checkpoints" / "tiny-glm4v"
@@ -103,13 +104,13 @@ def test_a_swapped_mean_is_found(theirs):
 
 def test_a_window_order_that_is_not_undone_is_found(monkeypatch, theirs):
     vlm = load()
-    plan = vlm.encoder.plan
+    plan = vlm.encoder.plan_checked
 
     def forgetful(layouts):
         metadata = plan(layouts)
         return replace(metadata, reverse_index=torch.arange(len(metadata.reverse_index)))
 
-    monkeypatch.setattr(vlm.encoder, "plan", forgetful)
+    monkeypatch.setattr(vlm.encoder, "plan_checked", forgetful)
     run = vlm.trace(**ASKED)
     first = refvl.compare(run, theirs).first
     assert first.name == "encode/0" and first.cause.startswith("order")
@@ -403,7 +404,6 @@ def test_float16_near_its_limit_is_warned_of_and_only_there():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert "!" not in overflowing("float32").trace("Hi", images=[SCENE], max_new_tokens=1).magnitude("encode")
-    trace = refvl.Trace(is_measured=True)
-    trace.keep_largest("encode", [torch.tensor([70_000.0])])
-    trace.keep_largest("merge", [torch.tensor([float("nan"), 1.0])])
+    trace = refvl.Trace(inputs_embeds=torch.tensor([float("nan"), 1.0]))
+    keep_largest(trace, {"encode": [torch.tensor([70_000.0])], "prefill": []})
     assert (trace.magnitude("encode"), trace.magnitude("merge")) == ("7e+04!", "nan!")
