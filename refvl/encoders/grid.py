@@ -62,11 +62,6 @@ class GridEncoder(Tower):
         """(t, h, w) per item, normalised; ValueError or TypeError for anything else and sides that do not merge."""
         return as_grids(grid_thw, spatial_merge_size=self.config.spatial_merge_size, name=name)
 
-    def item_size(self, grid: Grid) -> tuple[int, int, int]:
-        """(patch rows, output tokens, frames) of one item of `grid` patches."""
-        t, h, w = grid
-        return t * h * w, t * h * w // self.config.block_size, t
-
     def pixel_buffer(self, max_tokens: int) -> Tensor:
         """(patch rows, C*Tp*P*P) zeros for `max_tokens` output tokens."""
         rows = max_tokens * self.config.block_size
