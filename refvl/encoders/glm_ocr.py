@@ -18,7 +18,8 @@ The CPU plans, the device executes: `plan(grid_thw)` computes everything that de
 `forward` reads no value back and branches on no tensor. `GridEncoder` and `Tower` hold the border of both, the device,
 backends and weight names.
 
-Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension.
+Shape suffixes: N patches, M merged tokens of B = m * m patches, E tower width, D language width, H heads, K head
+dimension.
 Upstream: `GlmOcrVisionModel` (transformers).
 """
 
@@ -138,7 +139,7 @@ class GlmOcrVisionTransformer(GridEncoder):
         x_NE = self.patch_embed(patches_NC)
         for block in self.blocks:
             x_NE = block(x_NE, rotary, frames, backend)
-        x_MBE = self.post_layernorm(x_NE).unflatten(0, (-1, self.block_size))  # B = m * m patches of a merge block
+        x_MBE = self.post_layernorm(x_NE).unflatten(0, (-1, self.block_size))
         x_MD = self.downsample(x_MBE.transpose(1, 2).flatten(1))  # channel first, as the kernel is flattened
         return self.merger(x_MD)
 

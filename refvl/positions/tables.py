@@ -43,7 +43,7 @@ def interpolate_position_table(
 
 
 def sample_position_table(table: Tensor, grids: Sequence[Grid], m: int, *, mode: str, align_corners: bool) -> Tensor:
-    """`interpolate_position_table` of a table and of grids that are known to be good."""
+    """Compute `interpolate_position_table` for a table and grids that are known to be good. m: patches along a block."""
     side = math.isqrt(len(table))
     table_1DSS = table.float().view(side, side, -1).permute(2, 0, 1)[None]
     pieces = [table[:0]]
@@ -57,7 +57,10 @@ def sample_position_table(table: Tensor, grids: Sequence[Grid], m: int, *, mode:
 
 
 def _place_on_table(h: int, w: int, m: int, align_corners: bool) -> Tensor:
-    """(h * w, 2) float32: where each patch falls, (column, row); -1 and 1 are the table's edges, or its last places."""
+    """Return (h * w, 2) float32: the (column, row) of each patch on the table, as `F.grid_sample` reads them.
+
+    -1 and 1 are the table's edges, or with `align_corners` its first and last places.
+    """
     row_column = block_positions([(1, h, w)], m).numpy().astype(np.float32)
     if align_corners:
         place = row_column / np.array([max(h - 1, 1), max(w - 1, 1)], np.float32) * 2 - 1

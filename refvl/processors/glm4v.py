@@ -24,7 +24,6 @@ the model sees no difference, and prompts made there are read as well (`placehol
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -91,7 +90,8 @@ class Glm4vProcessor(ChatProcessor):
     def _video_extents(self, video: Video) -> MergedMedia:
         timestamps = video.timestamps  # true ones, also where the rate varies
         seconds = tuple(int(timestamps[place]) for place in self._frames_read(video)[::2])
-        return replace(self.merged("video", self._video_layout(video)), timestamps=seconds)
+        thw = self.merged("video", self._video_layout(video)).thw
+        return FramewiseMedia("video", thw, timestamps=seconds)
 
     def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
         """Return how the language model sees a medium of this layout: a video is t images.

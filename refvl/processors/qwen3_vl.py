@@ -9,7 +9,6 @@ template writes around a video, as in transformers 4.57; from 5.10 on it keeps t
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -47,7 +46,8 @@ class Qwen3VLProcessor(ChatProcessor):
 
     def _video_extents(self, video: Video) -> MergedMedia:
         seconds = tuple(seconds_of_steps(video.timestamps))
-        return replace(self.merged("video", self._video_layout(video)), timestamps=seconds)
+        thw = self.merged("video", self._video_layout(video)).thw
+        return FramewiseMedia("video", thw, timestamps=seconds)
 
     def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
         """Return how the language model sees a medium of this layout: a video is t images.
