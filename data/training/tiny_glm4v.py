@@ -198,7 +198,8 @@ class TinyGlm4v(TinyFamily):
         """Positions are weights: the table is sampled at every step, once for all media, because they look alike."""
         with torch.no_grad():
             plan = super().plan(tower, layouts, kept)
-        return replace(plan, position_embeds=tower.position_embeds(layouts[:1]).repeat(len(layouts), 1))
+        one = tower.plan(layouts[:1])
+        return replace(plan, position_embeds=one.position_embeds.repeat(len(layouts), 1))
 
     def place_media(
         self, ids: list[int], token: int, grid: tuple[int, int, int], seconds: tuple, encode: Callable

@@ -191,7 +191,8 @@ class TinyQwen3VL(TinyFamily):
         """Positions are weights: the table is sampled at every step, once for all media, because they look alike."""
         with torch.no_grad():
             plan = super().plan(tower, layouts, kept)
-        return replace(plan, position_embeds=tower.position_embeds(layouts[:1]).repeat(len(layouts), 1))
+        one = tower.plan(layouts[:1])
+        return replace(plan, position_embeds=one.position_embeds.repeat(len(layouts), 1))
 
     def deeper_features(self, deeper_BLW: Tensor) -> dict:
         """As transformers' text model takes them."""

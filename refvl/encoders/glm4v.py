@@ -11,26 +11,32 @@
        | merger           Linear - LayerNorm - GELU, then SwiGLU
     embeddings (M, D)                             M = N / m^2 tokens of the language model's width
 
-The tower gets positions twice: the table tells where in the image a patch lies, whatever the image's size; the rotary
-angles tell how many patches lie between two of them. Both depend on the grid (the first on the table as well), so both
-are planned: `plan(grid_thw)` computes them into `TableMetadata`, and `encode` reads no value back and branches on no
-tensor. What is not particular to this tower is imported from `refvl.encoders.frames`.
+The tower gets positions twice. The table tells where in the image a patch lies, whatever the image's size; the rotary
+angles tell how many patches lie between two patches. Both depend on the grid, and the first on the table as well.
 
-Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension.
+The CPU plans, the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
+`forward` reads no value back and branches on no tensor. `GridEncoder` and `Tower` hold the border of both, the device,
+backends and weight names.
+
+Shape suffixes: N patches, M merged tokens of B = m * m patches, E tower width, D language width, H heads, K head
+dimension.
 Upstream: `Glm4vVisionTransformer` (vLLM), `Glm4vVisionModel` and `Glm4vMoeVisionModel` (transformers).
 """
 
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.attention import Segments
+from refvl.attention import Segments, cumulative_lengths, group_segments, segment_capacity
 from refvl.checks import Grid
-from refvl.encoders.frames import PatchEmbed, SwiGLU, TableEncoder, TableMetadata, VisionBlock
-from refvl.encoders.grid import GridVisionConfig
-from refvl.positions.rotary import rotate
-from refvl.positions.tables import interpolate_position_table
+from refvl.encoders.grid import GridEncoder, GridVisionConfig
+from refvl.encoders.tower import to_device
+from refvl.positions.rotary import block_positions, rotary_cos_sin, rotary_factors_of, rotary_frequencies, rotate
+from refvl.positions.tables import sample_position_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,44 +71,135 @@ class Glm4vVisionConfig(GridVisionConfig):
         return (self.image_size // self.patch_size) ** 2
 
 
-class Glm4vVisionTransformer(TableEncoder):
+@dataclass(frozen=True, slots=True, eq=False)
+class VisionMetadata:
+    """What one forward needs besides pixels. `pad` says how a captured graph fills the rest of its buffer.
+
+    Fixed addresses, changing contents: the contract of a captured graph. Integers are baked in by a capture: there they
+    are capacities, and a replay must not exceed them. Rotary angles are computed from rows and columns where the tower
+    is: they are 40 times as many bytes. The frequencies are planned because a buffer of the module would be rounded by
+    `.to(torch.bfloat16)`.
+    """
+
+    cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (frames + 1,) int32, patches, leading 0
+    groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # frames of equal length; for sdpa alone
+    max_seqlen: int  # patches of the largest frame
+    positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch
+    frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
+    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: values of the table
+
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the rotary angles, each (N, K/2) float32."""
+        return rotary_cos_sin(self.positions, self.frequencies)
+
+    @property
+    def summary(self) -> str:
+        """Describe the plan in one line, for tables."""
+        return f"{len(self.cu_seqlens) - 1} frames"
+
+
+class Glm4vVisionTransformer(GridEncoder):
     """Patch rows in, embeddings of the language model's width out; equal to transformers' tower on the same weights."""
 
     config_class = Glm4vVisionConfig
     config: Glm4vVisionConfig
+    plan_reads_weights = True  # the position table: plan again after loading
 
     def __init__(self, config: Glm4vVisionConfig, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
-        c, E = config, config.hidden_size
-        self.patch_embed = PatchEmbed(c)
-        self.post_conv_layernorm = nn.RMSNorm(E, c.rms_norm_eps)
-        self.embeddings = nn.ModuleDict({"position_embedding": nn.Embedding(c.num_positions, E)})
-        self.blocks = nn.ModuleList(
-            VisionBlock(E, c.rms_norm_eps, VisionAttention(c), SwiGLU(E, c.out_hidden_size, bias=False))
-            for _ in range(c.depth)
-        )
-        self.post_layernorm = nn.RMSNorm(E, c.rms_norm_eps)
-        self.downsample = nn.Linear(E * c.block_size, c.out_hidden_size)
-        self.merger = PatchMerger(c.out_hidden_size, c.intermediate_size)
+        convolution = nn.Linear(self.patch_values, config.hidden_size)  # its stride is its kernel
+        self.patch_embed = nn.Sequential(OrderedDict(proj=convolution))
+        self.post_conv_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.embeddings = nn.ModuleDict({"position_embedding": nn.Embedding(config.num_positions, config.hidden_size)})
+        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
+        self.post_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.downsample = nn.Linear(config.hidden_size * config.block_size, config.out_hidden_size)
+        self.merger = PatchMerger(config.out_hidden_size, config.intermediate_size)
 
-    def position_embeds(self, grids: list[Grid]) -> Tensor:
-        """(N, E): the table, sampled bicubically at each patch's centre."""
+    def plan_checked(self, grids: Sequence[Grid]) -> VisionMetadata:
+        """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
+
+        grids: (t, h, w) per item, in patches, images and videos mixed. `plan` accepts tensors as well, and checks
+        them. Only the table is sampled on its own device.
+        """
+        m = self.config.spatial_merge_size
         table = self.get_parameter("embeddings.position_embedding.weight")
-        return interpolate_position_table(table, grids, spatial_merge_size=self.config.spatial_merge_size)
+        needs_groups = self.backend() == "sdpa"
+        frames = [h * w for t, h, w in grids for _ in range(t)]  # patches of each
+        cu_seqlens = cumulative_lengths(frames)
+        metadata = VisionMetadata(
+            cu_seqlens=cu_seqlens,
+            groups=group_segments(cu_seqlens) if needs_groups else None,
+            max_seqlen=max(frames, default=0),
+            positions=block_positions(grids, m).int(),
+            frequencies=rotary_frequencies(self.head_dim),
+            position_embeds=sample_position_table(table, grids, m, mode="bicubic", align_corners=False),
+        )
+        return to_device(metadata, self.device)
 
-    def encode(self, patches_NC: Tensor, metadata: TableMetadata, backend: str) -> Tensor:
-        """(N, C*Tp*P*P) -> (M, D)."""
+    def forward(
+        self,
+        pixel_values: Tensor,
+        grid_thw=None,
+        *,
+        metadata: VisionMetadata | None = None,
+        attention: str | None = None,
+    ) -> Tensor:
+        """(N, C*Tp*P*P) patch rows of all items -> (M, D) embeddings, items in order.
+
+        Give `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
+        a capture asks for one with static shapes. Raises ValueError when the rows do not match, and TypeError when they
+        hold no floating-point numbers.
+        """
+        patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
+        frames = Segments(metadata.cu_seqlens, metadata.groups, metadata.max_seqlen)
+        rotary = rotary_factors_of(metadata.positions, metadata.frequencies)  # for all blocks
         x_NE = self.post_conv_layernorm(self.patch_embed(patches_NC)) + metadata.position_embeds
-        rotary = metadata.rotary()
         for block in self.blocks:
-            x_NE = block(x_NE, rotary, metadata, backend)
-        x_MD = self.downsample(fold_blocks(self.post_layernorm(x_NE), self.config.block_size))
+            x_NE = block(x_NE, rotary, frames, backend)
+        x_MBE = self.post_layernorm(x_NE).unflatten(0, (-1, self.block_size))
+        x_MD = self.downsample(x_MBE.transpose(1, 2).flatten(1))  # channel first, as the kernel is flattened
         return self.merger(x_MD)
+
+    def item_size(self, grid: Grid) -> tuple[int, int, int]:
+        """Return (patch rows, output tokens, frames) of one item of `grid` patches."""
+        t, h, w = grid
+        return t * h * w, t * h * w // self.block_size, t
+
+    def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
+        """Return metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need.
+
+        Cumulative lengths describe one frame that holds everything, so that a warm-up runs on legal values.
+        """
+        patches = max_tokens * self.block_size
+        metadata = VisionMetadata(
+            **segment_capacity(patches, min(max_frames, max_tokens)),
+            positions=torch.zeros(patches, 2, dtype=torch.int32),
+            frequencies=rotary_frequencies(self.head_dim),
+            position_embeds=torch.zeros(patches, self.config.hidden_size, dtype=self.dtype),
+        )
+        return to_device(metadata, self.device)
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Of the patch embedding and the downsampling."""
-        return super().kernels | {"downsample.weight": downsample_kernel(self.config)}
+        """Return the kernel shapes of the patch embedding and of the downsampling."""
+        config, m = self.config, self.config.spatial_merge_size
+        return super().kernels | {"downsample.weight": (config.out_hidden_size, config.hidden_size, m, m)}
+
+
+class VisionBlock(nn.Module):
+    """x + attn(norm1(x)), then x + mlp(norm2(x))."""
+
+    def __init__(self, config: Glm4vVisionConfig):
+        super().__init__()
+        self.norm1 = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attn = VisionAttention(config)
+        self.norm2 = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.out_hidden_size, bias=False)
+
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], frames: Segments, backend: str) -> Tensor:
+        x_NE = x_NE + self.attn(self.norm1(x_NE), rotary, frames, backend)
+        return x_NE + self.mlp(self.norm2(x_NE))
 
 
 class VisionAttention(nn.Module):
@@ -114,29 +211,37 @@ class VisionAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.attention_bias)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
-        qk_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1)).tensor_split([2 * self.num_heads], dim=1)
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], frames: Segments, backend: str) -> Tensor:
+        qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
+        qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
         q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # in one pass: half as many kernels
-        return self.proj(segments.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
+        return self.proj(frames.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
-class PatchMerger(SwiGLU):
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PatchMerger(nn.Module):
     """Linear - LayerNorm - GELU, then SwiGLU, all at the language model's width."""
 
     def __init__(self, size: int, intermediate_size: int):
-        super().__init__(size, intermediate_size, bias=False)
+        super().__init__()
         self.proj = nn.Linear(size, size, bias=False)
         self.post_projection_norm = nn.LayerNorm(size)
+        self.gate_proj = nn.Linear(size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, size, bias=False)
 
     def forward(self, x_MD: Tensor) -> Tensor:
-        return super().forward(F.gelu(self.post_projection_norm(self.proj(x_MD))))
-
-
-def fold_blocks(x_NE: Tensor, block_size: int) -> Tensor:
-    """(N, E) -> (M, E*m*m): one row per merge block, channel first, as the downsampling kernel is flattened."""
-    return x_NE.unflatten(0, (-1, block_size)).transpose(1, 2).flatten(1)
-
-
-def downsample_kernel(config: GridVisionConfig) -> tuple[int, ...]:
-    """The shape of the downsampling in checkpoints, where it is a convolution."""
-    return (config.out_hidden_size, config.hidden_size, config.spatial_merge_size, config.spatial_merge_size)
+        x_MD = F.gelu(self.post_projection_norm(self.proj(x_MD)))
+        return self.down_proj(F.silu(self.gate_proj(x_MD)) * self.up_proj(x_MD))

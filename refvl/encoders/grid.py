@@ -1,4 +1,4 @@
-"""What the towers that read grids have in common, and no model is in: sizes, the border of `forward`, weight names.
+"""The parts that all towers on grids share: sizes, the check of a grid, weight names. No model is in them.
 
 An item is a grid (t, h, w) of patches, t = 1 for an image. Its rows lie in merge-block order, so that m * m consecutive
 rows become one token.
@@ -51,7 +51,7 @@ class GridVisionConfig(TowerConfig):
 
 
 class GridEncoder(Tower):
-    """Patch rows in, embeddings of the language model's width out. A tower adds its modules, `plan` and `encode`."""
+    """Patch rows in, embeddings of the language model's width out. A tower adds all that computes."""
 
     def __init__(self, config: Any, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
@@ -59,18 +59,16 @@ class GridEncoder(Tower):
         self.patch_values = config.patch_values  # C * Tp * P * P, in one row
 
     def check_layouts(self, grid_thw, *, name: str = "grid_thw") -> list[Grid]:
-        """(t, h, w) per item, normalised; ValueError or TypeError for anything else and sides that do not merge."""
+        """Return (t, h, w) per item, normalised.
+
+        Raises ValueError or TypeError for anything else, and for sides that are no multiples of the merge block's.
+        """
         return as_grids(grid_thw, spatial_merge_size=self.config.spatial_merge_size, name=name)
 
-    def item_size(self, grid: Grid) -> tuple[int, int, int]:
-        """(patch rows, output tokens, frames) of one item of `grid` patches."""
-        t, h, w = grid
-        return t * h * w, t * h * w // self.config.block_size, t
-
     def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """(patch rows, C*Tp*P*P) zeros for `max_tokens` output tokens."""
-        rows = max_tokens * self.config.block_size
-        return torch.zeros(rows, self.config.patch_values, dtype=self.dtype, device=self.device)
+        """Return (patch rows, C*Tp*P*P) zeros for `max_tokens` output tokens."""
+        rows = max_tokens * self.block_size
+        return torch.zeros(rows, self.patch_values, dtype=self.dtype, device=self.device)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load (checkpoint name, tensor) pairs strictly; returns the names of the parameters that were filled.

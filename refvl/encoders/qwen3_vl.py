@@ -1,39 +1,44 @@
-"""The Qwen3-VL vision tower, read downward; Qwen3.5's is the same without deepstack.
+"""The Qwen3-VL vision tower, read downward; Qwen3.5's is the same without DeepStack.
 
     patch rows (N, C*Tp*P*P)                      one row per patch, merge-block order
        | patch_embed      one matrix product (a convolution whose stride is its kernel)
        | [position_embeds] + a learned table of positions, sampled bilinearly, its corners on the image's corners
     (N, E)
        | depth x block    x + attn(norm1(x)); x + mlp(norm2(x)); attention inside frames, 2-D rotary
-       |   | deepstack_merger_list   behind the blocks in `deepstack_visual_indexes`: k times (M, D)
+       |   | deepstack_merger_list   after the blocks in `deepstack_visual_indexes`: k times (M, D)
     (N, E)
        | merger           LayerNorm, fold each m x m block, Linear - GELU - Linear
     rows (M, D * (1 + k))                         the embedding of a token, then what k language layers add to it
 
-Deepstack: the language model takes the tower's last features as embeddings, as ever, and adds those of k earlier blocks
-to the hidden states of the same tokens, the i-th behind its layer i. All features of a token travel in one wide row, so
-that pruning, graphs, sharding and files treat them as they do any row; `split` takes a batch of them apart.
+DeepStack: the language model takes the tower's last features as embeddings, and adds the features of k earlier blocks
+to the hidden states of the same tokens, the i-th after its layer i. All features of a token lie in one wide row, so
+that pruning, graphs, sharding and files treat it as any other row. `split` separates them again.
 
-The table and its sampled values are metadata, as GLM-4.1V's are. What is not particular to this tower is imported from
-`refvl.encoders.grid` and, the attention, from `refvl.encoders.qwen2_5_vl`.
+The CPU plans, the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
+`forward` reads no value back and branches on no tensor. The values sampled from the table are planned too; they depend
+on the grid and on the weights. `GridEncoder` and `Tower` hold the border of both, the device, backends, weight names.
 
-Shape suffixes: N patches, M merged tokens, E tower width, D language width, k deeper features, W = D * (1 + k).
+Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension, k DeepStack
+features, W = D * (1 + k).
 Upstream: `Qwen3_VisionTransformer` (vLLM); `Qwen3VLVisionModel`, `Qwen3VLMoeVisionModel`, `Qwen3_5VisionModel` and
 `Qwen3_5MoeVisionModel` (transformers).
 """
 
 import math
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from refvl.attention import Segments, cumulative_lengths, group_segments, segment_capacity
 from refvl.checks import Grid, check_shape
-from refvl.encoders.frames import PatchEmbed, TableEncoder, TableMetadata, VisionBlock
-from refvl.encoders.grid import GridVisionConfig
-from refvl.encoders.qwen2_5_vl import VisionAttention
-from refvl.positions.tables import interpolate_position_table
+from refvl.encoders.grid import GridEncoder, GridVisionConfig
+from refvl.encoders.tower import to_device
+from refvl.positions.rotary import block_positions, rotary_cos_sin, rotary_factors_of, rotary_frequencies, rotate
+from refvl.positions.tables import sample_position_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,47 +78,185 @@ class Qwen3VLVisionConfig(GridVisionConfig):
         )  # fmt: skip
 
 
-class Qwen3VLVisionTransformer(TableEncoder):
+@dataclass(frozen=True, slots=True, eq=False)
+class VisionMetadata:
+    """What one forward needs besides pixels. `pad` says how a captured graph fills the rest of its buffer.
+
+    Fixed addresses, changing contents: the contract of a captured graph. Integers are baked in by a capture: there they
+    are capacities, and a replay must not exceed them. Rotary angles are computed from rows and columns where the tower
+    is: they are 40 times as many bytes. The frequencies are planned because a buffer of the module would be rounded by
+    `.to(torch.bfloat16)`.
+    """
+
+    cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (frames + 1,) int32, patches, leading 0
+    groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # frames of equal length; for sdpa alone
+    max_seqlen: int  # patches of the largest frame
+    positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch
+    frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
+    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: values of the table
+
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the rotary angles, each (N, K/2) float32."""
+        return rotary_cos_sin(self.positions, self.frequencies)
+
+    @property
+    def summary(self) -> str:
+        """Describe the plan in one line, for tables."""
+        return f"{len(self.cu_seqlens) - 1} frames"
+
+
+class Qwen3VLVisionTransformer(GridEncoder):
     """Patch rows in, wide rows out; equal to transformers' tower on the same weights."""
 
     config_class = Qwen3VLVisionConfig
     config: Qwen3VLVisionConfig
+    plan_reads_weights = True  # the position table: plan again after loading
 
     def __init__(self, config: Qwen3VLVisionConfig, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
-        c, E = config, config.hidden_size
-        self.patch_embed = PatchEmbed(c)
-        self.pos_embed = nn.Embedding(c.num_position_embeddings, E)
-        self.blocks = nn.ModuleList(
-            VisionBlock(E, c.norm_eps, VisionAttention(c), VisionMLP(E, c.intermediate_size), norm=nn.LayerNorm)
-            for _ in range(c.depth)
+        convolution = nn.Linear(self.patch_values, config.hidden_size)  # its stride is its kernel
+        self.patch_embed = nn.Sequential(OrderedDict(proj=convolution))
+        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
+        self.merger = PatchMerger(config, normed=config.hidden_size)
+        self.deepstack_merger_list = nn.ModuleList(
+            PatchMerger(config, normed=config.hidden_size * config.block_size) for _ in config.deepstack_visual_indexes
         )
-        self.merger = PatchMerger(c, E)
-        self.deepstack_merger_list = nn.ModuleList(PatchMerger(c, E * c.block_size) for _ in c.deepstack_visual_indexes)
 
-    def position_embeds(self, grids: list[Grid]) -> Tensor:
-        """(N, E): the table, sampled bilinearly, its corners on the image's corners."""
-        return interpolate_position_table(
-            self.pos_embed.weight, grids, spatial_merge_size=self.config.spatial_merge_size,
-            mode="bilinear", align_corners=True,
-        )  # fmt: skip
+    def plan_checked(self, grids: Sequence[Grid]) -> VisionMetadata:
+        """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
 
-    def encode(self, patches_NC: Tensor, metadata: TableMetadata, backend: str) -> Tensor:
-        """(N, C*Tp*P*P) -> (M, W)."""
+        grids: (t, h, w) per item, in patches, images and videos mixed. `plan` accepts tensors as well, and checks
+        them. Only the table is sampled on its own device.
+        """
+        m = self.config.spatial_merge_size
+        table = self.pos_embed.weight
+        needs_groups = self.backend() == "sdpa"
+        frames = [h * w for t, h, w in grids for _ in range(t)]  # patches of each
+        cu_seqlens = cumulative_lengths(frames)
+        metadata = VisionMetadata(
+            cu_seqlens=cu_seqlens,
+            groups=group_segments(cu_seqlens) if needs_groups else None,
+            max_seqlen=max(frames, default=0),
+            positions=block_positions(grids, m).int(),
+            frequencies=rotary_frequencies(self.head_dim),
+            position_embeds=sample_position_table(table, grids, m, mode="bilinear", align_corners=True),
+        )
+        return to_device(metadata, self.device)
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        grid_thw=None,
+        *,
+        metadata: VisionMetadata | None = None,
+        attention: str | None = None,
+    ) -> Tensor:
+        """(N, C*Tp*P*P) patch rows of all items -> (M, W) wide rows, items in order.
+
+        Give `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
+        a capture asks for one with static shapes. Raises ValueError when the rows do not match, and TypeError when they
+        hold no floating-point numbers.
+        """
+        patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
+        frames = Segments(metadata.cu_seqlens, metadata.groups, metadata.max_seqlen)
+        rotary = rotary_factors_of(metadata.positions, metadata.frequencies)  # for all blocks
         mergers = dict(zip(self.config.deepstack_visual_indexes, self.deepstack_merger_list, strict=True))
-        x_NE, deeper = self.patch_embed(patches_NC) + metadata.position_embeds, list[Tensor]()
-        rotary = metadata.rotary()
+        deeper = list[Tensor]()  # k of (M, D)
+        x_NE = self.patch_embed(patches_NC) + metadata.position_embeds
         for i, block in enumerate(self.blocks):
-            x_NE = block(x_NE, rotary, metadata, backend)
+            x_NE = block(x_NE, rotary, frames, backend)
             if i in mergers:
-                deeper.append(mergers[i](x_NE))  # (M, D)
+                deeper.append(mergers[i](x_NE))
         return torch.cat([self.merger(x_NE), *deeper], dim=1)
 
     def split(self, rows_MW: Tensor) -> tuple[Tensor, Tensor]:
-        """Wide rows (M, W) -> embeddings (M, D) and deeper features (k, M, D), the earliest block's first."""
+        """Wide rows (M, W) -> embeddings (M, D) and DeepStack features (k, M, D), the earliest block's first."""
         D, k = self.config.out_hidden_size, len(self.config.deepstack_visual_indexes)
         check_shape(rows_MW, ("M", ("channels", D * (1 + k))), "rows")
         return rows_MW[:, :D], rows_MW[:, D:].unflatten(1, (k, D)).transpose(0, 1)
+
+    def item_size(self, grid: Grid) -> tuple[int, int, int]:
+        """Return (patch rows, output tokens, frames) of one item of `grid` patches."""
+        t, h, w = grid
+        return t * h * w, t * h * w // self.block_size, t
+
+    def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
+        """Return metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need.
+
+        Cumulative lengths describe one frame that holds everything, so that a warm-up runs on legal values.
+        """
+        patches = max_tokens * self.block_size
+        metadata = VisionMetadata(
+            **segment_capacity(patches, min(max_frames, max_tokens)),
+            positions=torch.zeros(patches, 2, dtype=torch.int32),
+            frequencies=rotary_frequencies(self.head_dim),
+            position_embeds=torch.zeros(patches, self.config.hidden_size, dtype=self.dtype),
+        )
+        return to_device(metadata, self.device)
+
+
+class VisionBlock(nn.Module):
+    """x + attn(norm1(x)), then x + mlp(norm2(x))."""
+
+    def __init__(self, config: Qwen3VLVisionConfig):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.hidden_size, config.norm_eps)
+        self.attn = VisionAttention(config)
+        self.norm2 = nn.LayerNorm(config.hidden_size, config.norm_eps)
+        self.mlp = VisionMLP(config)
+
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], frames: Segments, backend: str) -> Tensor:
+        x_NE = x_NE + self.attn(self.norm1(x_NE), rotary, frames, backend)
+        return x_NE + self.mlp(self.norm2(x_NE))
+
+
+class VisionAttention(nn.Module):
+    """Fused q, k, v with bias; rotary on q and k; every patch attends within its own frame."""
+
+    def __init__(self, config: Qwen3VLVisionConfig):
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], frames: Segments, backend: str) -> Tensor:
+        qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
+        qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # in one pass: half as many kernels
+        return self.proj(frames.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
+
+
+class VisionMLP(nn.Module):
+    """fc2(gelu(fc1(x))), the GELU by its tanh formula."""
+
+    def __init__(self, config: Qwen3VLVisionConfig):
+        super().__init__()
+        self.linear_fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.linear_fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x_NE: Tensor) -> Tensor:
+        return self.linear_fc2(F.gelu(self.linear_fc1(x_NE), approximate="tanh"))
+
+
+class PatchMerger(nn.Module):
+    """Fold each m x m block of patches into one token.
+
+    normed: how many values are normalised together. The last merger normalises the E values of a patch; the mergers of
+    DeepStack normalise the m * m * E values of a block.
+    """
+
+    def __init__(self, config: Qwen3VLVisionConfig, *, normed: int):
+        super().__init__()
+        self.normed = normed
+        self.folded = config.hidden_size * config.block_size
+        self.norm = nn.LayerNorm(normed, eps=config.norm_eps)
+        self.linear_fc1 = nn.Linear(self.folded, self.folded)
+        self.linear_fc2 = nn.Linear(self.folded, config.out_hidden_size)
+
+    def forward(self, x_NE: Tensor) -> Tensor:
+        x_MF = self.norm(x_NE.view(-1, self.normed)).view(-1, self.folded)
+        return self.linear_fc2(F.gelu(self.linear_fc1(x_MF)))  # (M, D)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,33 +278,3 @@ class Qwen3_5VisionTransformer(Qwen3VLVisionTransformer):
     """Patch rows in, embeddings out: the tower of Qwen3-VL with k = 0."""
 
     config_class = Qwen3_5VisionConfig
-
-
-class VisionMLP(nn.Module):
-    """fc2(gelu(fc1(x))), the GELU by its tanh formula."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int):
-        super().__init__()
-        self.linear_fc1 = nn.Linear(hidden_size, intermediate_size)
-        self.linear_fc2 = nn.Linear(intermediate_size, hidden_size)
-
-    def forward(self, x_NE: Tensor) -> Tensor:
-        return self.linear_fc2(F.gelu(self.linear_fc1(x_NE), approximate="tanh"))
-
-
-class PatchMerger(nn.Module):
-    """Fold each m x m block of patches into one token; `normed` values are normalised together.
-
-    Those of one patch (E) in the last merger, those of the whole block (m * m * E) in deepstack's.
-    """
-
-    def __init__(self, config: Qwen3VLVisionConfig, normed: int):
-        super().__init__()
-        self.normed, self.folded = normed, config.hidden_size * config.block_size
-        self.norm = nn.LayerNorm(normed, eps=config.norm_eps)
-        self.linear_fc1 = nn.Linear(self.folded, self.folded)
-        self.linear_fc2 = nn.Linear(self.folded, config.out_hidden_size)
-
-    def forward(self, x_NE: Tensor) -> Tensor:
-        x_MF = self.norm(x_NE.view(-1, self.normed)).view(-1, self.folded)
-        return self.linear_fc2(F.gelu(self.linear_fc1(x_MF)))  # (M, D)

@@ -6,6 +6,7 @@ table at all.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from refvl.arguments import as_grids
-from refvl.checks import check_floats, check_positive_int, check_shape
-from refvl.positions.rotary import merge_block_coordinates
+from refvl.checks import Grid, check_floats, check_positive_int, check_shape
+from refvl.positions.rotary import block_positions
 
 MODES = ("bicubic", "bilinear", "nearest")
 
@@ -36,11 +37,18 @@ def interpolate_position_table(
     """
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {MODES}, got {mode!r}")
-    side = _square_side(table)
+    _square_side(table)
+    grids = as_grids(grid_thw, spatial_merge_size=spatial_merge_size)
+    return sample_position_table(table, grids, spatial_merge_size, mode=mode, align_corners=align_corners)
+
+
+def sample_position_table(table: Tensor, grids: Sequence[Grid], m: int, *, mode: str, align_corners: bool) -> Tensor:
+    """Compute `interpolate_position_table` for a table and grids that are known to be good; m: `spatial_merge_size`."""
+    side = math.isqrt(len(table))
     table_1DSS = table.float().view(side, side, -1).permute(2, 0, 1)[None]
     pieces = [table[:0]]
-    for t, h, w in as_grids(grid_thw, spatial_merge_size=spatial_merge_size):
-        place_N2 = _place_on_table(h, w, spatial_merge_size, align_corners).to(table.device, non_blocking=True)
+    for t, h, w in grids:
+        place_N2 = _place_on_table(h, w, m, align_corners).to(table.device, non_blocking=True)
         sampled_1DN1 = F.grid_sample(
             table_1DSS, place_N2[None, :, None], mode=mode, padding_mode="border", align_corners=align_corners
         )
@@ -48,9 +56,12 @@ def interpolate_position_table(
     return torch.cat(pieces)
 
 
-def _place_on_table(h: int, w: int, spatial_merge_size: int, align_corners: bool) -> Tensor:
-    """(h * w, 2) float32: where each patch falls, (column, row); -1 and 1 are the table's edges, or its last places."""
-    row_column = merge_block_coordinates([(1, h, w)], spatial_merge_size=spatial_merge_size).numpy().astype(np.float32)
+def _place_on_table(h: int, w: int, m: int, align_corners: bool) -> Tensor:
+    """Return (h * w, 2) float32: the (column, row) of each patch on the table, as `F.grid_sample` reads them.
+
+    -1 and 1 are the table's edges, or with `align_corners` its first and last places.
+    """
+    row_column = block_positions([(1, h, w)], m).numpy().astype(np.float32)
     if align_corners:
         place = row_column / np.array([max(h - 1, 1), max(w - 1, 1)], np.float32) * 2 - 1
     else:

@@ -72,7 +72,7 @@ def sample_video_frames(
         indices = _sample_glm46v(fps, total, duration, max_frames, step)
     else:
         indices = _sample_glmga(fps, total, duration, max_frames, target_fps)
-    indices = _distinct_and_even(indices)
+    indices = distinct_and_even(indices)
     return FrameSample(indices, [int(index / fps) for index in indices[::2]])
 
 
@@ -131,7 +131,7 @@ def _spread(first: int, last: int, count: int) -> list[int]:
     return np.linspace(first, last, count, dtype=int).tolist()
 
 
-def _distinct_and_even(indices: Sequence[int]) -> list[int]:
+def distinct_and_even(indices: Sequence[int]) -> list[int]:
     """[0, 0, 3, 5] -> [0, 3, 5, 5]: duplicates dropped in order, the last repeated when the count is odd."""
     distinct = list(dict.fromkeys(indices))
     return distinct + distinct[-1:] * (len(distinct) % 2)

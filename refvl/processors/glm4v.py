@@ -36,8 +36,7 @@ from refvl.checks import Grid, read_json
 from refvl.merge import FramewiseMedia, MergedMedia
 from refvl.pixels.media import Video, load_video
 from refvl.pixels.patch_configs import Glm4vPatchConfig, GlmgaPatchConfig
-from refvl.pixels.patches import merged_grid
-from refvl.positions.timestamps import FrameSample, sample_video_frames
+from refvl.positions.timestamps import distinct_and_even, sample_video_frames
 from refvl.processors.chat import ChatProcessor
 
 
@@ -80,34 +79,38 @@ class Glm4vProcessor(ChatProcessor):
         )  # fmt: skip
         return list(dict.fromkeys(chosen.indices))
 
-    def _sample_of(self, video: Video) -> FrameSample:
-        """Which of a sampled video's frames are read, each once but for the last."""
-        return sample_video_frames(
-            self.variant, fps=video.source_fps, total_num_frames=video.total_num_frames, do_sample_frames=False,
-            frames_indices=video.indices,
-        )  # fmt: skip
-
     def _frames_read(self, video: Video) -> list[int]:
-        """Pixels and seconds come from one `FrameSample`, so that there are as many of both."""
+        """Return the places of the frames that become patch rows: each frame once, the last twice in an odd number.
+
+        The seconds of the prompt are read from the same places, so that there is one for every two frames.
+        """
         places = {index: place for place, index in enumerate(video.indices)}
-        return [places[index] for index in self._sample_of(video).indices]
+        return [places[index] for index in distinct_and_even(video.indices)]
 
     def _video_extents(self, video: Video) -> MergedMedia:
         timestamps = video.timestamps  # true ones, also where the rate varies
         seconds = tuple(int(timestamps[place]) for place in self._frames_read(video)[::2])
-        return FramewiseMedia("video", merged_grid(self._video_layout(video), self.merge_size), timestamps=seconds)
+        thw = self.merged("video", self._video_layout(video)).thw
+        return FramewiseMedia("video", thw, timestamps=seconds)
 
     def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
-        """A video is t images; second_per_grid is not read, because the prompt says the time."""
-        return (FramewiseMedia if kind == "video" else MergedMedia)(kind, merged_grid(layout, self.merge_size))
+        """Return how the language model sees a medium of this layout: a video is t images.
+
+        second_per_grid is not read, because the prompt says the time.
+        """
+        t, h, w = layout
+        thw = (t, h // self.merge_size, w // self.merge_size)
+        return FramewiseMedia(kind, thw) if kind == "video" else MergedMedia(kind, thw)
 
     def expand(self, token: int, medium: MergedMedia) -> list[int]:
-        """An image's token repeated; for a video everything between begin and end of video."""
+        """Return the ids of a medium: an image's token repeated; all that lies between begin and end of a video."""
         if not isinstance(medium, FramewiseMedia):
-            return super().expand(token, medium)
-        config, frame_token, ids = self.config, self.token_ids[self.frame_kind], []
-        for (_, h, w), second in zip(medium.runs, medium.timestamps, strict=True):
-            ids += [config.image_start_token_id, *[frame_token] * (h * w), config.image_end_token_id]
+            return [token] * medium.num_tokens
+        _, h, w = medium.thw
+        frame = [self.token_ids[self.frame_kind]] * (h * w)
+        ids = list[int]()
+        for second in medium.timestamps:
+            ids += [self.config.image_start_token_id, *frame, self.config.image_end_token_id]
             ids += self.tokenizer.encode(self.timestamp_format.format(second), add_special_tokens=False)
         return ids
 

@@ -18,7 +18,6 @@ from refvl.checks import Grid, check_positive, check_positive_ints
 from refvl.merge import FramewiseMedia, MergedMedia
 from refvl.pixels.media import Video, load_video
 from refvl.pixels.patch_configs import Qwen3VLPatchConfig
-from refvl.pixels.patches import merged_grid
 from refvl.processors.chat import ChatProcessor
 
 RULE = ("fps", "min_frames", "max_frames")
@@ -47,20 +46,27 @@ class Qwen3VLProcessor(ChatProcessor):
 
     def _video_extents(self, video: Video) -> MergedMedia:
         seconds = tuple(seconds_of_steps(video.timestamps))
-        return FramewiseMedia("video", merged_grid(self._video_layout(video), self.merge_size), timestamps=seconds)
+        thw = self.merged("video", self._video_layout(video)).thw
+        return FramewiseMedia("video", thw, timestamps=seconds)
 
     def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
-        """A video is t images; second_per_grid is not read, because the prompt says the time."""
-        return (FramewiseMedia if kind == "video" else MergedMedia)(kind, merged_grid(layout, self.merge_size))
+        """Return how the language model sees a medium of this layout: a video is t images.
+
+        second_per_grid is not read, because the prompt says the time.
+        """
+        t, h, w = layout
+        thw = (t, h // self.merge_size, w // self.merge_size)
+        return FramewiseMedia(kind, thw) if kind == "video" else MergedMedia(kind, thw)
 
     def expand(self, token: int, medium: MergedMedia) -> list[int]:
-        """An image's token repeated; for a video its frames, each behind its second and between marks."""
+        """Return the ids of a medium: an image's token repeated; a video's frames, each after its second."""
         if not isinstance(medium, FramewiseMedia):
-            return super().expand(token, medium)
+            return [token] * medium.num_tokens
+        _, h, w = medium.thw
+        frame = [self.config.vision_start_token_id, *[token] * (h * w), self.config.vision_end_token_id]
         ids = list[int]()
-        for (_, h, w), second in zip(medium.runs, medium.timestamps, strict=True):
-            ids += self.tokenizer.encode(f"<{second:.1f} seconds>", add_special_tokens=False)
-            ids += [self.config.vision_start_token_id, *[token] * (h * w), self.config.vision_end_token_id]
+        for second in medium.timestamps:
+            ids += self.tokenizer.encode(f"<{second:.1f} seconds>", add_special_tokens=False) + frame
         return ids
 
     def apply_template(self, messages: Sequence[dict], **options) -> str:

@@ -8,7 +8,7 @@ from closeness import assert_agree
 from graph_families import GRIDS, build, make_case
 
 from refvl.attention import Segments, cumulative_lengths
-from refvl.encoders.frames import SwiGLU
+from refvl.encoders.glm4v import SwiGLU
 from refvl.graphs.recorder import refuse_read_back
 
 LAYOUTS = {"MiniCPM-V 4.5": ((5, 6),), "Step3-VL": (0, 0)}  # others: a grid
