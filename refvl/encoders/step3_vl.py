@@ -63,10 +63,9 @@ class Step3VisionConfig(TowerConfig):
     def __post_init__(self):
         TowerConfig.__post_init__(self)
         for name in ("image_size", "crop_size"):
-            if getattr(self, name) < 2 * self.patch_size:
-                raise ValueError(
-                    f"{name}: must be at least two patches of {self.patch_size}, got {getattr(self, name)}"
-                )
+            size = getattr(self, name)
+            if size < 2 * self.patch_size:
+                raise ValueError(f"{name}: must be at least two patches of {self.patch_size}, got {size}")
 
     @classmethod
     def from_hf(
@@ -297,16 +296,15 @@ class VisionTransformer(nn.Module):
     def __init__(self, config: Step3VisionConfig):
         super().__init__()
         self.embeddings = VisionEmbeddings(config)
-        self.transformer = nn.ModuleDict(
-            {"layers": nn.ModuleList(VisionLayer(config) for _ in range(config.num_hidden_layers))}
-        )
+        layers = nn.ModuleList(VisionLayer(config) for _ in range(config.num_hidden_layers))
+        self.transformer = nn.ModuleDict({"layers": layers})
 
     def forward(self, rows_NC: Tensor, position_embeds: Tensor, backend: str) -> Tensor:
         x_BTE = self.embeddings(rows_NC, position_embeds)
         B, T, _ = x_BTE.shape
         places_BT = torch.arange(B * T, device=x_BTE.device).view(B, T)  # known from the shape: in a graph, too
         segments = Segments(torch.arange(0, B * T + 1, T, dtype=torch.int32, device=x_BTE.device), (places_BT,), T)
-        x_NE = x_BTE.flatten(0, 1)
+        x_NE = x_BTE.flatten(0, 1)  # from here on N counts the tokens of all squares
         for layer in self.transformer["layers"].children():
             x_NE = layer(x_NE, segments, backend)
         return x_NE.unflatten(0, (B, T))

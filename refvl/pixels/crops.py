@@ -106,8 +106,8 @@ class CropLayout(NamedTuple):
     @property
     def newline_mask(self) -> tuple[bool, ...]:
         """Per crop, whether a newline mark follows it. Upstream: `patch_newline_mask`."""
-        ends = (column == self.columns - 1 for _ in range(self.rows) for column in range(self.columns))
-        return tuple(end and i < self.crops - 1 for i, end in enumerate(ends))
+        last = self.crops - 1
+        return tuple((i + 1) % self.columns == 0 and i < last for i in range(self.crops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,8 @@ def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPl
     >>> plan_crops(1024, 768).layout
     CropLayout(rows=2, columns=2)
     """
-    return plan_cuts(*check_positive_ints(width=width, height=height), config)
+    width, height = check_positive_ints(width=width, height=height)
+    return plan_cuts(width, height, config)
 
 
 def plan_cuts(width: int, height: int, config: CropConfig) -> CropPlan:
