@@ -130,13 +130,13 @@ class VisionMetadata:
     local_position_embeds: Tensor  # (1 + n_l^2, E) in the tower's dtype, the class token's first
     global_position_embeds: Tensor  # (1 + n_g^2, E)
     order: Tensor  # (M,) int64: all crops' tokens, then all overviews', into the order of the images
-    num_crops: int
-    num_images: int
 
     @property
     def summary(self) -> str:
         """One line for tables."""
-        return f"{self.num_crops} crops, {self.num_images} overviews"
+        crops = len(self.local_rows) // (len(self.local_position_embeds) - 1)
+        overviews = len(self.global_rows) // (len(self.global_position_embeds) - 1)
+        return f"{crops} crops, {overviews} overviews"
 
 
 class Step3VisionEncoder(Tower):
@@ -177,8 +177,6 @@ class Step3VisionEncoder(Tower):
             local_position_embeds=self.position_embeds(self.crop_side),
             global_position_embeds=self.position_embeds(self.image_side),
             order=places.argsort(),
-            num_crops=sum(crops),
-            num_images=len(layouts),
         )
         return to_device(metadata, self.device)
 

@@ -91,12 +91,9 @@ class Step3TextModel(PreTrainedModel):
             start = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(start, start + x_BLD.shape[1], device=x_BLD.device)[None]
         mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=x_BLD,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
+            config=self.config, inputs_embeds=x_BLD, attention_mask=attention_mask,
+            past_key_values=past_key_values, position_ids=position_ids,
+        )  # fmt: skip
         rotary = text_rotary(position_ids, self.config, x_BLD.dtype)
         for layer in self.layers:
             x_BLD = layer(x_BLD, rotary, mask, past_key_values, **kwargs)

@@ -9,22 +9,17 @@ import math
 import numpy as np
 from PIL import Image
 
-BILINEAR = Image.Resampling.BILINEAR
-TRANSPOSE = Image.Transpose.TRANSPOSE
-
 
 def resize_as_square(image: Image.Image, size: int) -> Image.Image:
     """An RGB strip in the top left of a black square as wide as its long side, resized to `size` pixels per side."""
     side = max(image.size)
-    if size == side:
-        strip = image
-    elif image.width > image.height:
-        rows = image.resize((size, image.height), BILINEAR)
+    if image.width > image.height:
+        rows = image.resize((size, image.height), Image.Resampling.BILINEAR)
         strip = Image.fromarray(_shrink_rows(np.asarray(rows), side, size))
     else:
-        columns = _shrink_rows(np.asarray(image.transpose(TRANSPOSE)), side, size)
-        strip = Image.fromarray(columns).transpose(TRANSPOSE)
-        strip = strip.resize((strip.width, size), BILINEAR)
+        columns = np.asarray(image).swapaxes(0, 1)
+        strip = Image.fromarray(_shrink_rows(columns, side, size).swapaxes(0, 1))
+        strip = strip.resize((strip.width, size), Image.Resampling.BILINEAR)
     square = Image.new("RGB", (size, size))
     square.paste(strip, (0, 0))
     return square
