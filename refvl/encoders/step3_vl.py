@@ -15,29 +15,28 @@
 
 An image is one overview and any number of crops (`refvl.pixels.crops`), so a batch holds squares of two sizes. They do
 not attend to each other: `plan(layouts)` says which patch rows belong to which size, each size runs as one stack, and
-the embeddings are put back in the order of the prompt, crops first. `paths` offers the two stacks to graphs.
+the embeddings are put back in the order of the prompt, crops first. `paths` offers the two stacks to graphs
+(`refvl.encoders.step3_paths`). Device, backends and weight names are `Tower`'s.
 
 Shape suffixes: B squares, N patch rows, T tokens of a square, M output tokens, E tower width, D language width,
 H heads, K head dimension. Upstream: `Step3VisionTransformer` and `Step3VLForConditionalGeneration` (vLLM).
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.arguments import as_grids
 from refvl.attention import Segments
-from refvl.checks import Grid, check_pixel_rows, check_shape
+from refvl.checks import Grid, check_pixel_rows
 from refvl.encoders.config import TowerConfig
-from refvl.encoders.tower import Tower
+from refvl.encoders.step3_paths import SquarePath
+from refvl.encoders.tower import Tower, to_device
 from refvl.encoders.weights import config_dict, config_values
 from refvl.pixels.crops import CropLayout, as_crop_layouts, count_square_tokens, square_patch_rows
-from refvl.positions.tables import resize_position_table
 
 CLASS_TOKENS = 4
 
@@ -64,10 +63,9 @@ class Step3VisionConfig(TowerConfig):
     def __post_init__(self):
         TowerConfig.__post_init__(self)
         for name in ("image_size", "crop_size"):
-            if getattr(self, name) < 2 * self.patch_size:
-                raise ValueError(
-                    f"{name}: must be at least two patches of {self.patch_size}, got {getattr(self, name)}"
-                )
+            size = getattr(self, name)
+            if size < 2 * self.patch_size:
+                raise ValueError(f"{name}: must be at least two patches of {self.patch_size}, got {size}")
 
     @classmethod
     def from_hf(
@@ -83,15 +81,19 @@ class Step3VisionConfig(TowerConfig):
         hidden_size: the language model's. What is None is read from the whole model's config, if that was given.
         Unknown keys are ignored.
         """
-        values, whole = config_values(config, cls, activation=cls.activation), config_dict(config)
-        whole = whole if "vision_config" in whole else {}
+        values = config_values(config, cls, activation=cls.activation)
+        whole = config_dict(config)
         given = {
-            "understand_projector_stride": (understand_projector_stride, whole.get("understand_projector_stride")),
-            "out_hidden_size": (hidden_size, whole.get("hidden_size"), whole.get("text_config", {}).get("hidden_size")),
-            "projector_bias": (projector_bias, whole.get("projector_bias")),
+            "understand_projector_stride": understand_projector_stride,
+            "hidden_size": hidden_size,
+            "projector_bias": projector_bias,
         }
-        known = {name: next((v for v in options if v is not None), None) for name, options in given.items()}
-        return cls(**(values | {name: value for name, value in known.items() if value is not None}))
+        sources = [whole.get("text_config", {}), whole, given] if "vision_config" in whole else [given]
+        for source in sources:  # a later one wins
+            for name in given:
+                if source.get(name) is not None:
+                    values["out_hidden_size" if name == "hidden_size" else name] = source[name]
+        return cls(**values)
 
     @classmethod
     def tiny(cls) -> "Step3VisionConfig":
@@ -121,108 +123,62 @@ class Step3VisionConfig(TowerConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata:
-    """What one forward over images needs besides pixels. Graphs capture the two stacks instead (`StackMetadata`)."""
+    """What one forward over images needs besides pixels. Graphs capture the two stacks instead: `StackMetadata`."""
 
     local_rows: Tensor  # (crops * n_l^2,) int64: which patch rows are crops'
     global_rows: Tensor  # (overviews * n_g^2,) int64
     local_position_embeds: Tensor  # (1 + n_l^2, E) in the tower's dtype, the class token's first
     global_position_embeds: Tensor  # (1 + n_g^2, E)
     order: Tensor  # (M,) int64: all crops' tokens, then all overviews', into the order of the images
-    num_crops: int
-    num_images: int
 
     @property
     def summary(self) -> str:
         """One line for tables."""
-        return f"{self.num_crops} crops, {self.num_images} overviews"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StackMetadata:
-    """What a stack of equal squares needs besides pixels: the rest follows from its shape."""
-
-    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (1 + n^2, E), the same for every stack of a path
+        crops = len(self.local_rows) // (len(self.local_position_embeds) - 1)
+        overviews = len(self.global_rows) // (len(self.global_position_embeds) - 1)
+        return f"{crops} crops, {overviews} overviews"
 
 
 class Step3VisionEncoder(Tower):
     """Squares in, embeddings of the language model's width out; parameter names are the checkpoint's."""
 
     config_class = Step3VisionConfig
+    config: Step3VisionConfig
     plan_reads_weights = True  # the position table: a plan is stale when the weights change
 
     def __init__(self, config: Step3VisionConfig, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
-        c = config
         self.vision_model = VisionTransformer(config)
-        self.vit_downsampler = nn.Conv2d(c.hidden_size, c.output_hidden_size, 2, stride=c.understand_projector_stride)
-        self.vit_downsampler2 = nn.Conv2d(c.output_hidden_size, 2 * c.output_hidden_size, 3, stride=2, padding=1)
+        width = config.output_hidden_size
+        self.vit_downsampler = nn.Conv2d(config.hidden_size, width, 2, stride=config.understand_projector_stride)
+        self.vit_downsampler2 = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
         for convolution in (self.vit_downsampler, self.vit_downsampler2):  # their input has its channels last, too
             convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's types leave it out
-        self.vit_large_projector = nn.Linear(2 * c.output_hidden_size, c.out_hidden_size, bias=c.projector_bias)
+        self.vit_large_projector = nn.Linear(2 * width, config.out_hidden_size, bias=config.projector_bias)
+        self.crop_side = config.patches_per_side(config.crop_size)
+        self.crop_tokens = config.crop_tokens
+        self.image_side = config.patches_per_side(config.image_size)  # of an overview
+        self.image_tokens = config.image_tokens
+        self.patch_values = config.patch_values  # C * P * P, in one row
 
-    @classmethod
-    def from_config(cls, config, *, attention: str = "auto", **extra) -> "Step3VisionEncoder":
-        """Build from a `Step3VisionConfig`, a vision config, or the config of the whole model.
-
-        extra: what a vision config lacks, see `Step3VisionConfig.from_hf`. attention: a backend of `refvl.attention`,
-        or "auto" for the best one on the device the pixels come from.
-        """
-        config = config if isinstance(config, Step3VisionConfig) else Step3VisionConfig.from_hf(config, **extra)
-        return cls(config, attention=attention)
-
-    @property
-    def paths(self) -> dict[str, "SquarePath"]:
-        """The two stacks as encoders of their own, in the order of an image's rows and embeddings."""
-        return {"local": SquarePath(self, self.config.crop_size), "global": SquarePath(self, self.config.image_size)}
-
-    def path_layouts(self, layout: CropLayout) -> dict[str, Grid | None]:
-        """(squares, n, n) of an image on each path; None where it has nothing there."""
-        counts = {"local": layout.crops, "global": 1}
-        return {name: (counts[name], p.side, p.side) if counts[name] else None for name, p in self.paths.items()}
-
-    def check_layouts(self, layouts, *, name: str = "layouts") -> list[CropLayout]:
-        """(rows, columns) of crops per image, normalised; TypeError or ValueError for anything else."""
-        return as_crop_layouts(layouts, name)
-
-    def item_size(self, layout: CropLayout) -> tuple[int, int, int]:
-        """(patch rows, output tokens, squares) of one image."""
-        (rows_l, tokens_l, _), (rows_g, tokens_g, _) = (path.square_size for path in self.paths.values())
-        crops = CropLayout(*layout).crops
-        return crops * rows_l + rows_g, crops * tokens_l + tokens_g, crops + 1
-
-    def plan(self, layouts) -> VisionMetadata:
+    def plan_checked(self, layouts: Sequence[CropLayout]) -> VisionMetadata:
         """Which rows make which stack, and the way back, computed on the CPU and moved to the encoder's device.
 
         Only the position table is resized on its own device. The plan holds what the weights are now: plan again after
-        loading. layouts: (rows, columns) of crops per image.
+        loading. layouts: (rows, columns) of crops per image; `plan` takes tensors as well, and checks.
         """
-        layouts, (local, overview) = self.check_layouts(layouts), self.paths.values()
-        (rows_l, tokens_l, _), (rows_g, tokens_g, _) = local.square_size, overview.square_size
-        crops = [layout.crops for layout in layouts]
-        local_rows, global_rows = _split_places([(n * rows_l, rows_g) for n in crops])
+        crops = [rows * columns for rows, columns in layouts]
+        local_rows, global_rows = _split_places([(n * self.crop_side**2, self.image_side**2) for n in crops])
         # the place of each computed token; sorting that gives, for each place, the token that comes there
-        order = torch.cat(_split_places([(n * tokens_l, tokens_g) for n in crops])).argsort()
+        places = torch.cat(_split_places([(n * self.crop_tokens, self.image_tokens) for n in crops]))
         metadata = VisionMetadata(
             local_rows=local_rows,
             global_rows=global_rows,
-            local_position_embeds=self.position_embeds(local.side),
-            global_position_embeds=self.position_embeds(overview.side),
-            order=order,
-            num_crops=sum(crops),
-            num_images=len(layouts),
+            local_position_embeds=self.position_embeds(self.crop_side),
+            global_position_embeds=self.position_embeds(self.image_side),
+            order=places.argsort(),
         )
-        return self.move(metadata)
-
-    @property
-    def blocks(self) -> Iterable[nn.Module]:
-        """The tower's."""
-        return self.vision_model.transformer["layers"].children()
-
-    def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
-        """Crops and overviews are run one after the other, the class tokens of each square in front."""
-        stacks = zip((metadata.local_rows, metadata.global_rows), self.paths.values(), strict=True)
-        squares = [rows.view(-1, path.side**2) for rows, path in stacks if len(rows)]
-        return [F.pad(rows, (CLASS_TOKENS, 0), value=-1).flatten() for rows in squares]
+        return to_device(metadata, self.device)
 
     def position_embeds(self, side: int) -> Tensor:
         """(1 + side^2, E): the position table for squares of side x side patches."""
@@ -244,38 +200,83 @@ class Step3VisionEncoder(Tower):
         numbers.
         """
         if isinstance(pixel_values, Tensor) and pixel_values.ndim == 4:
-            return self._encode_pixels(pixel_values, attention)
+            return self._encode_squares(pixel_values, attention)
         if (metadata is None) == (layouts is None):
             raise ValueError("forward: patch rows need exactly one of layouts and metadata")
         metadata = self.plan(layouts) if metadata is None else metadata
+        weight = next(self.parameters())
         num_rows = len(metadata.local_rows) + len(metadata.global_rows)
-        rows = (("patches", num_rows), ("values (C*P*P)", self.config.patch_values))
-        check_pixel_rows(pixel_values, rows, self.device)
-        embeds = [
-            self.encode_stack(pixel_values[indices], position_embeds, attention=attention).flatten(0, 1)
-            for indices, position_embeds in (
-                (metadata.local_rows, metadata.local_position_embeds),
-                (metadata.global_rows, metadata.global_position_embeds),
-            )
-            if len(indices)
+        check_pixel_rows(pixel_values, (("patches", num_rows), ("values (C*P*P)", self.patch_values)), weight.device)
+        stacks = [
+            (metadata.local_rows, metadata.local_position_embeds),
+            (metadata.global_rows, metadata.global_position_embeds),
         ]
-        empty = torch.zeros(0, self.config.out_hidden_size, dtype=self.dtype, device=self.device)
-        return torch.cat(embeds)[metadata.order] if embeds else empty
-
-    def _encode_pixels(self, pixels: Tensor, attention: str | None) -> Tensor:
-        check_pixel_rows(pixels, ("B", self.config.num_channels, "S", "S"), self.device)
-        side = self.config.patches_per_side(pixels.shape[-1])
-        rows = square_patch_rows(pixels, self.config.patch_size)
-        return self.encode_stack(rows, self.position_embeds(side), attention=attention)
+        embeds = [torch.empty(0, self.config.out_hidden_size, dtype=weight.dtype, device=weight.device)]
+        for rows, position_embeds in stacks:
+            if len(rows):
+                embeds_BMD = self.encode_stack(pixel_values[rows], position_embeds, attention=attention)
+                embeds.append(embeds_BMD.flatten(0, 1))
+        return torch.cat(embeds)[metadata.order]
 
     def encode_stack(self, rows_NC: Tensor, position_embeds: Tensor, *, attention: str | None = None) -> Tensor:
         """(B * n^2, C*P*P) rows of equal squares, (1 + n^2, E) positions -> (B, M, D). Reads no value back."""
         backend = self.backend(attention, rows_NC.device)
+        x_BTE = self.vision_model(rows_NC, position_embeds, backend)
         side = math.isqrt(len(position_embeds) - 1)
-        x_BTE = self.vision_model(rows_NC.to(self.dtype), position_embeds, backend)
         x_BEnn = x_BTE[:, CLASS_TOKENS:].transpose(1, 2).unflatten(2, (side, side))
         x_BEmm = self.vit_downsampler2(self.vit_downsampler(x_BEnn))
         return self.vit_large_projector(x_BEmm.flatten(2).transpose(1, 2))  # (B, M, D)
+
+    def _encode_squares(self, pixels_BCSS: Tensor, attention: str | None) -> Tensor:
+        check_pixel_rows(pixels_BCSS, ("B", self.config.num_channels, "S", "S"), self.device)
+        rows_NC = square_patch_rows(pixels_BCSS, self.config.patch_size)
+        side = self.config.patches_per_side(pixels_BCSS.shape[-1])
+        return self.encode_stack(rows_NC, self.position_embeds(side), attention=attention)
+
+    def item_size(self, layout: CropLayout) -> tuple[int, int, int]:
+        """(patch rows, output tokens, squares) of one image."""
+        rows, columns = layout
+        crops = rows * columns
+        patches = crops * self.crop_side**2 + self.image_side**2
+        return patches, crops * self.crop_tokens + self.image_tokens, crops + 1
+
+    def check_layouts(self, layouts, *, name: str = "layouts") -> list[CropLayout]:
+        """(rows, columns) of crops per image, normalised; TypeError or ValueError for anything else."""
+        return as_crop_layouts(layouts, name)
+
+    @classmethod
+    def from_config(cls, config, *, attention: str = "auto", **extra) -> "Step3VisionEncoder":
+        """Build from a `Step3VisionConfig`, a vision config, or the config of the whole model.
+
+        extra: what a vision config lacks, see `Step3VisionConfig.from_hf`. attention: a backend of `refvl.attention`,
+        or "auto" for the best one on the device the pixels come from.
+        """
+        config = config if isinstance(config, Step3VisionConfig) else Step3VisionConfig.from_hf(config, **extra)
+        return cls(config, attention=attention)
+
+    @property
+    def paths(self) -> dict[str, SquarePath]:
+        """The two stacks as encoders of their own, in the order of an image's rows and embeddings."""
+        return {
+            "local": SquarePath(self, self.crop_side, self.crop_tokens),
+            "global": SquarePath(self, self.image_side, self.image_tokens),
+        }
+
+    def path_layouts(self, layout: CropLayout) -> dict[str, Grid | None]:
+        """(squares, n, n) of an image on each path; None where it has nothing there."""
+        crops = (layout.crops, self.crop_side, self.crop_side)
+        return {"local": crops if layout.crops else None, "global": (1, self.image_side, self.image_side)}
+
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        """The tower's."""
+        return self.vision_model.transformer["layers"].children()
+
+    def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
+        """Crops and overviews are run one after the other, the class tokens of each square in front."""
+        local_Bn = metadata.local_rows.view(-1, self.crop_side**2)
+        global_Bn = metadata.global_rows.view(-1, self.image_side**2)
+        return [F.pad(rows, (CLASS_TOKENS, 0), value=-1).flatten() for rows in (local_Bn, global_Bn) if len(rows)]
 
     def rename(self, name: str) -> str:
         """The checkpoint's names, which are the module's; a leading `model.` is dropped."""
@@ -287,83 +288,21 @@ class Step3VisionEncoder(Tower):
         return {"vision_model.embeddings.patch_embedding.weight": self.config.patch_kernel}
 
 
-class SquarePath:
-    """One of the two stacks as an encoder that graphs can capture; its layouts are (squares, n, n) in patches.
-
-    Every square of a path has the same size, so there is nothing to pad but whole squares, which nothing else sees.
-    """
-
-    plan_reads_weights: ClassVar[bool] = True  # as the whole encoder's
-
-    def __init__(self, encoder: Step3VisionEncoder, size: int):
-        self.encoder, self.size = encoder, size
-        self.side, self.tokens = encoder.config.patches_per_side(size), encoder.config.tokens_of(size)
-        self.square_size = (self.side**2, self.tokens, 1)  # `item_size` of one square
-
-    @property
-    def device(self) -> torch.device:
-        return self.encoder.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.encoder.dtype
-
-    @property
-    def graph_attention(self) -> str:
-        """Segments are equally long, so the shapes of `sdpa` do not depend on their lengths, and it needs no mask."""
-        return "varlen" if self.encoder.graph_attention == "varlen" else "sdpa"
-
-    def check_layouts(self, layouts, *, name: str = "layouts") -> list[Grid]:
-        """(squares, n, n) per item, normalised; TypeError or ValueError for anything else and squares of another n."""
-        grids = as_grids(layouts, name=name)
-        for i, (_, h, w) in enumerate(grids):
-            if (h, w) != (self.side, self.side):
-                raise ValueError(f"{name}[{i}]: squares here have {self.side} x {self.side} patches, got {h} x {w}")
-        return grids
-
-    def item_size(self, layout: Grid) -> tuple[int, int, int]:
-        """(patch rows, output tokens, squares) of `layout`."""
-        [(squares, h, w)] = self.check_layouts([layout])
-        return squares * h * w, squares * self.tokens, squares
-
-    def plan(self, layouts) -> StackMetadata:
-        """The same for every batch: positions of one square, as the weights are now."""
-        self.check_layouts(layouts)
-        return StackMetadata(self.encoder.position_embeds(self.side))
-
-    def plan_capacity(self, max_tokens: int, max_frames: int) -> StackMetadata:
-        """Room for them, whatever the capacity."""
-        width = self.encoder.config.hidden_size
-        return StackMetadata(torch.zeros(1 + self.side**2, width, dtype=self.dtype, device=self.device))
-
-    def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """(patch rows, C*P*P) zeros for all the squares whose outputs fit into `max_tokens`."""
-        rows = max_tokens // self.tokens * self.side**2
-        return torch.zeros(rows, self.encoder.config.patch_values, dtype=self.dtype, device=self.device)
-
-    def __call__(self, pixel_values: Tensor, *, metadata: StackMetadata, attention: str | None = None) -> Tensor:
-        """(N, C*P*P) rows of whole squares -> (M, D)."""
-        rows = ("patches", ("values (C*P*P)", self.encoder.config.patch_values))
-        check_pixel_rows(pixel_values, rows, self.device)
-        return self.encoder.encode_stack(pixel_values, metadata.position_embeds, attention=attention).flatten(0, 1)
-
-
 class VisionTransformer(nn.Module):
     """Embeddings, then layers; the result still has the four class tokens."""
 
     def __init__(self, config: Step3VisionConfig):
         super().__init__()
         self.embeddings = VisionEmbeddings(config)
-        self.transformer = nn.ModuleDict(
-            {"layers": nn.ModuleList(VisionLayer(config) for _ in range(config.num_hidden_layers))}
-        )
+        layers = nn.ModuleList(VisionLayer(config) for _ in range(config.num_hidden_layers))
+        self.transformer = nn.ModuleDict({"layers": layers})
 
     def forward(self, rows_NC: Tensor, position_embeds: Tensor, backend: str) -> Tensor:
         x_BTE = self.embeddings(rows_NC, position_embeds)
         B, T, _ = x_BTE.shape
         places_BT = torch.arange(B * T, device=x_BTE.device).view(B, T)  # known from the shape: in a graph, too
         segments = Segments(torch.arange(0, B * T + 1, T, dtype=torch.int32, device=x_BTE.device), (places_BT,), T)
-        x_NE = x_BTE.flatten(0, 1)
+        x_NE = x_BTE.flatten(0, 1)  # from here on N counts the tokens of all squares
         for layer in self.transformer["layers"].children():
             x_NE = layer(x_NE, segments, backend)
         return x_NE.unflatten(0, (B, T))
@@ -380,7 +319,8 @@ class VisionEmbeddings(nn.Module):
         self.position_embedding = nn.Embedding(num_positions, config.hidden_size)
 
     def forward(self, rows_NC: Tensor, position_embeds: Tensor) -> Tensor:
-        patches_BTE = self.patch_embedding(rows_NC).unflatten(0, (-1, len(position_embeds) - 1)) + position_embeds[1:]
+        x_NE = self.patch_embedding(rows_NC.to(position_embeds.dtype))
+        patches_BTE = x_NE.unflatten(0, (-1, len(position_embeds) - 1)) + position_embeds[1:]
         class_E = (self.class_embedding + position_embeds[:1])[0]
         return torch.cat([class_E.expand(len(patches_BTE), CLASS_TOKENS, -1), patches_BTE], dim=1)
 
@@ -430,19 +370,17 @@ class VisionMLP(nn.Module):
 def resize_class_and_positions(table: Tensor, side: int) -> Tensor:
     """(1 + S*S, E) -> (1 + side*side, E): the class token's row stays, the others are resized as an image would be.
 
-    Bicubic with antialias, in float32; a table of the right size is returned as it is. Raises ValueError when the rows
-    after the first are no square. Upstream: `get_abs_pos`.
+    Bicubic with antialias, in float32; a table of the right size is returned as it is. Upstream: `get_abs_pos`.
     """
-    check_shape(table, ("1 + S * S", "E"), "table")
-    size = math.isqrt(max(0, len(table) - 1))
-    if size == 0 or size**2 != len(table) - 1:
-        raise ValueError(f"table: expected 1 + S * S rows, got {len(table)}")
+    size = math.isqrt(len(table) - 1)
     if size == side:
         return table
-    return torch.cat([table[:1], resize_position_table(table[1:], (side, side), antialias=True)])
+    table_1ESS = table[1:].float().view(size, size, -1).permute(2, 0, 1)[None]
+    resized_1Enn = F.interpolate(table_1ESS, (side, side), mode="bicubic", align_corners=False, antialias=True)
+    return torch.cat([table[:1], resized_1Enn[0].flatten(1).T.to(table.dtype)])
 
 
-def _split_places(sizes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+def _split_places(sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     """Items that each consist of two pieces lie end to end: the places of all first pieces, and of all second ones."""
     pieces = torch.arange(sum(map(sum, sizes))).split([size for pair in sizes for size in pair])
     empty = torch.arange(0)

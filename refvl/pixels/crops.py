@@ -13,7 +13,6 @@ In the prompt the crops come first, each between two marks, with a newline mark 
 then the overview between two marks. Upstream: `ImagePatcher` and `Step3VisionProcessor` (vLLM).
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,8 +24,9 @@ from torch import Tensor
 
 from refvl.arguments import as_integer_rows
 from refvl.checks import check_positive_ints, check_shape
-from refvl.pixels.media import load_image
+from refvl.pixels.images import load_image
 from refvl.pixels.settings import check_preprocessing, known_fields
+from refvl.pixels.strips import resize_as_square
 
 MIN_SIDE, THIN_RATIO = 32, 4  # an image below this side and above this ratio is padded to a square
 SQUARE_RATIO = 1.5  # a small image up to this ratio is seen well enough in the overview
@@ -106,8 +106,8 @@ class CropLayout(NamedTuple):
     @property
     def newline_mask(self) -> tuple[bool, ...]:
         """Per crop, whether a newline mark follows it. Upstream: `patch_newline_mask`."""
-        ends = (column == self.columns - 1 for _ in range(self.rows) for column in range(self.columns))
-        return tuple(end and i < self.crops - 1 for i, end in enumerate(ends))
+        last = self.crops - 1
+        return tuple((i + 1) % self.columns == 0 and i < last for i in range(self.crops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,24 +149,32 @@ def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_toke
 
 
 def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPlan:
-    """Where an image of width x height pixels is cut.
-
-    Ratios are compared in floating point exactly as upstream compares them: 330 / 150 leaves a remainder just above
-    0.2, so that one more window is cut than on paper, and prompts must agree with those the model was trained on.
+    """Where an image of width x height pixels is cut. Raises ValueError or TypeError unless both are positive integers.
 
     >>> plan_crops(1024, 768).layout
     CropLayout(rows=2, columns=2)
     """
-    padded = _pad_thin(*check_positive_ints(width=width, height=height))
-    resized = _limit(*padded, config.max_side)
-    window = choose_window(*resized, config) if config.enable_crops else 0
+    width, height = check_positive_ints(width=width, height=height)
+    return plan_cuts(width, height, config)
+
+
+def plan_cuts(width: int, height: int, config: CropConfig) -> CropPlan:
+    """`plan_crops` of a size that is known to be good. Sizes are truncated in floating point, as upstream does it."""
+    long, short = max(width, height), min(width, height)
+    is_thin = short < MIN_SIDE and long > THIN_RATIO * short
+    padded = (long, long) if is_thin else (width, height)
+
+    scale = min(1.0, config.max_side / long)  # 4236 px become 3023, for a max_side of 3024
+    width, height = (max(1, int(side * scale)) for side in padded)
+    resized = (width, height)
+
+    window = choose_window(width, height, config) if config.enable_crops else 0
     if not window:
         return CropPlan(padded, resized, 0, resized, CropLayout(0, 0))
-    columns, rows = (_count_windows(side, window) for side in resized)
+    layout = CropLayout(rows=count_windows(height, window), columns=count_windows(width, window))
     # A side below the window keeps its length; the windows then reach beyond the canvas, which reads as black.
-    width, height = resized
-    canvas = width if width < window else columns * window, height if height < window else rows * window
-    return CropPlan(padded, resized, window, canvas, CropLayout(rows, columns))
+    canvas = (layout.columns * min(width, window), layout.rows * min(height, window))
+    return CropPlan(padded, resized, window, canvas, layout)
 
 
 def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int:
@@ -182,64 +190,39 @@ def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int
     return min(short, config.crop_size) if long / short > THIN_RATIO else config.crop_size
 
 
+def count_windows(side: int, window: int) -> int:
+    """How many windows a side of the canvas is resized to hold: the whole ones, one for a large remainder, at least 1.
+
+    Remainders are compared in floating point, as upstream compares them: 330 / 150 leaves a remainder just above 0.2,
+    so one more window is cut than on paper, and prompts agree with those that the model was trained on.
+    """
+    whole = side // window
+    remainder = side / window - whole
+    return max(1, whole + (remainder > SPARE_REMAINDER))
+
+
 def cut_crops(image, config: CropConfig = RELEASED) -> tuple[Image.Image, list[Image.Image], CropPlan]:
     """Anything `load_image` takes -> (the image for the overview, its crops row by row, the plan).
 
     Raises ValueError for an image so elongated that it would be cut into more than `config.max_crops`.
     """
-    return _cut(load_image(image), config)
+    return cut_loaded(load_image(image), config)
 
 
-def _cut(image: Image.Image, config: CropConfig) -> tuple[Image.Image, list[Image.Image], CropPlan]:
-    plan = plan_crops(*image.size, config)
+def cut_loaded(image: Image.Image, config: CropConfig) -> tuple[Image.Image, list[Image.Image], CropPlan]:
+    """`cut_crops` of an image that `load_image` has made."""
+    plan = plan_cuts(*image.size, config)
     if plan.layout.crops > config.max_crops:
         raise ValueError(
             f"a picture of {image.width} x {image.height} pixels has {plan.layout.crops} crops, {plan.window} pixels "
             f"wide, max_crops of CropConfig is {config.max_crops}; crop the picture, or raise it"
         )
-    image = _resize_padded(image, plan)
-    canvas = image.resize(plan.canvas, Image.Resampling.BILINEAR)
-    return image, [canvas.crop(box) for box in plan.boxes], plan
-
-
-def _resize_padded(image: Image.Image, plan: CropPlan) -> Image.Image:
-    """Padded to a square and resized, as upstream does it and to the bit, without building the square.
-
-    A strip of 1 x 60,000 pixels would become 10 GB of black. Pillow resizes rows first and rounds, then columns.
-    """
     if plan.padded == image.size:
-        return image.resize(plan.resized, Image.Resampling.BILINEAR)
-    (side, _), (size, _) = plan.padded, plan.resized
-    if size == side:
-        strip = image
-    elif image.width > image.height:
-        strip = image.resize((size, image.height), Image.Resampling.BILINEAR)
-        strip = Image.fromarray(_shrink_rows(np.asarray(strip), side, size))
+        overview = image.resize(plan.resized, Image.Resampling.BILINEAR)
     else:
-        strip = Image.fromarray(_shrink_rows(np.asarray(image.transpose(Image.Transpose.TRANSPOSE)), side, size))
-        strip = strip.transpose(Image.Transpose.TRANSPOSE)
-        strip = strip.resize((strip.width, size), Image.Resampling.BILINEAR)
-    square = Image.new("RGB", plan.resized)
-    square.paste(strip, (0, 0))
-    return square
-
-
-def _shrink_rows(rows: np.ndarray, side: int, size: int) -> np.ndarray:
-    """(n, W, 3) uint8, above side - n black rows -> the first of `size` rows, all that are not black.
-
-    Pillow's bilinear resize in one direction: a triangle around each new row's centre, as integers of 22 bits.
-    """
-    scale, shrunk = side / size, []
-    for i in range(min(size, math.ceil(len(rows) / scale + 0.5))):
-        centre = (i + 0.5) * scale
-        first, end = max(0, int(centre - scale + 0.5)), min(side, int(centre + scale + 0.5))
-        weights = np.clip(1 - np.abs((np.arange(first, end) - centre + 0.5) / scale), 0, None)
-        weights /= weights.cumsum()[-1]  # summed in order, as Pillow does
-        total = np.full(rows.shape[1:], 1 << 21, np.int32)
-        for row, weight in zip(rows[first:], weights, strict=False):
-            total += row * np.int32(0.5 + weight * (1 << 22))
-        shrunk.append((total >> 22).astype(np.uint8))
-    return np.stack(shrunk)
+        overview = resize_as_square(image, plan.resized[0])
+    canvas = overview.resize(plan.canvas, Image.Resampling.BILINEAR)
+    return overview, [canvas.crop(box) for box in plan.boxes], plan
 
 
 def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED) -> Tensor:
@@ -254,45 +237,28 @@ def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED)
     return F.interpolate(pixels, size, mode="bilinear", antialias=True, align_corners=False)[0]
 
 
-def square_patch_rows(pixels: Tensor, patch_size: int) -> Tensor:
-    """(B, C, S, S) -> (B * (S/P)^2, C*P*P): patches row by row; within one channel, patch row, patch column.
-
-    What a convolution with kernel = stride = P sees. Pixels right and below of the last whole patch are left out, as it
-    leaves them.
-    """
-    check_shape(pixels, ("B", "C", "S", "S"), "pixels")
-    height, width = pixels.shape[2:]
-    if height != width or height < patch_size:
-        raise ValueError(f"pixels: expected squares of at least {patch_size} pixels, got {tuple(pixels.shape)}")
-    return F.unfold(pixels, patch_size, stride=patch_size).transpose(1, 2).flatten(0, 1)
-
-
 def patchify_crops(image, config: CropConfig = RELEASED) -> tuple[Tensor, CropLayout]:
     """Anything `load_image` takes -> (patch rows (N, C*P*P) float32 of all crops, then the overview; the layout)."""
     return rows_of_crops(load_image(image), config)
 
 
-def rows_of_crops(image: Image.Image, config: CropConfig = RELEASED) -> tuple[Tensor, CropLayout]:
-    """The same for an image that `load_image` has made."""
-    image, crops, plan = _cut(image, config)
-    stacks = [(crops, config.crop_size), ([image], config.image_size)]
-    squares = [torch.stack([prepare_pixels(x, side, config) for x in stack]) for stack, side in stacks if stack]
-    return torch.cat([square_patch_rows(stack, config.patch_size) for stack in squares]), plan.layout
+def rows_of_crops(image: Image.Image, config: CropConfig) -> tuple[Tensor, CropLayout]:
+    """`patchify_crops` of an image that `load_image` has made."""
+    overview, crops, plan = cut_loaded(image, config)
+    squares = [prepare_pixels(crop, config.crop_size, config) for crop in crops]
+    squares.append(prepare_pixels(overview, config.image_size, config))
+    P = config.patch_size
+    rows = [F.unfold(square_CSS, P, stride=P).T for square_CSS in squares]  # as `square_patch_rows`, one at a time
+    return torch.cat(rows), plan.layout
 
 
-def _pad_thin(width: int, height: int) -> tuple[int, int]:
-    is_thin = min(width, height) < MIN_SIDE and max(width, height) > THIN_RATIO * min(width, height)
-    return (max(width, height),) * 2 if is_thin else (width, height)
+def square_patch_rows(pixels: Tensor, patch_size: int) -> Tensor:
+    """(B, C, S, S) -> (B * (S/P)^2, C*P*P): patches row by row; within one channel, patch row, patch column.
 
-
-def _limit(width: int, height: int, max_side: int) -> tuple[int, int]:
-    """Scaled down to `max_side`, truncated in floating point as upstream does: 3023 may come out, never 3025."""
-    if max(width, height) <= max_side:
-        return width, height
-    scale = max_side / max(width, height)
-    return max(1, int(width * scale)), max(1, int(height * scale))
-
-
-def _count_windows(side: int, window: int) -> int:
-    ratio = side / window
-    return max(1, int(ratio) + (ratio - side // window > SPARE_REMAINDER)) if ratio >= 1 else 1
+    What a convolution with kernel = stride = P sees. Pixels right and below of the last whole patch are left out, as it
+    leaves them. Raises ValueError for another shape.
+    """
+    height, width = check_shape(pixels, ("B", "C", "S", "S"), "pixels").shape[2:]
+    if height != width or height < patch_size:
+        raise ValueError(f"pixels: expected squares of at least {patch_size} pixels, got {tuple(pixels.shape)}")
+    return F.unfold(pixels, patch_size, stride=patch_size).transpose(1, 2).flatten(0, 1)

@@ -9,6 +9,7 @@ replaced by all of this. Positions count every token, so only the marks say wher
 Upstream: `Step3VLProcessor` (vLLM).
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,17 +23,16 @@ from refvl.processors.chat import ChatProcessor, Patches
 from refvl.processors.tokenizers import load_tokenizer
 
 MARKS = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
-NO_CROPS = CropLayout(0, 0)
 NO_VIDEO_ID = -1  # no token stands for a video
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CroppedMedia(MergedMedia):
     """An image in squares, each a run of its own: crops first, the overview last. thw counts them: (1, 1, tokens)."""
 
-    layout: CropLayout = NO_CROPS
-    crop_side: int = 0  # merged tokens
-    image_side: int = 0
+    layout: CropLayout
+    crop_side: int  # merged tokens
+    image_side: int
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -47,8 +47,10 @@ class Step3VLProcessor(ChatProcessor):
     def __init__(self, config: PretrainedConfig, tokenizer=None):
         """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
         self.config, self.tokenizer = config, tokenizer
-        self.image_config, self.video_config = CropConfig.from_hf(config), None
-        self.image_tokens, self.crop_tokens = self.image_config.image_tokens, self.image_config.crop_tokens
+        self.image_config = CropConfig.from_hf(config)
+        self.video_config = None
+        self.crop_tokens = self.image_config.crop_tokens
+        self.image_tokens = self.image_config.image_tokens
         self.token_ids = {"image": config.image_token_id, "video": NO_VIDEO_ID}
 
     @classmethod
@@ -82,13 +84,14 @@ class Step3VLProcessor(ChatProcessor):
         if kind != "image":
             raise ValueError(self.no_video)
         tokens = layout.crops * self.crop_tokens + self.image_tokens
-        crop_side, image_side = (round(n**0.5) for n in (self.crop_tokens, self.image_tokens))
+        crop_side = math.isqrt(self.crop_tokens)
+        image_side = math.isqrt(self.image_tokens)
         return CroppedMedia(kind, (1, 1, tokens), layout=layout, crop_side=crop_side, image_side=image_side)
 
     def expand(self, token: int, medium: CroppedMedia) -> list[int]:
         """Crops and overview between their marks; `token` fills them."""
-        ids, expanded = self.mark_ids, list[int]()
-        for ends_row in medium.layout.newline_mask:
-            expanded += [ids["<patch_start>"], *[token] * self.crop_tokens, ids["<patch_end>"]]
-            expanded += [ids["<patch_newline>"]] * ends_row
-        return [*expanded, ids["<im_start>"], *[token] * self.image_tokens, ids["<im_end>"]]
+        ids = self.mark_ids
+        crop = [ids["<patch_start>"], *[token] * self.crop_tokens, ids["<patch_end>"]]
+        overview = [ids["<im_start>"], *[token] * self.image_tokens, ids["<im_end>"]]
+        lines = [*crop * medium.layout.columns, ids["<patch_newline>"]] * medium.layout.rows
+        return lines[:-1] + overview  # no newline after the last row

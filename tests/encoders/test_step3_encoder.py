@@ -258,12 +258,6 @@ def test_inputs_that_cannot_be(encoder, call, error, message):
         call(encoder)
 
 
-def test_tables_that_are_no_square():
-    for rows in (1, 8, 36):
-        with pytest.raises(ValueError, match=rf"expected 1 \+ S \* S rows, got {rows}"):
-            resize_class_and_positions(torch.zeros(rows, 4), 3)
-
-
 def test_layouts_come_back_normalised(encoder):
     assert encoder.check_layouts([[1, 2], (0, 0)]) == [CropLayout(1, 2), CropLayout(0, 0)]
     assert encoder.item_size((1, 2)) == (2 * 16 + 36, 2 * 1 + 4, 3)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import refvl
-from refvl.language.step3_vl import Step3VLConfig
+from refvl.language.step3_config import Step3VLConfig
 from refvl.paths import DATA
 from refvl.pixels.crops import CropLayout, cut_crops, prepare_pixels
 from refvl.pixels.media import load_image

@@ -12,13 +12,8 @@ from closeness import assert_agree, roundings
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaModel
 
-from refvl.language.step3_vl import (
-    Step3TextConfig,
-    Step3TextModel,
-    Step3VisionEncoderConfig,
-    Step3VLConfig,
-    rotary_cos_sin,
-)
+from refvl.language.step3_config import Step3TextConfig, Step3VisionEncoderConfig, Step3VLConfig
+from refvl.language.step3_vl import Step3TextModel, text_rotary
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -234,8 +229,8 @@ def test_router_and_angles_do_not_round_in_half_precision():
     """Positions above 256 are no bfloat16 numbers: angles are computed before they are rounded."""
     config = Step3TextConfig(**SIZES)
     positions = torch.tensor([[257, 65535]])
-    exact, _ = rotary_cos_sin(positions, config, torch.float64)
-    rounded, _ = rotary_cos_sin(positions, config, torch.bfloat16)
+    exact, _ = text_rotary(positions, config, torch.float64)
+    rounded, _ = text_rotary(positions, config, torch.bfloat16)
     assert_agree(rounded, exact, 1)
     moe = make_model().layers[1].moe.bfloat16()
     x_TD = embeddings(1, 4)[0].bfloat16()

@@ -1,0 +1,86 @@
+"""Step3-VL's two stacks as encoders that graphs can capture: crops ("local") and overviews ("global").
+
+    patch rows (N, C*P*P) of whole squares        N = squares * n * n
+       | `Step3VisionEncoder.encode_stack`        the same code that an eager forward runs
+    embeddings (M, D)
+
+A layout of a path is (squares, n, n), in patches. `refvl.graphs` packs and captures each path by itself.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from refvl.arguments import as_grids
+from refvl.checks import Grid, check_pixel_rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackMetadata:
+    """What a stack of equal squares needs besides pixels: the rest follows from its shape."""
+
+    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (1 + n^2, E), the same for every stack of a path
+
+
+class SquarePath:
+    """One of the two stacks; its layouts are (squares, n, n) in patches.
+
+    Every square of a path has the same size, so there is nothing to pad but whole squares, which nothing else sees.
+    """
+
+    plan_reads_weights: ClassVar[bool] = True  # as the whole encoder's
+
+    def __init__(self, encoder: Any, side: int, tokens: int):
+        """encoder: a `Step3VisionEncoder`. side: the patches per side of a square. tokens: the outputs of a square."""
+        self.encoder = encoder
+        self.side = side
+        self.tokens = tokens
+
+    @property
+    def device(self) -> torch.device:
+        return self.encoder.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.encoder.dtype
+
+    @property
+    def graph_attention(self) -> str:
+        """Segments are equally long, so the shapes of `sdpa` do not depend on their lengths, and it needs no mask."""
+        return "varlen" if self.encoder.graph_attention == "varlen" else "sdpa"
+
+    def check_layouts(self, layouts, *, name: str = "layouts") -> list[Grid]:
+        """(squares, n, n) per item, normalised; TypeError or ValueError for anything else and squares of another n."""
+        grids = as_grids(layouts, name=name)
+        for i, (_, h, w) in enumerate(grids):
+            if (h, w) != (self.side, self.side):
+                raise ValueError(f"{name}[{i}]: squares here have {self.side} x {self.side} patches, got {h} x {w}")
+        return grids
+
+    def item_size(self, layout: Grid) -> tuple[int, int, int]:
+        """(patch rows, output tokens, squares) of `layout`."""
+        [(squares, h, w)] = self.check_layouts([layout])
+        return squares * h * w, squares * self.tokens, squares
+
+    def plan(self, layouts) -> StackMetadata:
+        """The same for every batch: positions of one square, as the weights are now."""
+        self.check_layouts(layouts)
+        return StackMetadata(self.encoder.position_embeds(self.side))
+
+    def plan_capacity(self, max_tokens: int, max_frames: int) -> StackMetadata:
+        """Room for them, whatever the capacity."""
+        width = self.encoder.config.hidden_size
+        return StackMetadata(torch.zeros(1 + self.side**2, width, dtype=self.dtype, device=self.device))
+
+    def pixel_buffer(self, max_tokens: int) -> Tensor:
+        """(patch rows, C*P*P) zeros for all the squares whose outputs fit into `max_tokens`."""
+        rows = max_tokens // self.tokens * self.side**2
+        return torch.zeros(rows, self.encoder.patch_values, dtype=self.dtype, device=self.device)
+
+    def __call__(self, pixel_values: Tensor, *, metadata: StackMetadata, attention: str | None = None) -> Tensor:
+        """(N, C*P*P) rows of whole squares -> (M, D)."""
+        rows = ("patches", ("values (C*P*P)", self.encoder.patch_values))
+        check_pixel_rows(pixel_values, rows, self.device)
+        return self.encoder.encode_stack(pixel_values, metadata.position_embeds, attention=attention).flatten(0, 1)
