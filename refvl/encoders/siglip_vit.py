@@ -18,19 +18,20 @@ Shape suffixes: N patches of all images, E tower width, H heads, K head dimensio
 Upstream: `VisionTransformer` (timm), `vit_so400m_patch14_siglip_384`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from refvl.arguments import as_sizes
 from refvl.attention import Segments, plan_segments
-from refvl.checks import check_shape
+from refvl.checks import check_pixel_rows
 from refvl.encoders.navit_siglip import NaVitSiglip, NaVitSiglipConfig
+from refvl.encoders.padded import encode_images
+from refvl.encoders.tower import to_device
 from refvl.encoders.weights import config_dict, config_values
 from refvl.positions.tables import resize_position_table
 
@@ -91,25 +92,27 @@ class SiglipViT(NaVitSiglip):
 
     def plan(self, tgt_sizes) -> SiglipViTMetadata:  # type: ignore[override]  # no other positions can be asked for
         """Everything that depends on sizes, and the resized table. tgt_sizes: (h, w) per image in patches."""
-        sizes, table = as_sizes(tgt_sizes), self.get_parameter(TABLE)
-        positions = [table[:0], *(resize_position_table(table, size, antialias=True) for size in sizes)]
-        segments = plan_segments([h * w for h, w in sizes], with_groups=self.reads_groups)
-        return self.move(SiglipViTMetadata(**segments, position_embeds=torch.cat(positions)))
+        return self.plan_checked(as_sizes(tgt_sizes))
 
-    def positions(self, metadata: SiglipViTMetadata) -> Tensor:
-        """(N, E): as planned."""
-        return metadata.position_embeds
+    def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> SiglipViTMetadata:  # type: ignore[override]
+        """`plan` of sizes that are known to be good."""
+        table = self.get_parameter(TABLE)
+        positions = [table[:0], *(resize_position_table(table, size, antialias=True) for size in layouts)]
+        segments = plan_segments([h * w for h, w in layouts], with_groups=self.backend() == "sdpa")
+        return to_device(SiglipViTMetadata(**segments, position_embeds=torch.cat(positions)), self.device)
+
+    def encode(self, patches_NC: Tensor, metadata: SiglipViTMetadata, attention: str | None = None) -> Tensor:  # type: ignore[override]
+        """(N, C*P*P) patch rows of all images -> (N, E); `attention` overrides the tower's backend."""
+        check_pixel_rows(patches_NC, (len(metadata.position_embeds), self.patch_values), self.device)
+        backend = self.backend(attention, patches_NC.device)
+        x_NE = self.embeddings["patch_embedding"](patches_NC.to(self.dtype)) + metadata.position_embeds
+        for layer in self.encoder["layers"].children():
+            x_NE = layer(x_NE, metadata, backend)
+        return self.post_layernorm(x_NE)
 
     def forward(self, pixel_values: Tensor) -> Tensor:  # type: ignore[override]  # pixels have their sizes
         """(B, C, H, W) -> (B, ceil(H / P) * ceil(W / P), E)."""
-        c = self.config
-        check_shape(pixel_values, ("B", c.num_channels, "H", "W"), "pixel_values")
-        batch, _, height, width = pixel_values.shape
-        padded = F.pad(pixel_values, (0, -width % c.patch_size, 0, -height % c.patch_size))
-        grid = padded.unflatten(3, (-1, c.patch_size)).unflatten(2, (-1, c.patch_size))  # (B, C, h, P, w, P)
-        patches_NC = grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(0, 2)
-        metadata = self.plan([(grid.shape[2], grid.shape[4])] * batch)
-        return self.encode(patches_NC, metadata).unflatten(0, (batch, -1))
+        return encode_images(self, pixel_values)
 
     def rename(self, name: str) -> str:
         """`vpm.blocks.0.attn.qkv.weight` and the bare name -> `encoder.layers.0.self_attn.qkv.weight`."""

@@ -34,6 +34,7 @@ from refvl.pixels.patches import Levels, denormalize, level_table
 from refvl.pixels.settings import check_preprocessing, known_fields
 
 Size = tuple[int, int]
+NO_TIME = -1  # the temporal id of an image
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ SliceLayout = tuple[SliceGroup, ...]
 
 def count_sets(layout: SliceLayout) -> int:
     """Sets of query tokens that a medium becomes: slices with times share their group's, others have one each."""
-    return sum(len(g.slices) if max(g.temporal_ids or [-1]) < 0 else 1 for g in layout)
+    return sum(len(g.slices) if max(g.temporal_ids or [NO_TIME]) == NO_TIME else 1 for g in layout)
 
 
 @dataclass(frozen=True, slots=True)
