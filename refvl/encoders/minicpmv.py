@@ -13,8 +13,8 @@
     4.5        NaVitSiglip    h x w                           Resampler4_5    have times, and share queries in groups
 
 An image is an overview and slices, a video is frames; to the encoder both are slices of h x w patches. The layout of an
-item is a tuple of `SliceGroup`s in the order of its rows: one slice each, except for the frames that share a set of
-queries in 4.5. What differs between the versions is a class below, never a branch in a forward.
+item is a tuple of `SliceGroup`s in the order of its rows. Each group is one slice, except for the frames that share a
+set of queries in 4.5. A version is a class below, never a branch in a forward.
 
 Graphs. Slices have many shapes. Upstream keeps slices in buffers of one size, so it needs a graph for each shape. Flat
 rows do not: the only sizes here are the numbers of rows, slices and sets of queries, so one graph per budget serves
@@ -47,7 +47,7 @@ AUDIO_PARTS = r"(apm|tts|audio_\w+)\."  # omni checkpoints also hold audio input
 
 @dataclass(frozen=True, slots=True)
 class MiniCPMVEncoderConfig:
-    """What the `config.json` of a whole model says about the encoder."""
+    """The sizes of both parts, read from the `config.json` of a whole model."""
 
     vision: Any  # NaVitSiglipConfig or SiglipViTConfig
     hidden_size: int  # D
@@ -64,7 +64,7 @@ class MiniCPMVEncoderConfig:
 
     @classmethod
     def from_hf(cls, config, vision_config_class=NaVitSiglipConfig) -> "MiniCPMVEncoderConfig":
-        """From the dict in `config.json` or a transformers config; unknown keys are ignored."""
+        """Read the dict in `config.json` or a transformers config; unknown keys are ignored."""
         values = config_dict(config)
         if values.get("vision_config") is None and "vision_encoder" not in values:  # 2.0 gives a name only
             raise ValueError("vision_config: expected the sizes of the tower, got none")
@@ -82,17 +82,17 @@ class MiniCPMVEncoderConfig:
 
     @property
     def num_heads(self) -> int:
-        """Of the tower."""
+        """The tower's."""
         return self.vision.num_heads
 
     @property
     def depth(self) -> int:
-        """Blocks of the tower that are run."""
+        """The number of blocks of the tower that run."""
         return self.vision.depth - self.drop_vision_last_layer
 
     @property
     def head_dim(self) -> int:
-        """Of the tower."""
+        """The tower's."""
         return self.vision.head_dim
 
     @property
@@ -107,7 +107,7 @@ class MiniCPMVEncoderConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MiniCPMVMetadata:
-    """What one forward needs besides pixels: the plan of the tower and that of the resampler."""
+    """The input of one forward besides pixels: the plan of the tower and that of the resampler."""
 
     vision: NaVitMetadata | SiglipViTMetadata
     resampler: ResamplerMetadata | FixedGridMetadata
@@ -120,21 +120,22 @@ class MiniCPMVMetadata:
 
 
 class MiniCPMVEncoder(Tower):
-    """What the versions share: building the two parts, layouts, the two steps of a forward. Not used by itself."""
+    """The base of all versions: it builds the two parts, plans both, and runs one after the other."""
 
     vpm_class: ClassVar[type[NaVitSiglip]] = NaVitSiglip
     resampler_class: ClassVar[type[Resampler]] = Resampler2_5
     reads_times: ClassVar[bool] = False  # of frames
     skipped_parts: ClassVar[str] = AUDIO_PARTS  # regular expression: checkpoint names of neither part, to be left out
-    vpm: Any  # of vpm_class
-    resampler: Any  # of resampler_class
+    vpm: Any  # a vpm_class
+    resampler: Any  # a resampler_class
 
     def __init__(self, config: MiniCPMVEncoderConfig, *, attention: str = "auto"):
         super().__init__(config)
         c = config
+        queries = self.resampler_queries(c)
         self.vpm = self.vpm_class(c.vision, drop_last_layer=c.drop_vision_last_layer, attention=attention)
         self.resampler = self.resampler_class(
-            self.queries(c), c.hidden_size, c.resampler_heads, c.vision.hidden_size, attention=attention
+            queries, c.hidden_size, c.resampler_heads, c.vision.hidden_size, attention=attention
         )
 
     @classmethod
@@ -144,25 +145,26 @@ class MiniCPMVEncoder(Tower):
             config = MiniCPMVEncoderConfig.from_hf(config, cls.vpm_class.config_class)
         return cls(config, attention=attention)
 
-    def queries(self, config: MiniCPMVEncoderConfig) -> int:
-        """What the resampler is told of its queries: how many there are."""
+    def resampler_queries(self, config: MiniCPMVEncoderConfig) -> int:
+        """Return the number of queries, by which the resampler is built."""
         return config.query_num
 
     def check_layouts(self, layouts, *, name: str = "layouts") -> list[SliceLayout]:
-        """One tuple of `SliceGroup`s per item, normalised and hashable; forms and errors as in `as_layouts`."""
+        """Return one tuple of `SliceGroup`s per item, normalised and hashable; forms and errors as in `as_layouts`."""
         return as_layouts(layouts, name, reads_times=self.reads_times)
 
     def item_size(self, layout: SliceLayout) -> tuple[int, int, int]:
-        """(patch rows, output tokens, frames) of one item; frames are those that share the queries of another frame.
+        """Return the (patch rows, output tokens, frames) of one item.
 
-        The others need no limit of their own: tokens bound them.
+        The frames are those that share the queries of another frame. The others need no limit of their own, because
+        tokens bound them.
         """
         sizes = [size for group in layout for size in group.slices]
         sets = count_sets(layout)
         return sum(h * w for h, w in sizes), sets * self.config.query_num, len(sizes) - sets
 
     def plan_checked(self, layouts: Sequence[SliceLayout]) -> MiniCPMVMetadata:
-        """Everything that depends on sizes, computed on the CPU and moved to the encoder's device."""
+        """Compute everything that depends on sizes on the CPU, and move it to the encoder's device."""
         sizes = [size for layout in layouts for group in layout for size in group.slices]
         return MiniCPMVMetadata(self.vpm.plan_checked(sizes), self.resampler.plan_checked(sizes))
 
@@ -177,8 +179,8 @@ class MiniCPMVEncoder(Tower):
         """(N, 3*P*P) patch rows of all items -> (M, D) tokens; items, groups and slices in order.
 
         Give `layouts` to plan here, or the `metadata` of an earlier `plan`; `attention` overrides the backend (a
-        capture asks for one with static shapes). Raises ValueError when the rows do not match, TypeError when they hold
-        no floating-point numbers.
+        capture asks for one with static shapes). Raises ValueError if the rows do not match, TypeError if they hold no
+        floating-point numbers.
         """
         if (metadata is None) == (layouts is None):
             raise ValueError("forward: give exactly one of layouts and metadata")
@@ -187,13 +189,22 @@ class MiniCPMVEncoder(Tower):
         return self.resampler.resample(x_NE, metadata.resampler, attention)
 
     @property
+    def blocks(self) -> Iterable[nn.Module]:
+        """The tower's."""
+        return self.vpm.encoder["layers"].children()
+
+    def block_rows(self, metadata: MiniCPMVMetadata) -> list[Tensor]:
+        """The tower's."""
+        return self.vpm.block_rows(metadata.vision)
+
+    @property
     def graph_attention(self) -> str:
         """The backend for a capture: one whose shapes do not depend on the lengths of slices and sets."""
         return min(self.vpm.graph_attention, self.resampler.graph_attention)  # "masked" if one needs it
 
     @property
     def patches_per_slice(self) -> int:
-        """Patch rows that a set of queries pays for in a graph.
+        """The number of patch rows that a set of queries pays for in a graph.
 
         A slice has the area of S x S patches, S = scale_resolution / P, but its sides are rounded to whole patches:
         a x b with ab = S * S becomes at most (a + 1/2)(b + 1/2), so 2 S more suffice for shapes up to 12 to 1.
@@ -202,7 +213,7 @@ class MiniCPMVEncoder(Tower):
         return side**2 + 2 * side
 
     def max_rows(self, max_tokens: int) -> int:
-        """Patch rows in the graph of a budget: what its tokens pay for, rounded down."""
+        """Return the number of patch rows in the graph of a budget: as many as its tokens pay for, rounded down."""
         return max(1, max_tokens * self.patches_per_slice // self.config.query_num)
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> MiniCPMVMetadata:
@@ -217,20 +228,11 @@ class MiniCPMVEncoder(Tower):
         return MiniCPMVMetadata(vision, self.resampler.plan_capacity(max_rows, max_sets))
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """(patch rows, 3*P*P) zeros for `max_tokens` output tokens."""
+        """Return (patch rows, 3*P*P) zeros for `max_tokens` output tokens."""
         return self.resampler.query.new_zeros(self.max_rows(max_tokens), self.config.patch_values)
 
-    @property
-    def blocks(self) -> Iterable[nn.Module]:
-        """The tower's."""
-        return self.vpm.encoder["layers"].children()
-
-    def block_rows(self, metadata: MiniCPMVMetadata) -> list[Tensor]:
-        """The tower's."""
-        return self.vpm.block_rows(metadata.vision)
-
     def rename(self, name: str) -> str:
-        """The tower's names under `vpm.`, as the tower reads them; the resampler's stay."""
+        """Rename the tower's weights under `vpm.` as the tower does; the resampler's names stay."""
         return f"vpm.{self.vpm.rename(name)}" if name.startswith("vpm.") else name
 
     @property
@@ -245,14 +247,15 @@ class MiniCPMVEncoder(Tower):
 
 
 class MiniCPMV2_0Encoder(MiniCPMVEncoder):
-    """timm's SigLIP, and queries with positions in a fixed grid. A plan holds the resized table of positions."""
+    """timm's SigLIP, and queries with positions in a fixed grid. A plan holds the tower's table, resized."""
 
-    vpm_class, resampler_class = SiglipViT, Resampler2
+    vpm_class = SiglipViT
+    resampler_class = Resampler2
     skipped_parts = r"resampler\.pos_embed$"  # a formula
     plan_reads_weights = True  # the tower's position table
 
-    def queries(self, config: MiniCPMVEncoderConfig) -> int:
-        """The side of their grid."""
+    def resampler_queries(self, config: MiniCPMVEncoderConfig) -> int:
+        """Return the side of the queries' grid."""
         side = int(config.query_num**0.5)
         if side**2 != config.query_num:
             raise ValueError(f"query_num: the queries of 2.0 form a square, got {config.query_num}")
@@ -264,19 +267,19 @@ class MiniCPMV2_0Encoder(MiniCPMVEncoder):
 
 
 class MiniCPMV2_5Encoder(MiniCPMVEncoder):
-    """It was trained without telling its tower the shape of a slice: the table sees one row of h * w patches."""
+    """The tower was trained without the shapes of slices: its position table sees one row of h * w patches."""
 
-    skipped_parts = r"(?!)"  # nothing: it has no omni release
+    skipped_parts = r"(?!)"  # none: 2.5 has no omni release
 
     def plan_checked(self, layouts: Sequence[SliceLayout]) -> MiniCPMVMetadata:
-        """As in the other versions, but for what the position table sees."""
+        """Plan as the other versions do, except for the shapes that the position table sees."""
         sizes = [size for layout in layouts for group in layout for size in group.slices]
-        in_a_row = [(1, h * w) for h, w in sizes]
-        return MiniCPMVMetadata(self.vpm.plan_checked(in_a_row), self.resampler.plan_checked(sizes))
+        in_one_row = [(1, h * w) for h, w in sizes]
+        return MiniCPMVMetadata(self.vpm.plan_checked(in_one_row), self.resampler.plan_checked(sizes))
 
 
 class MiniCPMV2_6Encoder(MiniCPMVEncoder):
-    """The tower is given the shapes; frames of a video are slices like any other."""
+    """The tower sees the shapes of slices; frames of a video are slices like any other."""
 
 
 class MiniCPMV4_0Encoder(MiniCPMVEncoder):
@@ -290,7 +293,7 @@ class MiniCPMV4_5Encoder(MiniCPMVEncoder):
     reads_times = True
 
     def plan_checked(self, layouts: Sequence[SliceLayout]) -> MiniCPMVMetadata:
-        """Everything that depends on sizes and times, computed on the CPU and moved to the encoder's device."""
+        """Compute everything that depends on sizes and times on the CPU, and move it to the encoder's device."""
         groups = [group for layout in layouts for group in layout]
         sizes = [size for group in groups for size in group.slices]
         times = [group.temporal_ids or [NO_TIME] * len(group.slices) for group in groups]

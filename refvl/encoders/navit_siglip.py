@@ -61,7 +61,7 @@ class NaVitSiglipConfig(TowerConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NaVitMetadata(Segments):
-    """What one `encode` needs besides pixels; segments are slices."""
+    """The input of one `encode` besides pixels; segments are slices."""
 
     position_ids: Tensor = field(metadata={"pad": "zero"})  # (N,) int64, rows of the position table
 
@@ -88,10 +88,10 @@ class NaVitSiglip(Tower):
         self.post_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def plan(self, tgt_sizes, position_sizes=None) -> NaVitMetadata:
-        """Everything that depends on sizes, computed on the CPU and moved to the tower's device.
+        """Compute everything that depends on sizes on the CPU, and move it to the tower's device.
 
-        tgt_sizes: (h, w) per slice in patches, a list or an integer tensor (slices, 2). position_sizes: what the
-        position table is given instead, with as many patches (default: tgt_sizes).
+        tgt_sizes: the (h, w) of each slice in patches, a list or an integer tensor (slices, 2). position_sizes: the
+        shapes that the position table sees instead, with as many patches (default: tgt_sizes).
         """
         sizes = as_sizes(tgt_sizes)
         position_sizes = sizes if position_sizes is None else as_sizes(position_sizes, "position_sizes")
@@ -102,7 +102,7 @@ class NaVitSiglip(Tower):
         return self.plan_checked(position_sizes)
 
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> NaVitMetadata:
-        """`plan` of sizes that are known to be good. layouts: the (h, w) of each slice as the position table sees it."""
+        """Plan slices whose sizes are known to be good. layouts: the (h, w) of each, as the position table sees it."""
         patches = [h * w for h, w in layouts]
         cu_seqlens = cumulative_lengths(patches)
         places = [place_in_table(h, w, self.table_side) for h, w in layouts]
@@ -122,20 +122,17 @@ class NaVitSiglip(Tower):
 
     def encode(self, patches_NC: Tensor, metadata: NaVitMetadata, attention: str | None = None) -> Tensor:
         """(N, C*P*P) patch rows of all slices -> (N, E); `attention` overrides the tower's backend."""
-        check_pixel_rows(patches_NC, (len(metadata.position_ids), self.patch_values), self.device)
+        weight = next(self.parameters())
+        check_pixel_rows(patches_NC, (len(metadata.position_ids), self.patch_values), weight.device)
         backend = self.backend(attention, patches_NC.device)
-        patch_embedding = self.embeddings["patch_embedding"]
-        x_NE = patch_embedding(patches_NC.to(patch_embedding.weight.dtype))
-        x_NE = x_NE + self.embeddings["position_embedding"](metadata.position_ids)
+        positions_NE = self.embeddings["position_embedding"](metadata.position_ids)
+        x_NE = self.embeddings["patch_embedding"](patches_NC.to(weight.dtype)) + positions_NE
         for layer in self.encoder["layers"].children():
             x_NE = layer(x_NE, metadata, backend)
         return self.post_layernorm(x_NE)
 
     def forward(self, pixel_values: Tensor, tgt_sizes, position_sizes=None) -> Tensor:
-        """(B, C, P, L) strips -> (B, L / P, E): slice b is the first h * w patches of strip b; the other rows are zero.
-
-        tgt_sizes, position_sizes: (B, 2), see `plan`. Raises ValueError if a strip is too short for its slice.
-        """
+        """(B, C, P, L * P) strips -> (B, L, E): slice b is the first h * w patches of strip b; see `encode_strips`."""
         return encode_strips(self, pixel_values, tgt_sizes, position_sizes)
 
     def rename(self, name: str) -> str:
@@ -148,7 +145,7 @@ class NaVitSiglip(Tower):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Of the patch embedding."""
+        """The shape of the patch embedding in checkpoints."""
         return {"embeddings.patch_embedding.weight": self.config.patch_kernel}
 
     @property

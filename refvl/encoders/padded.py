@@ -1,7 +1,7 @@
 """The padded forms of MiniCPM-V's parts: slices in a batch, each filled up to the longest, as upstream passes them.
 
-Encoders never pad: their slices are stored end to end. These functions are what a tower or a resampler does when it is
-called by hand. Nothing that fills up a slice is read, so it may hold anything, and rows after a slice come back as zero.
+Encoders never pad: their slices are stored end to end. A tower or a resampler that is called by hand runs one of these
+functions. The padding of a slice is never read, so it may hold anything; in results it is zero.
 
 Shape suffixes: B slices, L patches of the longest, N patches of all slices, E the tower's width, Q queries,
 D the language model's width.
@@ -46,8 +46,10 @@ def encode_images(tower: Any, pixel_values: Tensor) -> Tensor:
 
 
 def resample_grids(resampler: Any, x: Tensor, tgt_size) -> Tensor:
-    """(B, L, kv_dim) -> (B, Q, D). resampler: a `Resampler2`. tgt_size: (h, w) of every slice, h * w = L; None: a
-    square."""
+    """(B, L, kv_dim) -> (B, Q, D). resampler: a `Resampler2`.
+
+    tgt_size: the (h, w) of every slice, h * w = L; None: a square.
+    """
     check_shape(x, ("B", "L", "kv_dim"), "x")
     side = int(x.shape[1] ** 0.5)
     h, w = (side, side) if tgt_size is None else as_size(tgt_size, "tgt_size")

@@ -12,8 +12,8 @@
     Resampler4_5   and of time; frames of one group share a set of queries                                (4.5)
 
 Upstream keeps tables of sines and cosines and lets them grow; a formula has no size, so a grid of 4 x 227 or a frame
-two hours into a video needs nothing special. There are no padded keys here: slices are stored end to end, and `resample`
-reads them so. `forward` takes the padded form of `refvl.encoders.padded`. `Resampler2` is in a file of its own.
+two hours into a video needs nothing special. There are no padded keys here: `resample` reads slices that are stored end
+to end, and `forward` takes the padded form of `refvl.encoders.padded`. `Resampler2` has a file of its own.
 
 Shape suffixes: N patches of all slices, D the language model's width, Q queries, H heads, K head dimension.
 Upstream: `Resampler2`, `Resampler2_5`, `Resampler4_5` (vLLM).
@@ -69,7 +69,7 @@ class TemporalResamplerMetadata(ResamplerMetadata):
 
 
 class Resampler(Tower):
-    """What all versions share: every set of queries reads its patches. Not used by itself."""
+    """The base of all versions: every set of queries reads its patches."""
 
     ln_post: Any  # None, as `proj`, if the resampler ends at the attention
     proj: Any
@@ -94,11 +94,11 @@ class Resampler(Tower):
         return cls(**config, **extra)
 
     def check_layouts(self, layouts, *, name: str = "tgt_sizes") -> list[tuple[int, int]]:
-        """The (h, w) of each slice in patches; errors as in `as_sizes`."""
+        """Return the (h, w) of each slice in patches; errors as in `as_sizes`."""
         return as_sizes(layouts, name)
 
     def plan_sets(self, patches_per_set: Sequence[int]) -> dict[str, Any]:
-        """The fields of `SetMetadata`, but for the positions: which patches each set of queries reads."""
+        """Return the fields of `SetMetadata` but for the positions: which patches each set of queries reads."""
         cu_seqlens_q = cumulative_lengths([self.num_queries] * len(patches_per_set))
         cu_seqlens_k = cumulative_lengths(patches_per_set)
         needs_groups = self.backend() == "sdpa"
@@ -124,11 +124,11 @@ class Resampler(Tower):
         return self.ln_q(self.query), self.add_positions(values_ND, metadata), values_ND
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """Keys from values."""
+        """Return keys, made of values (N, D)."""
         raise NotImplementedError
 
     def rename(self, name: str) -> str:
-        """Names under `resampler.` or bare ones."""
+        """Rename a weight under `resampler.`; bare names stay."""
         return name.removeprefix("resampler.")
 
 
@@ -152,7 +152,7 @@ class Resampler2_5(Resampler):
         self.max_size = as_size(max_size, "max_size")
 
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> ResamplerMetadata:
-        """Everything that depends on sizes, computed on the CPU. layouts: the (h, w) of each slice in patches."""
+        """Compute everything that depends on sizes on the CPU, and move it. layouts: the (h, w) of each slice."""
         sets = self.plan_sets([h * w for h, w in layouts])
         frequencies = sincos_frequencies(self.embed_dim // 2)
         metadata = ResamplerMetadata(positions=rows_columns(layouts), frequencies=frequencies, **sets)
@@ -163,7 +163,7 @@ class Resampler2_5(Resampler):
         return with_empty_sets(self.plan_checked([(1, max_patches)]), max_sets - 1)
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """The first half of the channels encodes the column, the second the row, as in `sincos_2d`."""
+        """Add sines and cosines: half of the channels encodes the column, half the row, as in `sincos_2d`."""
         column_row = sincos(metadata.positions.flip(-1), metadata.frequencies)  # (N, 2, D / 2)
         return x_ND + column_row.flatten(1).to(x_ND.dtype)
 
@@ -183,10 +183,10 @@ class Resampler4_5(Resampler2_5):
         self.max_temporal_size = check_positive_int(max_temporal_size, "max_temporal_size")
 
     def plan(self, tgt_sizes, temporal_ids=None) -> TemporalResamplerMetadata:
-        """tgt_sizes: (h, w) per slice. temporal_ids: one list per group, one id per slice, -1 or None for none.
+        """Plan slices of (h, w) patches each, in groups.
 
-        A group shares one set of queries, unless all of its ids are -1: then each slice has its own. A flat tensor of
-        ids groups nothing; None: no times.
+        temporal_ids: one list per group, with one id per slice, -1 or None for none. A group shares one set of queries,
+        unless all of its ids are -1: then each slice has its own. A flat tensor of ids groups nothing; None: no times.
         """
         sizes = as_sizes(tgt_sizes)
         return self.plan_checked(sizes, as_temporal_groups(temporal_ids, len(sizes)))
@@ -194,7 +194,7 @@ class Resampler4_5(Resampler2_5):
     def plan_checked(  # type: ignore[override]  # slices have times as well
         self, layouts: Sequence[tuple[int, int]], temporal_ids: Sequence[Sequence[int]]
     ) -> TemporalResamplerMetadata:
-        """Everything that depends on sizes and times, computed on the CPU; `plan` takes more forms, and checks.
+        """Plan slices whose sizes and times are known to be good.
 
         layouts: the (h, w) of each slice in patches. temporal_ids: one list per group, one id per slice, -1 for none.
         """
@@ -220,7 +220,7 @@ class Resampler4_5(Resampler2_5):
         return with_empty_sets(self.plan_checked([(1, max_patches)], [[0]]), max_sets - 1)
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """Row, column, and time if there is one."""
+        """Add row, column, and time if there is one."""
         x_ND = super().add_positions(x_ND, metadata)
         time_ND = sincos(metadata.times, metadata.time_frequencies).to(x_ND.dtype)
         return x_ND + time_ND.masked_fill((metadata.times == NO_TIME)[:, None], 0)
@@ -279,7 +279,7 @@ def rows_columns(sizes: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def with_empty_sets(plan: Any, count: int) -> Any:
-    """A plan with room for `count` more sets of queries, which read nothing, and without groups."""
+    """Return a plan with room for `count` more sets of queries, which read nothing, and without groups."""
     ends = {name: getattr(plan, name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
     longer = {name: torch.cat([end, end[-1:].expand(count)]) for name, end in ends.items()}
     return replace(plan, set_groups=None, **longer)

@@ -53,7 +53,7 @@ class Resampler2(Resampler):
             self.ln_post = self.proj = None
 
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> FixedGridMetadata:
-        """Everything that depends on sizes, computed on the CPU. layouts: the (h, w) of each slice in patches."""
+        """Compute everything that depends on sizes on the CPU, and move it. layouts: the (h, w) of each slice."""
         queries_QD = sincos_2d(self.embed_dim, (self.grid_size, self.grid_size)).flatten(0, 1)
         if self.adaptive:
             keys = [sincos_2d(self.embed_dim, size).flatten(0, 1) for size in layouts]
@@ -72,7 +72,7 @@ class Resampler2(Resampler):
         return query_QD + metadata.query_positions, keys_ND, values_ND
 
     def add_positions(self, x_ND: Tensor, metadata: FixedGridMetadata) -> Tensor:
-        """As planned."""
+        """Add the positions that were planned."""
         return x_ND + metadata.positions
 
     def forward(self, x: Tensor, tgt_size: tuple[int, int] | None = None) -> Tensor:

@@ -12,7 +12,8 @@
 
 The layers are `NaVitSiglip`'s, but for the exact GELU, and timm's names are read as theirs. There is no class token,
 and SigLIP's attention pool is not part of it. Resized positions depend on the grid and the table: they are planned, as
-in `refvl.encoders.glm4v`, and a plan holds what the weights are now.
+in `refvl.encoders.glm4v`, so a plan is stale when the table changes. `encode` is that tower; `forward` takes the padded
+pixels of `refvl.encoders.padded`.
 
 Shape suffixes: N patches of all images, E tower width, H heads, K head dimension.
 Upstream: `VisionTransformer` (timm), `vit_so400m_patch14_siglip_384`.
@@ -21,12 +22,11 @@ Upstream: `VisionTransformer` (timm), `vit_so400m_patch14_siglip_384`.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from refvl.arguments import as_sizes
 from refvl.attention import Segments, plan_segments
 from refvl.checks import check_pixel_rows
 from refvl.encoders.navit_siglip import NaVitSiglip, NaVitSiglipConfig
@@ -79,7 +79,7 @@ class SiglipViTConfig(NaVitSiglipConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SiglipViTMetadata(Segments):
-    """What one `encode` needs besides pixels; segments are images."""
+    """The input of one `encode` besides pixels; segments are images."""
 
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype
 
@@ -90,22 +90,21 @@ class SiglipViT(NaVitSiglip):
     config_class = SiglipViTConfig
     plan_reads_weights = True  # the position table
 
-    def plan(self, tgt_sizes) -> SiglipViTMetadata:  # type: ignore[override]  # no other positions can be asked for
-        """Everything that depends on sizes, and the resized table. tgt_sizes: (h, w) per image in patches."""
-        return self.plan_checked(as_sizes(tgt_sizes))
-
-    def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> SiglipViTMetadata:  # type: ignore[override]
-        """`plan` of sizes that are known to be good."""
+    def plan_checked(  # type: ignore[override]  # other metadata
+        self, layouts: Sequence[tuple[int, int]]
+    ) -> SiglipViTMetadata:
+        """Compute everything that depends on sizes, and resize the table, for images of (h, w) patches each."""
         table = self.get_parameter(TABLE)
         positions = [table[:0], *(resize_position_table(table, size, antialias=True) for size in layouts)]
         segments = plan_segments([h * w for h, w in layouts], with_groups=self.backend() == "sdpa")
         return to_device(SiglipViTMetadata(**segments, position_embeds=torch.cat(positions)), self.device)
 
-    def encode(self, patches_NC: Tensor, metadata: SiglipViTMetadata, attention: str | None = None) -> Tensor:  # type: ignore[override]
+    def encode(self, patches_NC: Tensor, metadata: Any, attention: str | None = None) -> Tensor:
         """(N, C*P*P) patch rows of all images -> (N, E); `attention` overrides the tower's backend."""
-        check_pixel_rows(patches_NC, (len(metadata.position_embeds), self.patch_values), self.device)
+        weight = next(self.parameters())
+        check_pixel_rows(patches_NC, (len(metadata.position_embeds), self.patch_values), weight.device)
         backend = self.backend(attention, patches_NC.device)
-        x_NE = self.embeddings["patch_embedding"](patches_NC.to(self.dtype)) + metadata.position_embeds
+        x_NE = self.embeddings["patch_embedding"](patches_NC.to(weight.dtype)) + metadata.position_embeds
         for layer in self.encoder["layers"].children():
             x_NE = layer(x_NE, metadata, backend)
         return self.post_layernorm(x_NE)
@@ -126,7 +125,7 @@ class SiglipViT(NaVitSiglip):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Of the patch embedding, and of the position table."""
+        """The shapes of the patch embedding and of the position table in checkpoints."""
         return super().kernels | {TABLE: (1, *self.get_parameter(TABLE).shape)}
 
     @property

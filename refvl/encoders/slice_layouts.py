@@ -1,6 +1,6 @@
 """Layouts of MiniCPM-V that a caller writes by hand, normalised and hashable, or a clear error.
 
-A processor's layouts are known to be good and do not come here.
+A processor's layouts are known to be good, so `chat` does without these checks.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,11 @@ from refvl.pixels.slices import NO_TIME, SliceGroup, SliceLayout
 
 
 def as_layouts(layouts, name: str, *, reads_times: bool) -> list[SliceLayout]:
-    """One tuple of `SliceGroup`s per item; a bare (h, w) is a slice by itself. reads_times: whether frames have times.
+    """Return one tuple of `SliceGroup`s per item; a bare (h, w) is a slice by itself.
 
-    Raises TypeError for another kind, and ValueError for an item or group without slices, a slice without patches,
-    temporal ids that do not cover every slice, and times given to a version that does not read them.
+    reads_times: whether the version reads the times of frames. Raises TypeError for another kind. Raises ValueError for
+    an item or group without slices, a slice without patches, temporal ids that do not cover every slice, and times
+    given to a version that does not read them.
     """
     if not isinstance(layouts, Sequence) or isinstance(layouts, str):
         raise TypeError(f"{name}: expected a sequence of layouts, got {type(layouts).__name__}")
@@ -26,17 +27,13 @@ def as_layouts(layouts, name: str, *, reads_times: bool) -> list[SliceLayout]:
             raise TypeError(f"{name}[{i}]: expected a tuple of SliceGroups or (h, w), got {type(layout).__name__}")
         if not layout:
             raise ValueError(f"{name}[{i}]: expected at least one slice, got none")
-        groups = tuple(as_slice_group(group, f"{name}[{i}][{j}]") for j, group in enumerate(layout))
-        for j, group in enumerate(groups):
-            if group.temporal_ids is not None and not reads_times:
-                ids = group.temporal_ids
-                raise ValueError(f"{name}[{i}][{j}]: temporal ids are read by MiniCPM-V 4.5 alone, got {ids}")
-        checked.append(groups)
+        groups = [as_slice_group(group, f"{name}[{i}][{j}]", reads_times) for j, group in enumerate(layout)]
+        checked.append(tuple(groups))
     return checked
 
 
-def as_slice_group(group, name: str) -> SliceGroup:
-    """A `SliceGroup` or (h, w) with every value checked; ids that are all -1 become None."""
+def as_slice_group(group, name: str, reads_times: bool) -> SliceGroup:
+    """Return a `SliceGroup` or (h, w) as a `SliceGroup`, with every value checked; ids that are all -1 become None."""
     if not isinstance(group, SliceGroup):
         return SliceGroup((as_size(group, name),))
     if not group.slices:
@@ -48,14 +45,19 @@ def as_slice_group(group, name: str) -> SliceGroup:
         [ids] = as_temporal_groups([list(group.temporal_ids)], len(slices))
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from None
-    return SliceGroup(slices, tuple(map(int, ids)) if set(ids) != {NO_TIME} else None)
+    if set(ids) == {NO_TIME}:
+        return SliceGroup(slices)
+    if not reads_times:
+        raise ValueError(f"{name}: temporal ids are read by MiniCPM-V 4.5 alone, got {group.temporal_ids}")
+    return SliceGroup(slices, tuple(map(int, ids)))
 
 
 def as_temporal_groups(temporal_ids, num_slices: int) -> list[list[int]]:
-    """One list of ids per group, -1 for None; None: every slice by itself, without a time.
+    """Return one list of ids per group, with -1 for None.
 
-    A flat tensor of ids, one per slice, groups nothing. Raises TypeError for another kind and ValueError for ids below -1, an empty group, or ids that do not cover every
-    slice once.
+    A flat tensor of ids, one per slice, groups nothing; None means slices by themselves, without a time. Raises
+    TypeError for another kind, and ValueError for ids below -1, an empty group, or ids that do not cover every slice
+    once.
     """
     if temporal_ids is None:
         return [[NO_TIME]] * num_slices

@@ -34,7 +34,8 @@ from refvl import families
 from refvl.paths import DATA
 from refvl.pixels.media import load_video
 from refvl.pixels.slices import SliceGroup
-from refvl.processors.minicpmv import FrameConfig, MiniCPMV4_5Processor, middle_indices, patches_per_token, temporal_ids
+from refvl.processors.minicpmv import MiniCPMV4_5Processor
+from refvl.processors.minicpmv_video import FrameConfig, middle_indices, patches_per_token, temporal_ids
 from refvl.study.costs import describe
 from refvl.tools.cli import main
 
