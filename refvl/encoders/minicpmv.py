@@ -169,18 +169,13 @@ class MiniCPMVEncoder(Tower):
         return MiniCPMVMetadata(self.vpm.plan_checked(sizes), self.resampler.plan_checked(sizes))
 
     def forward(
-        self,
-        pixel_values: Tensor,
-        layouts=None,
-        *,
-        metadata: MiniCPMVMetadata | None = None,
-        attention: str | None = None,
+        self, pixel_values: Tensor, layouts=None, *, metadata: Any = None, attention: str | None = None
     ) -> Tensor:
         """(N, 3*P*P) patch rows of all items -> (M, D) tokens; items, groups and slices in order.
 
-        Give `layouts` to plan here, or the `metadata` of an earlier `plan`; `attention` overrides the backend (a
-        capture asks for one with static shapes). Raises ValueError if the rows do not match, TypeError if they hold no
-        floating-point numbers.
+        Give `layouts` to plan here, or the `MiniCPMVMetadata` of an earlier `plan`. `attention` overrides the backend;
+        a capture asks for one with static shapes. Raises ValueError if the rows do not match, and TypeError if they
+        hold no floating-point numbers.
         """
         if (metadata is None) == (layouts is None):
             raise ValueError("forward: give exactly one of layouts and metadata")
@@ -217,7 +212,7 @@ class MiniCPMVEncoder(Tower):
         return max(1, max_tokens * self.patches_per_slice // self.config.query_num)
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> MiniCPMVMetadata:
-        """Metadata as large as any batch of `max_tokens` output tokens, their rows, and `max_frames` frames can need.
+        """Plan as much as any batch of `max_tokens` output tokens, their rows, and `max_frames` frames can need.
 
         Tokens come in sets of query_num, so there are at most max_tokens // query_num sets, and at most as many slices
         plus the frames that share the queries of another frame.

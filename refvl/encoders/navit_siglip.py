@@ -115,7 +115,7 @@ class NaVitSiglip(Tower):
         return to_device(metadata, self.device)
 
     def plan_capacity(self, max_patches: int, max_slices: int) -> NaVitMetadata:
-        """Metadata as large as any batch within these limits can need; its values are legal: one slice holds all."""
+        """Plan as much as any batch within these limits can need: one slice holds all patches."""
         position_ids = torch.zeros(max_patches, dtype=torch.long)
         metadata = NaVitMetadata(**segment_capacity(max_patches, max_slices), position_ids=position_ids)
         return to_device(metadata, self.device)

@@ -1,20 +1,19 @@
 """The padded forms of MiniCPM-V's parts: slices in a batch, each filled up to the longest, as upstream passes them.
 
-Encoders never pad: their slices are stored end to end. A tower or a resampler that is called by hand runs one of these
-functions. The padding of a slice is never read, so it may hold anything; in results it is zero.
+Encoders never pad: their slices are stored end to end. A `NaVitSiglip` or a resampler that is called by hand runs one
+of these functions. The padding of a slice is never read, so it may hold anything; in results it is zero.
 
-Shape suffixes: B slices, L patches of the longest, N patches of all slices, E the tower's width, Q queries,
-D the language model's width.
+Shape suffixes: B slices, L patches of the longest, N patches of all slices, C values of a patch, E the tower's width,
+Q queries, D the language model's width.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.arguments import as_size, as_sizes
+from refvl.arguments import as_sizes
 from refvl.checks import check_shape
 
 
@@ -31,32 +30,6 @@ def encode_strips(tower: Any, pixel_values: Tensor, tgt_sizes, position_sizes=No
     lengths = [h * w for h, w in sizes]
     rows_NE = tower.encode(unpad(rows_BLC, lengths, "pixel_values"), tower.plan(sizes, position_sizes))
     return pad(rows_NE, lengths, rows_BLC.shape[1])
-
-
-def encode_images(tower: Any, pixel_values: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, ceil(H / P) * ceil(W / P), E). tower: a `SiglipViT`."""
-    P = tower.config.patch_size
-    check_shape(pixel_values, ("B", tower.config.num_channels, "H", "W"), "pixel_values")
-    batch, _, height, width = pixel_values.shape
-    padded = F.pad(pixel_values, (0, -width % P, 0, -height % P))
-    grid = padded.unflatten(3, (-1, P)).unflatten(2, (-1, P))  # (B, C, h, P, w, P)
-    patches_NC = grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(0, 2)
-    metadata = tower.plan([(grid.shape[2], grid.shape[4])] * batch)
-    return tower.encode(patches_NC, metadata).unflatten(0, (batch, -1))
-
-
-def resample_grids(resampler: Any, x: Tensor, tgt_size) -> Tensor:
-    """(B, L, kv_dim) -> (B, Q, D). resampler: a `Resampler2`.
-
-    tgt_size: the (h, w) of every slice, h * w = L; None: a square.
-    """
-    check_shape(x, ("B", "L", "kv_dim"), "x")
-    side = int(x.shape[1] ** 0.5)
-    h, w = (side, side) if tgt_size is None else as_size(tgt_size, "tgt_size")
-    if h * w != x.shape[1]:
-        raise ValueError(f"tgt_size: {(h, w)} does not hold the {x.shape[1]} patches of x")
-    metadata = resampler.plan([(h, w)] * len(x))
-    return resampler.resample(x.flatten(0, 1), metadata).unflatten(0, (len(x), resampler.num_queries))
 
 
 def resample_slices(resampler: Any, x: Tensor, tgt_sizes, *temporal_ids) -> Tensor:

@@ -74,8 +74,21 @@ class Resampler(Tower):
     ln_post: Any  # None, as `proj`, if the resampler ends at the attention
     proj: Any
 
-    def __init__(self, num_queries: int, embed_dim: int, num_heads: int, kv_dim: int | None, attention: str):
+    def __init__(
+        self,
+        num_queries: int,
+        embed_dim: int,
+        num_heads: int,
+        kv_dim: int | None = None,
+        max_size: tuple[int, int] = (70, 70),
+        *,
+        attention: str = "auto",
+    ):
+        """kv_dim: the width of the rows (default: embed_dim, no projection). max_size: the size of upstream's first
+        table, and no limit.
+        """
         super().__init__(None, attention=attention)
+        self.max_size = as_size(max_size, "max_size")
         self.num_queries = check_positive_int(num_queries, "num_queries")
         self.embed_dim = embed_dim  # D
         self.query = nn.Parameter(torch.empty(num_queries, embed_dim).normal_(std=0.02))
@@ -118,7 +131,7 @@ class Resampler(Tower):
         return tokens_MD if self.proj is None else self.ln_post(tokens_MD) @ self.proj
 
     def attention_inputs(self, rows_NC: Tensor, metadata: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (Q, D), keys (N, D), values (N, D) before they are projected."""
+        """Return queries (Q, D), keys (N, D) and values (N, D) before they are projected."""
         check_floats(check_shape(rows_NC, (len(metadata.positions), "kv_dim"), "x"), "x")
         values_ND = self.ln_kv(self.kv_proj(rows_NC.to(self.query.dtype)))
         return self.ln_q(self.query), self.add_positions(values_ND, metadata), values_ND
@@ -135,22 +148,6 @@ class Resampler(Tower):
 class Resampler2_5(Resampler):
     """Keys carry the sines and cosines of their row and column: MiniCPM-V 2.5, 2.6 and 4.0."""
 
-    def __init__(
-        self,
-        num_queries: int,
-        embed_dim: int,
-        num_heads: int,
-        kv_dim: int | None = None,
-        max_size: tuple[int, int] = (70, 70),
-        *,
-        attention: str = "auto",
-    ):
-        """kv_dim: the width of the rows (default: embed_dim, no projection). max_size: the size of upstream's first
-        table, and no limit.
-        """
-        super().__init__(num_queries, embed_dim, num_heads, kv_dim, attention)
-        self.max_size = as_size(max_size, "max_size")
-
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> ResamplerMetadata:
         """Compute everything that depends on sizes on the CPU, and move it. layouts: the (h, w) of each slice."""
         sets = self.plan_sets([h * w for h, w in layouts])
@@ -159,8 +156,14 @@ class Resampler2_5(Resampler):
         return to_device(metadata, self.device)
 
     def plan_capacity(self, max_patches: int, max_sets: int) -> ResamplerMetadata:
-        """Metadata as large as any batch of so many patches and sets of queries; legal values: one set reads all."""
-        return with_empty_sets(self.plan_checked([(1, max_patches)]), max_sets - 1)
+        """Plan as much as any batch of so many patches and sets of queries can need: one set reads all patches."""
+        plan, unused = self.plan([(1, max_patches)]), max_sets - 1
+        return replace(
+            plan,
+            cu_seqlens_q=torch.cat([plan.cu_seqlens_q, plan.cu_seqlens_q[-1:].expand(unused)]),
+            cu_seqlens_k=torch.cat([plan.cu_seqlens_k, plan.cu_seqlens_k[-1:].expand(unused)]),
+            set_groups=None,
+        )
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
         """Add sines and cosines: half of the channels encodes the column, half the row, as in `sincos_2d`."""
@@ -214,10 +217,6 @@ class Resampler4_5(Resampler2_5):
             **self.plan_sets(patches_per_set),
         )
         return to_device(metadata, self.device)
-
-    def plan_capacity(self, max_patches: int, max_sets: int) -> TemporalResamplerMetadata:
-        """As in `Resampler2_5`."""
-        return with_empty_sets(self.plan_checked([(1, max_patches)], [[0]]), max_sets - 1)
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
         """Add row, column, and time if there is one."""
@@ -276,10 +275,3 @@ def rows_columns(sizes: Sequence[tuple[int, int]]) -> Tensor:
     """(N, 2) int32: the row and column of each patch in its slice, row by row."""
     places = [torch.cartesian_prod(torch.arange(h), torch.arange(w)) for h, w in sizes]
     return torch.cat([torch.zeros(0, 2, dtype=torch.long), *places]).int()
-
-
-def with_empty_sets(plan: Any, count: int) -> Any:
-    """Return a plan with room for `count` more sets of queries, which read nothing, and without groups."""
-    ends = {name: getattr(plan, name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    longer = {name: torch.cat([end, end[-1:].expand(count)]) for name, end in ends.items()}
-    return replace(plan, set_groups=None, **longer)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refvl.checks import check_positive_int
-from refvl.encoders.padded import resample_grids
+from refvl.arguments import as_size
+from refvl.checks import check_positive_int, check_shape
 from refvl.encoders.resampler import Resampler, SetMetadata
 from refvl.encoders.tower import to_device
 from refvl.positions.tables import resize_position_table, sincos_2d
@@ -47,7 +47,8 @@ class Resampler2(Resampler):
         adaptive: keys get the sines and cosines of their own grid instead of the queries' resized ones.
         do_post_projection: False ends at the attention (Qwen-VL's form).
         """
-        super().__init__(check_positive_int(grid_size, "grid_size") ** 2, embed_dim, num_heads, kv_dim, attention)
+        num_queries = check_positive_int(grid_size, "grid_size") ** 2
+        super().__init__(num_queries, embed_dim, num_heads, kv_dim, attention=attention)
         self.grid_size, self.adaptive = grid_size, adaptive
         if not do_post_projection:
             self.ln_post = self.proj = None
@@ -76,5 +77,11 @@ class Resampler2(Resampler):
         return x_ND + metadata.positions
 
     def forward(self, x: Tensor, tgt_size: tuple[int, int] | None = None) -> Tensor:
-        """(B, L, kv_dim) -> (B, Q, D). tgt_size: (h, w) of every slice, h * w = L; None: a square."""
-        return resample_grids(self, x, tgt_size)
+        """(B, L, kv_dim) -> (B, Q, D). tgt_size: the (h, w) of every slice, h * w = L; None: a square."""
+        check_shape(x, ("B", "L", "kv_dim"), "x")
+        side = int(x.shape[1] ** 0.5)
+        h, w = (side, side) if tgt_size is None else as_size(tgt_size, "tgt_size")
+        if h * w != x.shape[1]:
+            raise ValueError(f"tgt_size: {(h, w)} does not hold the {x.shape[1]} patches of x")
+        metadata = self.plan([(h, w)] * len(x))
+        return self.resample(x.flatten(0, 1), metadata).unflatten(0, (len(x), self.num_queries))

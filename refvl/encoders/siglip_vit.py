@@ -12,8 +12,8 @@
 
 The layers are `NaVitSiglip`'s, but for the exact GELU, and timm's names are read as theirs. There is no class token,
 and SigLIP's attention pool is not part of it. Resized positions depend on the grid and the table: they are planned, as
-in `refvl.encoders.glm4v`, so a plan is stale when the table changes. `encode` is that tower; `forward` takes the padded
-pixels of `refvl.encoders.padded`.
+in `refvl.encoders.glm4v`, so a plan is stale when the table changes. `encode` reads patch rows of images of any sizes;
+`forward` takes images of one size.
 
 Shape suffixes: N patches of all images, E tower width, H heads, K head dimension.
 Upstream: `VisionTransformer` (timm), `vit_so400m_patch14_siglip_384`.
@@ -25,12 +25,12 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from refvl.attention import Segments, plan_segments
-from refvl.checks import check_pixel_rows
+from refvl.checks import check_pixel_rows, check_shape
 from refvl.encoders.navit_siglip import NaVitSiglip, NaVitSiglipConfig
-from refvl.encoders.padded import encode_images
 from refvl.encoders.tower import to_device
 from refvl.encoders.weights import config_dict, config_values
 from refvl.positions.tables import resize_position_table
@@ -111,7 +111,14 @@ class SiglipViT(NaVitSiglip):
 
     def forward(self, pixel_values: Tensor) -> Tensor:  # type: ignore[override]  # pixels have their sizes
         """(B, C, H, W) -> (B, ceil(H / P) * ceil(W / P), E)."""
-        return encode_images(self, pixel_values)
+        P = self.config.patch_size
+        check_shape(pixel_values, ("B", self.config.num_channels, "H", "W"), "pixel_values")
+        batch, _, height, width = pixel_values.shape
+        padded = F.pad(pixel_values, (0, -width % P, 0, -height % P))
+        grid = padded.unflatten(3, (-1, P)).unflatten(2, (-1, P))  # (B, C, h, P, w, P)
+        patches_NC = grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(0, 2)
+        metadata = self.plan([(grid.shape[2], grid.shape[4])] * batch)
+        return self.encode(patches_NC, metadata).unflatten(0, (batch, -1))
 
     def rename(self, name: str) -> str:
         """`vpm.blocks.0.attn.qkv.weight` and the bare name -> `encoder.layers.0.self_attn.qkv.weight`."""

@@ -39,7 +39,7 @@ NO_TIME = -1  # the temporal id of an image
 
 @dataclass(frozen=True, slots=True)
 class SliceConfig:
-    """How an image is sliced. The defaults are those of all released versions."""
+    """The rule by which images are sliced. The defaults are those of all released versions."""
 
     max_slice_nums: int = 9
     scale_resolution: int = 448  # the side of the square whose area a slice has
@@ -55,9 +55,9 @@ class SliceConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "SliceConfig":
-        """From the contents of preprocessor_config.json or config.json; unknown keys are ignored.
+        """Read the contents of preprocessor_config.json or config.json; unknown keys are ignored.
 
-        Raises ValueError where slicing is switched off: then an image of any size would reach the tower.
+        Raises ValueError if slicing is switched off, because an image of any size would then reach the tower.
         """
         if not values.get("slice_mode", True):
             raise ValueError("slice_mode: this preprocessing always has slice_mode=True, got False")
@@ -66,7 +66,7 @@ class SliceConfig:
 
     @classmethod
     def from_folder(cls, folder: Path, defaults: dict) -> "SliceConfig":
-        """preprocessor_config.json, where it says something, over `defaults`; version 2.0 has no such file."""
+        """Read preprocessor_config.json, with `defaults` for what it does not set; version 2.0 has no such file."""
         file = Path(folder) / "preprocessor_config.json"
         values = read_json(file) if file.is_file() else {}
         with blame(file):
@@ -93,7 +93,7 @@ SliceLayout = tuple[SliceGroup, ...]
 
 
 def count_sets(layout: SliceLayout) -> int:
-    """Sets of query tokens that a medium becomes: slices with times share their group's, others have one each."""
+    """Count the sets of query tokens of a layout: slices with times share their group's, others have one each."""
     return sum(len(g.slices) if max(g.temporal_ids or [NO_TIME]) == NO_TIME else 1 for g in layout)
 
 
@@ -116,17 +116,17 @@ class SlicePlan:
 def plan_slices(width: int, height: int, config: SliceConfig) -> SlicePlan:
     """Return the sizes of the overview and the slices of an image of width x height pixels.
 
-    The overview and every slice are scaled to about the area of one square. Raises TypeError or ValueError for a size
-    that is no positive integer, and ValueError for an aspect ratio above `config.max_aspect_ratio`. Upstream:
-    `find_best_resize`, `get_refine_size`.
+    The overview and every slice are scaled to about the area of one square; only an image without slices may be
+    enlarged to it. Raises TypeError or ValueError for a size that is no positive integer, and ValueError for an aspect
+    ratio above `config.max_aspect_ratio`. Upstream: `find_best_resize`, `get_refine_size`.
     """
     width, height = check_positive_ints(width=width, height=height)
     return slices_of_size(width, height, config)
 
 
 def slices_of_size(width: int, height: int, config: SliceConfig) -> SlicePlan:
-    """`plan_slices` of the size of an image that `load_image` has made."""
-    P, grid = config.patch_size, best_grid(width, height, config)
+    """Plan the slices of an image that `load_image` has made; see `plan_slices`."""
+    grid = best_grid(width, height, config)
     if max(width, height) > config.max_aspect_ratio * min(width, height):
         raise ValueError(
             f"width, height: the aspect ratio may be at most {config.max_aspect_ratio:,} (max_aspect_ratio of "
@@ -138,6 +138,7 @@ def slices_of_size(width: int, height: int, config: SliceConfig) -> SlicePlan:
         columns, rows = grid
         cell = fit_area(max(round(width / columns), 1), max(round(height / rows), 1), config)
         sizes += [cell] * (columns * rows)
+    P = config.patch_size
     layout = tuple(SliceGroup(((h // P, w // P),)) for w, h in sizes)
     return SlicePlan(overview, grid, cell, P, layout)
 
@@ -156,7 +157,7 @@ def slice_grid(width: int, height: int, config: SliceConfig) -> Size | None:
 
 
 def best_grid(width: int, height: int, config: SliceConfig) -> Size | None:
-    """`slice_grid` of a size that is known to be good."""
+    """Return the grid of a size that is known to be good; see `slice_grid`."""
     wanted = min(math.ceil(width * height / config.scale_resolution**2), config.max_slice_nums)
     if wanted <= 1:
         return None
@@ -168,9 +169,10 @@ def best_grid(width: int, height: int, config: SliceConfig) -> Size | None:
 
 def fit_area(width: int, height: int, config: SliceConfig) -> Size:
     """Return sides of the same ratio whose area is scale_resolution ** 2, rounded to whole patches, in pixels."""
-    P, ratio = config.patch_size, width / height
+    ratio = width / height
     new_height = int(config.scale_resolution / math.sqrt(ratio))
     new_width = int(new_height * ratio)
+    P = config.patch_size
     return max(round(new_width / P), 1) * P, max(round(new_height / P), 1) * P
 
 

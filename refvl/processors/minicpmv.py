@@ -11,7 +11,7 @@ own, as the checkpoints' own `chat` does; vLLM writes the frames of a video with
 tokenizer's; version 2.0 has none and says <用户> and <AI>.
 
 minicpmv_video.py        how videos are sampled and packed, from version 2.6 on
-minicpmv_vocabulary.py   what the checkpoint's files say of the marks and of slicing
+minicpmv_vocabulary.py   the marks, and the settings of slicing in a checkpoint's files
 """
 
 import re
@@ -32,10 +32,10 @@ from refvl.pixels.slices import SliceConfig, SliceLayout, count_sets, levels_of_
 from refvl.processors.chat import ChatProcessor, Patches
 from refvl.processors.messages import texts_of
 from refvl.processors.minicpmv_video import FrameConfig, PacksFrames, TakesVideos
-from refvl.processors.minicpmv_vocabulary import MARKS, TEXT_ID, marks_in, slicing_of, stop_ids, vocabulary_ids
+from refvl.processors.minicpmv_vocabulary import MARKS, TERMINATORS, TEXT_ID, ids_of_marks, marks_in, slicing_of
 from refvl.processors.tokenizers import load_tokenizer
 
-PLACEHOLDERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}  # in the text before it is written out
+PLACEHOLDERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}  # for media until they are written out
 PLACEHOLDER = re.compile(r"\(<(image|video)>\./</\1>\)")
 NO_VIDEO_ID = -1  # images and frames are filled with one token: no token has the video's id, see `placeholders`
 
@@ -63,7 +63,7 @@ class MiniCPMVProcessor(ChatProcessor):
 
     no_video = "videos: MiniCPM-V 2.0 and 2.5 read images only, later versions videos too"
     template: ClassVar[str | None] = None  # for a folder without a chat template
-    numbers_images: ClassVar[bool] = False  # unless the folder says otherwise (use_image_id)
+    numbers_images: ClassVar[bool] = False  # unless the folder sets use_image_id
     writes_bos: ClassVar[bool] = True
     frames: ClassVar[FrameConfig | None] = None  # of versions that take videos
 
@@ -77,13 +77,14 @@ class MiniCPMVProcessor(ChatProcessor):
         unknown = m["unk"] * self.query_num
         self.overview_text = m["im_start"] + unknown + m["im_end"]
         self.slice_text = m["slice_start"] + unknown + m["slice_end"]
-        self.mark_ids = vocabulary_ids(tokenizer, self.marks, self.image_config.use_image_id)
-        self.stop_token_ids = stop_ids(tokenizer)
+        vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+        self.stop_token_ids = [vocabulary[token] for token in TERMINATORS if token in vocabulary]
+        self.mark_ids = ids_of_marks(vocabulary, m, self.image_config.use_image_id) if vocabulary else {}
         self.token_ids = {"image": self.mark_ids.get("unk", NO_VIDEO_ID), "video": NO_VIDEO_ID}
 
     @classmethod
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "MiniCPMVProcessor":
-        """tokenizer.json, template and limits from a checkpoint folder; the tokenizer class it names is not run."""
+        """Read tokenizer.json, template and limits of a checkpoint folder; the tokenizer class it names is not run."""
         tokenizer = load_tokenizer(folder, PreTrainedTokenizerFast.from_pretrained, cls.template)
         image_config = SliceConfig.from_folder(folder, slicing_of(config, cls.numbers_images))
         video_config = cls.frames and cls.frames.changed_by(folder)
@@ -91,7 +92,7 @@ class MiniCPMVProcessor(ChatProcessor):
 
     @property
     def largest_picture(self) -> int:
-        """Tokens of the largest image: the overview and all slices."""
+        """The number of tokens of the largest image: the overview and all slices."""
         return (self.image_config.max_slice_nums + 1) * self.query_num
 
     def _patchify_image(self, image: Image.Image) -> Patches:
@@ -108,13 +109,13 @@ class MiniCPMVProcessor(ChatProcessor):
         return slices_of_size(*image.size, self.image_config).layout
 
     def merged(self, kind: str, layout: SliceLayout, second_per_grid: float = 1.0) -> SlicedMedia:
-        """query_num tokens per set; second_per_grid is not read."""
+        """Return the medium as sets of query_num tokens; second_per_grid is not read."""
         return SlicedMedia(kind, (count_sets(layout), 1, self.query_num))
 
     def tokenize(
         self, messages: Sequence[dict], media: Sequence[Any], *, allow_special_tokens: bool = False
     ) -> list[int]:
-        """(L,) prompt ids of checked messages, every medium written out; see `ChatProcessor.tokenize`."""
+        """Return the (L,) prompt ids of checked messages, with media written out; see `ChatProcessor.tokenize`."""
         if self.tokenizer is None:
             raise ValueError("prompt: this model was built from a config alone; a tokenizer needs a checkpoint folder")
         written = "".join(texts_of(messages))  # joined, because a token may begin in one part and end in the next
@@ -127,11 +128,10 @@ class MiniCPMVProcessor(ChatProcessor):
         bos = self.tokenizer.bos_token_id
         if bos is None or not self.writes_bos:
             return ids
-        # Template and tokenizer both may write the first token, or neither does; Llama 3's both do
-        return [bos, *dropwhile(lambda token: token == bos, ids)]
+        return [bos, *dropwhile(lambda token: token == bos, ids)]  # Llama 3's template and tokenizer both write it
 
     def apply_template(self, messages: Sequence[dict], **options) -> str:
-        """The template's text of messages whose parts are joined in lines: these templates know strings only."""
+        """Return the template's text of messages, with parts joined in lines: these templates accept strings only."""
         joined = []
         for message in messages:
             content = message["content"]
@@ -142,7 +142,7 @@ class MiniCPMVProcessor(ChatProcessor):
         return super().apply_template(joined, enable_thinking=False, **options)
 
     def write_media(self, text: str, media: Sequence[SlicedMedia]) -> str:
-        """The text with every medium's placeholder replaced; images are numbered as they come."""
+        """Replace every medium's placeholder in a text; images are numbered in order."""
         pieces = PLACEHOLDER.split(text)  # text, kind, text, kind, ..., text
         kinds = [medium.kind for medium in media]
         if pieces[1::2] != kinds:
@@ -157,7 +157,7 @@ class MiniCPMVProcessor(ChatProcessor):
         return "".join(pieces)
 
     def write_image(self, medium: SlicedMedia, number: int) -> str:
-        """Overview and slices of an image as text."""
+        """Write the overview and the slices of an image as text."""
         if medium.grid is None:
             return self.overview_text
         columns, rows = medium.grid
@@ -165,7 +165,7 @@ class MiniCPMVProcessor(ChatProcessor):
         return self.overview_text + self.marks["slice_start"] + slices + self.marks["slice_end"]
 
     def write_video(self, medium: SlicedMedia) -> str:
-        """Frames, or packs of them, in lines."""
+        """Write frames, or packs of them, in lines."""
         sets, _, _ = medium.thw
         return "\n".join([self.overview_text] * sets)
 
@@ -175,10 +175,10 @@ class MiniCPMVProcessor(ChatProcessor):
         return [*super().reserved_texts, *PLACEHOLDERS.values()]
 
     def placeholders(self, input_ids: Tensor) -> Tensor:
-        """Unknown tokens right behind the start of an image, slice or frame are placeholders, elsewhere they are text.
+        """Give placeholders the id of their kind, and all other unknown tokens TEXT_ID, in a prompt of (L,) ids.
 
-        What else the text says does not matter: it may hold marks of its own. A frame is an overview without a number;
-        if the folder wants no numbers, everything is an image.
+        A placeholder is an unknown token right after the start of an image, slice or frame; the text may contain such
+        marks itself. A frame is an overview without a number. If images have no numbers, everything is an image.
         """
         ids = self.mark_ids
         is_unknown = input_ids == ids["unk"]
@@ -214,7 +214,7 @@ class MiniCPMV2_6Processor(TakesVideos, MiniCPMVProcessor):
     frames = FrameConfig()
 
     def write_image(self, medium: SlicedMedia, number: int) -> str:
-        """The image's number, overview, slices in lines."""
+        """Write the number of the image, its overview, and its slices in lines."""
         m, text = self.marks, self.overview_text
         if self.image_config.use_image_id:
             text = f"{m['im_id_start']}{number}{m['im_id_end']}{text}"

@@ -3,8 +3,8 @@
     video file -> sampled frames        by the rule of the version's card, see `sample`
                -> a set of query tokens per frame, or, in 4.5, per pack of up to `max_packing` frames
 
-Frames of a pack share one set of query tokens. Their temporal ids, tenths of a second, tell the resampler when each was
-taken.
+Frames of a pack share one set of query tokens. Each has a temporal id, its time in tenths of a second, which the
+resampler adds to the keys.
 """
 
 import math
@@ -27,7 +27,7 @@ TENTHS = 10  # temporal ids per second
 
 @dataclass(frozen=True, slots=True)
 class FrameConfig:
-    """How a video is sampled. Limits as in the examples of the checkpoints' cards."""
+    """The rule by which videos are sampled. Limits are those of the examples on the checkpoints' cards."""
 
     fps: float = 1.0
     max_frames: int = 64  # sets of query tokens: packed frames count as one
@@ -35,7 +35,7 @@ class FrameConfig:
     packing: int | None = None  # frames in a set; None: as few as keep the video within max_frames sets
 
     def changed_by(self, folder: Path) -> "FrameConfig":
-        """With what video_preprocessor_config.json says; released folders have none, and their cards say the limits."""
+        """Return a copy with the values of video_preprocessor_config.json; released folders have no such file."""
         file = folder / "video_preprocessor_config.json"
         values = read_json(file) if file.is_file() else {}
         return replace(self, **{f.name: values[f.name] for f in fields(self) if f.name in values})
@@ -48,9 +48,9 @@ class TakesVideos(ChatProcessor):
     query_num: int
 
     def load_video(self, source, options: dict) -> Video:
-        """Files: a frame each second, at most max_frames, evenly; frames in memory count as sampled already.
+        """Load a video: a file is sampled by the version's rule, and frames in memory count as sampled already.
 
-        options: fps, max_frames or num_frames, in place of the processor's own.
+        options: fps, max_frames or num_frames, in place of the processor's own. Raises ValueError for other options.
         """
         if options.keys() - {"fps", "max_frames"} and options.keys() != {"num_frames"}:
             raise ValueError(
@@ -65,17 +65,17 @@ class TakesVideos(ChatProcessor):
         return load_video(source, sample=sample, limits=self.limits)
 
     def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
-        """By the version's rule, with the processor's own limits."""
+        """Sample a file of `total` frames by the version's rule and the processor's own limits."""
         return self.sample(total, source_fps, self.video_config)
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
-        """A frame every 1 / fps seconds; if these are too many, max_frames from the middle of equal parts."""
+        """Take a frame every 1 / fps seconds; if these are too many, max_frames from the middle of equal parts."""
         indices = list(range(0, total, max(1, round(source_fps / config.fps))))
         return [indices[i] for i in middle_indices(len(indices), config.max_frames)]
 
     def group(self, video: Video, tgt_size: tuple[int, int]) -> SliceLayout:
-        """A set of query tokens for each frame."""
+        """Give each frame a set of query tokens."""
         return (SliceGroup((tgt_size,)),) * len(video.frames)
 
     def _patchify_video(self, video: Video) -> Patches:
@@ -100,16 +100,16 @@ class TakesVideos(ChatProcessor):
 
 
 class PacksFrames(TakesVideos):
-    """The same for 4.5: frames are packed, and each has its tenth of a second."""
+    """A part of 4.5's processor: frames are packed, and each has its tenth of a second."""
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
-        """`fps` frames a second from the middle of equal parts, as many as fit into max_frames full packs."""
+        """Take `fps` frames a second from the middle of equal parts, as many as fit into max_frames full packs."""
         wanted = round(min(config.fps, round(source_fps)) * total / source_fps)
         return middle_indices(total, max(1, min(wanted, config.max_frames * (config.packing or config.max_packing))))
 
     def group(self, video: Video, tgt_size: tuple[int, int]) -> SliceLayout:
-        """Consecutive frames share a set; the last one may hold fewer."""
+        """Let consecutive frames share a set; the last set may hold fewer."""
         config, ids = self.video_config, temporal_ids(video)
         packing = config.packing or min(-(-len(ids) // config.max_frames), config.max_packing)
         packs = [ids[i : i + packing] for i in range(0, len(ids), packing)]
@@ -117,13 +117,13 @@ class PacksFrames(TakesVideos):
 
 
 def temporal_ids(video: Video) -> list[int]:
-    """When each frame was taken, in whole tenths of a second; the last one is before the video's end."""
+    """Return the time of each frame in whole tenths of a second; the last one is before the video's end."""
     last = max(0, math.ceil(video.duration * TENTHS) - 1)
     return [min(round(second * TENTHS), last) for second in video.timestamps]
 
 
 def middle_indices(total: int, wanted: int) -> list[int]:
-    """All of 0 .. total - 1 if that is not more than wanted, else those in the middle of `wanted` equal parts.
+    """Return 0 .. total - 1 if that is not more than wanted, else those in the middle of `wanted` equal parts.
 
     >>> middle_indices(10, 4)
     [1, 3, 6, 8]
@@ -135,7 +135,7 @@ def middle_indices(total: int, wanted: int) -> list[int]:
 
 
 def patches_per_token(layout: SliceLayout, query_num: int) -> float:
-    """How many patches become one token: 16 for a square slice, 96 for six square frames packed into one set.
+    """Return the number of patches per token: 16 for a square slice, 96 for six square frames in one set.
 
     >>> patches_per_token((SliceGroup(((32, 32),) * 6, (0, 3, 6, 9, 12, 15)),), 64)
     96.0
