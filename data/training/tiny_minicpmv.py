@@ -23,7 +23,8 @@ from refvl.encoders.minicpmv import MiniCPMV4_5Encoder
 from refvl.families import read_config
 from refvl.pixels.slices import SliceConfig, SliceGroup, levels_of_slices, plan_slices
 from refvl.positions import MediaSpan
-from refvl.processors.minicpmv import MARKS, TENTHS, MiniCPMV4_5Processor, SlicedMedia
+from refvl.processors.minicpmv import MARKS, MiniCPMV4_5Processor, SlicedMedia
+from refvl.processors.minicpmv_video import TENTHS
 
 QUERIES, PACKING, FPS, PATCH = 9, 3, 2.0, 14
 SLICES = SliceConfig(scale_resolution=56, max_slice_nums=4, use_image_id=True)

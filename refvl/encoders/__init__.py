@@ -25,7 +25,8 @@ from refvl.encoders.qwen3_vl import (
     Qwen3VLVisionConfig,
     Qwen3VLVisionTransformer,
 )
-from refvl.encoders.resampler import Resampler2, Resampler2_5, Resampler4_5
+from refvl.encoders.resampler import Resampler2_5, Resampler4_5
+from refvl.encoders.resampler2 import Resampler2
 from refvl.encoders.siglip_vit import SiglipViT, SiglipViTConfig
 from refvl.encoders.step3_vl import Step3VisionConfig, Step3VisionEncoder
 from refvl.pixels.slices import SliceGroup

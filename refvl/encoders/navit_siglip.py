@@ -8,28 +8,29 @@
        | post_layernorm   LayerNorm
     (N, E)
 
-Upstream pads all slices of a batch to the longest and masks; here they lie end to end, and `cu_seqlens` says where
-each begins. `encode` is that tower; `forward` takes and returns the padded form. Which entry a patch reads depends on
-sizes alone, so it is planned: `encode` reads no value back and branches on no tensor.
+Upstream pads all slices of a batch to the longest and masks; here they are stored end to end, and `cu_seqlens` holds
+where each begins. `encode` is that tower; `forward` takes and returns the padded form of `refvl.encoders.padded`. Which
+entry a patch reads depends on sizes alone, so it is planned: `encode` reads no value back and branches on no tensor.
 
-Shape suffixes: N patches of all slices, E tower width, H heads, K head dimension; B slices, L pixels along a strip.
+Shape suffixes: N patches of all slices, E tower width, H heads, K head dimension.
 Upstream: `Idefics2VisionTransformer` (vLLM, transformers).
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.arguments import as_sizes
-from refvl.attention import Segments, plan_segments, segment_capacity
-from refvl.checks import check_pixel_rows, check_shape
+from refvl.attention import Segments, cumulative_lengths, group_segments, segment_capacity
+from refvl.checks import check_pixel_rows
 from refvl.encoders.config import TowerConfig
-from refvl.encoders.tower import Tower
+from refvl.encoders.padded import encode_strips
+from refvl.encoders.tower import Tower, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class NaVitSiglipConfig(TowerConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NaVitMetadata(Segments):
-    """What one `encode` needs besides pixels; segments are slices."""
+    """The input of one `encode` besides pixels; segments are slices."""
 
     position_ids: Tensor = field(metadata={"pad": "zero"})  # (N,) int64, rows of the position table
 
@@ -74,21 +75,23 @@ class NaVitSiglip(Tower):
         """drop_last_layer: leave the last layer out (`drop_vision_last_layer` of the checkpoint)."""
         super().__init__(config, attention=attention)
         self.drop_last_layer = drop_last_layer
-        c, layers = config, [EncoderLayer(config) for _ in range(config.num_hidden_layers - drop_last_layer)]
+        self.patch_values = config.patch_values
+        self.table_side = config.num_patches_per_side
+        layers = [EncoderLayer(config) for _ in range(config.num_hidden_layers - drop_last_layer)]
         self.embeddings = nn.ModuleDict(
             {
-                "patch_embedding": nn.Linear(c.patch_values, c.hidden_size),
-                "position_embedding": nn.Embedding(c.num_patches_per_side**2, c.hidden_size),
+                "patch_embedding": nn.Linear(config.patch_values, config.hidden_size),
+                "position_embedding": nn.Embedding(self.table_side**2, config.hidden_size),
             }
         )
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
-        self.post_layernorm = nn.LayerNorm(c.hidden_size, eps=c.layer_norm_eps)
+        self.post_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def plan(self, tgt_sizes, position_sizes=None) -> NaVitMetadata:
-        """Everything that depends on sizes, computed on the CPU and moved to the tower's device.
+        """Compute everything that depends on sizes on the CPU, and move it to the tower's device.
 
-        tgt_sizes: (h, w) per slice in patches, a list or an integer tensor (slices, 2). position_sizes: what the
-        position table is given instead, with as many patches (default: tgt_sizes).
+        tgt_sizes: the (h, w) of each slice in patches, a list or an integer tensor (slices, 2). position_sizes: the
+        shapes that the position table sees instead, with as many patches (default: tgt_sizes).
         """
         sizes = as_sizes(tgt_sizes)
         position_sizes = sizes if position_sizes is None else as_sizes(position_sizes, "position_sizes")
@@ -96,45 +99,41 @@ class NaVitSiglip(Tower):
             raise ValueError(
                 f"position_sizes: must hold as many patches per slice as tgt_sizes, got {position_sizes} for {sizes}"
             )
-        side = self.config.num_patches_per_side
-        position_ids = [torch.zeros(0, dtype=torch.long), *(place_in_table(h, w, side) for h, w in position_sizes)]
-        segments = plan_segments([h * w for h, w in sizes], with_groups=self.reads_groups)
-        return self.move(NaVitMetadata(**segments, position_ids=torch.cat(position_ids)))
+        return self.plan_checked(position_sizes)
+
+    def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> NaVitMetadata:
+        """Plan slices whose sizes are known to be good. layouts: the (h, w) of each, as the position table sees it."""
+        patches = [h * w for h, w in layouts]
+        cu_seqlens = cumulative_lengths(patches)
+        places = [place_in_table(h, w, self.table_side) for h, w in layouts]
+        metadata = NaVitMetadata(
+            cu_seqlens=cu_seqlens,
+            groups=group_segments(cu_seqlens) if self.backend() == "sdpa" else None,
+            max_seqlen=max(patches, default=0),
+            position_ids=torch.cat([torch.zeros(0, dtype=torch.long), *places]),
+        )
+        return to_device(metadata, self.device)
 
     def plan_capacity(self, max_patches: int, max_slices: int) -> NaVitMetadata:
-        """Metadata as large as any batch within these limits can need; its values are legal: one slice holds all."""
+        """Plan as much as any batch within these limits can need: one slice holds all patches."""
         position_ids = torch.zeros(max_patches, dtype=torch.long)
-        return self.move(NaVitMetadata(**segment_capacity(max_patches, max_slices), position_ids=position_ids))
+        metadata = NaVitMetadata(**segment_capacity(max_patches, max_slices), position_ids=position_ids)
+        return to_device(metadata, self.device)
 
-    def encode(self, patches_NC: Tensor, metadata: Segments, attention: str | None = None) -> Tensor:
+    def encode(self, patches_NC: Tensor, metadata: NaVitMetadata, attention: str | None = None) -> Tensor:
         """(N, C*P*P) patch rows of all slices -> (N, E); `attention` overrides the tower's backend."""
-        positions_NE = self.positions(metadata)
-        check_pixel_rows(patches_NC, (len(positions_NE), self.config.patch_values), self.device)
+        weight = next(self.parameters())
+        check_pixel_rows(patches_NC, (len(metadata.position_ids), self.patch_values), weight.device)
         backend = self.backend(attention, patches_NC.device)
-        x_NE = self.embeddings["patch_embedding"](patches_NC.to(self.dtype)) + positions_NE
+        positions_NE = self.embeddings["position_embedding"](metadata.position_ids)
+        x_NE = self.embeddings["patch_embedding"](patches_NC.to(weight.dtype)) + positions_NE
         for layer in self.encoder["layers"].children():
             x_NE = layer(x_NE, metadata, backend)
         return self.post_layernorm(x_NE)
 
-    def positions(self, metadata: Any) -> Tensor:
-        """(N, E): what the tower is told of where each patch lies."""
-        return self.embeddings["position_embedding"](metadata.position_ids)
-
     def forward(self, pixel_values: Tensor, tgt_sizes, position_sizes=None) -> Tensor:
-        """(B, C, P, L) strips -> (B, L / P, E): slice b is the first h * w patches of strip b; the other rows are zero.
-
-        tgt_sizes, position_sizes: (B, 2), see `plan`. Raises ValueError when a strip is too short for its slice.
-        """
-        c, sizes = self.config, as_sizes(tgt_sizes)
-        check_shape(pixel_values, (len(sizes), c.num_channels, c.patch_size, "L"), "pixel_values")
-        if pixel_values.shape[-1] % c.patch_size:
-            raise ValueError(
-                f"pixel_values: strips must be whole patches of {c.patch_size} px, got {pixel_values.shape[-1]}"
-            )
-        rows_BNC = pixel_values.unflatten(-1, (-1, c.patch_size)).permute(0, 3, 1, 2, 4).flatten(2)
-        lengths = [h * w for h, w in sizes]
-        rows_NE = self.encode(unpad(rows_BNC, lengths, "pixel_values"), self.plan(sizes, position_sizes))
-        return pad(rows_NE, lengths, rows_BNC.shape[1])
+        """(B, C, P, L * P) strips -> (B, L, E): slice b is the first h * w patches of strip b; see `encode_strips`."""
+        return encode_strips(self, pixel_values, tgt_sizes, position_sizes)
 
     def rename(self, name: str) -> str:
         """`vpm.encoder.layers.0.self_attn.q_proj.weight` -> `encoder.layers.0.self_attn.q.weight`, which fills `qkv`.
@@ -146,7 +145,7 @@ class NaVitSiglip(Tower):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Of the patch embedding."""
+        """The shape of the patch embedding in checkpoints."""
         return {"embeddings.patch_embedding.weight": self.config.patch_kernel}
 
     @property
@@ -206,18 +205,3 @@ def place_in_table(h: int, w: int, side: int) -> Tensor:
     """
     row, column = torch.arange(h) * side // h, torch.arange(w) * side // w
     return (row[:, None] * side + column).flatten()
-
-
-def unpad(padded: Tensor, lengths: Sequence[int], name: str) -> Tensor:
-    """(B, N, ...) -> the first `lengths[b]` rows of each b, end to end; ValueError when there are fewer."""
-    if any(length > padded.shape[1] for length in lengths):
-        raise ValueError(f"tgt_sizes: slices of {list(lengths)} patches do not fit the {padded.shape[1]} of {name}")
-    return torch.cat([padded.flatten(0, 1)[:0], *(rows[:length] for rows, length in zip(padded, lengths, strict=True))])
-
-
-def pad(rows: Tensor, lengths: Sequence[int], longest: int) -> Tensor:
-    """The inverse of `unpad`: (B, longest, ...), zero after each slice."""
-    padded = rows.new_zeros(len(lengths), longest, *rows.shape[1:])
-    for b, piece in enumerate(rows.split(list(lengths))):
-        padded[b, : len(piece)] = piece
-    return padded

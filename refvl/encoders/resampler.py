@@ -12,16 +12,15 @@
     Resampler4_5   and of time; frames of one group share a set of queries                                (4.5)
 
 Upstream keeps tables of sines and cosines and lets them grow; a formula has no size, so a grid of 4 x 227 or a frame
-two hours into a video needs nothing special. There are no padded keys here: slices lie end to end. `resample` works on
-those; `forward` takes the padded form.
+two hours into a video needs nothing special. There are no padded keys here: `resample` reads slices that are stored end
+to end, and `forward` takes the padded form of `refvl.encoders.padded`. `Resampler2` has a file of its own.
 
-Shape suffixes: N patches of all slices, D the language model's width, Q queries, H heads, K head dimension;
-B slices, L patches of the longest.
+Shape suffixes: N patches of all slices, D the language model's width, Q queries, H heads, K head dimension.
 Upstream: `Resampler2`, `Resampler2_5`, `Resampler4_5` (vLLM).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -30,12 +29,12 @@ from torch import Tensor, nn
 
 from refvl.arguments import as_size, as_sizes
 from refvl.attention import cumulative_lengths, group_segment_pairs, varlen_cross_attention
-from refvl.checks import check_floats, check_integers, check_positive_int, check_shape, is_integer
-from refvl.encoders.navit_siglip import unpad
-from refvl.encoders.tower import Tower
-from refvl.positions.tables import resize_position_table, sincos, sincos_2d, sincos_frequencies
-
-NO_TIME = -1  # the temporal id of an image
+from refvl.checks import check_floats, check_positive_int, check_shape
+from refvl.encoders.padded import resample_slices
+from refvl.encoders.slice_layouts import as_temporal_groups
+from refvl.encoders.tower import Tower, to_device
+from refvl.pixels.slices import NO_TIME
+from refvl.positions.tables import sincos, sincos_frequencies
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,13 +47,6 @@ class SetMetadata:
     set_groups: tuple | None = field(metadata={"pad": "empty"})  # sets of equal lengths; planned for sdpa alone
     max_seqlen_q: int  # Q
     max_seqlen_k: int  # patches that the fullest set of queries reads
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FixedGridMetadata(SetMetadata):
-    """Positions are (N, D) in the module's dtype, and queries have them, too."""
-
-    query_positions: Tensor  # (Q, D) in the module's dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,14 +69,28 @@ class TemporalResamplerMetadata(ResamplerMetadata):
 
 
 class Resampler(Tower):
-    """What all versions share: every set of queries reads its patches. Not used by itself."""
+    """The base of all versions: every set of queries reads its patches."""
 
-    ln_post: Any  # None, as `proj`, where the resampler ends at the attention
+    ln_post: Any  # None, as `proj`, if the resampler ends at the attention
     proj: Any
 
-    def __init__(self, num_queries: int, embed_dim: int, num_heads: int, kv_dim: int | None, attention: str):
+    def __init__(
+        self,
+        num_queries: int,
+        embed_dim: int,
+        num_heads: int,
+        kv_dim: int | None = None,
+        max_size: tuple[int, int] = (70, 70),
+        *,
+        attention: str = "auto",
+    ):
+        """kv_dim: the width of the rows (default: embed_dim, no projection). max_size: the size of upstream's first
+        table, and no limit.
+        """
         super().__init__(None, attention=attention)
+        self.max_size = as_size(max_size, "max_size")
         self.num_queries = check_positive_int(num_queries, "num_queries")
+        self.embed_dim = embed_dim  # D
         self.query = nn.Parameter(torch.empty(num_queries, embed_dim).normal_(std=0.02))
         if kv_dim is None or kv_dim == embed_dim:  # as wide as the language model already
             self.kv_proj: nn.Module = nn.Identity()
@@ -100,146 +106,73 @@ class Resampler(Tower):
         """Build from a dict of the constructor's arguments."""
         return cls(**config, **extra)
 
-    @property
-    def embed_dim(self) -> int:
-        """D."""
-        return self.query.shape[1]
+    def check_layouts(self, layouts, *, name: str = "tgt_sizes") -> list[tuple[int, int]]:
+        """Return the (h, w) of each slice in patches; errors as in `as_sizes`."""
+        return as_sizes(layouts, name)
+
+    def plan_sets(self, patches_per_set: Sequence[int]) -> dict[str, Any]:
+        """Return the fields of `SetMetadata` but for the positions: which patches each set of queries reads."""
+        cu_seqlens_q = cumulative_lengths([self.num_queries] * len(patches_per_set))
+        cu_seqlens_k = cumulative_lengths(patches_per_set)
+        needs_groups = self.backend() == "sdpa"
+        return {
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "set_groups": group_segment_pairs(cu_seqlens_q, cu_seqlens_k) if needs_groups else None,
+            "max_seqlen_q": self.num_queries,
+            "max_seqlen_k": max(patches_per_set, default=0),
+        }
 
     def resample(self, rows_NC: Tensor, metadata: Any, attention: str | None = None) -> Tensor:
         """(N, kv_dim) rows of all slices -> (sets * Q, D); `attention` overrides the module's backend."""
-        backend = self.backend(attention, self.device)
-        tokens_MD = self.attn(*self.attention_inputs(rows_NC, metadata), metadata, backend)
+        backend = self.backend(attention)
+        query_QD, keys_ND, values_ND = self.attention_inputs(rows_NC, metadata)
+        tokens_MD = self.attn(query_QD, keys_ND, values_ND, metadata, backend)
         return tokens_MD if self.proj is None else self.ln_post(tokens_MD) @ self.proj
 
     def attention_inputs(self, rows_NC: Tensor, metadata: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (Q, D), keys (N, D), values (N, D) before they are projected."""
+        """Return queries (Q, D), keys (N, D) and values (N, D) before they are projected."""
         check_floats(check_shape(rows_NC, (len(metadata.positions), "kv_dim"), "x"), "x")
-        values_ND = self.ln_kv(self.kv_proj(rows_NC.to(self.dtype)))
+        values_ND = self.ln_kv(self.kv_proj(rows_NC.to(self.query.dtype)))
         return self.ln_q(self.query), self.add_positions(values_ND, metadata), values_ND
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """Keys from values."""
+        """Return keys, made of values (N, D)."""
         raise NotImplementedError
 
     def rename(self, name: str) -> str:
-        """Names under `resampler.` or bare ones."""
+        """Rename a weight under `resampler.`; bare names stay."""
         return name.removeprefix("resampler.")
-
-
-class Resampler2(Resampler):
-    """A fixed grid of queries; queries and keys carry positions in it: MiniCPM-V 2.0."""
-
-    unused = r"(resampler\.)?pos_embed$"  # a formula
-
-    def __init__(
-        self,
-        grid_size: int,
-        embed_dim: int,
-        num_heads: int,
-        kv_dim: int | None = None,
-        *,
-        adaptive: bool = False,
-        do_post_projection: bool = True,
-        attention: str = "auto",
-    ):
-        """grid_size: G, for Q = G * G queries. kv_dim: width of the rows (default: embed_dim, no projection).
-
-        adaptive: keys get the sines and cosines of their own grid instead of the queries' resized ones.
-        do_post_projection: False ends at the attention (Qwen-VL's form).
-        """
-        super().__init__(check_positive_int(grid_size, "grid_size") ** 2, embed_dim, num_heads, kv_dim, attention)
-        self.grid_size, self.adaptive = grid_size, adaptive
-        if not do_post_projection:
-            self.ln_post = self.proj = None
-
-    def plan(self, tgt_sizes) -> FixedGridMetadata:
-        """tgt_sizes: (h, w) per slice in patches."""
-        sizes = as_sizes(tgt_sizes)
-        queries_QD = sincos_2d(self.embed_dim, (self.grid_size, self.grid_size)).flatten(0, 1)
-        keys_ND = torch.cat([queries_QD[:0], *(self._key_positions(queries_QD, size) for size in sizes)])
-        sets = plan_sets(self.num_queries, [h * w for h, w in sizes], with_groups=self.reads_groups)
-        keys_ND, queries_QD = keys_ND.to(self.dtype), queries_QD.to(self.dtype)
-        return self.move(FixedGridMetadata(positions=keys_ND, query_positions=queries_QD, **sets))
-
-    def _key_positions(self, query_positions_QD: Tensor, size: tuple[int, int]) -> Tensor:
-        if self.adaptive:
-            return sincos_2d(self.embed_dim, size).flatten(0, 1)
-        return resize_position_table(query_positions_QD, size, antialias=False)
-
-    def attention_inputs(self, rows_NC: Tensor, metadata: FixedGridMetadata) -> tuple[Tensor, Tensor, Tensor]:
-        """As in `Resampler`; queries have positions as well."""
-        query_QD, keys_ND, values_ND = super().attention_inputs(rows_NC, metadata)
-        return query_QD + metadata.query_positions, keys_ND, values_ND
-
-    def add_positions(self, x_ND: Tensor, metadata: FixedGridMetadata) -> Tensor:
-        """As planned."""
-        return x_ND + metadata.positions
-
-    def forward(self, x: Tensor, tgt_size: tuple[int, int] | None = None) -> Tensor:
-        """(B, L, kv_dim) -> (B, Q, D). tgt_size: (h, w) of every slice, h * w = L; None: a square."""
-        check_shape(x, ("B", "L", "kv_dim"), "x")
-        side = int(x.shape[1] ** 0.5)
-        h, w = (side, side) if tgt_size is None else as_size(tgt_size, "tgt_size")
-        if h * w != x.shape[1]:
-            raise ValueError(f"tgt_size: {(h, w)} does not hold the {x.shape[1]} patches of x")
-        return self.resample(x.flatten(0, 1), self.plan([(h, w)] * len(x))).unflatten(0, (len(x), self.num_queries))
 
 
 class Resampler2_5(Resampler):
     """Keys carry the sines and cosines of their row and column: MiniCPM-V 2.5, 2.6 and 4.0."""
 
-    def __init__(
-        self,
-        num_queries: int,
-        embed_dim: int,
-        num_heads: int,
-        kv_dim: int | None = None,
-        max_size: tuple[int, int] = (70, 70),
-        *,
-        attention: str = "auto",
-    ):
-        """kv_dim: width of the rows (default: embed_dim, no projection). max_size: the size of upstream's first table,
-        and no limit.
-        """
-        super().__init__(num_queries, embed_dim, num_heads, kv_dim, attention)
-        self.max_size = as_size(max_size, "max_size")
-
-    def plan(self, tgt_sizes) -> ResamplerMetadata:
-        """Everything that depends on sizes, computed on the CPU. tgt_sizes: (h, w) per slice in patches."""
-        sizes = as_sizes(tgt_sizes)
-        return self.move(ResamplerMetadata(**self._plan(sizes, [h * w for h, w in sizes])))
-
-    def _plan(self, sizes: Sequence[tuple[int, int]], patches_per_set: Sequence[int]) -> dict[str, Any]:
-        places = [torch.zeros(0, 2, dtype=torch.int32), *(grid_places(h, w) for h, w in sizes)]
+    def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> ResamplerMetadata:
+        """Compute everything that depends on sizes on the CPU, and move it. layouts: the (h, w) of each slice."""
+        sets = self.plan_sets([h * w for h, w in layouts])
         frequencies = sincos_frequencies(self.embed_dim // 2)
-        return plan_sets(self.num_queries, patches_per_set, with_groups=self.reads_groups) | {
-            "positions": torch.cat(places),
-            "frequencies": frequencies,
-        }
+        metadata = ResamplerMetadata(positions=rows_columns(layouts), frequencies=frequencies, **sets)
+        return to_device(metadata, self.device)
 
     def plan_capacity(self, max_patches: int, max_sets: int) -> ResamplerMetadata:
-        """Metadata as large as any batch of so many patches and sets of queries; legal values: one set reads all."""
-        return self.move(ResamplerMetadata(**self._capacity(max_patches, max_sets)))
-
-    def _capacity(self, max_patches: int, max_sets: int) -> dict[str, Any]:
-        capacity = self._plan([(1, max_patches)], [max_patches])
-        for name in ("cu_seqlens_q", "cu_seqlens_k"):
-            capacity[name] = torch.cat([capacity[name], capacity[name][-1:].expand(max_sets - 1)])
-        return capacity | {"set_groups": None}
+        """Plan as much as any batch of so many patches and sets of queries can need: one set reads all patches."""
+        plan, unused = self.plan([(1, max_patches)]), max_sets - 1
+        return replace(
+            plan,
+            cu_seqlens_q=torch.cat([plan.cu_seqlens_q, plan.cu_seqlens_q[-1:].expand(unused)]),
+            cu_seqlens_k=torch.cat([plan.cu_seqlens_k, plan.cu_seqlens_k[-1:].expand(unused)]),
+            set_groups=None,
+        )
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """The first half of the channels encodes the column, the second the row, as in `sincos_2d`."""
+        """Add sines and cosines: half of the channels encodes the column, half the row, as in `sincos_2d`."""
         column_row = sincos(metadata.positions.flip(-1), metadata.frequencies)  # (N, 2, D / 2)
         return x_ND + column_row.flatten(1).to(x_ND.dtype)
 
     def forward(self, x: Tensor, tgt_sizes) -> Tensor:
         """(B, L, kv_dim) -> (B, Q, D). tgt_sizes: (B, 2); slice b is the first h * w rows of x[b], no other is read."""
-        return self._resample_padded(x, as_sizes(tgt_sizes))
-
-    def _resample_padded(self, x: Tensor, sizes: list[tuple[int, int]], *times) -> Tensor:
-        check_shape(x, (len(sizes), "L", "kv_dim"), "x")
-        rows = unpad(x, [h * w for h, w in sizes], "x")
-        return self.resample(rows, self.plan(sizes, *times)).unflatten(0, (-1, self.num_queries))
+        return resample_slices(self, x, tgt_sizes)
 
 
 class Resampler4_5(Resampler2_5):
@@ -252,42 +185,48 @@ class Resampler4_5(Resampler2_5):
         super().__init__(*args, **kwargs)
         self.max_temporal_size = check_positive_int(max_temporal_size, "max_temporal_size")
 
-    def plan(self, tgt_sizes, temporal_ids: Sequence[Sequence[int]] | None = None) -> TemporalResamplerMetadata:
-        """tgt_sizes: (h, w) per slice. temporal_ids: one list per group, one id per slice, -1 or None for none.
+    def plan(self, tgt_sizes, temporal_ids=None) -> TemporalResamplerMetadata:
+        """Plan slices of (h, w) patches each, in groups.
 
-        A group shares one set of queries, unless all of its ids are -1: then each slice has its own.
+        temporal_ids: one list per group, with one id per slice, -1 or None for none. A group shares one set of queries,
+        unless all of its ids are -1: then each slice has its own. A flat tensor of ids groups nothing; None: no times.
         """
         sizes = as_sizes(tgt_sizes)
-        groups, patches = as_temporal_groups(temporal_ids, len(sizes)), [h * w for h, w in sizes]
-        rest = iter(patches)
-        patches_per_set = [n for ids in groups for n in count_per_set(ids, [next(rest) for _ in ids])]
-        ids = torch.tensor([id_ for group in groups for id_ in group], dtype=torch.int32)
-        times = ids.repeat_interleave(torch.tensor(patches, dtype=torch.long))
-        return self.move(TemporalResamplerMetadata(**self._plan(sizes, patches_per_set), **self._times(times)))
+        return self.plan_checked(sizes, as_temporal_groups(temporal_ids, len(sizes)))
 
-    def plan_capacity(self, max_patches: int, max_sets: int) -> TemporalResamplerMetadata:
-        """As in `Resampler2_5`."""
-        times = self._times(torch.zeros(max_patches, dtype=torch.int32))
-        return self.move(TemporalResamplerMetadata(**self._capacity(max_patches, max_sets), **times))
+    def plan_checked(  # type: ignore[override]  # slices have times as well
+        self, layouts: Sequence[tuple[int, int]], temporal_ids: Sequence[Sequence[int]]
+    ) -> TemporalResamplerMetadata:
+        """Plan slices whose sizes and times are known to be good.
 
-    def _times(self, times: Tensor) -> dict[str, Any]:
-        return {"times": times, "time_frequencies": sincos_frequencies(self.embed_dim)}
+        layouts: the (h, w) of each slice in patches. temporal_ids: one list per group, one id per slice, -1 for none.
+        """
+        patches = [h * w for h, w in layouts]
+        patches_per_set = list[int]()
+        start = 0
+        for ids in temporal_ids:
+            of_group = patches[start : start + len(ids)]
+            patches_per_set += of_group if max(ids) == NO_TIME else [sum(of_group)]
+            start += len(ids)
+        time_of_slice = torch.tensor([id_ for ids in temporal_ids for id_ in ids], dtype=torch.int32)
+        metadata = TemporalResamplerMetadata(
+            positions=rows_columns(layouts),
+            frequencies=sincos_frequencies(self.embed_dim // 2),
+            times=time_of_slice.repeat_interleave(torch.tensor(patches, dtype=torch.long)),
+            time_frequencies=sincos_frequencies(self.embed_dim),
+            **self.plan_sets(patches_per_set),
+        )
+        return to_device(metadata, self.device)
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """Row, column, and time where there is one."""
+        """Add row, column, and time if there is one."""
         x_ND = super().add_positions(x_ND, metadata)
         time_ND = sincos(metadata.times, metadata.time_frequencies).to(x_ND.dtype)
         return x_ND + time_ND.masked_fill((metadata.times == NO_TIME)[:, None], 0)
 
     def forward(self, x: Tensor, tgt_sizes, temporal_ids=None) -> Tensor:
-        """(B, L, kv_dim) -> (sets, Q, D).
-
-        temporal_ids: one list per group, see `plan`; a (B,) tensor of ids groups nothing; None: no times.
-        """
-        if isinstance(temporal_ids, Tensor):
-            check_integers(check_shape(temporal_ids, ("slices",), "temporal_ids"), "temporal_ids")
-            temporal_ids = temporal_ids[:, None].tolist()
-        return self._resample_padded(x, as_sizes(tgt_sizes), temporal_ids)
+        """(B, L, kv_dim) -> (sets, Q, D). tgt_sizes: (B, 2), as in `Resampler2_5`; temporal_ids: see `plan`."""
+        return resample_slices(self, x, tgt_sizes, temporal_ids)
 
 
 class CrossAttention(nn.Module):
@@ -332,51 +271,7 @@ def attention_weights(resampler: Resampler, rows_NC: Tensor, metadata: SetMetada
     return [scores_HQL.softmax(-1) for scores_HQL in scores_HQN.split(patches_per_set, dim=-1)]
 
 
-def grid_places(h: int, w: int) -> Tensor:
-    """(h * w, 2) int32: row and column of each patch, row by row."""
-    return torch.cartesian_prod(torch.arange(h, dtype=torch.int32), torch.arange(w, dtype=torch.int32)).view(-1, 2)
-
-
-def plan_sets(num_queries: int, patches_per_set: Sequence[int], *, with_groups: bool) -> dict[str, Any]:
-    """The fields of `SetMetadata`, but for the positions."""
-    cu_seqlens_q = cumulative_lengths([num_queries] * len(patches_per_set))
-    cu_seqlens_k = cumulative_lengths(patches_per_set)
-    return {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "set_groups": group_segment_pairs(cu_seqlens_q, cu_seqlens_k) if with_groups else None,
-        "max_seqlen_q": num_queries,
-        "max_seqlen_k": max(patches_per_set, default=0),
-    }
-
-
-def as_temporal_groups(temporal_ids, num_slices: int) -> list[list[int]]:
-    """One list of ids per group, -1 for None; None: every slice by itself, without a time.
-
-    Raises TypeError for another kind and ValueError for ids below -1, an empty group, or ids that do not cover every
-    slice once.
-    """
-    if temporal_ids is None:
-        return [[NO_TIME]] * num_slices
-    if not isinstance(temporal_ids, Sequence) or not all(isinstance(ids, Sequence) for ids in temporal_ids):
-        raise TypeError(f"temporal_ids: expected one list of ids per group, or a flat tensor, got {temporal_ids!r}")
-    groups = [[NO_TIME if id_ is None else id_ for id_ in ids] for ids in temporal_ids]
-    for i, ids in enumerate(groups):
-        if not all(map(is_integer, ids)):
-            raise TypeError(f"temporal_ids[{i}]: expected integers, got {ids}")
-        if not ids or min(ids) < NO_TIME:
-            raise ValueError(f"temporal_ids[{i}]: expected at least one id, each -1 (no time) or more, got {ids}")
-    if sum(map(len, groups)) != num_slices:
-        raise ValueError(
-            f"temporal_ids: expected one id per slice, {num_slices}, got {sum(map(len, groups))} in {groups}"
-        )
-    return groups
-
-
-def count_per_set(ids: Sequence[int], patches: Sequence[int]) -> list[int]:
-    """Patches that each set of queries reads: all of the group's, or those of one slice where there is no time.
-
-    >>> count_per_set([2, 6], [24, 24]), count_per_set([-1, -1], [24, 24])
-    ([48], [24, 24])
-    """
-    return [sum(patches)] if any(id_ != NO_TIME for id_ in ids) else list(patches)
+def rows_columns(sizes: Sequence[tuple[int, int]]) -> Tensor:
+    """(N, 2) int32: the row and column of each patch in its slice, row by row."""
+    places = [torch.cartesian_prod(torch.arange(h), torch.arange(w)) for h, w in sizes]
+    return torch.cat([torch.zeros(0, 2, dtype=torch.long), *places]).int()

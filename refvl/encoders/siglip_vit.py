@@ -12,25 +12,26 @@
 
 The layers are `NaVitSiglip`'s, but for the exact GELU, and timm's names are read as theirs. There is no class token,
 and SigLIP's attention pool is not part of it. Resized positions depend on the grid and the table: they are planned, as
-in `refvl.encoders.glm4v`, and a plan holds what the weights are now.
+in `refvl.encoders.glm4v`, so a plan is stale when the table changes. `encode` reads patch rows of images of any sizes;
+`forward` takes images of one size.
 
 Shape suffixes: N patches of all images, E tower width, H heads, K head dimension.
 Upstream: `VisionTransformer` (timm), `vit_so400m_patch14_siglip_384`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.arguments import as_sizes
 from refvl.attention import Segments, plan_segments
-from refvl.checks import check_shape
+from refvl.checks import check_pixel_rows, check_shape
 from refvl.encoders.navit_siglip import NaVitSiglip, NaVitSiglipConfig
+from refvl.encoders.tower import to_device
 from refvl.encoders.weights import config_dict, config_values
 from refvl.positions.tables import resize_position_table
 
@@ -78,7 +79,7 @@ class SiglipViTConfig(NaVitSiglipConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SiglipViTMetadata(Segments):
-    """What one `encode` needs besides pixels; segments are images."""
+    """The input of one `encode` besides pixels; segments are images."""
 
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype
 
@@ -89,24 +90,32 @@ class SiglipViT(NaVitSiglip):
     config_class = SiglipViTConfig
     plan_reads_weights = True  # the position table
 
-    def plan(self, tgt_sizes) -> SiglipViTMetadata:  # type: ignore[override]  # no other positions can be asked for
-        """Everything that depends on sizes, and the resized table. tgt_sizes: (h, w) per image in patches."""
-        sizes, table = as_sizes(tgt_sizes), self.get_parameter(TABLE)
-        positions = [table[:0], *(resize_position_table(table, size, antialias=True) for size in sizes)]
-        segments = plan_segments([h * w for h, w in sizes], with_groups=self.reads_groups)
-        return self.move(SiglipViTMetadata(**segments, position_embeds=torch.cat(positions)))
+    def plan_checked(  # type: ignore[override]  # other metadata
+        self, layouts: Sequence[tuple[int, int]]
+    ) -> SiglipViTMetadata:
+        """Compute everything that depends on sizes, and resize the table, for images of (h, w) patches each."""
+        table = self.get_parameter(TABLE)
+        positions = [table[:0], *(resize_position_table(table, size, antialias=True) for size in layouts)]
+        segments = plan_segments([h * w for h, w in layouts], with_groups=self.backend() == "sdpa")
+        return to_device(SiglipViTMetadata(**segments, position_embeds=torch.cat(positions)), self.device)
 
-    def positions(self, metadata: SiglipViTMetadata) -> Tensor:
-        """(N, E): as planned."""
-        return metadata.position_embeds
+    def encode(self, patches_NC: Tensor, metadata: Any, attention: str | None = None) -> Tensor:
+        """(N, C*P*P) patch rows of all images -> (N, E); `attention` overrides the tower's backend."""
+        weight = next(self.parameters())
+        check_pixel_rows(patches_NC, (len(metadata.position_embeds), self.patch_values), weight.device)
+        backend = self.backend(attention, patches_NC.device)
+        x_NE = self.embeddings["patch_embedding"](patches_NC.to(weight.dtype)) + metadata.position_embeds
+        for layer in self.encoder["layers"].children():
+            x_NE = layer(x_NE, metadata, backend)
+        return self.post_layernorm(x_NE)
 
     def forward(self, pixel_values: Tensor) -> Tensor:  # type: ignore[override]  # pixels have their sizes
         """(B, C, H, W) -> (B, ceil(H / P) * ceil(W / P), E)."""
-        c = self.config
-        check_shape(pixel_values, ("B", c.num_channels, "H", "W"), "pixel_values")
+        P = self.config.patch_size
+        check_shape(pixel_values, ("B", self.config.num_channels, "H", "W"), "pixel_values")
         batch, _, height, width = pixel_values.shape
-        padded = F.pad(pixel_values, (0, -width % c.patch_size, 0, -height % c.patch_size))
-        grid = padded.unflatten(3, (-1, c.patch_size)).unflatten(2, (-1, c.patch_size))  # (B, C, h, P, w, P)
+        padded = F.pad(pixel_values, (0, -width % P, 0, -height % P))
+        grid = padded.unflatten(3, (-1, P)).unflatten(2, (-1, P))  # (B, C, h, P, w, P)
         patches_NC = grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(0, 2)
         metadata = self.plan([(grid.shape[2], grid.shape[4])] * batch)
         return self.encode(patches_NC, metadata).unflatten(0, (batch, -1))
@@ -123,7 +132,7 @@ class SiglipViT(NaVitSiglip):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Of the patch embedding, and of the position table."""
+        """The shapes of the patch embedding and of the position table in checkpoints."""
         return super().kernels | {TABLE: (1, *self.get_parameter(TABLE).shape)}
 
     @property

@@ -2,7 +2,7 @@
 
     image (W, H)
        | slice_grid       how many columns and rows; none when the overview holds all there is to see
-       | plan_slices      sizes: overview and slices, multiples of P
+       | plan_slices      sizes of the overview and the slices, multiples of P
        | slice_image      bicubic in Pillow: [overview, slice 1, slice 2, ...], slices row by row
        | patchify_slices  cut into patches, [0, 255] -> (x / 255 - mean) / std
     patch rows (N, 3*P*P), tgt_sizes [(h, w), ...]     N patches of all slices, h x w of them in each
@@ -34,11 +34,12 @@ from refvl.pixels.patches import Levels, denormalize, level_table
 from refvl.pixels.settings import check_preprocessing, known_fields
 
 Size = tuple[int, int]
+NO_TIME = -1  # the temporal id of an image
 
 
 @dataclass(frozen=True, slots=True)
 class SliceConfig:
-    """How an image is sliced. The defaults are those of all released versions."""
+    """The rule by which images are sliced. The defaults are those of all released versions."""
 
     max_slice_nums: int = 9
     scale_resolution: int = 448  # the side of the square whose area a slice has
@@ -54,9 +55,9 @@ class SliceConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "SliceConfig":
-        """From the contents of preprocessor_config.json or config.json; unknown keys are ignored.
+        """Read the contents of preprocessor_config.json or config.json; unknown keys are ignored.
 
-        Raises ValueError where slicing is switched off: then an image of any size would reach the tower.
+        Raises ValueError if slicing is switched off, because an image of any size would then reach the tower.
         """
         if not values.get("slice_mode", True):
             raise ValueError("slice_mode: this preprocessing always has slice_mode=True, got False")
@@ -65,7 +66,7 @@ class SliceConfig:
 
     @classmethod
     def from_folder(cls, folder: Path, defaults: dict) -> "SliceConfig":
-        """preprocessor_config.json, where it says something, over `defaults`; version 2.0 has no such file."""
+        """Read preprocessor_config.json, with `defaults` for what it does not set; version 2.0 has no such file."""
         file = Path(folder) / "preprocessor_config.json"
         values = read_json(file) if file.is_file() else {}
         with blame(file):
@@ -92,8 +93,8 @@ SliceLayout = tuple[SliceGroup, ...]
 
 
 def count_sets(layout: SliceLayout) -> int:
-    """Sets of query tokens that a medium becomes: slices with times share their group's, others have one each."""
-    return sum(len(g.slices) if max(g.temporal_ids or [-1]) < 0 else 1 for g in layout)
+    """Count the sets of query tokens of a layout: slices with times share their group's, others have one each."""
+    return sum(len(g.slices) if max(g.temporal_ids or [NO_TIME]) == NO_TIME else 1 for g in layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,31 +105,59 @@ class SlicePlan:
     grid: Size | None  # (columns, rows); None: the overview only
     cell: Size | None  # pixels of each slice
     patch_size: int
+    layout: SliceLayout  # the overview, then every slice, each as a group of its own
 
     @property
     def tgt_sizes(self) -> list[Size]:
         """(height, width) in patches: of the overview, then of every slice."""
-        sizes = [self.overview]
-        if self.grid and self.cell:
-            sizes += [self.cell] * math.prod(self.grid)
-        return [(height // self.patch_size, width // self.patch_size) for width, height in sizes]
+        return [group.slices[0] for group in self.layout]
 
-    @property
-    def layout(self) -> SliceLayout:
-        """Every slice as a group of its own."""
-        return tuple(SliceGroup((size,)) for size in self.tgt_sizes)
+
+def plan_slices(width: int, height: int, config: SliceConfig) -> SlicePlan:
+    """Return the sizes of the overview and the slices of an image of width x height pixels.
+
+    The overview and every slice are scaled to about the area of one square; only an image without slices may be
+    enlarged to it. Raises TypeError or ValueError for a size that is no positive integer, and ValueError for an aspect
+    ratio above `config.max_aspect_ratio`. Upstream: `find_best_resize`, `get_refine_size`.
+    """
+    width, height = check_positive_ints(width=width, height=height)
+    return slices_of_size(width, height, config)
+
+
+def slices_of_size(width: int, height: int, config: SliceConfig) -> SlicePlan:
+    """Plan the slices of an image that `load_image` has made; see `plan_slices`."""
+    grid = best_grid(width, height, config)
+    if max(width, height) > config.max_aspect_ratio * min(width, height):
+        raise ValueError(
+            f"width, height: the aspect ratio may be at most {config.max_aspect_ratio:,} (max_aspect_ratio of "
+            f"SliceConfig), got {width} x {height} pixels"
+        )
+    overview = fit_area(width, height, config)
+    sizes, cell = [overview], None
+    if grid is not None:
+        columns, rows = grid
+        cell = fit_area(max(round(width / columns), 1), max(round(height / rows), 1), config)
+        sizes += [cell] * (columns * rows)
+    P = config.patch_size
+    layout = tuple(SliceGroup(((h // P, w // P),)) for w, h in sizes)
+    return SlicePlan(overview, grid, cell, P, layout)
 
 
 def slice_grid(width: int, height: int, config: SliceConfig) -> Size | None:
-    """(columns, rows) that an image is cut into; None when the overview is enough.
+    """Return the (columns, rows) that an image is cut into, or None if the overview is enough.
 
-    As many slices as the area holds squares of scale_resolution (at most max_slice_nums), one more or one less where
-    that meets the ratio of the sides better. Upstream: `get_sliced_grid`.
+    The image is cut into as many slices as its area holds squares of scale_resolution, at most max_slice_nums. One
+    more or one less is taken if that fits the ratio of the sides better. Upstream: `get_sliced_grid`.
 
     >>> slice_grid(1920, 1080, SliceConfig()), slice_grid(448, 448, SliceConfig())
     ((4, 2), None)
     """
     width, height = check_positive_ints(width=width, height=height)
+    return best_grid(width, height, config)
+
+
+def best_grid(width: int, height: int, config: SliceConfig) -> Size | None:
+    """Return the grid of a size that is known to be good; see `slice_grid`."""
     wanted = min(math.ceil(width * height / config.scale_resolution**2), config.max_slice_nums)
     if wanted <= 1:
         return None
@@ -138,38 +167,13 @@ def slice_grid(width: int, height: int, config: SliceConfig) -> Size | None:
     return min(grids, key=lambda grid: abs(log_ratio - math.log(grid[0] / grid[1])))  # the first one on ties
 
 
-def plan_slices(width: int, height: int, config: SliceConfig) -> SlicePlan:
-    """What becomes of an image of this size.
-
-    The overview is brought down to the area of one square, and up as well where there are no slices; slices always are.
-    Raises ValueError for an aspect ratio above `config.max_aspect_ratio`. Upstream: `find_best_resize`,
-    `get_refine_size`.
-    """
-    grid = slice_grid(width, height, config)
-    if max(width, height) > config.max_aspect_ratio * min(width, height):
-        raise ValueError(
-            f"width, height: the aspect ratio may be at most {config.max_aspect_ratio:,} (max_aspect_ratio of "
-            f"SliceConfig), got {width} x {height} pixels"
-        )
-    if grid is None:
-        return SlicePlan(_fit_area(width, height, config, upscale=True), None, None, config.patch_size)
-    columns, rows = grid
-    whole = _round_to(width, columns) / columns, _round_to(height, rows) / rows
-    cell = _fit_area(*whole, config, upscale=True)
-    return SlicePlan(_fit_area(width, height, config, upscale=False), grid, cell, config.patch_size)
-
-
-def _fit_area(width: float, height: float, config: SliceConfig, *, upscale: bool) -> Size:
-    """Sides of the same ratio whose area is scale_resolution ** 2, rounded to patches; small images stay small."""
-    if upscale or width * height > config.scale_resolution**2:
-        ratio = width / height
-        height = int(config.scale_resolution / math.sqrt(ratio))
-        width = int(height * ratio)
-    return _round_to(width, config.patch_size), _round_to(height, config.patch_size)
-
-
-def _round_to(length: float, divisor: int) -> int:
-    return max(round(length / divisor) * divisor, divisor)
+def fit_area(width: int, height: int, config: SliceConfig) -> Size:
+    """Return sides of the same ratio whose area is scale_resolution ** 2, rounded to whole patches, in pixels."""
+    ratio = width / height
+    new_height = int(config.scale_resolution / math.sqrt(ratio))
+    new_width = int(new_height * ratio)
+    P = config.patch_size
+    return max(round(new_width / P), 1) * P, max(round(new_height / P), 1) * P
 
 
 def slice_image(image, config: SliceConfig) -> list[Image.Image]:
@@ -179,14 +183,15 @@ def slice_image(image, config: SliceConfig) -> list[Image.Image]:
 
 
 def cut_slices(image: Image.Image, plan: SlicePlan) -> list[Image.Image]:
-    """The same for an image that `load_image` has made and whose slices are planned."""
-    slices = [image.resize(plan.overview, Image.Resampling.BICUBIC)]
+    """Cut an image that `load_image` has made, by its plan."""
+    overview = image.resize(plan.overview, Image.Resampling.BICUBIC)
     if plan.grid is None or plan.cell is None:
-        return slices
-    (columns, rows), (width, height) = plan.grid, plan.cell
+        return [overview]
+    columns, rows = plan.grid
+    width, height = plan.cell
     enlarged = image.resize((columns * width, rows * height), Image.Resampling.BICUBIC)
     corners = [(column * width, row * height) for row in range(rows) for column in range(columns)]
-    return slices + [enlarged.crop((left, top, left + width, top + height)) for left, top in corners]
+    return [overview, *(enlarged.crop((left, top, left + width, top + height)) for left, top in corners)]
 
 
 def patchify_slices(image, config: SliceConfig) -> tuple[Tensor, list[Size]]:
@@ -197,10 +202,16 @@ def patchify_slices(image, config: SliceConfig) -> tuple[Tensor, list[Size]]:
 
 
 def levels_of_slices(images: Iterable[Image.Image], plan: SlicePlan, config: SliceConfig) -> Levels:
-    """The rows before they are normalised, of images of one size that `load_image` has made; plan: of each."""
-    slices = [torch.from_numpy(np.array(part)) for image in images for part in cut_slices(image, plan)]
-    rows = torch.cat([slice_rows(pixels.permute(2, 0, 1), config.patch_size) for pixels in slices])
-    return Levels(rows.unflatten(1, (3, 1, -1)), level_table(config))
+    """Return the rows, before they are normalised, of images of one size that `load_image` has made.
+
+    plan: the `SlicePlan` of that size.
+    """
+    rows = list[Tensor]()
+    for image in images:
+        for part in cut_slices(image, plan):
+            pixels = torch.from_numpy(np.array(part)).permute(2, 0, 1)
+            rows.append(slice_rows(pixels, config.patch_size))
+    return Levels(torch.cat(rows).unflatten(1, (3, 1, -1)), level_table(config))
 
 
 def slice_rows(pixels: Tensor, patch_size: int) -> Tensor:

@@ -101,7 +101,8 @@ def padded_modules(encoder, rows: Tensor, layouts) -> Tensor:
     strips = torch.full((len(sizes), max(map(len, parts)), 3, 14, 14), NAN)
     for strip, part in zip(strips, parts, strict=True):
         strip[: len(part)] = part.view(-1, 3, 14, 14)
-    features = encoder.vpm(strips.permute(0, 2, 3, 1, 4).flatten(3), sizes, encoder.position_sizes(sizes))
+    seen = [(1, h * w) for h, w in sizes] if type(encoder).__name__ == "MiniCPMV2_5Encoder" else None
+    features = encoder.vpm(strips.permute(0, 2, 3, 1, 4).flatten(3), sizes, seen)
     ids = [list(group.temporal_ids or [-1] * len(group.slices)) for group in groups]
     times = {"temporal_ids": ids} if any(group.temporal_ids for group in groups) else {}
     return encoder.resampler(features, sizes, **times).flatten(0, 1)

@@ -34,7 +34,8 @@ from refvl import families
 from refvl.paths import DATA
 from refvl.pixels.media import load_video
 from refvl.pixels.slices import SliceGroup
-from refvl.processors.minicpmv import FrameConfig, MiniCPMV4_5Processor, middle_indices, patches_per_token, temporal_ids
+from refvl.processors.minicpmv import MiniCPMV4_5Processor
+from refvl.processors.minicpmv_video import FrameConfig, middle_indices, patches_per_token, temporal_ids
 from refvl.study.costs import describe
 from refvl.tools.cli import main
 
@@ -284,6 +285,15 @@ def test_graphs_change_no_id(folders, models, version):
 def test_2_0_has_no_graphs(folders):
     with pytest.raises(ValueError, match=r"2\.0"):
         load(folders["2.0"], graphs=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_layouts_of_the_processor_need_no_check(models, version):
+    """Oracle: `check_layouts`, which normalises the layouts of callers; `chat` plans those of the processor without it."""
+    vlm = models[version]
+    media = [SMALL, LARGE, WIDE] + ([load_video(MOVING)] if version in WITH_CLIPS else [])
+    layouts = [patches.layout for patches in vlm.processor.patchify(media)]
+    assert vlm.encoder.check_layouts(layouts) == layouts == [vlm.processor.layout_of(medium) for medium in media]
 
 
 # ----------------------------------------------------------------------------------------- text models

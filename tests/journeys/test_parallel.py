@@ -19,14 +19,15 @@ from hypothesis import strategies as st
 from refvl.encoders import (
     Glm4vVisionConfig,
     Glm4vVisionTransformer,
+    MiniCPMV4_5Encoder,
     Qwen2_5_VisionConfig,
     Qwen2_5_VisionTransformer,
     Qwen3VLVisionConfig,
     Qwen3VLVisionTransformer,
+    SliceGroup,
     Step3VisionConfig,
     Step3VisionEncoder,
 )
-from refvl.encoders.minicpmv import MiniCPMV4_5Encoder, SliceGroup
 from refvl.graphs import EncoderGraphManager
 from refvl.serving.parallel import (
     get_count_assignment,

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import refvl
 from refvl.attention import BACKENDS
-from refvl.encoders.minicpmv import SliceGroup
+from refvl.encoders import SliceGroup
 from refvl.paths import DATA
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import load_image

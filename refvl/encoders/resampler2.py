@@ -1,0 +1,87 @@
+"""The resampler of MiniCPM-V 2.0: queries lie on a fixed grid, and both queries and keys carry positions in it.
+
+A slice's keys get the grid's positions, resized to the slice. The data flow is that of `refvl.encoders.resampler`.
+
+Shape suffixes: N patches of all slices, D the language model's width, Q queries.
+Upstream: `Resampler2` (vLLM).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from refvl.arguments import as_size
+from refvl.checks import check_positive_int, check_shape
+from refvl.encoders.resampler import Resampler, SetMetadata
+from refvl.encoders.tower import to_device
+from refvl.positions.tables import resize_position_table, sincos_2d
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FixedGridMetadata(SetMetadata):
+    """Positions are (N, D) in the module's dtype, and queries have them, too."""
+
+    query_positions: Tensor  # (Q, D) in the module's dtype
+
+
+class Resampler2(Resampler):
+    """A fixed grid of queries; queries and keys carry positions in it: MiniCPM-V 2.0."""
+
+    unused = r"(resampler\.)?pos_embed$"  # a formula
+
+    def __init__(
+        self,
+        grid_size: int,
+        embed_dim: int,
+        num_heads: int,
+        kv_dim: int | None = None,
+        *,
+        adaptive: bool = False,
+        do_post_projection: bool = True,
+        attention: str = "auto",
+    ):
+        """grid_size: G, for Q = G * G queries. kv_dim: the width of the rows (default: embed_dim, no projection).
+
+        adaptive: keys get the sines and cosines of their own grid instead of the queries' resized ones.
+        do_post_projection: False ends at the attention (Qwen-VL's form).
+        """
+        num_queries = check_positive_int(grid_size, "grid_size") ** 2
+        super().__init__(num_queries, embed_dim, num_heads, kv_dim, attention=attention)
+        self.grid_size, self.adaptive = grid_size, adaptive
+        if not do_post_projection:
+            self.ln_post = self.proj = None
+
+    def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> FixedGridMetadata:
+        """Compute everything that depends on sizes on the CPU, and move it. layouts: the (h, w) of each slice."""
+        queries_QD = sincos_2d(self.embed_dim, (self.grid_size, self.grid_size)).flatten(0, 1)
+        if self.adaptive:
+            keys = [sincos_2d(self.embed_dim, size).flatten(0, 1) for size in layouts]
+        else:
+            keys = [resize_position_table(queries_QD, size, antialias=False) for size in layouts]
+        metadata = FixedGridMetadata(
+            positions=torch.cat([queries_QD[:0], *keys]).to(self.dtype),
+            query_positions=queries_QD.to(self.dtype),
+            **self.plan_sets([h * w for h, w in layouts]),
+        )
+        return to_device(metadata, self.device)
+
+    def attention_inputs(self, rows_NC: Tensor, metadata: FixedGridMetadata) -> tuple[Tensor, Tensor, Tensor]:
+        """As in `Resampler`; queries have positions as well."""
+        query_QD, keys_ND, values_ND = super().attention_inputs(rows_NC, metadata)
+        return query_QD + metadata.query_positions, keys_ND, values_ND
+
+    def add_positions(self, x_ND: Tensor, metadata: FixedGridMetadata) -> Tensor:
+        """Add the positions that were planned."""
+        return x_ND + metadata.positions
+
+    def forward(self, x: Tensor, tgt_size: tuple[int, int] | None = None) -> Tensor:
+        """(B, L, kv_dim) -> (B, Q, D). tgt_size: the (h, w) of every slice, h * w = L; None: a square."""
+        check_shape(x, ("B", "L", "kv_dim"), "x")
+        side = int(x.shape[1] ** 0.5)
+        h, w = (side, side) if tgt_size is None else as_size(tgt_size, "tgt_size")
+        if h * w != x.shape[1]:
+            raise ValueError(f"tgt_size: {(h, w)} does not hold the {x.shape[1]} patches of x")
+        metadata = self.plan([(h, w)] * len(x))
+        return self.resample(x.flatten(0, 1), metadata).unflatten(0, (len(x), self.num_queries))

@@ -1,0 +1,144 @@
+"""MiniCPM-V's videos, from version 2.6 on: sampled frames, each an overview without slices.
+
+    video file -> sampled frames        by the rule of the version's card, see `sample`
+               -> a set of query tokens per frame, or, in 4.5, per pack of up to `max_packing` frames
+
+Frames of a pack share one set of query tokens. Each has a temporal id, its time in tenths of a second, which the
+resampler adds to the keys.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from PIL import Image
+
+from refvl.checks import check_positive_int, read_json
+from refvl.pixels.media import Video, load_video
+from refvl.pixels.patches import Levels
+from refvl.pixels.slices import SliceGroup, SliceLayout, SlicePlan, count_sets, levels_of_slices, slices_of_size
+from refvl.processors.chat import ChatProcessor, Patches
+
+TENTHS = 10  # temporal ids per second
+
+
+@dataclass(frozen=True, slots=True)
+class FrameConfig:
+    """The rule by which videos are sampled. Limits are those of the examples on the checkpoints' cards."""
+
+    fps: float = 1.0
+    max_frames: int = 64  # sets of query tokens: packed frames count as one
+    max_packing: int = 1  # frames that may share a set
+    packing: int | None = None  # frames in a set; None: as few as keep the video within max_frames sets
+
+    def changed_by(self, folder: Path) -> "FrameConfig":
+        """Return a copy with the values of video_preprocessor_config.json; released folders have no such file."""
+        file = folder / "video_preprocessor_config.json"
+        values = read_json(file) if file.is_file() else {}
+        return replace(self, **{f.name: values[f.name] for f in fields(self) if f.name in values})
+
+
+class TakesVideos(ChatProcessor):
+    """A part of every `MiniCPMVProcessor` that takes videos."""
+
+    video_config: FrameConfig
+    query_num: int
+
+    def load_video(self, source, options: dict) -> Video:
+        """Load a video: a file is sampled by the version's rule, and frames in memory count as sampled already.
+
+        options: fps, max_frames or num_frames, in place of the processor's own. Raises ValueError for other options.
+        """
+        if options.keys() - {"fps", "max_frames"} and options.keys() != {"num_frames"}:
+            raise ValueError(
+                f"prompt: MiniCPM-V samples a video by fps, max_frames, or num_frames alone, got {sorted(options)}"
+            )
+        if not isinstance(source, (str, Path)):
+            return load_video(source, **options, limits=self.limits)
+        if "num_frames" in options:
+            wanted = check_positive_int(options["num_frames"], "num_frames")
+            return load_video(source, sample=lambda total, _: middle_indices(total, wanted), limits=self.limits)
+        sample = partial(self.sample, config=replace(self.video_config, **options))
+        return load_video(source, sample=sample, limits=self.limits)
+
+    def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
+        """Sample a file of `total` frames by the version's rule and the processor's own limits."""
+        return self.sample(total, source_fps, self.video_config)
+
+    @staticmethod
+    def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
+        """Take a frame every 1 / fps seconds; if these are too many, max_frames from the middle of equal parts."""
+        indices = list(range(0, total, max(1, round(source_fps / config.fps))))
+        return [indices[i] for i in middle_indices(len(indices), config.max_frames)]
+
+    def group(self, video: Video, tgt_size: tuple[int, int]) -> SliceLayout:
+        """Give each frame a set of query tokens."""
+        return (SliceGroup((tgt_size,)),) * len(video.frames)
+
+    def _patchify_video(self, video: Video) -> Patches:
+        layout = self._video_layout(video)
+        rows = levels_of_slices(map(Image.fromarray, video.frames), self._plan_frame(video), self.image_config)
+        return Patches(video, rows, layout, self.merged("video", layout))
+
+    def _video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels]]:
+        plan, layout = self._plan_frame(video), self._video_layout(video)
+        frames, at_once = iter(video.frames), max(1, max_tokens // self.query_num)
+        for start in range(0, len(layout), at_once):
+            part = layout[start : start + at_once]
+            taken = islice(frames, sum(len(group.slices) for group in part))
+            yield part, levels_of_slices(map(Image.fromarray, taken), plan, self.image_config)
+
+    def _video_layout(self, video: Video) -> SliceLayout:
+        return self.group(video, self._plan_frame(video).tgt_sizes[0])
+
+    def _plan_frame(self, video: Video) -> SlicePlan:
+        _, height, width, _ = video.frames.shape
+        return slices_of_size(width, height, replace(self.image_config, max_slice_nums=1))
+
+
+class PacksFrames(TakesVideos):
+    """A part of 4.5's processor: frames are packed, and each has its tenth of a second."""
+
+    @staticmethod
+    def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
+        """Take `fps` frames a second from the middle of equal parts, as many as fit into max_frames full packs."""
+        wanted = round(min(config.fps, round(source_fps)) * total / source_fps)
+        return middle_indices(total, max(1, min(wanted, config.max_frames * (config.packing or config.max_packing))))
+
+    def group(self, video: Video, tgt_size: tuple[int, int]) -> SliceLayout:
+        """Let consecutive frames share a set; the last set may hold fewer."""
+        config, ids = self.video_config, temporal_ids(video)
+        packing = config.packing or min(-(-len(ids) // config.max_frames), config.max_packing)
+        packs = [ids[i : i + packing] for i in range(0, len(ids), packing)]
+        return tuple(SliceGroup((tgt_size,) * len(pack), tuple(pack)) for pack in packs)
+
+
+def temporal_ids(video: Video) -> list[int]:
+    """Return the time of each frame in whole tenths of a second; the last one is before the video's end."""
+    last = max(0, math.ceil(video.duration * TENTHS) - 1)
+    return [min(round(second * TENTHS), last) for second in video.timestamps]
+
+
+def middle_indices(total: int, wanted: int) -> list[int]:
+    """Return 0 .. total - 1 if that is not more than wanted, else those in the middle of `wanted` equal parts.
+
+    >>> middle_indices(10, 4)
+    [1, 3, 6, 8]
+    """
+    if wanted >= total:
+        return list(range(total))
+    gap = total / wanted
+    return [int(i * gap + gap / 2) for i in range(wanted)]
+
+
+def patches_per_token(layout: SliceLayout, query_num: int) -> float:
+    """Return the number of patches per token: 16 for a square slice, 96 for six square frames in one set.
+
+    >>> patches_per_token((SliceGroup(((32, 32),) * 6, (0, 3, 6, 9, 12, 15)),), 64)
+    96.0
+    """
+    patches = sum(h * w for group in layout for h, w in group.slices)
+    return patches / (count_sets(layout) * query_num)
