@@ -25,7 +25,7 @@ from refvl import families
 from refvl.checks import check_pruning_rate
 from refvl.contracts import Encoder, Processor
 from refvl.encoders.tower import encode_eagerly, plan_eagerly, send_rows
-from refvl.graphs import DualPathGraphManager, EncoderGraphManager
+from refvl.graphs import EncoderGraphManager
 from refvl.language.model import CausalTextModel, copies_wanted, generate, option
 from refvl.merge import MergedMedia, find_media_spans, left_pad
 from refvl.positions.mrope import media_places, mrope_delta
@@ -61,7 +61,7 @@ class VLM:
         self.processor = processor
         self.encoder = encoder
         self.language_model = language_model
-        self.graphs: EncoderGraphManager | DualPathGraphManager | None = None  # when set, it encodes, not the encoder
+        self.graphs: EncoderGraphManager | None = None  # when set, it encodes, not the encoder
         self.adapters: Any = (
             None  # PEFT's model, once `refvl.serving.adapters.attach` has put layers in place of these parts'
         )
