@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from refvl.checks import check_positive_int
-from refvl.graphs.packing import Capacity, Item, greedy
+from refvl.graphs.packing import Capacity, greedy
 from refvl.graphs.search import pack
 
 PACKERS = {"greedy": greedy, "optimal": pack}
@@ -125,27 +125,31 @@ def plan_batches(
     max_items = check_positive_int(max_items, "max_items")
     budgets = _check_budgets(budgets)
 
-    sizes = {i: (tokens[i], frames[i], 0) for i in range(len(tokens))}
+    sizes = {i: (0, tokens[i], frames[i]) for i in range(len(tokens))}
     return pack_items(sizes, Capacity(tuple(budgets), (0,) * len(budgets), max_items, max_frames), policy)
 
 
-def pack_items(sizes: Mapping[int, Item], capacity: Capacity, policy: str, path: str = "") -> list[Batch]:
-    """`plan_batches` of numbers that are known to be good. sizes: (output tokens, frames, patch rows) by index.
+def pack_items(
+    sizes: Mapping[int, tuple[int, int, int]], capacity: Capacity, policy: str, path: str = ""
+) -> list[Batch]:
+    """`plan_batches` of numbers that are known to be good. sizes: (patch rows, output tokens, frames) by index.
 
     Tokens do not always say how many rows there are: a batch needs a budget whose graph holds both.
     """
-    order = sorted(sizes, key=lambda i: sizes[i][0])  # stable: equal sizes keep their order
-    budgets = {i: capacity.budget_for([sizes[i]]) for i in order}
-    fitting = [i for i in order if budgets[i] is not None]
-    groups = PACKERS[policy]([sizes[i] for i in fitting], capacity)
+    items = {i: (tokens, frames, rows) for i, (rows, tokens, frames) in sizes.items()}
+    order = sorted(items, key=lambda i: items[i][0])  # stable: equal sizes keep their order
+    fits = {i: capacity.budget_for([items[i]]) is not None for i in order}
+    fitting = [i for i in order if fits[i]]
+    packed = PACKERS[policy]([items[i] for i in fitting], capacity)
 
+    groups = [[fitting[place] for place in group] for group in packed]
+    groups += [[i] for i in order if not fits[i]]
     batches = []
     for group in groups:
-        indices = tuple(fitting[place] for place in group)
-        together = [sizes[i] for i in indices]
+        together = [items[i] for i in group]
         tokens = sum(tokens for tokens, _, _ in together)
-        batches.append(Batch(indices, capacity.budget_for(together), path, tokens))
-    return batches + [Batch((i,), None, path, sizes[i][0]) for i in order if budgets[i] is None]
+        batches.append(Batch(tuple(group), capacity.budget_for(together), path, tokens))
+    return batches
 
 
 def plan_paired_batches(

@@ -21,6 +21,7 @@ call; the buffers belong to one call at a time, which holds a lock from the firs
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from threading import RLock, local
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,9 @@ BACKENDS = ("cuda", "trace")
 MIN_BUDGET = 64  # tokens: a picture of 224 px
 MAX_BUDGET = {"varlen": 4096, "sdpa": 4096, "masked": 256}  # masked attention is quadratic in the budget
 MAX_UNITS = 64  # squares in the largest inferred graph; models whose squares have many tokens stop at MAX_BUDGET
+
+Part = tuple[int, str]  # (item, path): what one path is given of one item
+Size = tuple[int, int, int]  # (patch rows, output tokens, frames)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,13 +98,13 @@ class GraphStats:
 class GraphPlan:
     """What one call is going to run. It belongs to that call, and to the weights that the encoder had when it was made.
 
-    layouts: of every item. sizes: (patch rows, output tokens, frames) by item and path, in the order of the rows.
-    batches: which items run together, in the order in which they run. metadata: the path's plan of each batch.
-    weights: where the captured weights lie.
+    layouts: of every item. sizes: of what each path is given of each item, in the order of the rows. batches: which
+    items run together, in the order in which they run. metadata: the path's plan of each batch. weights: where the
+    captured weights lie.
     """
 
     layouts: Sequence
-    sizes: dict[tuple[int, str], tuple[int, int, int]]
+    sizes: dict[Part, Size]
     batches: list[Batch]
     metadata: list
     weights: tuple
@@ -137,20 +141,21 @@ class EncoderGraphManager:
         `plan_batches`; "paired" packs items once for several paths. Raises ValueError when limits contradict each
         other, budgets miss a path, or the backend cannot run here.
         """
-        self.encoder, self.policy, self.progress = encoder, policy, progress
+        self.encoder: Any = encoder
         self.paths: Mapping[str, GraphEncoder] = getattr(encoder, "paths", {"": encoder})
+        self.policy = policy
+        self.progress = progress
         self._wanted_backend = backend
         self.backend = self._choose_backend()
         check_policy(policy, POLICIES if len(self.paths) == 1 else ("paired", *POLICIES))
+        given: Any = budgets
         if budgets is None or "" in self.paths:
-            budgets = dict.fromkeys(self.paths, budgets)
-        if set(budgets) != set(self.paths):
-            wanted = f"the paths {list(self.paths)}"
-            raise ValueError(f"budgets: expected budgets for {wanted}, got them for {list(budgets)}")
+            given = dict.fromkeys(self.paths, budgets)
+        if set(given) != set(self.paths):
+            raise ValueError(f"budgets: expected budgets for the paths {list(self.paths)}, got them for {list(given)}")
+        others = {"max_items": max_items, "max_frames": max_frames}
         self.limits = {
-            name: _limits_of(
-                path, min_budget, max_budget, budgets=budgets[name], max_items=max_items, max_frames=max_frames
-            )
+            name: _limits_of(path, min_budget, max_budget, budgets=given[name], **others)
             for name, path in self.paths.items()
         }
         self.captured: dict[tuple[str, int], CapturedBudget] = {}
@@ -224,7 +229,7 @@ class EncoderGraphManager:
             if not self.captured:
                 self.capture()  # `run` notices when the weights have moved since, and plans again
             weights = self._weights
-        batches = self._pair(sizes) if self.policy == "paired" else self._pack(sizes)
+        batches = self._pack(sizes, len(layouts))
         metadata = [self.paths[batch.path].plan([parts[i, batch.path] for i in batch.indices]) for batch in batches]
         return GraphPlan(layouts, sizes, batches, metadata, weights)
 
@@ -235,24 +240,21 @@ class EncoderGraphManager:
         parts = self.encoder.path_layouts(layout)
         return [(path, parts[path]) for path in self.paths if parts[path] is not None]
 
-    def _pack(self, sizes: dict) -> list[Batch]:
-        """Each path packs by itself."""
+    def _pack(self, sizes: Mapping[Part, Size], count: int) -> list[Batch]:
+        """Pack all `count` items on each path, or, if the policy is "paired", those that belong together."""
+        groups: Sequence[Sequence[int]] = [range(count)]
+        policy = self.policy
+        if policy == "paired":
+            policy = "greedy"
+            tokens = [{path: sizes[i, path][1] for path in self.paths if (i, path) in sizes} for i in range(count)]
+            budgets = {path: limits.budgets for path, limits in self.limits.items()}
+            max_items = min(limits.max_items for limits in self.limits.values())
+            groups = [batch.indices for batch in plan_paired_batches(tokens, budgets, max_items)]
         batches = []
-        for path, capacity in self._capacities.items():
-            there = {i: (tokens, frames, rows) for (i, on), (rows, tokens, frames) in sizes.items() if on == path}
-            batches += pack_items(there, capacity, self.policy, path)
-        return batches
-
-    def _pair(self, sizes: dict) -> list[Batch]:
-        """Items are packed once for all paths: those of a batch that a path has anything of run together there."""
-        items = range(1 + max((i for i, _ in sizes), default=-1))
-        tokens = [{path: sizes[i, path][1] for path in self.paths if (i, path) in sizes} for i in items]
-        budgets = {path: limits.budgets for path, limits in self.limits.items()}
-        batches = []
-        for paired in plan_paired_batches(tokens, budgets, min(limits.max_items for limits in self.limits.values())):
-            for path, budget in paired.budgets.items():
-                there = tuple(i for i in paired.indices if path in tokens[i])
-                batches.append(Batch(there, budget, path, sum(tokens[i][path] for i in there)))
+        for items in groups:
+            for path, capacity in self._capacities.items():
+                there = {i: sizes[i, path] for i in items if (i, path) in sizes}
+                batches += pack_items(there, capacity, policy, path)
         return batches
 
     @torch.inference_mode()
@@ -261,7 +263,7 @@ class EncoderGraphManager:
         counts = [patches for patches, _, _ in plan.sizes.values()]
         check_pixel_rows(pixel_values, (("patches", sum(counts)), "values"), self.encoder.device)
         rows = dict(zip(plan.sizes, pixel_values.split(counts), strict=True))
-        outputs: dict[tuple[int, str], Tensor] = {}
+        outputs: dict[Part, Tensor] = {}
         with self._lock:
             self.capture()
             if plan.weights is not self._weights:  # captured again since it was made
@@ -284,7 +286,7 @@ class EncoderGraphManager:
         captured.fill(rows, metadata)
         return captured.graph.replay()[: batch.tokens].clone()
 
-    def _join(self, outputs: dict[tuple[int, str], Tensor], item: int) -> Tensor:
+    def _join(self, outputs: dict[Part, Tensor], item: int) -> Tensor:
         """(M, D): what the paths made of an item, in the order of its rows."""
         parts = [outputs[item, path] for path in self.paths if (item, path) in outputs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -209,7 +209,8 @@ def pack_optimally(items, limits):
     """(summed budgets, number of batches) of the policy "optimal", whose batches are checked one by one."""
     budgets, max_rows, max_items, max_frames = limits
     capacity = Capacity(tuple(budgets), tuple(max_rows), max_items, max_frames)
-    batches = pack_items(dict(enumerate(items)), capacity, "optimal")
+    sizes = {i: (rows, tokens, frames) for i, (tokens, frames, rows) in enumerate(items)}
+    batches = pack_items(sizes, capacity, "optimal")
     assert sorted(i for batch in batches for i in batch.indices) == list(range(len(items)))
     for batch in batches:
         assert value_of([[items[i] for i in batch.indices]], *limits) == (batch.budget, 1)
@@ -272,7 +273,7 @@ def test_beyond_twelve_items_the_sum_stays_within_one_percent(name):
 
 @pytest.mark.parametrize("name", ["up to 4096", "small pictures"])
 def test_many_pictures_leave_almost_no_padding(name):
-    """Oracle: the smallest multiple of the budgets that holds as many tokens; small items come close to it."""
+    """Oracle: the smallest multiple of the smallest budget that holds as many tokens; small items come close to it."""
     [(sizes, capacity)] = arrivals(name, 1000, 1)
     smallest = capacity.budgets[0]
     assert all(budget % smallest == 0 for budget in capacity.budgets)
@@ -287,7 +288,9 @@ def test_groups_too_large_to_be_searched_again_stay(budgets):
     capacity = Capacity(budgets, (0,) * len(budgets), 64, 0)
     groups = pack(sizes, capacity)
     assert sorted(i for group in groups for i in group) == list(range(200))
-    assert capacity.value(sizes, groups) <= best_cut(sizes, lambda parts: value_of(parts, budgets, [0] * 3, 64, 0))
+    assert capacity.value(sizes, groups) <= best_cut(
+        sizes, lambda parts: value_of(parts, budgets, capacity.max_rows, 64, 0)
+    )
 
 
 @pytest.mark.parametrize("policy", ["greedy", "optimal"])
@@ -340,7 +343,7 @@ def test_a_budget_holds_tokens_and_rows(sizes, budgets, policy):
     tokens, rows = [n for n, _ in sizes], [n for _, n in sizes]
     budgets = sorted(budgets)
     capacity = Capacity(tuple(budgets), tuple(2 * budget for budget in budgets), 3, 0)
-    batches = pack_items({i: (n, 0, m) for i, (n, m) in enumerate(sizes)}, capacity, policy)
+    batches = pack_items({i: (m, n, 0) for i, (n, m) in enumerate(sizes)}, capacity, policy)
     assert sorted(i for batch in batches for i in batch.indices) == list(range(len(sizes)))
     for batch in batches:
         held, needed = sum(tokens[i] for i in batch.indices), sum(rows[i] for i in batch.indices)
