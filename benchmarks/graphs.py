@@ -35,7 +35,7 @@ from benchmarks.report import (
 )
 from benchmarks.tower import seconds_of
 from refvl.families import find_family, random_encoder, read_config
-from refvl.graphs import generate_budgets, manager_class, padding_waste, plan_batches
+from refvl.graphs import EncoderGraphManager, generate_budgets, padding_waste, plan_batches
 from refvl.paths import DATA
 from refvl.study.arithmetic import encoder_operations
 
@@ -53,13 +53,12 @@ PEAK = {"H100": 989e12, "H200": 989e12}  # dense bfloat16 operations per second,
 
 
 def build(tower: str, device: str):
-    """(encoder, layout of a square picture of so many px, what makes a manager of it); weights are random."""
+    """(encoder with random weights, layout of a square picture of so many px)."""
     config = read_config(DATA / TOWERS[tower][device == "cuda"])
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     family = find_family(config)
     encoder, processor = random_encoder(config, dtype=dtype, device=device, attention="auto"), family.processor(config)
-    make_manager = partial(manager_class(encoder), encoder)
-    return encoder, lambda size: processor.layout_of(Image.new("RGB", (size, size))), make_manager
+    return encoder, lambda size: processor.layout_of(Image.new("RGB", (size, size)))
 
 
 def count_rows(encoder, layouts: list) -> int:
@@ -71,7 +70,7 @@ def values_per_row(encoder) -> int:
 
 
 def fitted_budgets(encoder, layouts: list):
-    """One budget for each of these pictures; for encoders of two paths, on each."""
+    """One budget for each of these pictures; for encoders of several paths, on each."""
     if not hasattr(encoder, "paths"):
         return sorted({encoder.item_size(layout)[1] for layout in layouts})
     parts = [encoder.path_layouts(layout) for layout in layouts]
@@ -81,14 +80,16 @@ def fitted_budgets(encoder, layouts: list):
     }
 
 
-def capture(manager) -> tuple[object, dict]:
-    """The manager with its graphs, and what they cost."""
+def capture(manager: EncoderGraphManager) -> dict:
+    """Capture the manager's graphs; what they cost."""
     seconds = seconds_of(manager.capture, manager.encoder.device.type)
-    limits = manager.limits
-    paths = limits if isinstance(limits, dict) else {"": limits}
-    cost = {"seconds": seconds, "memory_mib": manager.memory_bytes() / 2**20}
-    cost["budgets"] = [budget for of_path in paths.values() for budget in of_path.budgets]
-    return manager, cost | {"max_items": min(of_path.max_items for of_path in paths.values())}
+    limits = manager.limits.values()
+    return {
+        "seconds": seconds,
+        "memory_mib": manager.memory_bytes() / 2**20,
+        "budgets": [budget for of_path in limits for budget in of_path.budgets],
+        "max_items": min(of_path.max_items for of_path in limits),
+    }
 
 
 @torch.inference_mode()
@@ -162,14 +163,16 @@ def run_tower(tower: str, device: str, repeats: int, write: bool) -> None:
     sizes, batches = ", ".join(map(str, SIZES[device])), " and ".join(map(str, BATCHES))
     what = f"the {tower} tower: images of {sizes} px, {batches} a call; timed calls: {repeats}"
     announce(f"graphs_{tower}_{device}", what, WARM_UP + repeats)
-    encoder, layout_of, make_manager = build(tower, device)
+    encoder, layout_of = build(tower, device)
     layouts = {size: layout_of(size) for size in SIZES[device]}
     smallest = max(MIN_BUDGET[device], min(encoder.item_size(layout)[1] for layout in layouts.values()))
     fitted = fitted_budgets(encoder, list(layouts.values()))
     limits: dict[str, dict] = {"doubling": {"min_budget": smallest}, "fitted": {"budgets": fitted}}
-    managers, costs = {}, {}
+    managers: dict[str, EncoderGraphManager] = {}
+    costs: dict[str, dict] = {}
     for name, chosen in limits.items():
-        managers[name], costs[name] = capture(make_manager(**chosen))
+        managers[name] = EncoderGraphManager(encoder, **chosen)
+        costs[name] = capture(managers[name])
     where = environment(device)
     peak = next((peak for name, peak in PEAK.items() if name in where["device"]), None)
     rows, table = [], make_table(tower, device)

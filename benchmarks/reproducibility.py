@@ -15,7 +15,7 @@ from torch import nn
 
 import refvl
 from benchmarks.report import PrintedTable, Write, environment, write_measurement
-from refvl.graphs import manager_class
+from refvl.graphs import EncoderGraphManager
 from refvl.paths import DATA
 
 CHECKPOINTS = ("tiny-qwen2_5_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3")
@@ -76,7 +76,7 @@ def embeddings(vlm: refvl.VLM, way: Way) -> list[torch.Tensor]:
     layouts, rows = [p.layout for p in patches], [p.pixel_values.to(way.dtype) for p in patches]
     with threads(way.threads):
         if way.graph:
-            manager = manager_class(encoder)(encoder, min_budget=vlm.processor.tokens_at_once, progress=False)
+            manager = EncoderGraphManager(encoder, min_budget=vlm.processor.tokens_at_once, progress=False)
             return [x.double() for x in manager.execute(torch.cat(rows), layouts)]
         if way.batched:
             tokens = [encoder.item_size(layout)[1] for layout in layouts]

@@ -49,7 +49,12 @@ class PlansAndEncodes(Protocol):
 
 
 class GraphEncoder(PlansAndEncodes, Protocol):
-    """What graphs ask of an encoder, or of one path of an encoder that it names `encoder`."""
+    """What graphs ask of an encoder, or of each of its paths.
+
+    An encoder of several paths offers them as `paths`, a mapping from name to `GraphEncoder` in the order in which an
+    item's rows lie. Its `path_layouts(layout)` maps each name to what that path is given of an item; None: nothing. The
+    items of a path consist of equal units, and `tokens` says how many output tokens a unit has.
+    """
 
     @property
     def plan_reads_weights(self) -> bool:
@@ -72,8 +77,7 @@ class GraphEncoder(PlansAndEncodes, Protocol):
 class Encoder(PlansAndEncodes, Protocol):
     """Patch rows of media -> rows of the language model's width. An `nn.Module`, one class per architecture.
 
-    It is a `GraphEncoder` as well, but for encoders of several paths, whose `paths` are (`refvl.graphs.dual`), and for
-    MiniCPM-V 2.0's, which has no graph path.
+    It is a `GraphEncoder` as well, or has several `paths` that are, but for MiniCPM-V 2.0's, which has no graph path.
     """
 
     config: Any  # depth, num_heads and head_dim of the tower, patch_values of a row

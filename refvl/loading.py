@@ -15,7 +15,7 @@ from refvl import checkpoints, families
 from refvl.attention import is_ampere
 from refvl.checks import WORDED, blame, check_flag, check_names
 from refvl.contracts import Encoder
-from refvl.graphs import DualPathGraphManager, EncoderGraphManager, manager_class
+from refvl.graphs import EncoderGraphManager
 from refvl.graphs.manager import MIN_BUDGET
 from refvl.language.loading import load_language_model, random_language_model
 from refvl.language.model import CausalTextModel
@@ -78,9 +78,7 @@ def load(
     folder, processor_folder = _find_folders(path_or_id, stored, hub)
     config = families.read_config(folder or path_or_id)
     if isinstance(graphs, dict):
-        check_names(
-            graphs, list(inspect.signature(manager_class(families.find_family(config).encoder)).parameters), "graphs"
-        )
+        check_names(graphs, list(inspect.signature(EncoderGraphManager).parameters), "graphs")
     if stored and folder is None:
         raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
 
@@ -167,12 +165,12 @@ def _compile(vlm: VLM, progress: bool) -> None:
             bar.update()
 
 
-def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphManager | DualPathGraphManager:
+def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphManager:
     """The smallest inferred budget is the checkpoint's largest picture where that is small, as in the tiny models."""
     check_runnable(vlm)
     min_budget = max(vlm.processor.tokens_at_once, min(MIN_BUDGET, vlm.processor.largest_picture))
     options = {"min_budget": min_budget, "progress": progress} | options
-    manager = manager_class(vlm.encoder)(vlm.encoder, **options)  # type: ignore[arg-type]  # a family's two classes fit together
+    manager = EncoderGraphManager(vlm.encoder, **options)
     manager.capture()
     return manager
 

@@ -26,7 +26,7 @@ from refvl import families
 from refvl.checks import check_pruning_rate
 from refvl.contracts import Encoder, Processor
 from refvl.encoders.tower import encode_eagerly, plan_eagerly, send_rows
-from refvl.graphs import DualPathGraphManager, EncoderGraphManager
+from refvl.graphs import EncoderGraphManager
 from refvl.language.model import CausalTextModel, TokenTimer, generate
 from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
 from refvl.positions.mrope import restrict_positions
@@ -64,7 +64,7 @@ class VLM:
         self.processor = processor
         self.encoder = encoder
         self.language_model = language_model
-        self.graphs: EncoderGraphManager | DualPathGraphManager | None = None  # when set, it encodes, not the encoder
+        self.graphs: EncoderGraphManager | None = None  # when set, it encodes, not the encoder
 
     def chat(self, prompt: str | Sequence[dict], *, max_new_tokens: int = 128, **request) -> Any:
         """Answer a question about images and videos, greedily; request: the other fields of `Request`."""

@@ -19,7 +19,7 @@ from refvl.encoders import (
     Step3VisionEncoder,
 )
 from refvl.families import FAMILIES
-from refvl.graphs import DualPathGraphManager, EncoderGraphManager
+from refvl.graphs import EncoderGraphManager
 
 ENCODERS = {family.version: family.encoder for family in FAMILIES if family.version}
 
@@ -59,8 +59,8 @@ def manager_of(encoder, **options):
     """Small budgets, so that batches of the layouts below replay, are split and run eagerly."""
     if isinstance(encoder, Step3VisionEncoder):
         limits = {"budgets": {"local": [3, 6], "global": [4, 8]}, "max_items": 3}
-        return DualPathGraphManager(encoder, **limits | options, progress=False)
-    limits = {"budgets": [8, 16], "max_items": 3, "max_frames": 4}
+    else:
+        limits = {"budgets": [8, 16], "max_items": 3, "max_frames": 4}
     return EncoderGraphManager(encoder, **limits | options, progress=False)
 
 

@@ -1,24 +1,26 @@
 """Budgets: how many graphs to capture, and which items share one replay.
 
-A captured graph has fixed sizes, so one is captured per token budget (powers of two between the smallest sensible
-output and the largest allowed), and arriving items are packed into the smallest budget that holds them. Whatever the
-items leave free is computed for nothing: the padding waste.
+A captured graph has fixed sizes, so one is captured per token budget: powers of two between the smallest sensible
+output and the largest allowed one. Arriving items are packed into the smallest budget that holds them. A replay
+computes the whole budget, whatever it holds; the unused share is the padding waste.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from refvl.checks import check_positive_int
-from refvl.graphs.packing import Capacity, greedy, pack
+from refvl.graphs.packing import Capacity, greedy
+from refvl.graphs.search import pack
 
-POLICIES = ("greedy", "optimal")
+PACKERS = {"greedy": greedy, "optimal": pack}
+POLICIES = tuple(PACKERS)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Items (indices into the caller's order) that run together; budget None: too large for any graph, eager.
 
-    path: where an encoder has several, the one that runs. tokens: output tokens of the items, on that path.
+    path: the path that runs, if the encoder has several. tokens: output tokens of the items, on that path.
     """
 
     indices: tuple[int, ...]
@@ -28,8 +30,16 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class PairedBatch:
+    """Items that run together on all paths. budgets: per path, None for eager; an unused path is absent."""
+
+    indices: tuple[int, ...]
+    budgets: Mapping[str, int | None]
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
-    """What graphs are captured for: sorted budgets in output tokens, and the most items and frames of one replay."""
+    """The graphs of one path: sorted budgets in output tokens, and the most items and frames of one replay."""
 
     budgets: tuple[int, ...]
     max_items: int
@@ -89,17 +99,13 @@ def plan_batches(
     policy: str = "greedy",
     frames: Sequence[int] | None = None,
     max_frames: int | None = None,
-    rows: Sequence[int] | None = None,
-    max_rows: Sequence[int] | None = None,
 ) -> list[Batch]:
     """Pack items into batches, each with the smallest budget that holds it.
 
     output_tokens: tokens of each item (an empty item is one, too). frames: frames of each item, bounded by `max_frames`
-    per batch (optional). rows: patch rows of each item, and max_rows: how many the graph of each budget takes, in the
-    order of the sorted budgets (optional): where tokens do not say how many rows there are, a batch needs a budget that
-    holds both. policy "greedy": fill a batch with the sorted items while they fit the largest budget; "optimal": the
-    smallest sum of budgets, then the fewest batches. That is exact for up to 12 items; for more, it is a bounded search
-    that is never worse than the best cut of the sorted items into consecutive batches.
+    per batch (optional). policy "greedy": fill a batch with the sorted items while they fit the largest budget;
+    "optimal": the smallest sum of budgets, then the fewest batches. That is exact for up to 12 items; for more, it is a
+    bounded search that is never worse than the best cut of the sorted items into consecutive batches.
 
     Batches that begin with the smallest item come first; items that fit no graph come last, alone, with budget None.
     Every index appears once, and equal arguments give equal batches. Raises ValueError (TypeError for a wrong kind)
@@ -110,8 +116,7 @@ def plan_batches(
     >>> plan_batches([30, 30, 200], [64, 128, 256], max_items=8, policy="greedy")
     [Batch(indices=(0, 1), budget=64), Batch(indices=(2,), budget=256)]
     """
-    if not isinstance(policy, str) or policy not in POLICIES:
-        raise ValueError(f"policy: expected one of {POLICIES}, got {policy!r}")
+    check_policy(policy, POLICIES)
     tokens = _check_counts(output_tokens, "output_tokens")
     frames = [0] * len(tokens) if frames is None else _check_counts(frames, "frames")
     if len(frames) != len(tokens):
@@ -119,37 +124,83 @@ def plan_batches(
     max_frames = sum(frames) if max_frames is None else check_positive_int(max_frames, "max_frames")
     max_items = check_positive_int(max_items, "max_items")
     budgets = _check_budgets(budgets)
-    rows, max_rows = _check_rows(rows, max_rows, len(tokens), budgets)
 
-    sizes = list(zip(tokens, frames, rows, strict=True))
-    capacity = Capacity(tuple(budgets), tuple(max_rows), max_items, max_frames)
-    order = sorted(range(len(sizes)), key=tokens.__getitem__)  # stable: equal sizes keep their order
-    fits = [capacity.level(1, *size) is not None for size in sizes]
+    sizes = {i: (0, tokens[i], frames[i]) for i in range(len(tokens))}
+    return pack_items(sizes, Capacity(tuple(budgets), (0,) * len(budgets), max_items, max_frames), policy)
+
+
+def pack_items(
+    sizes: Mapping[int, tuple[int, int, int]], capacity: Capacity, policy: str, path: str = ""
+) -> list[Batch]:
+    """`plan_batches` of numbers that are known to be good. sizes: (patch rows, output tokens, frames) by index.
+
+    Tokens do not always say how many rows there are: a batch needs a budget whose graph holds both.
+    """
+    items = {i: (tokens, frames, rows) for i, (rows, tokens, frames) in sizes.items()}
+    order = sorted(items, key=lambda i: items[i][0])  # stable: equal sizes keep their order
+    fits = {i: capacity.budget_for([items[i]]) is not None for i in order}
     fitting = [i for i in order if fits[i]]
-    groups = (greedy if policy == "greedy" else pack)([sizes[i] for i in fitting], capacity)
-    together = [tuple(fitting[place] for place in group) for group in groups]
-    alone = [(i,) for i in order if not fits[i]]
-    return [
-        Batch(indices, capacity.budget_for([sizes[i] for i in indices]), tokens=sum(tokens[i] for i in indices))
-        for indices in together + alone
-    ]
+    packed = PACKERS[policy]([items[i] for i in fitting], capacity)
+
+    groups = [[fitting[place] for place in group] for group in packed]
+    groups += [[i] for i in order if not fits[i]]
+    batches = []
+    for group in groups:
+        together = [items[i] for i in group]
+        tokens = sum(tokens for tokens, _, _ in together)
+        batches.append(Batch(tuple(group), capacity.budget_for(together), path, tokens))
+    return batches
+
+
+def plan_paired_batches(
+    path_tokens: Sequence[Mapping[str, int]], budgets: Mapping[str, Sequence[int]], max_items: int
+) -> list[PairedBatch]:
+    """Pack items once for all paths, smallest first, while every path's tokens fit its largest budget.
+
+    path_tokens: per item, its output tokens on each path. budgets: per path. An item too large for a path is a batch of
+    its own: that path runs eagerly, the others replay. Upstream: the greedy plan of vLLM's dual path.
+
+    >>> plan_paired_batches([{"local": 162, "global": 169}, {"local": 0, "global": 169}],
+    ...                     {"local": [81, 162, 324], "global": [169, 338]}, 8)
+    [PairedBatch(indices=(1, 0), budgets={'local': 162, 'global': 338})]
+    """
+    check_positive_int(max_items, "max_items")
+
+    def smallest_budgets(indices: Sequence[int]) -> dict[str, int | None]:
+        tokens = {path: sum(path_tokens[i].get(path, 0) for i in indices) for path in budgets}
+        return {path: min((b for b in budgets[path] if b >= n), default=None) for path, n in tokens.items() if n}
+
+    groups: list[list[int]] = []
+    for i in sorted(range(len(path_tokens)), key=lambda i: sum(path_tokens[i].values())):  # stable
+        more = [*groups[-1], i] if groups else []
+        if 0 < len(more) <= max_items and None not in smallest_budgets(more).values():
+            groups[-1] = more
+        else:
+            groups.append([i])
+    return [PairedBatch(tuple(group), smallest_budgets(group)) for group in groups]
 
 
 def padding_waste(batches: Sequence[Batch], output_tokens: Sequence[int] | None = None) -> float:
-    """Share of the tokens computed by replays that is padding; items that run eagerly do not count.
+    """Return the share of the tokens computed by replays that is padding; items that run eagerly do not count.
 
     output_tokens: tokens of each item, as in `plan_batches`; None: the batches' own. 0 without replays.
 
     >>> padding_waste([Batch((0, 1), 64), Batch((2,), None)], [30, 18, 999])
     0.25
     """
-    replays = [(batch, batch.budget) for batch in batches if batch.budget is not None]
-    computed = sum(budget for _, budget in replays)
+    replays = [batch for batch in batches if batch.budget is not None]
+    computed = sum(batch.budget or 0 for batch in replays)
     if output_tokens is None:
-        used = sum(batch.tokens for batch, _ in replays)
+        used = sum(batch.tokens for batch in replays)
     else:
-        used = sum(output_tokens[i] for batch, _ in replays for i in batch.indices)
+        used = sum(output_tokens[i] for batch in replays for i in batch.indices)
     return 1 - used / computed if computed else 0.0
+
+
+def check_policy(policy: str, allowed: Sequence[str]) -> None:
+    """Raise ValueError unless `policy` is one of `allowed`."""
+    if not isinstance(policy, str) or policy not in allowed:
+        raise ValueError(f"policy: expected one of {tuple(allowed)}, got {policy!r}")
 
 
 def _check_budgets(budgets: Sequence[int]) -> list[int]:
@@ -162,17 +213,3 @@ def _check_budgets(budgets: Sequence[int]) -> list[int]:
 
 def _check_counts(counts: Sequence[int], name: str) -> list[int]:
     return [count if count == 0 else check_positive_int(count, f"{name}[{i}]") for i, count in enumerate(counts)]
-
-
-def _check_rows(rows, max_rows, count: int, budgets: list[int]) -> tuple[list[int], list[int]]:
-    """Both given or neither; one row count per item, one growing capacity per budget."""
-    if (rows is None) != (max_rows is None):
-        raise ValueError("rows: give rows and max_rows together")
-    if rows is None:
-        return [0] * count, [0] * len(budgets)
-    rows, max_rows = _check_counts(rows, "rows"), _check_counts(max_rows, "max_rows")
-    if len(rows) != count:
-        raise ValueError(f"rows: expected one per item, {count}, got {len(rows)}")
-    if len(max_rows) != len(budgets) or max_rows != sorted(max_rows):
-        raise ValueError(f"max_rows: expected one per budget, {len(budgets)}, none below the last, got {max_rows}")
-    return rows, max_rows

@@ -1,43 +1,23 @@
 """Static buffers: fixed addresses, changing contents.
 
 A captured graph reads the same memory at every replay. Here that memory is the encoder's own metadata dataclass at full
-capacity, plus pixels. Before a replay each field is filled by the padding rule that stands on it, so that nothing of
+capacity, plus pixels. Before a replay each field is filled by the padding rule in its definition, so that nothing of
 the batch before survives; a field without a rule is a TypeError, not stale data. Integers were baked in at capture:
 they are capacities, and a batch must stay below them.
 
-    rule          what stands behind the contents
+    rule          what follows the contents
     zero          0
     repeat_last   the last value: cumulative lengths continue with empty segments
     identity      the index itself: a permutation stays one
     empty         nothing; the field (a tuple) is not used inside a graph
 """
 
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 
 import torch
 from torch import Tensor
 
-
-def _zero(buffer: Tensor, count: int) -> None:
-    buffer[count:].zero_()
-
-
-def _repeat_last(buffer: Tensor, count: int) -> None:
-    if count == 0:
-        raise ValueError("nothing to repeat: expected at least one value, got none")
-    buffer[count:].copy_(buffer[count - 1].expand_as(buffer[count:]))
-
-
-def _identity(buffer: Tensor, count: int) -> None:
-    torch.arange(count, len(buffer), out=buffer[count:])
-
-
-PAD_RULES: dict[str, Callable[[Tensor, int], None]] = {
-    "zero": _zero,
-    "repeat_last": _repeat_last,
-    "identity": _identity,
-}
+PAD_RULES = ("zero", "repeat_last", "identity")
 
 
 def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
@@ -53,9 +33,20 @@ def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
     if len(values) > len(buffer) or values.shape[1:] != buffer.shape[1:]:
         shape, captured = tuple(values.shape), tuple(buffer.shape)
         raise ValueError(f"{name}: shape {shape} does not fit the captured {captured}")
-    buffer[: len(values)].copy_(values, non_blocking=True)
-    if len(values) < len(buffer):
-        PAD_RULES[rule](buffer, len(values))
+    if rule == "repeat_last" and len(values) == 0 < len(buffer):
+        raise ValueError(f"{name}: nothing to repeat: expected at least one value, got none")
+
+    count = len(values)
+    buffer[:count].copy_(values, non_blocking=True)
+    rest = buffer[count:]
+    if len(rest) == 0:
+        return
+    if rule == "zero":
+        rest.zero_()
+    elif rule == "repeat_last":
+        rest.copy_(buffer[count - 1].expand_as(rest))
+    else:
+        torch.arange(count, len(buffer), out=rest)
 
 
 def fill_metadata(buffers, metadata) -> None:
@@ -81,7 +72,7 @@ def fill_metadata(buffers, metadata) -> None:
 
 
 def metadata_tensors(metadata, prefix: str = "") -> dict[str, Tensor]:
-    """All tensors of a metadata dataclass that a graph reads, by name; those of nested dataclasses as `vision.cos`."""
+    """Return all tensors of a metadata dataclass that a graph reads, by name; nested ones as `vision.cos`."""
     tensors: dict[str, Tensor] = {}
     for field in fields(metadata):
         name, value = prefix + field.name, getattr(metadata, field.name)

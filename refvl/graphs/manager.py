@@ -1,34 +1,48 @@
 """The manager: captures one graph per budget, packs arriving items, replays, and hands outputs back in order.
 
-    plan   layouts -> plan_batches -> the encoder's plan of every batch
-    run    pixels -> for each batch: fill static buffers -> replay -> clone -> split
-                     too large for every budget: the same encoder, eagerly
+    plan   layouts -> what each path is given of each item
+                   -> batches: which items share a replay, on each path
+                   -> the path's plan of every batch
+    run    pixels  -> for each batch: fill static buffers -> replay -> clone -> split
+                      too large for every budget: the same path, eagerly
+                   -> what the paths made of an item, joined in the order of its rows
 
-It knows an encoder only through `GraphEncoder`: plan, forward, metadata at capacity, and the sizes of an item.
+Most encoders are one path, named "". Step3-VL offers two as `paths`: a picture's crops and its overview are squares of
+two sizes, so each size has graphs of its own. The paths pack by themselves: which pictures share a replay may differ
+between them, and one path may run eagerly while the other replays. The policy "paired" packs pictures once for all
+paths, as vLLM does. Upstream: `EncoderCudaGraphManager`.
+
+The manager knows an encoder only through `GraphEncoder`: plan, forward, metadata at capacity, and the sizes of an item.
 
 Any number of threads may use one manager, and any number of managers one encoder. What a call plans belongs to that
 call; the buffers belong to one call at a time, which holds a lock from the first fill to the last clone.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from threading import RLock, local
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from refvl.checks import check_pixel_rows
-from refvl.contracts import GraphEncoder
-from refvl.graphs.budgets import Batch, infer_limits, plan_batches
+from refvl.checks import check_pixel_rows, check_positive_int
+from refvl.contracts import Encoder, GraphEncoder
+from refvl.graphs.budgets import POLICIES, Batch, Limits, check_policy, infer_limits, pack_items, plan_paired_batches
 from refvl.graphs.buffers import fill_metadata, fill_padded, metadata_tensors
 from refvl.graphs.cuda import CudaGraph, Pool, pool_bytes
+from refvl.graphs.packing import Capacity
 from refvl.graphs.recorder import TraceGraph
-from refvl.graphs.weights import adapters_of, addresses, modules_of, weights_of
+from refvl.graphs.weights import baked_in
 
 BACKENDS = ("cuda", "trace")
 MIN_BUDGET = 64  # tokens: a picture of 224 px
 MAX_BUDGET = {"varlen": 4096, "sdpa": 4096, "masked": 256}  # masked attention is quadratic in the budget
+MAX_UNITS = 64  # squares in the largest inferred graph; models whose squares have many tokens stop at MAX_BUDGET
+
+Part = tuple[int, str]  # (item, path): what one path is given of one item
+Size = tuple[int, int, int]  # (patch rows, output tokens, frames)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,27 +84,27 @@ class GraphStats:
         """Share of replayed tokens that were padding; 0 before the first."""
         return 1 - self.tokens / self.budget_tokens if self.budget_tokens else 0.0
 
-    def count(self, batches: Sequence[Batch]) -> None:
-        """Add what these batches were."""
-        for batch in batches:
-            if batch.budget is None:
-                self.misses += len(batch.indices)
-            else:
-                self.hits += len(batch.indices)
-                self.tokens += batch.tokens
-                self.budget_tokens += batch.budget
+    def count(self, batch: Batch) -> None:
+        """Add what a batch was."""
+        if batch.budget is None:
+            self.misses += len(batch.indices)
+        else:
+            self.hits += len(batch.indices)
+            self.tokens += batch.tokens
+            self.budget_tokens += batch.budget
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphPlan:
     """What one call is going to run. It belongs to that call, and to the weights that the encoder had when it was made.
 
-    layouts: of every item. sizes: (patch rows, output tokens, frames) of every item. batches: which items run together.
-    metadata: the encoder's plan of each batch. weights: where the captured weights lie.
+    layouts: of every item. sizes: of what each path is given of each item, in the order of the rows. batches: which
+    items run together, in the order in which they run. metadata: the path's plan of each batch. weights: where the
+    captured weights lie.
     """
 
-    layouts: list
-    sizes: list[tuple[int, int, int]]
+    layouts: Sequence
+    sizes: dict[Part, Size]
     batches: list[Batch]
     metadata: list
     weights: tuple
@@ -102,38 +116,54 @@ class EncoderGraphManager:
     Weights may change at any time between calls. New values in the same memory are read by the next replay; where the
     weights lie elsewhere or have another dtype (`load_state_dict(assign=True)`, `.to(...)`), the next call captures
     again. Threads may share a manager: each call gets its own embeddings, one replay after the other.
+
+    limits: `Limits` of each path. captured: `CapturedBudget` of each (path, budget).
     """
 
     def __init__(
         self,
-        encoder: GraphEncoder,
+        encoder: Encoder,
         *,
-        budgets: Sequence[int] | None = None,
+        budgets: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
         max_items: int | None = None,
         max_frames: int | None = None,
         min_budget: int = MIN_BUDGET,
+        max_budget: int | None = None,
         backend: str = "auto",
         policy: str = "optimal",
         progress: bool = True,
     ):
-        """budgets: output tokens per graph. max_items, max_frames: per replay. What is None is inferred; inferred
-        budgets double from `min_budget`.
+        """budgets: output tokens per graph; for an encoder of several paths, a mapping from path to these. max_items,
+        max_frames: per replay. What is None is inferred; inferred budgets double from `min_budget`, or from one unit of
+        a path, up to `max_budget`.
 
         backend: "cuda", "trace" (any device), or "auto" for the one of the encoder's device. policy: see
-        `plan_batches`. Raises ValueError when limits contradict each other or the backend cannot run here.
+        `plan_batches`; "paired" packs items once for several paths. Raises ValueError when limits contradict each
+        other, budgets miss a path, or the backend cannot run here.
         """
+        self.encoder: Any = encoder
+        self.paths: Mapping[str, GraphEncoder] = getattr(encoder, "paths", {"": encoder})
+        self.policy = policy
+        self.progress = progress
         self._wanted_backend = backend
-        self.encoder, self.policy, self.progress = encoder, policy, progress
         self.backend = self._choose_backend()
-        self.limits = infer_limits(
-            min_budget, MAX_BUDGET[encoder.graph_attention], budgets=budgets, max_items=max_items, max_frames=max_frames
-        )
-        plan_batches([], self.limits.budgets, self.limits.max_items, policy=policy)  # refuses an unknown policy now
-        self.captured: dict[int, CapturedBudget] = {}
+        check_policy(policy, POLICIES if len(self.paths) == 1 else ("paired", *POLICIES))
+        given: Any = budgets
+        if budgets is None or "" in self.paths:
+            given = dict.fromkeys(self.paths, budgets)
+        if set(given) != set(self.paths):
+            raise ValueError(f"budgets: expected budgets for the paths {list(self.paths)}, got them for {list(given)}")
+        others = {"max_items": max_items, "max_frames": max_frames}
+        self.limits = {
+            name: _limits_of(path, min_budget, max_budget, budgets=given[name], **others)
+            for name, path in self.paths.items()
+        }
+        self.captured: dict[tuple[str, int], CapturedBudget] = {}
+        self._capacities: dict[str, Capacity] = {}
+        self._weights: tuple = ()
         self._pool: Pool | None = None
         self._last_stream: torch.cuda.Stream | None = None
-        self._weights: tuple = ()
-        self._stats = GraphStats()
+        self._stats = {name: GraphStats() for name in self.paths}
         self._lock, self._of_thread = RLock(), local()
 
     def _choose_backend(self) -> str:
@@ -145,42 +175,47 @@ class EncoderGraphManager:
         return ("cuda" if on_cuda else "trace") if self._wanted_backend == "auto" else self._wanted_backend
 
     def capture(self) -> None:
-        """Capture every budget, largest first, so that smaller graphs reuse its memory. Shows a progress bar.
+        """Capture every budget, a path's largest first, so that smaller graphs reuse its memory. Shows a progress bar.
 
         Does nothing when that has happened with the weights where they are now; else the graphs of the old weights are
         dropped first. Raises CaptureError when the encoder reads a value back; then no graph is kept.
         """
         with self._lock:
-            modules = modules_of(self.encoder)
-            weights = (*addresses(weights_of(modules)), *adapters_of(modules))
+            weights = baked_in(self.encoder)
             if self.captured and weights == self._weights:
                 return
             self._drop()
             self.backend, self._weights = self._choose_backend(), weights
             if self.backend == "cuda":
                 self._pool, self._last_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.encoder.device)
-            bar = tqdm(self.limits.budgets[::-1], desc="capture", unit="graph", disable=not self.progress)
+            graphs = [(path, budget) for path, limits in self.limits.items() for budget in limits.budgets[::-1]]
+            bar = tqdm(graphs, desc="capture", unit="graph", disable=not self.progress)
             try:
-                for budget in bar:
-                    self.captured[budget] = self._capture(budget)
+                for path, budget in bar:
+                    self.captured[path, budget] = self._capture(path, budget)
                     bar.set_postfix_str(f"budget {budget}, {self.memory_bytes() / 2**20:.0f} MiB")
             except BaseException:
                 self.captured.clear()
                 raise
+            for path, limits in self.limits.items():
+                max_rows = tuple(len(self.captured[path, budget].pixel_values) for budget in limits.budgets)
+                self._capacities[path] = Capacity(limits.budgets, max_rows, limits.max_items, limits.max_frames)
 
-    def _capture(self, budget: int) -> CapturedBudget:
-        metadata = self.encoder.plan_capacity(budget, self.limits.max_frames)
-        pixel_values = self.encoder.pixel_buffer(budget)
+    def _capture(self, path: str, budget: int) -> CapturedBudget:
+        encoder = self.paths[path]
+        metadata = encoder.plan_capacity(budget, self.limits[path].max_frames)
+        pixel_values = encoder.pixel_buffer(budget)
+        attention = encoder.graph_attention
         graph = CudaGraph(self._pool, self._last_stream) if self.backend == "cuda" else TraceGraph()
-        attention = self.encoder.graph_attention
-        output = graph.capture(lambda: self.encoder(pixel_values, metadata=metadata, attention=attention))
+        output = graph.capture(lambda: encoder(pixel_values, metadata=metadata, attention=attention))
         return CapturedBudget(graph, pixel_values, metadata, output)
 
     def execute(self, pixel_values: Tensor, layouts) -> list[Tensor]:
         """Encode items, images and videos mixed; one (M, D) tensor each, in the caller's order.
 
-        pixel_values: (N, values) patch rows of all items in order. layouts: what the encoder's `plan` takes: (t, h, w)
-        per item in patches for Qwen and GLM. Captures first when that has not happened. The same as `plan`, then `run`.
+        pixel_values: (N, values) patch rows of all items in order, path by path within each. layouts: what the
+        encoder's `plan` takes: (t, h, w) per item in patches for Qwen and GLM. Captures first when that has not
+        happened. The same as `plan`, then `run`.
         """
         return self.run(pixel_values, self.plan(layouts))
 
@@ -188,47 +223,73 @@ class EncoderGraphManager:
     def plan(self, layouts) -> GraphPlan:
         """Pack items into batches and plan each of them; `run` it before the weights change. Captures first."""
         layouts = self.encoder.check_layouts(layouts)
-        sizes = [self.encoder.item_size(layout) for layout in layouts]
+        parts = {(i, path): part for i, layout in enumerate(layouts) for path, part in self._split(layout)}
+        sizes = {(i, path): self.paths[path].item_size(part) for (i, path), part in parts.items()}
         with self._lock:
             if not self.captured:
                 self.capture()  # `run` notices when the weights have moved since, and plans again
             weights = self._weights
-            max_rows = [len(self.captured[budget].pixel_values) for budget in self.limits.budgets]
-        rows = [patches for patches, _, _ in sizes]
-        batches = plan_batches(
-            [tokens for _, tokens, _ in sizes], self.limits.budgets, self.limits.max_items,
-            policy=self.policy, frames=[frames for _, _, frames in sizes], max_frames=self.limits.max_frames,
-            rows=rows, max_rows=max_rows,
-        )  # fmt: skip
-        metadata = [self.encoder.plan([layouts[i] for i in batch.indices]) for batch in batches]
+        batches = self._pack(sizes, len(layouts))
+        metadata = [self.paths[batch.path].plan([parts[i, batch.path] for i in batch.indices]) for batch in batches]
         return GraphPlan(layouts, sizes, batches, metadata, weights)
+
+    def _split(self, layout: Hashable) -> list[tuple[str, Hashable]]:
+        """(path, what it is given of an item), in the order of the item's rows, for those that are given anything."""
+        if "" in self.paths:
+            return [("", layout)]
+        parts = self.encoder.path_layouts(layout)
+        return [(path, parts[path]) for path in self.paths if parts[path] is not None]
+
+    def _pack(self, sizes: Mapping[Part, Size], count: int) -> list[Batch]:
+        """Pack all `count` items on each path, or, if the policy is "paired", those that belong together."""
+        groups: Sequence[Sequence[int]] = [range(count)]
+        policy = self.policy
+        if policy == "paired":
+            policy = "greedy"
+            tokens = [{path: sizes[i, path][1] for path in self.paths if (i, path) in sizes} for i in range(count)]
+            budgets = {path: limits.budgets for path, limits in self.limits.items()}
+            max_items = min(limits.max_items for limits in self.limits.values())
+            groups = [batch.indices for batch in plan_paired_batches(tokens, budgets, max_items)]
+        batches = []
+        for items in groups:
+            for path, capacity in self._capacities.items():
+                there = {i: sizes[i, path] for i in items if (i, path) in sizes}
+                batches += pack_items(there, capacity, policy, path)
+        return batches
 
     @torch.inference_mode()
     def run(self, pixel_values: Tensor, plan: GraphPlan) -> list[Tensor]:
         """Encode what was planned; one (M, D) tensor per item, in the caller's order. pixel_values: as in `execute`."""
-        counts = [patches for patches, _, _ in plan.sizes]
+        counts = [patches for patches, _, _ in plan.sizes.values()]
         check_pixel_rows(pixel_values, (("patches", sum(counts)), "values"), self.encoder.device)
-        rows = pixel_values.split(counts)
-        outputs: dict[int, Tensor] = {}
+        rows = dict(zip(plan.sizes, pixel_values.split(counts), strict=True))
+        outputs: dict[Part, Tensor] = {}
         with self._lock:
             self.capture()
             if plan.weights is not self._weights:  # captured again since it was made
                 plan = self.plan(plan.layouts)
             self._wait_for_other_streams()
             for batch, metadata in zip(plan.batches, plan.metadata, strict=True):
-                embeds = self._encode(batch, torch.cat([rows[i] for i in batch.indices]), metadata)
-                tokens = [plan.sizes[i][1] for i in batch.indices]
-                outputs |= zip(batch.indices, embeds.split(tokens), strict=True)
-            self._stats.count(plan.batches)
+                parts = [(i, batch.path) for i in batch.indices]
+                embeds = self._encode(batch, torch.cat([rows[part] for part in parts]), metadata)
+                tokens = [plan.sizes[part][1] for part in parts]
+                outputs |= zip(parts, embeds.split(tokens), strict=True)
+            for batch in plan.batches:
+                self._stats[batch.path].count(batch)
         self._of_thread.batches = plan.batches
-        return [outputs[i] for i in range(len(counts))]
+        return [self._join(outputs, i) for i in range(len(plan.layouts))]
 
     def _encode(self, batch: Batch, rows: Tensor, metadata) -> Tensor:
         if batch.budget is None:
-            return self.encoder(rows.to(self.encoder.device), metadata=metadata)
-        captured = self.captured[batch.budget]
+            return self.paths[batch.path](rows.to(self.encoder.device), metadata=metadata)
+        captured = self.captured[batch.path, batch.budget]
         captured.fill(rows, metadata)
         return captured.graph.replay()[: batch.tokens].clone()
+
+    def _join(self, outputs: dict[Part, Tensor], item: int) -> Tensor:
+        """(M, D): what the paths made of an item, in the order of its rows."""
+        parts = [outputs[item, path] for path in self.paths if (item, path) in outputs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _wait_for_other_streams(self) -> None:
         """The lock orders calls on the host; where threads have streams of their own, the device must wait as well."""
@@ -243,10 +304,15 @@ class EncoderGraphManager:
         """How the calling thread's last items were packed; code that needs it takes the `batches` of its `plan`."""
         return getattr(self._of_thread, "batches", [])
 
-    def stats(self) -> GraphStats:
-        """Hits, misses, hit rate and padding waste since `clear`: a copy, later calls do not change it."""
+    def path_stats(self) -> dict[str, GraphStats]:
+        """Hits, misses, hit rate and padding waste of each path since `clear`: copies, which do not change later."""
         with self._lock:
-            return replace(self._stats)
+            return {path: replace(stats) for path, stats in self._stats.items()}
+
+    def stats(self) -> GraphStats:
+        """All paths together; an item counts once on each path where it has rows."""
+        counters = [astuple(stats) for stats in self.path_stats().values()]
+        return GraphStats(*(sum(of_paths) for of_paths in zip(*counters, strict=True)))
 
     def memory_bytes(self) -> int:
         """Bytes that the graphs hold: static buffers, and the shared pool on CUDA or all recorded outputs of traces."""
@@ -260,9 +326,24 @@ class EncoderGraphManager:
         """Drop all graphs and buffers and give their memory back; the next `execute` captures again."""
         with self._lock:
             self._drop()
-            self._stats = GraphStats()
+            self._stats = {name: GraphStats() for name in self.paths}
 
     def _drop(self) -> None:
         self.captured.clear()
         if self.backend == "cuda":
             torch.cuda.empty_cache()
+
+
+def _limits_of(path: GraphEncoder, min_budget: int, max_budget: int | None, **given) -> Limits:
+    """What graphs of a path are captured for. given: what the caller set of budgets, items and frames."""
+    largest = MAX_BUDGET[path.graph_attention]
+    unit = getattr(path, "tokens", None)
+    if unit is None:
+        return infer_limits(min_budget, largest if max_budget is None else max_budget, **given)
+    if max_budget is None:
+        max_budget = min(largest, MAX_UNITS * unit)
+    smallest = max(unit, given["max_items"] or 1)
+    if given["budgets"] is None and check_positive_int(max_budget, "max_budget") < smallest:
+        raise ValueError(f"max_budget: must hold one unit of every path, at least {smallest} tokens, got {max_budget}")
+    limits = infer_limits(unit, max_budget, **given)
+    return limits if given["max_frames"] else replace(limits, max_frames=max(1, limits.budgets[-1] // unit))

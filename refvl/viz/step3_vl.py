@@ -133,7 +133,7 @@ def plot_path_timeline(
 ) -> Axes:
     """One lane per path; replays from left to right as they ran, each as long as the tokens it computes.
 
-    path_tokens: output tokens of each image on each path. batches: `DualPathGraphManager.last_batches`. Images are
+    path_tokens: output tokens of each image on each path. batches: `EncoderGraphManager.last_batches`. Images are
     numbered and keep their colour on both lanes; hatched: padding; dashed: eager, because no graph was large enough.
     """
     paths = list(dict.fromkeys(path for tokens in path_tokens for path in tokens))

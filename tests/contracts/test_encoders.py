@@ -19,7 +19,7 @@ from towers import CLASSES, random_rows, randomize, run_theirs, same_weights, tr
 
 from refvl.encoders import SliceGroup, Step3VisionConfig, Step3VisionEncoder
 from refvl.families import FAMILIES
-from refvl.graphs import DualPathGraphManager, EncoderGraphManager
+from refvl.graphs import EncoderGraphManager
 from refvl.graphs.buffers import PAD_RULES, metadata_tensors
 from refvl.study.report import Trace
 from refvl.study.watch import TowerWatch
@@ -151,7 +151,7 @@ STEP3 = Case(
     mixed=[(1, 2), (0, 0), (2, 2), (0, 0), (3, 5)],
     items=st.tuples(st.integers(1, 3), st.integers(1, 3)) | st.just((0, 0)),
     oracle=squares_one_by_one,
-    manager=lambda encoder: DualPathGraphManager(
+    manager=lambda encoder: EncoderGraphManager(
         encoder, budgets={"local": [2, 8], "global": [4, 16]}, max_items=2, progress=False
     ),
     rounded=40,

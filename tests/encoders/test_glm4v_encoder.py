@@ -186,7 +186,7 @@ def eager(encoder, patches, grids):
 def test_stale_metadata_would_show(ours, manager):
     """Leave one field of the buffers as the batch before had it, and the outputs are wrong: each of them counts."""
     before, grids = [(1, 8, 4)], [(2, 4, 2), (1, 2, 6), (1, 2, 2)]
-    patches, captured = random_patches(grids, TINY), manager.captured[8]
+    patches, captured = random_patches(grids, TINY), manager.captured["", 8]
     wanted = torch.cat(eager(ours, patches, grids))
     for name in ("position_embeds", "positions", "cu_seqlens"):
         field = getattr(captured.metadata, name)

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refvl.graphs import Batch, Limits, generate_budgets, infer_limits, padding_waste, plan_batches
-from refvl.graphs.packing import Capacity, pack, search
+from refvl.graphs.budgets import pack_items
+from refvl.graphs.packing import Capacity
+from refvl.graphs.search import pack, search
 from refvl.positions.windows import get_window_index, max_window_count
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "encoder_graph_plan.json").read_text())
@@ -204,13 +206,11 @@ def packings(draw, max_items):
 
 
 def pack_optimally(items, limits):
-    """(summed budgets, number of batches) of `plan_batches`, whose batches are checked one by one."""
+    """(summed budgets, number of batches) of the policy "optimal", whose batches are checked one by one."""
     budgets, max_rows, max_items, max_frames = limits
-    columns = list(zip(*items, strict=True)) or [(), (), ()]
-    batches = plan_batches(
-        columns[0], budgets, max_items, policy="optimal", frames=columns[1], max_frames=max_frames,
-        rows=columns[2], max_rows=max_rows,
-    )  # fmt: skip
+    capacity = Capacity(tuple(budgets), tuple(max_rows), max_items, max_frames)
+    sizes = {i: (rows, tokens, frames) for i, (tokens, frames, rows) in enumerate(items)}
+    batches = pack_items(sizes, capacity, "optimal")
     assert sorted(i for batch in batches for i in batch.indices) == list(range(len(items)))
     for batch in batches:
         assert value_of([[items[i] for i in batch.indices]], *limits) == (batch.budget, 1)
@@ -267,26 +267,30 @@ def test_beyond_twelve_items_the_sum_stays_within_one_percent(name):
         for sizes, capacity in arrivals(name, items, 10 if items < 15 else 4):
             groups = pack(sizes, capacity)
             got += capacity.value(sizes, groups)[0]
-            exact += capacity.value(sizes, search(sizes, capacity, groups))[0]
+            exact += capacity.value(sizes, search(sizes, capacity))[0]
     assert exact <= got <= 1.01 * exact
 
 
 @pytest.mark.parametrize("name", ["up to 4096", "small pictures"])
 def test_many_pictures_leave_almost_no_padding(name):
-    """Oracle: the smallest sum of budgets that holds as many tokens; where items are small, packings come close."""
+    """Oracle: the smallest multiple of the smallest budget that holds as many tokens; small items come close to it."""
     [(sizes, capacity)] = arrivals(name, 1000, 1)
-    bound, _ = capacity.lower_bound(len(sizes), sum(tokens for tokens, _, _ in sizes))
+    smallest = capacity.budgets[0]
+    assert all(budget % smallest == 0 for budget in capacity.budgets)
+    bound = -(-sum(tokens for tokens, _, _ in sizes) // smallest) * smallest
     assert bound <= capacity.value(sizes, pack(sizes, capacity))[0] <= 1.01 * bound
 
 
-@settings(max_examples=100)
-@given(packings(max_items=7))
-def test_the_lower_bound_is_one(case):
-    """Oracle: all set partitions: none is below."""
-    items, limits = case
-    capacity = Capacity(tuple(limits[0]), tuple(limits[1]), *limits[2:])
-    bound = capacity.lower_bound(len(items), sum(tokens for tokens, _, _ in items))
-    assert bound <= min(value_of(groups, *limits) for groups in partitions(items))
+@pytest.mark.parametrize("budgets", [(64, 4096), (100, 1000, 4096), (4096,)])
+def test_groups_too_large_to_be_searched_again_stay(budgets):
+    """Twenty and more tiny pictures to a batch, of all of which none can be taken apart for a search."""
+    sizes = sorted((10 + i % 50, 0, 0) for i in range(200))
+    capacity = Capacity(budgets, (0,) * len(budgets), 64, 0)
+    groups = pack(sizes, capacity)
+    assert sorted(i for group in groups for i in group) == list(range(200))
+    assert capacity.value(sizes, groups) <= best_cut(
+        sizes, lambda parts: value_of(parts, budgets, capacity.max_rows, 64, 0)
+    )
 
 
 @pytest.mark.parametrize("policy", ["greedy", "optimal"])
@@ -337,8 +341,9 @@ def test_frames_split_a_batch_and_a_long_clip_runs_eagerly():
 def test_a_budget_holds_tokens_and_rows(sizes, budgets, policy):
     """Oracle: each batch alone: the smallest budget with as many tokens, and twice as many rows."""
     tokens, rows = [n for n, _ in sizes], [n for _, n in sizes]
-    max_rows = [2 * budget for budget in sorted(budgets)]
-    batches = plan_batches(tokens, budgets, 3, policy=policy, rows=rows, max_rows=max_rows)
+    budgets = sorted(budgets)
+    capacity = Capacity(tuple(budgets), tuple(2 * budget for budget in budgets), 3, 0)
+    batches = pack_items({i: (m, n, 0) for i, (n, m) in enumerate(sizes)}, capacity, policy)
     assert sorted(i for batch in batches for i in batch.indices) == list(range(len(sizes)))
     for batch in batches:
         held, needed = sum(tokens[i] for i in batch.indices), sum(rows[i] for i in batch.indices)

@@ -14,7 +14,7 @@ from refvl.encoders import Step3VisionConfig, Step3VisionEncoder
 from refvl.graphs import (
     Batch,
     CaptureError,
-    DualPathGraphManager,
+    EncoderGraphManager,
     PairedBatch,
     generate_budgets,
     plan_paired_batches,
@@ -37,7 +37,7 @@ def encoder():
 
 
 def new_manager(encoder, **options):
-    return DualPathGraphManager(encoder, **{"budgets": BUDGETS, "max_items": MAX_ITEMS} | options, progress=False)
+    return EncoderGraphManager(encoder, **{"budgets": BUDGETS, "max_items": MAX_ITEMS} | options, progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def assert_equal(encoder, outputs, wanted):
 
 
 def all_captured(manager):
-    return [captured for of_path in manager.managers.values() for captured in of_path.captured.values()]
+    return list(manager.captured.values())
 
 
 @torch.inference_mode()
@@ -120,7 +120,7 @@ def test_inferred_budgets_equal_golden(case):
     with torch.device("meta"):
         encoder = Step3VisionEncoder(config)
     given_budgets, max_items = case["config"].get("budgets"), case["config"].get("items")
-    manager = DualPathGraphManager(
+    manager = EncoderGraphManager(
         encoder, max_budget=max(given_budgets) if given_budgets else None, max_items=max_items, backend="trace"
     )
     for path, budgets in case["path_token_budgets"].items():
@@ -213,7 +213,7 @@ def test_poison_changes_no_bit(manager):
 
 def test_squares_that_hold_nan_do_not_reach_the_others(encoder, manager):
     """Not even where padding is not zeroed: two crops in front of a square of NaN, replayed as they stand."""
-    captured, rows = manager.managers["local"].captured[3], rows_of([(1, 2)])[:32]
+    captured, rows = manager.captured["local", 3], rows_of([(1, 2)])[:32]
     manager.execute(rows_of([(1, 3)]), [(1, 3)])  # fills the positions
     with torch.inference_mode():
         captured.pixel_values.fill_(float("nan"))[:32] = rows
@@ -225,7 +225,7 @@ def test_squares_that_hold_nan_do_not_reach_the_others(encoder, manager):
 def test_stale_buffers_would_show(encoder, manager):
     """Leave pixels or positions as another batch had them, and the outputs are wrong: each of them counts."""
     layouts = [(1, 3)]
-    rows, captured = rows_of(layouts), manager.managers["local"].captured[3]
+    rows, captured = rows_of(layouts), manager.captured["local", 3]
     want = eager(encoder, rows, layouts)[0][:3]
     for buffer in (captured.pixel_values, captured.metadata.position_embeds):
         manager.execute(rows, layouts)

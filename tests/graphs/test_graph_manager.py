@@ -125,7 +125,7 @@ def test_one_item_does_not_see_another(manager):
 def test_stale_metadata_would_show(encoder, manager):
     """Leave one field of the buffers as the batch before had it, and the outputs are wrong: each of them counts."""
     before, grids = [(1, 8, 4)], [(2, 4, 2), (1, 2, 6), (1, 2, 2)]
-    patches, captured = patches_of(grids), manager.captured[8]
+    patches, captured = patches_of(grids), manager.captured["", 8]
     wanted = torch.cat(eager(encoder, patches, grids))
     for name in (f.name for f in fields(captured.metadata) if f.name not in ("groups", "window_groups", "frequencies")):
         field = getattr(captured.metadata, name)
@@ -257,7 +257,7 @@ def test_graphs_are_captured_at_the_first_use_or_before_and_once(encoder):
     manager = new_manager(encoder)
     assert manager.captured == {}
     manager.execute(patches_of([(1, 4, 4)]), [(1, 4, 4)])
-    assert list(manager.captured) == BUDGETS[::-1]
+    assert list(manager.captured) == [("", budget) for budget in BUDGETS[::-1]]
     before = dict(manager.captured)
     manager.capture()
     assert manager.captured == before

@@ -104,7 +104,7 @@ def test_padding_that_holds_nan_reaches_nothing(manager):
     """Rows behind the last slice, NaN in the buffer itself: neither the tower nor the resampler reads them."""
     layouts = [((3, 5), (4, 2)), ((1, 7),)]
     outputs = torch.cat(check(manager, layouts))
-    [batch], captured = manager.last_batches, manager.captured[16]
+    [batch], captured = manager.last_batches, manager.captured["", 16]
     assert batch.budget == 16
     captured.pixel_values[30:] = float("nan")
     order = torch.cat([torch.arange(12).split([8, 4])[i] for i in batch.indices])
@@ -113,7 +113,7 @@ def test_padding_that_holds_nan_reaches_nothing(manager):
 
 def test_buffers_of_both_plans_count_as_memory(manager):
     """Pixels, and every tensor of the tower's and the resampler's metadata."""
-    captured = manager.captured[32]
+    captured = manager.captured["", 32]
     nested = (captured.metadata.vision, captured.metadata.resampler)
     tensors = [getattr(part, f.name) for part in nested for f in fields(part)]
     held = sum(t.nbytes for t in tensors if isinstance(t, Tensor)) + captured.pixel_values.nbytes
@@ -126,7 +126,7 @@ def test_stale_metadata_would_show(manager_4_5):
     manager = manager_4_5
     before = [(SliceGroup(((2, 8),), (5,)), SliceGroup(((3, 5),), (90,)))]
     layouts = [(SliceGroup(((4, 3), (3, 4)), (0, 300)),), ((2, 6),)]
-    rows, captured = random_rows(manager.encoder, layouts), manager.captured[8]
+    rows, captured = random_rows(manager.encoder, layouts), manager.captured["", 8]
     wanted = torch.cat(eager(manager.encoder, rows, layouts))
     seen = []
     for part in (captured.metadata.vision, captured.metadata.resampler):

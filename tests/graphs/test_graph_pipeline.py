@@ -61,8 +61,8 @@ def test_the_trace_says_which_graph_ran(folder):
 
 def test_true_infers_budgets_from_the_checkpoint(folder):
     graphed = refvl.load(folder, device="cpu", progress=False, graphs=True)
-    assert graphed.graphs.limits.budgets == (16, 32, 64, 128, 256)
-    assert set(graphed.graphs.captured) == {16, 32, 64, 128, 256}
+    assert graphed.graphs.limits[""].budgets == (16, 32, 64, 128, 256)
+    assert set(graphed.graphs.captured) == {("", budget) for budget in (16, 32, 64, 128, 256)}
 
 
 def test_graphs_need_a_device_that_runs():

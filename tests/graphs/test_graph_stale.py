@@ -22,7 +22,7 @@ def towers() -> tuple[Qwen2_5_VisionTransformer, CapturedBudget, dict[tuple, Ten
     manager = EncoderGraphManager(tower, budgets=[16], max_frames=4, progress=False, backend="trace")
     manager.capture()
     rows = {grid: torch.randn(grid[1] * grid[2], tower.config.patch_values) for grid in (BEFORE, NOW)}
-    return tower, manager.captured[16], rows
+    return tower, manager.captured["", 16], rows
 
 
 @pytest.fixture(scope="module")

@@ -70,9 +70,7 @@ def test_every_caller_gets_its_own_embeddings(family, calls):
     encoder = build(family)
     manager, cases = manager_of(encoder), cases_of(family, encoder)
     assert hammer([manager], cases, calls) <= TOLERANCE
-    paths = getattr(manager, "managers", {"": manager}).values()
-    captured = [graph for path in paths for graph in path.captured]
-    assert len(captured) == len([b for path in paths for b in path.limits.budgets])
+    assert len(manager.captured) == sum(len(limits.budgets) for limits in manager.limits.values())
     stats = manager.stats()
     assert stats.hits + stats.misses >= THREADS * calls and stats.hits > stats.misses > 0
 

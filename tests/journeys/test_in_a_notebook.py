@@ -72,7 +72,7 @@ def test_a_model_says_what_it_is(vlm):
     ):  # fmt: skip
         assert words in text
     graphed = refvl.load(DATA / "checkpoints" / "tiny-step3", device="cpu", progress=False, graphs=True)
-    assert "graphs          DualPathGraphManager" in repr(graphed)
+    assert "graphs          EncoderGraphManager" in repr(graphed)
     assert "on meta, torch.bfloat16" in repr(refvl.load(vlm.config, weights="random", device="meta"))
 
 

@@ -11,7 +11,7 @@ import torch
 
 import refvl
 from benchmarks.reproducibility import CHECKPOINTS, WAYS, measure, threads
-from refvl.graphs import manager_class
+from refvl.graphs import EncoderGraphManager
 from refvl.paths import DATA
 
 SCENE, QUESTION = DATA / "pictures" / "scene.png", "What color is the circle?"
@@ -60,5 +60,5 @@ def test_the_answer_does_not_depend_on_threads_batches_or_graphs(checkpoint):
         assert vlm.chat(QUESTION, images=[SCENE], max_new_tokens=8) == answer
     request = {"prompt": QUESTION, "images": [SCENE]}
     assert vlm.chat_batch([request, request | {"images": [SCENE] * 2}], max_new_tokens=8)[0] == answer
-    vlm.graphs = manager_class(vlm.encoder)(vlm.encoder, min_budget=vlm.processor.tokens_at_once, progress=False)
+    vlm.graphs = EncoderGraphManager(vlm.encoder, min_budget=vlm.processor.tokens_at_once, progress=False)
     assert vlm.chat(QUESTION, images=[SCENE], max_new_tokens=8) == answer

@@ -80,7 +80,7 @@ def test_inferred_graphs_start_at_the_largest_picture(tmp_path):
     """By hand: the checkpoint's 2 * 112 * 112 px are 16 tokens, as a picture is two frames."""
     folder = make_glm_checkpoint(tmp_path, "glm4v", "Glm4vProcessor")
     vlm = refvl.load(folder, device="cpu", progress=False, graphs={"max_frames": 1, "max_items": 1})
-    assert vlm.graphs.limits.budgets[0] == 16
+    assert vlm.graphs.limits[""].budgets[0] == 16
 
 
 @pytest.mark.parametrize("photo", ["coffee", "rocket"])

@@ -41,7 +41,7 @@ class GraphExplorer(Explorer):
         encoder: Any = model.encoder
         manager = EncoderGraphManager(encoder, budgets=[budget], max_frames=1, backend="trace", progress=False)
         manager.capture()
-        self.captured = manager.captured[budget]
+        self.captured = manager.captured["", budget]
         replays = replay_stale(self.captured, _batch(self.first), _batch(self.run))
         differing = [name for name, replay in replays.items() if name and any(replay.errors)]
         rows = [self._row(replays[name]) for name in ("", *differing)]
