@@ -29,9 +29,7 @@ from refvl.checks import check_positive, check_positive_int, check_positive_ints
 from refvl.pixels import containers, refusals
 from refvl.pixels.containers import Listing, Packets
 from refvl.pixels.formats import image_suffixes as image_suffixes
-from refvl.pixels.images import LIMITS as LIMITS
-from refvl.pixels.images import MediaLimits as MediaLimits
-from refvl.pixels.images import load_image as load_image
+from refvl.pixels.images import LIMITS, MediaLimits, load_image
 from refvl.pixels.images import open_image as open_image
 from refvl.pixels.spill import frames_on_disk
 
