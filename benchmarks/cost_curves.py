@@ -35,7 +35,8 @@ from refvl.attention import Segments
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.graphs import generate_budgets, plan_batches
 from refvl.paths import DATA
-from refvl.pixels.patches import PatchConfig, patchify_image
+from refvl.pixels.by_hand import patchify_image
+from refvl.pixels.patches import PatchConfig
 from refvl.positions import MediaSpan, compute_retention_mask, get_mrope_input_positions
 
 NAME = "cost_curves_cpu"

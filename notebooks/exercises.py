@@ -39,9 +39,10 @@ from refvl.graphs import Batch, TraceGraph, plan_batches
 from refvl.merge import merge_embeddings
 from refvl.parallel import get_load_balance_assignment, restore_order
 from refvl.paths import DATA
+from refvl.pixels.by_hand import count_tokens, patch_rows
 from refvl.pixels.crops import plan_crops
 from refvl.pixels.media import Video
-from refvl.pixels.patches import PatchConfig, count_tokens, patch_rows
+from refvl.pixels.patches import PatchConfig
 from refvl.pixels.slices import SliceConfig, SlicePlan, slice_grid
 from refvl.positions import (
     MediaSpan,

@@ -3,38 +3,39 @@
     load_image(path | PIL image | array | tensor) -> PIL.Image, mode RGB
     load_video(path | frames | array | tensor)    -> Video: sampled frames (T, H, W, 3) uint8 and their times
 
-Decoding is Pillow's and PyAV's; what is ours is what they leave open: which frames of a clip are sampled and when each
-is shown, and how much is decoded at all (`MediaLimits`). The packets of a video are listed first, which says how many
-frames there are and when; then it is decoded forward once, without seeking, and only the frames that are asked for are
-kept.
+PyAV decodes. This file adds what PyAV leaves open: which frames of a clip are sampled, when each is shown, and how much
+is decoded at all (`MediaLimits`). The path of a file:
+
+    open -> list the packets (how many frames there are, and when) -> sample -> open again, decode forward -> stack
+
+Decoding goes forward once, without seeking, and only the sampled frames are kept. `refvl.pixels.containers` is asked
+when the header of a file does not fit its packets.
 """
 
 import math
-import operator
 import os
-import tempfile
-import warnings
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from operator import index
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
 from refvl.checks import check_positive, check_positive_int, check_positive_ints, printable
-from refvl.pixels.images import LIMITS as LIMITS
-from refvl.pixels.images import MediaLimits as MediaLimits
-from refvl.pixels.images import check_size, readable_formats, regular_file
-from refvl.pixels.images import image_suffixes as image_suffixes
-from refvl.pixels.images import load_image as load_image
+from refvl.pixels import containers, refusals
+from refvl.pixels.containers import Listing, Packets
+from refvl.pixels.formats import image_suffixes as image_suffixes
+from refvl.pixels.images import LIMITS, MediaLimits, load_image
 from refvl.pixels.images import open_image as open_image
+from refvl.pixels.spill import frames_on_disk
 
 DEFAULT_FPS = 2.0
-FRAMES_IN_MEMORY = 2**24  # bytes of a clip's frames; more lie in a file, whose pages the system may drop and read again
+FRAMES_IN_MEMORY = 2**24  # bytes of a clip's frames; more lie in a file
+_NO_FRAMES = np.empty((0, 0, 0, 3), np.uint8)
 _NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS
 
 
@@ -112,7 +113,7 @@ def load_video(
     sample: Callable[[int, float], Sequence[int]] | None = None,
     limits: MediaLimits = LIMITS,
 ) -> Video:
-    """The sampled frames of a clip.
+    """Return the sampled frames of a clip.
 
     source: a path; a list of frames, each anything `load_image` takes; an array (T, H, W, 3) or tensor, which may also
     be (T, 3, H, W); or a Video, which is returned as it is. The sampling arguments are those of
@@ -121,24 +122,26 @@ def load_video(
     sample: another rule for a file, from (total_num_frames, source_fps) to increasing indices. limits: of what is
     decoded; memory grows with the frames kept, whatever the length of the clip.
 
-    Times are those of a file's packets. Where they are index / rate (within a tick of the file's clock) the clip is
-    what its header says. Where the rate varies, source_fps is the average that the rule samples by, and the timestamps
+    The times of a file are those of its packets. If they are index / rate (within a tick of the file's clock) the clip
+    is what its header says. If the rate varies, source_fps is the average that the rule samples by, and the timestamps
     of the chosen frames are true. The rotation that phones write into a file is applied (transformers' PyAV reader
     ignores it).
 
-    A truncated file is an error where its header says how many frames there should be (MP4, AVI). Others (Matroska,
-    WebM, FLV) are read as far as they go, with a warning where the header says that they go on for 10 % longer.
+    A truncated file is an error if its header says how many frames there should be (MP4, AVI). Others (Matroska,
+    WebM, FLV) are read as far as they go, with a warning if the header says that they go on for 10 % longer.
 
     Raises FileNotFoundError for a missing file, TypeError for another kind of source, ValueError for a URL, a file that
     is damaged, truncated, larger than `limits`, a still image or without video frames, and for frames of unequal size.
     """
     if isinstance(source, Video):
         return source
-    source_fps = None if source_fps is None else check_positive(source_fps, "source_fps")
+    if source_fps is not None:
+        source_fps = check_positive(source_fps, "source_fps")
     check_positive_ints(min_frames=min_frames, max_frames=max_frames)
     rule = partial(sample_frame_indices, fps=fps, num_frames=num_frames, min_frames=min_frames, max_frames=max_frames)
     if isinstance(source, (str, Path)):
-        return _decode_video(source, source_fps, sample or rule, limits)
+        return _read_clip(source, partial(_checked_sample, sample) if sample else rule, source_fps, limits)
+
     frames = as_frames(source, limits=limits)
     if source_fps is None and num_frames is None:
         source_fps = check_positive(DEFAULT_FPS if fps is None else fps, "fps")
@@ -148,162 +151,78 @@ def load_video(
     return _make_video(frames[indices], indices, len(frames), source_fps)
 
 
-def as_frames(frames, *, limits: MediaLimits = LIMITS) -> np.ndarray:
-    """Frames in memory as one (T, H, W, 3) uint8 array; see `load_video` for what they may be."""
-    if isinstance(frames, Video):
-        return frames.frames
-    if not isinstance(frames, (np.ndarray, torch.Tensor, Sequence)) or isinstance(frames, (str, bytes)):
-        raise TypeError(f"video: expected a path, a list of frames, an array or a Video, got {type(frames).__name__}")
-    if not isinstance(frames, Sequence) and frames.ndim != 4:
-        raise ValueError(f"video: expected an array of shape (T, H, W, 3), got {tuple(frames.shape)}")
-    if not (isinstance(frames, np.ndarray) and frames.dtype == np.uint8 and frames.shape[-1] == 3):
-        images = (np.asarray(load_image(frame, limits=limits)) for frame in frames)
-        frames = _stack(images, len(frames), "video", limits)
-    if len(frames) == 0:
-        raise ValueError("video: expected at least one frame, got none")
-    check_size(frames.shape[2], frames.shape[1], "video: a frame")
-    return frames
-
-
-def _stack(images: Iterable[np.ndarray], count: int, what: str, limits: MediaLimits) -> np.ndarray:
-    """Frames (H, W, 3) of one size, put one by one into the array that holds them all."""
-    stacked = np.empty((0, 0, 0, 3), np.uint8)
-    for i, image in enumerate(images):
-        height, width, _ = image.shape
-        if i == 0:
-            limits.check_frames(count, width, height, what)
-            stacked = _empty_frames((count, height, width, 3), what)
-        elif image.shape != stacked.shape[1:]:
-            sizes = f"{stacked.shape[2]} x {stacked.shape[1]} and {width} x {height}"
-            raise ValueError(f"{what}: all frames must have one size, got {sizes} pixels (width x height)")
-        stacked[i] = image
-    return stacked
-
-
-def _empty_frames(shape: tuple[int, ...], what: str) -> np.ndarray:
-    """(T, H, W, 3) uint8, unwritten: in memory, or where they are many in a temporary file without a name."""
-    if (size := math.prod(shape)) <= FRAMES_IN_MEMORY:
-        return np.empty(shape, np.uint8)
-    try:
-        with tempfile.TemporaryFile() as file:
-            if hasattr(os, "posix_fallocate"):  # so that a full disk is an error here, not a crash while it is written
-                os.posix_fallocate(file.fileno(), 0, size)
-            file.truncate(size)
-            return np.memmap(file, np.uint8, "r+", shape=shape)
-    except OSError as error:
-        where = tempfile.gettempdir()
-        raise OSError(f"{what}: its frames need {size:,} bytes in {where}, see TMPDIR ({error.strerror})") from error
-
-
-def _make_video(frames: np.ndarray, indices: Sequence[int], total: int, source_fps: float) -> Video:
-    fps = len(indices) / total * source_fps
-    return Video(frames, fps, float(source_fps), tuple(indices), total, total / source_fps)
-
-
-@dataclass(frozen=True, slots=True)
-class _Listing:
-    """What the packets of a file say of its frames, none of which is decoded for it."""
-
-    total: int  # frames that are shown
-    rate: float  # per second; the average where it varies
-    tick: float  # seconds
-    start: int | None  # tick of the first frame where the rate varies; None: frame i is shown at i / rate
-    is_counted: bool  # the header says how many frames there are
-
-
-def _decode_video(
-    source: str | Path, source_fps: float | None, sample: Callable[[int, float], Sequence[int]], limits: MediaLimits
+def _read_clip(
+    source: str | Path, sample: Callable[[int, float], Sequence[int]], source_fps: float | None, limits: MediaLimits
 ) -> Video:
-    av, (path, name) = _import_av(), regular_file(source, "video")
-    try:
-        listing = _list_frames(path, name, limits)
-        if source_fps is not None:
-            listing = replace(listing, rate=source_fps, start=None)
-        while True:
-            indices = _check_sample(sample(listing.total, listing.rate), listing.total)
-            frames, ticks, decoded = _read_frames(path, name, indices, limits)
-            if not 0 < decoded <= indices[-1] or listing.is_counted:
-                break  # otherwise some packets held no frame of their own
-            scale = 1.0 if listing.start is None else decoded / listing.total  # the time stays the same
-            listing = replace(listing, total=decoded, rate=listing.rate * scale)
-    except (av.error.FFmpegError, UnicodeError) as error:
-        raise ValueError(f"video: {name} is truncated or not a video ({printable(error)})") from error
-    if not decoded:
-        raise ValueError(f"video: {name} has no frames that can be decoded")
-    if decoded <= indices[-1]:
-        raise ValueError(f"video: {name} is truncated: frame {decoded} of {listing.total} is missing")
-    video = replace(_make_video(frames, indices, listing.total, listing.rate), source=name)
-    times = sorted(tick for tick in ticks if tick is not None)
-    if listing.start is None or len(times) < len(ticks):
-        return video
-    return replace(video, seconds=tuple((tick - listing.start) * listing.tick for tick in times))
-
-
-def _check_sample(indices: Sequence[int], total: int) -> list[int]:
-    indices = [operator.index(i) for i in indices]
-    if not indices or indices[0] < 0 or indices[-1] >= total or any(a >= b for a, b in pairwise(indices)):
-        raise ValueError(f"sample: expected increasing indices of 0 to {total - 1}, at least one, got {indices}")
-    return indices
-
-
-def _import_av():
+    """Read a file's frames that `sample` chooses. source_fps: a rate that overrides the file's own times."""
     try:
         import av
     except ImportError as error:
         raise ImportError("video: reading a clip from a file needs PyAV: pip install av") from error
-    return av
+    name = str(source)
+    if not os.path.isfile(source) or refusals.URL.match(name):
+        raise refusals.not_a_file(source, "video")
+    if not refusals.PLAIN.fullmatch(name):
+        name = printable(name)
+    # absolute, because FFmpeg takes what stands before a colon for a protocol; titles may be in any encoding
+    open_clip = partial(av.open, str(Path(source).absolute()), metadata_errors="replace")
+    try:
+        with open_clip() as container:
+            listing = _list_frames(container, name, limits)
+        if source_fps is not None:
+            listing = replace(listing, rate=source_fps, start=None)
+        while True:
+            indices = sample(listing.total, listing.rate)
+            with open_clip() as container:
+                frames, ticks, decoded = _decode_forward(container, indices, name, limits)
+            if decoded > indices[-1]:
+                break
+            listing = containers.listing_as_decoded(listing, decoded, name)
+    except (av.error.FFmpegError, UnicodeError) as error:
+        raise ValueError(f"video: {name} is truncated or not a video ({printable(error)})") from error
+
+    video = replace(_make_video(frames, indices, listing.total, listing.rate), source=name)
+    if listing.start is None or None in ticks:
+        return video
+    return replace(video, seconds=tuple((tick - listing.start) * listing.tick for tick in sorted(ticks)))
 
 
-def _open_video(path: Path):
-    """Absolute, because FFmpeg takes what stands before a colon for a protocol; titles may be in any encoding."""
-    return _import_av().open(str(path.absolute()), metadata_errors="replace")
+def _list_frames(container, name: str, limits: MediaLimits) -> Listing:
+    """Tell how many frames an opened file shows, and when, from its packets and its header."""
+    if not container.streams.video:
+        raise ValueError(f"video: {name} has no video stream")
+    stream = container.streams.video[0]
+    codec = stream.codec_context
+    if codec is None:
+        raise ValueError(f"video: {name} is damaged: what its frames were encoded with is not known")
+    if codec.width * codec.height > limits.max_image_pixels:
+        raise refusals.too_many_pixels(f"video: {name}", codec.width, codec.height, limits.max_image_pixels)
 
+    starts, lengths = array("q"), array("q")
+    is_timed = not container.format.flags & _NO_TIMESTAMPS  # a bare stream has no times, or made-up ones
+    for packet in container.demux(stream):
+        if _is_shown(packet, codec.name):
+            is_timed = is_timed and packet.pts is not None
+            starts.append(packet.pts or 0)
+            lengths.append(packet.duration or 0)
+    total = len(starts)
+    if total < 2:
+        containers.refuse_still_image(container.name, name, total)
+    packets = Packets(np.array(starts), np.array(lengths), is_timed)
 
-def _list_frames(path: Path, name: str, limits: MediaLimits) -> _Listing:
-    """How many frames a file shows, and at what rate, from its packets and what its header says."""
-    with _open_video(path) as container:
-        if not container.streams.video:
-            raise ValueError(f"video: {name} has no video stream")
-        stream = container.streams.video[0]
-        if stream.codec_context is None:
-            raise ValueError(f"video: {name} is damaged: what its frames were encoded with is not known")
-        limits.check_pixels(stream.codec_context.width, stream.codec_context.height, f"video: {name}")
-        starts, lengths, file_end = array("q"), array("q"), 0.0  # file_end: of all streams, in seconds
-        is_timed = not container.format.flags & _NO_TIMESTAMPS  # a bare stream has no times, or made-up ones
-        for packet in container.demux():
-            length = packet.duration or 0
-            if packet.pts is not None:
-                file_end = max(file_end, float((packet.pts + length) * packet.time_base))
-            if packet.stream_index == stream.index and _is_shown(packet, stream.codec_context.name):
-                is_timed = is_timed and packet.pts is not None
-                starts.append(packet.pts or 0)
-                lengths.append(length)
-        _refuse_still_image(path, name, len(starts))
-        if not starts:
-            raise ValueError(f"video: {name} has no frames that can be decoded")
-        rate, tick = float(stream.average_rate or stream.guessed_rate or 0), float(stream.time_base)
-        times, seconds = np.sort(starts), _ticks_shown(np.array(starts), np.array(lengths)) * tick if is_timed else 0.0
-        _check_complete(container, stream, name, len(times), seconds, file_end)
-        if seconds and "mp4" in container.format.name and stream.duration:
-            seconds = stream.duration * tick  # there a packet lasts until the next one is decoded, not shown
-        counted = stream.frames > 0
-    if rate and (not seconds or _is_steady(times, rate, tick)):
-        return _Listing(len(times), rate, tick, None, counted)
-    if not seconds:
-        raise ValueError(f"video: {name} does not say its frame rate")
-    return _Listing(len(times), len(times) / seconds, tick, int(times[0]), counted)
+    rate = float(stream.average_rate or stream.guessed_rate or 0)
+    tick = float(stream.time_base)
+    end = (packets.starts + packets.lengths).max() * tick
+    if total < stream.frames - 1 or (container.duration or 0) / 1e6 > 1.1 * end:
+        containers.check_complete(container, packets, name)
+    if rate and (not is_timed or _is_steady(np.sort(packets.starts), rate, tick)):
+        return Listing(total, rate, tick, None, stream.frames > 0)
+    return containers.listing_at_average_rate(container, packets, name)
 
 
 def _is_shown(packet, codec: str) -> bool:
     """Neither empty, nor hidden by an edit list, nor a frame that VP8 only refers to, which has a packet of its own."""
     return packet.size > 0 and not packet.is_discard and (codec != "vp8" or bool(bytes(packet)[0] & 16))
-
-
-def _ticks_shown(starts: np.ndarray, lengths: np.ndarray) -> float:
-    """From the first frame to the end of the last, in ticks; one without a length has the mean of the others."""
-    last = starts.argmax()
-    shown = int(starts[last] - starts.min())
-    return shown + (int(lengths[last]) or shown / max(1, len(starts) - 1))
 
 
 def _is_steady(times: np.ndarray, rate: float, tick: float) -> bool:
@@ -312,55 +231,67 @@ def _is_steady(times: np.ndarray, rate: float, tick: float) -> bool:
     return bool(np.abs(late).max() <= min(1.001 * tick, 0.5 / rate))
 
 
-def _check_complete(container, stream, name: str, frames: int, seconds: float, file_end: float) -> None:
-    """Raise ValueError, or warn, where the header of a file promises more than its packets hold."""
-    rate = float(stream.average_rate or stream.guessed_rate or 0)
-    if frames < stream.frames - 1 and rate:
-        promised, seconds = stream.frames / rate, seconds or frames / rate
-        if "mp4" in container.format.name and stream.duration:  # without the frames that an edit list hides
-            promised = float(stream.duration * stream.time_base)
-        if promised - seconds > 1.5 / rate:
-            raise ValueError(
-                f"video: {name} is truncated: of {promised:.2f} s by its header there are {seconds:.2f} s, "
-                f"{frames} frame(s)"
-            )
-    promised = (container.duration or 0) / 1e6
-    if container.format.name in ("matroska,webm", "flv") and promised > 1.1 * file_end:
-        warnings.warn(
-            f"video: {name} seems to be truncated: of {promised:.2f} s by its header there are {file_end:.2f} s, "
-            f"{frames} frame(s), which are read",
-            stacklevel=5,
-        )
-
-
-def _refuse_still_image(path: Path, name: str, frames: int) -> None:
-    """PyAV shows a still image as a clip of one frame, and of an animated WebP none."""
-    if frames > 1:
-        return
-    try:
-        with Image.open(path, formats=readable_formats()) as image:
-            animated = getattr(image, "n_frames", 1) > 1
-    except Exception:  # not an image, then: a very short clip
-        return
-    animation, still = "an animation that PyAV cannot decode; convert it", "a still image; give it as an image"
-    raise ValueError(f"video: {name} is {animation if animated else still}")
-
-
-def _read_frames(
-    path: Path, name: str, indices: Sequence[int], limits: MediaLimits
+def _decode_forward(
+    container, indices: Sequence[int], name: str, limits: MediaLimits
 ) -> tuple[np.ndarray, list[int | None], int]:
     """The frames with these increasing indices, (T, H, W, 3) uint8, upright; their ticks; how many were decoded."""
-    wanted, ticks, decoded = set(indices), [], 0
+    wanted = set(indices)
+    frames = _NO_FRAMES
+    ticks = []
+    decoded = 0
+    container.streams.video[0].thread_type = "AUTO"
+    for decoded, frame in enumerate(container.decode(video=0), 1):
+        if decoded - 1 in wanted:
+            image = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+            frames = _put(image, len(ticks), frames, len(indices), f"video: {name}", limits)
+            ticks.append(frame.pts)
+        if decoded > indices[-1]:
+            break
+    return frames, ticks, decoded
 
-    def upright() -> Iterator[np.ndarray]:
-        nonlocal decoded
-        with _open_video(path) as container:
-            container.streams.video[0].thread_type = "AUTO"
-            for decoded, frame in enumerate(container.decode(video=0), 1):
-                if decoded - 1 in wanted:
-                    ticks.append(frame.pts)
-                    yield np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
-                if decoded > indices[-1]:
-                    break
 
-    return _stack(upright(), len(indices), f"video: {name}", limits), ticks, decoded
+def _put(image: np.ndarray, place: int, frames: np.ndarray, count: int, what: str, limits: MediaLimits) -> np.ndarray:
+    """Put a frame (H, W, 3) at its place in the array that holds all `count` frames; the first makes room for them."""
+    if place == 0:
+        shape = (count, *image.shape)
+        size = math.prod(shape)
+        if size > limits.max_video_bytes:
+            raise refusals.too_many_frames(what, shape, limits.max_video_bytes)
+        frames = np.empty(shape, np.uint8) if size <= FRAMES_IN_MEMORY else frames_on_disk(shape, what)
+    elif image.shape != frames.shape[1:]:
+        raise refusals.unequal_frames(what, frames.shape[1:], image.shape)
+    frames[place] = image
+    return frames
+
+
+def _make_video(frames: np.ndarray, indices: Sequence[int], total: int, source_fps: float) -> Video:
+    fps = len(indices) / total * source_fps
+    return Video(frames, fps, float(source_fps), tuple(indices), total, total / source_fps)
+
+
+def _checked_sample(sample: Callable[[int, float], Sequence[int]], total: int, source_fps: float) -> list[int]:
+    """Return the indices that a caller's rule chooses; ValueError unless they are increasing and in the clip."""
+    indices = [index(i) for i in sample(total, source_fps)]
+    if not indices or indices[0] < 0 or indices[-1] >= total or any(a >= b for a, b in pairwise(indices)):
+        raise ValueError(f"sample: expected increasing indices of 0 to {total - 1}, at least one, got {indices}")
+    return indices
+
+
+def as_frames(frames, *, limits: MediaLimits = LIMITS) -> np.ndarray:
+    """Return frames in memory as one (T, H, W, 3) uint8 array; see `load_video` for what they may be."""
+    if isinstance(frames, Video):
+        return frames.frames
+    if not isinstance(frames, (np.ndarray, torch.Tensor, Sequence)) or isinstance(frames, (str, bytes)):
+        raise TypeError(f"video: expected a path, a list of frames, an array or a Video, got {type(frames).__name__}")
+    if not isinstance(frames, Sequence) and frames.ndim != 4:
+        raise ValueError(f"video: expected an array of shape (T, H, W, 3), got {tuple(frames.shape)}")
+    if not (isinstance(frames, np.ndarray) and frames.dtype == np.uint8 and frames.shape[-1] == 3):
+        given, frames = frames, _NO_FRAMES
+        for i, frame in enumerate(given):
+            frames = _put(np.asarray(load_image(frame, limits=limits)), i, frames, len(given), "video", limits)
+    if len(frames) == 0:
+        raise ValueError("video: expected at least one frame, got none")
+    _, height, width, _ = frames.shape
+    if width * height <= 1:
+        raise refusals.nothing_to_see("video: a frame", width, height)
+    return frames

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from refvl.checks import check_positive_ints
-from refvl.pixels.patches import PatchConfig, fit_budget
+from refvl.pixels import refusals
+from refvl.pixels.patches import MAX_ASPECT_RATIO, PatchConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,10 @@ class Glm4vPatchConfig(PatchConfig):
         """`temporal_patch_size` times fewer than the area holds, as an image counts that often."""
         return self.max_pixels // (self.temporal_patch_size * (self.patch_size * self.merge_size) ** 2)
 
-    def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
+    def target_size(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
         """`smart_resize_video` of the frames as they are padded."""
-        return smart_resize_video(
-            self.padded(num_frames), height, width, temporal_factor=self.temporal_patch_size,
-            factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels,
-        )  # fmt: skip
+        frames = self.padded(num_frames)
+        return fit_clip(frames, height, width, self.temporal_patch_size, self.factor, self.min_pixels, self.max_pixels)
 
     def frame_floor(self, num_frames: int) -> int:
         """The smallest area of each frame; for one frame, of an image."""
@@ -85,14 +84,11 @@ class Qwen3VLVideoPatchConfig(Qwen3VLPatchConfig):
     min_pixels: int = 128 * 32 * 32
     max_pixels: int = 768 * 32 * 32
 
-    def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
+    def target_size(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
         """`smart_resize_video`; a single frame counts as it is padded, as a step of the grid."""
         frames = max(num_frames, self.temporal_patch_size)
-        return smart_resize_video(
-            frames, height, width, temporal_factor=self.temporal_patch_size, factor=self.factor,
-            min_pixels=self.min_pixels, max_pixels=self.frame_budget(frames) * frames
-            if self.cap_pixels_per_frame else self.max_pixels,
-        )  # fmt: skip
+        max_pixels = self.frame_budget(frames) * frames if self.cap_pixels_per_frame else self.max_pixels
+        return fit_clip(frames, height, width, self.temporal_patch_size, self.factor, self.min_pixels, max_pixels)
 
     def frame_floor(self, num_frames: int) -> int:
         """The smallest area of each frame."""
@@ -130,9 +126,32 @@ def smart_resize_video(
     )
     if num_frames < temporal_factor:
         raise ValueError(f"num_frames: must be at least temporal_factor={temporal_factor}, got {num_frames}")
-    given = height, width
+    return fit_clip(num_frames, height, width, temporal_factor, factor, min_pixels, max_pixels)
+
+
+def fit_clip(
+    num_frames: int, height: int, width: int, temporal_factor: int, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """Return `smart_resize_video` of sizes that are known to be positive integers, for at least temporal_factor frames.
+
+    As `fit_budget`, but for the frames: the area that is compared with the budget is that of whole steps of the grid,
+    and the area that is scaled is that of the frames.
+    """
+    old_height, old_width = height, width
     if min(height, width) < factor:
         enlarge = max(factor / height, factor / width)
-        height, width = int(height * enlarge), int(width * enlarge)
-    whole_steps = round(num_frames / temporal_factor) * temporal_factor
-    return fit_budget(height, width, factor, min_pixels, max_pixels, num_frames, whole_steps, given)
+        old_height, old_width = int(height * enlarge), int(width * enlarge)
+    if max(old_height, old_width) > MAX_ASPECT_RATIO * min(old_height, old_width):
+        raise refusals.too_thin(width, height, MAX_ASPECT_RATIO)
+    frames = round(num_frames / temporal_factor) * temporal_factor
+    new_height = round(old_height / factor) * factor
+    new_width = round(old_width / factor) * factor
+    if frames * new_height * new_width > max_pixels:
+        shrink = math.sqrt((num_frames * old_height * old_width) / max_pixels)
+        new_height = max(factor, math.floor(old_height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(old_width / shrink / factor) * factor)
+    elif frames * new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (num_frames * old_height * old_width))
+        new_height = math.ceil(old_height * grow / factor) * factor
+        new_width = math.ceil(old_width * grow / factor) * factor
+    return new_height, new_width

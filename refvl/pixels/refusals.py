@@ -1,4 +1,4 @@
-"""What is wrong with a file that cannot be read, in words: asked only once something is."""
+"""What is wrong with a file or a size, in words: asked only once something is."""
 
 import os
 import re
@@ -10,10 +10,12 @@ from PIL import Image
 from refvl.checks import printable
 
 URL = re.compile(r"data:|[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # Path turns :// into :/
+PLAIN = re.compile(r"[ -~]{,240}")  # a file's name that `printable` leaves as it is
 
 
-def not_a_file(source: str | Path, name: str, kind: str) -> Exception:
-    """The error for a path that is no ordinary file."""
+def not_a_file(source: str | Path, kind: str) -> Exception:
+    """Return the error for a path that is no ordinary file: a pipe would block when opened, a device never end."""
+    name = printable(source)
     if URL.match(str(source)):
         return ValueError(f"{kind}: URLs are not read; download the file and give its path, got {name}")
     try:
@@ -27,7 +29,7 @@ def not_a_file(source: str | Path, name: str, kind: str) -> Exception:
 
 
 def not_a_picture(name: str, error: Exception, max_image_pixels: int) -> ValueError:
-    """The error for a file that Pillow cannot open."""
+    """Return the error for a file that Pillow cannot open."""
     if isinstance(error, Image.DecompressionBombError):
         return ValueError(
             f"image: {name} has more pixels than max_image_pixels={max_image_pixels:,} and PIL.Image."
@@ -35,3 +37,44 @@ def not_a_picture(name: str, error: Exception, max_image_pixels: int) -> ValueEr
         )
     reason = "" if isinstance(error, Image.UnidentifiedImageError) else f" ({printable(error)})"
     return ValueError(f"image: {name} is not a picture that Pillow can read{reason}")
+
+
+def caused(what: str, error: Exception) -> ValueError:
+    """Return the error for whatever a decoder or a converter has raised."""
+    return ValueError(f"{what}: {printable(error) or type(error).__name__}")
+
+
+def nothing_to_see(what: str, width: int, height: int) -> ValueError:
+    """Return the error for an empty picture, and for one of a single pixel."""
+    return ValueError(f"{what} is {width} x {height} pixels; there must be at least two to see anything")
+
+
+def too_many_pixels(what: str, width: int, height: int, limit: int) -> ValueError:
+    """Return the error for a picture or a frame with more pixels than `limit`, which is max_image_pixels."""
+    return ValueError(
+        f"{what} has {width} x {height} = {width * height:,} pixels, max_image_pixels is "
+        f"{limit:,}; raise it with limits=MediaLimits(max_image_pixels=...)"
+    )
+
+
+def too_many_frames(what: str, shape: tuple[int, ...], limit: int) -> ValueError:
+    """Return the error for frames, of shape (T, H, W, 3), with more bytes than `limit`, which is max_video_bytes."""
+    frames, height, width, _ = shape
+    return ValueError(
+        f"{what}: {frames} frames of {width} x {height} pixels need {frames * width * height * 3:,} bytes, "
+        f"max_video_bytes is {limit:,}; take fewer frames, or raise it with limits=MediaLimits(max_video_bytes=...)"
+    )
+
+
+def unequal_frames(what: str, first: tuple[int, ...], other: tuple[int, ...]) -> ValueError:
+    """Return the error for frames, of shapes (H, W, 3), that cannot be stacked."""
+    sizes = f"{first[1]} x {first[0]} and {other[1]} x {other[0]}"
+    return ValueError(f"{what}: all frames must have one size, got {sizes} pixels (width x height)")
+
+
+def too_thin(width: int, height: int, limit: int) -> ValueError:
+    """Return the error for an aspect ratio above `limit`."""
+    ratio = max(height, width) / min(height, width)
+    return ValueError(
+        f"the aspect ratio may be at most {limit}, got {ratio:.1f}: {width} x {height} pixels (width x height)"
+    )

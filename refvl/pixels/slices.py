@@ -29,8 +29,9 @@ from PIL import Image
 from torch import Tensor
 
 from refvl.checks import blame, check_positive_ints, check_shape, read_json
+from refvl.pixels.by_hand import denormalize
 from refvl.pixels.media import load_image
-from refvl.pixels.patches import Levels, denormalize, level_table
+from refvl.pixels.patches import Levels, level_table
 from refvl.pixels.settings import check_preprocessing, known_fields
 
 Size = tuple[int, int]

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from refvl.checkpoints import weight_headers
 from refvl.contracts import Encoder, Processor
 from refvl.pipeline import VLM
+from refvl.pixels.by_hand import count_tokens
 from refvl.pixels.crops import CropConfig, plan_crops
 from refvl.pixels.media import Video
-from refvl.pixels.patches import PatchConfig, count_tokens
+from refvl.pixels.patches import PatchConfig
 from refvl.pixels.slices import count_sets, plan_slices
 from refvl.positions import MediaSpan, find_pruner
 from refvl.study.report import layout_text

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from refvl.arguments import as_grids
 from refvl.checks import Grid, check_shape
+from refvl.pixels.by_hand import unpatchify
 from refvl.pixels.media import load_image
-from refvl.pixels.patches import PatchConfig, plan_grid, resize_image, unpatchify
+from refvl.pixels.patches import PatchConfig, plan_grid, resize_image
 from refvl.positions import merge_block_coordinates
 from refvl.viz.style import HIGHLIGHT, axes_or_new, image_axes
 

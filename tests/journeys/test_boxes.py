@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refvl.families import FAMILIES
-from refvl.pixels.patches import PatchConfig, plan_grid, smart_resize
+from refvl.pixels.by_hand import smart_resize
+from refvl.pixels.patches import PatchConfig, plan_grid
 from refvl.study import boxes
 from refvl.study.boxes import Region, find_regions, from_picture, parse, to_picture
 

@@ -14,8 +14,9 @@ from prompts import image_part, text_part
 import refvl
 from refvl.encoders import tower
 from refvl.paths import DATA
+from refvl.pixels.by_hand import patchify_image
 from refvl.pixels.media import load_image
-from refvl.pixels.patches import PatchConfig, patchify_image
+from refvl.pixels.patches import PatchConfig
 
 PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")]
 NEW_TOKENS = 12

@@ -22,9 +22,9 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor as
 
 import refvl
 from refvl.paths import DATA
+from refvl.pixels.by_hand import smart_resize
 from refvl.pixels.media import load_image, load_video
 from refvl.pixels.patch_configs import Qwen3VLPatchConfig, smart_resize_video
-from refvl.pixels.patches import smart_resize
 from refvl.processors.qwen3_vl import even_indices
 from refvl.serving.export import encode_folder, read_embeddings
 from refvl.study.costs import describe, plan_media

@@ -18,7 +18,7 @@ import refvl
 from data.training import evaluate_tiny, scenes
 from data.training.tiny_family import batch_rows, find_family
 from data.training.tiny_model import PromptBuilder, TinyModel
-from refvl.pixels import patches
+from refvl.pixels import by_hand, patch_configs
 from refvl.tools.cli import main
 
 FAMILY = find_family("glm4v")
@@ -179,8 +179,8 @@ def test_training_sees_the_rows_and_the_prompt_that_the_pipeline_makes(model, so
     """Oracle: `refvl.pixels.patches` and a trace of the public path, which are held against transformers."""
     scene = scenes.draw_sort(sort, "test", 1)
     pixels, is_picture = scenes.render(scene), sort == "picture"
-    config = patches.Glm4vPatchConfig.from_folder(FOLDER, "image" if is_picture else "video")
-    rows, grid = (patches.patchify_image if is_picture else patches.patchify_video)(pixels, config)
+    config = patch_configs.Glm4vPatchConfig.from_folder(FOLDER, "image" if is_picture else "video")
+    rows, grid = (by_hand.patchify_image if is_picture else by_hand.patchify_video)(pixels, config)
     pixels = torch.from_numpy(pixels[None] if is_picture else pixels)[None]
     assert FAMILY.grid(pixels.shape) == grid
     assert_agree(batch_rows(pixels), rows, 4)

@@ -15,7 +15,7 @@ from data.training import demo_scenes, evaluate_tiny, scenes
 from data.training.tiny_family import batch_rows
 from data.training.tiny_model import PromptBuilder, TinyModel, row_mask
 from data.training.tiny_qwen2_5_vl import FAMILY
-from refvl.pixels import patches
+from refvl.pixels import by_hand, patches
 from refvl.positions import MediaSpan, get_mrope_input_positions
 from refvl.study.watch import media_attention
 
@@ -155,7 +155,7 @@ def test_training_sees_the_rows_that_patchify_makes(clip):
     """Oracle: refvl.pixels.patches, which is held against transformers."""
     pixels = scenes.render(scenes.draw_scene("test", 1, clip=clip))
     config = patches.PatchConfig.from_folder(FOLDER, "video" if clip else "image")
-    rows, grid = (patches.patchify_video if clip else patches.patchify_image)(pixels, config)
+    rows, grid = (by_hand.patchify_video if clip else by_hand.patchify_image)(pixels, config)
     assert grid == ((3, 6, 6) if clip else (1, 6, 6))
     ours = batch_rows(torch.from_numpy(pixels if clip else pixels[None])[None])
     assert_agree(ours, rows, 4)

@@ -7,6 +7,7 @@ where torchvision is missing those tests are skipped, and the formulas of this f
 import itertools
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,22 +21,10 @@ from transformers.models.glm4v import image_processing_pil_glm4v as upstream_glm
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as upstream
 
 from refvl.paths import DATA
+from refvl.pixels.by_hand import count_tokens, patch_rows, patchify_image, patchify_video, smart_resize, unpatchify
 from refvl.pixels.media import load_image, load_video
-from refvl.pixels.patch_configs import smart_resize_video
-from refvl.pixels.patches import (
-    Levels,
-    PatchConfig,
-    count_tokens,
-    level_table,
-    patch_rows,
-    patchify_image,
-    patchify_video,
-    plan_grid,
-    resize_frames,
-    resize_image,
-    smart_resize,
-    unpatchify,
-)
+from refvl.pixels.patch_configs import Glm4vPatchConfig, Qwen3VLPatchConfig, smart_resize_video
+from refvl.pixels.patches import Levels, PatchConfig, level_table, plan_grid, resize_frames, resize_image
 
 GLM = json.loads((Path(__file__).parents[1] / "golden" / "glm_video.json").read_text())
 PHOTOS = sorted((DATA / "pictures").iterdir())
@@ -344,9 +333,18 @@ def test_count_tokens_is_what_patchify_gives(height, width, frames):
     assert len(patches) == 4 * count_tokens(height, width, config, frames)
 
 
-def test_count_tokens_errors():
-    with pytest.raises(ValueError, match="num_frames: must be at least 1"):
-        count_tokens(100, 100, PatchConfig(), num_frames=0)
+@pytest.mark.parametrize("config", [PatchConfig(), Glm4vPatchConfig(), Qwen3VLPatchConfig.for_video()])
+@pytest.mark.parametrize("size, error", [(0, ValueError), (-1, ValueError), (2.0, TypeError), ("", TypeError)])
+def test_sizes_by_hand_are_named(config, size, error):
+    """Whatever plans without pixels says which number is wrong, before it counts."""
+    for name in ("height", "width", "num_frames"):
+        numbers = {"height": 100, "width": 100, "num_frames": 2, name: size}
+        for plan in (partial(plan_grid, config=config), partial(count_tokens, config=config), config.fit):
+            with pytest.raises(error, match=f"^{name}: "):
+                plan(**numbers)
+        if name != "num_frames":
+            with pytest.raises(error, match=f"^{name}: "):
+                smart_resize(numbers["height"], numbers["width"])
 
 
 # --- configuration files

@@ -12,8 +12,9 @@ import torch
 
 from refvl.graphs import plan_batches
 from refvl.merge import merge_embeddings
+from refvl.pixels.by_hand import count_tokens, patch_rows
 from refvl.pixels.crops import plan_crops
-from refvl.pixels.patches import PatchConfig, count_tokens, patch_rows
+from refvl.pixels.patches import PatchConfig
 from refvl.pixels.slices import SliceConfig, slice_grid
 from refvl.positions import (
     compute_retention_mask,

@@ -12,10 +12,11 @@ from transformers.models.glmga.image_processing_pil_glmga import GlmgaImageProce
 
 import refvl
 from refvl.paths import DATA
+from refvl.pixels.by_hand import count_tokens, patchify_image
 from refvl.pixels.media import load_image
 from refvl.pixels.patch_configs import Glm4vPatchConfig, GlmgaPatchConfig
 from refvl.pixels.patch_configs import smart_resize_video as smart_resize
-from refvl.pixels.patches import PatchConfig, count_tokens, patchify_image
+from refvl.pixels.patches import PatchConfig
 from refvl.study.costs import describe, frames_that_fit, image_size_with_most_features
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "glm_video.json").read_text())["most_features"]

@@ -15,7 +15,8 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from refvl import viz
-from refvl.pixels.patches import PatchConfig, count_tokens, patchify_image, patchify_video, plan_grid
+from refvl.pixels.by_hand import count_tokens, patchify_image, patchify_video
+from refvl.pixels.patches import PatchConfig, plan_grid
 from refvl.positions import get_window_index, invert_permutation, merge_block_coordinates
 from refvl.study.report import Trace
 

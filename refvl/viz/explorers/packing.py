@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 
 from refvl.graphs import Batch, padding_waste, plan_batches
 from refvl.graphs.budgets import POLICIES
-from refvl.pixels.patches import PatchConfig, count_tokens
+from refvl.pixels.by_hand import count_tokens
+from refvl.pixels.patches import PatchConfig
 from refvl.viz.explorers.base import Control, Explorer, module
 from refvl.viz.graphs import plot_packing
 

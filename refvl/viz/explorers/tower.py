@@ -9,7 +9,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from refvl.pixels.patches import unpatchify
+from refvl.pixels.by_hand import unpatchify
 from refvl.study.watch import media_attention
 from refvl.viz.attention import plot_states
 from refvl.viz.explorers.base import Control, module, photo

@@ -1,0 +1,97 @@
+"""The steps of `refvl.pixels.patches` for your own pictures, arrays and sizes: what you pass is checked here.
+
+patchify_image, patchify_video    picture or frames -> normalised patch rows and their grid
+patch_rows, unpatchify            pixels -> rows in merge-block order, and back
+smart_resize, count_tokens        sizes alone, without touching a pixel
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from refvl.arguments import as_grids
+from refvl.checks import Grid, check_positive_ints, check_shape
+from refvl.pixels.media import as_frames, load_image
+from refvl.pixels.patches import (
+    PatchConfig,
+    cut_rows,
+    fit_budget,
+    levels_of_frames,
+    levels_of_image,
+    merged_grid,
+    plan_grid,
+)
+from refvl.pixels.settings import Normalization
+
+
+def smart_resize(
+    height: int, width: int, *, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 28 * 28 * 1280
+) -> tuple[int, int]:
+    """Return the (height, width) to resize to: multiples of `factor`, area within the budget, ratio as near as can be.
+
+    An image too large is rounded down, one too small rounded up, so that the budget holds; a thin one may stay above
+    max_pixels, because no side goes below `factor`. Raises ValueError for an aspect ratio above 200.
+
+    >>> smart_resize(427, 640)
+    (420, 644)
+    """
+    height, width = check_positive_ints(height=height, width=width)
+    return fit_budget(height, width, factor, min_pixels, max_pixels)
+
+
+def count_tokens(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> int:
+    """Return how many tokens of the language model an image or a video of this size takes, without marks around it."""
+    return math.prod(merged_grid(plan_grid(height, width, config, num_frames), config.merge_size))
+
+
+def patchify_image(image, config: PatchConfig) -> tuple[Tensor, Grid]:
+    """Anything `load_image` takes -> (patches (N, C*Tp*P*P) float32, (1, h, w)).
+
+    Raises ValueError for an aspect ratio above 200.
+    """
+    levels, grid = levels_of_image(load_image(image), config)
+    return levels.normalize(), grid
+
+
+def patchify_video(frames, config: PatchConfig) -> tuple[Tensor, Grid]:
+    """Sampled frames, (T, H, W, 3) uint8 or anything `as_frames` takes -> (patches (N, C*Tp*P*P) float32, (t, h, w)).
+
+    Raises ValueError for no frames and for an aspect ratio above 200.
+    """
+    levels, grid = levels_of_frames(as_frames(frames), config)
+    return levels.normalize(), grid
+
+
+def patch_rows(pixels: Tensor, config: PatchConfig) -> tuple[Tensor, Grid]:
+    """(T, C, H, W) -> (patches (N, C*Tp*P*P), (t, h, w)), rows in merge-block order, see `cut_rows`.
+
+    Raises ValueError if H or W is no multiple of P * m.
+    """
+    check_shape(pixels, ("T", 3, "H", "W"), "pixels")
+    T, _, H, W = pixels.shape
+    if T == 0 or H % config.factor or W % config.factor or not H * W:
+        needs = f"needs frames, and sides in multiples of {config.factor}"
+        raise ValueError(f"pixels: {needs}, got {tuple(pixels.shape)}")
+    rows, grid = cut_rows(pixels, config, config.temporal_patch_size)
+    return rows.flatten(1), grid
+
+
+def unpatchify(patches: Tensor, grid: Sequence[int], config: PatchConfig) -> np.ndarray:
+    """(N, C*Tp*P*P) rows of one item -> (t*Tp, H, W, 3) uint8: the resized image back, to look at.
+
+    Undoes `patch_rows` and `Levels.normalize`, exactly for float32 rows; padding frames stay.
+    """
+    m, P, Tp = config.merge_size, config.patch_size, config.temporal_patch_size
+    [(t, h, w)] = as_grids([grid], spatial_merge_size=m, name="grid")
+    check_shape(patches, (t * h * w, config.patch_values), "patches")
+    blocks = patches.detach().float().cpu().reshape(t, h // m, w // m, m, m, 3, Tp, P, P)
+    return denormalize(blocks.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(t * Tp, h * P, w * P, 3), config)
+
+
+def denormalize(pixels: Tensor, config: Normalization) -> np.ndarray:
+    """Undo the normalisation: (..., C) float32 -> uint8."""
+    mean, std = torch.tensor(config.image_mean), torch.tensor(config.image_std)
+    return ((pixels * std + mean) / config.rescale_factor).round().clamp(0, 255).to(torch.uint8).numpy()

@@ -1,0 +1,130 @@
+"""What the header of a video promises, asked when its packets or its frames do not fit.
+
+`refvl.pixels.media` lists the packets of a file and decodes it. This file knows the rest: clips that are truncated,
+still images that pose as clips, rates that vary, and packets that hold no frame.
+"""
+
+import warnings
+from dataclasses import dataclass, replace
+
+import numpy as np
+from PIL import Image
+
+from refvl.pixels.formats import readable_formats
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What the packets of a file tell about its frames before any of them is decoded."""
+
+    total: int  # frames that are shown
+    rate: float  # per second; the average if it varies
+    tick: float  # unit of the file's clock, in seconds
+    start: int | None  # tick of the first frame if the rate varies; None: frame i is shown at i / rate
+    is_counted: bool  # the header contains the number of frames
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packets:
+    """When the packets of a stream are shown, in ticks and in the order in which they are decoded."""
+
+    starts: np.ndarray  # (packets,) int64
+    lengths: np.ndarray  # (packets,) int64; 0: not known
+    is_timed: bool  # False: the container has no times, or made-up ones
+
+    def seconds(self, tick: float) -> float:
+        """Seconds from the first frame to the end of the last, 0 if not known. tick: seconds.
+
+        A last frame without a length is shown for the mean of the others.
+        """
+        if not self.is_timed:
+            return 0.0
+        last = self.starts.argmax()
+        shown = int(self.starts[last] - self.starts.min())
+        return (shown + (int(self.lengths[last]) or shown / max(1, len(self.starts) - 1))) * tick
+
+
+def listing_at_average_rate(container, packets: Packets, name: str) -> Listing:
+    """List a clip whose rate varies, or is not in the header: the average rate, and the tick of the first frame.
+
+    Raises ValueError if neither the header nor the packets tell a rate.
+    """
+    stream = container.streams.video[0]
+    total = len(packets.starts)
+    rate = float(stream.average_rate or stream.guessed_rate or 0)
+    tick = float(stream.time_base)
+    seconds = packets.seconds(tick)
+    if rate and not seconds:
+        return Listing(total, rate, tick, None, stream.frames > 0)
+    if not seconds:
+        raise ValueError(f"video: {name} does not say its frame rate")
+    if "mp4" in container.format.name and stream.duration:
+        seconds = stream.duration * tick  # there a packet lasts until the next one is decoded, not shown
+    return Listing(total, total / seconds, tick, int(packets.starts.min()), stream.frames > 0)
+
+
+def listing_as_decoded(listing: Listing, decoded: int, name: str) -> Listing:
+    """List the frames again after decoding has shown fewer: some packets held no frame of their own.
+
+    Raises ValueError if nothing was decoded, or the header has counted the frames: then the file is truncated.
+    """
+    if not decoded:
+        raise ValueError(f"video: {name} has no frames that can be decoded")
+    if listing.is_counted:
+        raise ValueError(f"video: {name} is truncated: frame {decoded} of {listing.total} is missing")
+    scale = 1.0 if listing.start is None else decoded / listing.total  # the time stays the same
+    return replace(listing, total=decoded, rate=listing.rate * scale)
+
+
+def refuse_still_image(path: str, name: str, frames: int) -> None:
+    """Raise ValueError for a still image, a video without frames, and an animation that PyAV cannot decode.
+
+    PyAV shows a still image as a clip of one frame, and an animated WebP as a clip of none.
+    """
+    try:
+        with Image.open(path, formats=readable_formats()) as image:
+            is_animated = getattr(image, "n_frames", 1) > 1
+    except Exception:  # no image, then
+        if frames:
+            return  # a very short clip
+        raise ValueError(f"video: {name} has no frames that can be decoded") from None
+    animation, still = "an animation that PyAV cannot decode; convert it", "a still image; give it as an image"
+    raise ValueError(f"video: {name} is {animation if is_animated else still}")
+
+
+def check_complete(container, packets: Packets, name: str) -> None:
+    """Raise ValueError, or warn, if the header of a file promises more than its packets hold."""
+    stream = container.streams.video[0]
+    frames = len(packets.starts)
+    rate = float(stream.average_rate or stream.guessed_rate or 0)
+    if frames < stream.frames - 1 and rate:
+        promised = stream.frames / rate
+        if "mp4" in container.format.name and stream.duration:  # without the frames that an edit list hides
+            promised = float(stream.duration * stream.time_base)
+        seconds = packets.seconds(float(stream.time_base)) or frames / rate
+        if promised - seconds > 1.5 / rate:
+            raise ValueError(
+                f"video: {name} is truncated: of {promised:.2f} s by its header there are {seconds:.2f} s, "
+                f"{frames} frame(s)"
+            )
+    if container.format.name in ("matroska,webm", "flv"):
+        promised = (container.duration or 0) / 1e6
+        seconds = _end_of_all_streams(container.name)
+        if promised > 1.1 * seconds:
+            warnings.warn(
+                f"video: {name} seems to be truncated: of {promised:.2f} s by its header there are {seconds:.2f} s, "
+                f"{frames} frame(s), which are read",
+                stacklevel=5,
+            )
+
+
+def _end_of_all_streams(path: str) -> float:
+    """Return when the last packet of any stream ends, in seconds: sound may go on after the last frame."""
+    import av
+
+    end = 0.0
+    with av.open(path, metadata_errors="replace") as container:
+        for packet in container.demux():
+            if packet.pts is not None:
+                end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+    return end

@@ -1,0 +1,24 @@
+"""The frames of a clip that are too many for memory lie in a file, whose pages the system may drop and read again."""
+
+import math
+import os
+import tempfile
+
+import numpy as np
+
+
+def frames_on_disk(shape: tuple[int, ...], what: str) -> np.ndarray:
+    """Return (T, H, W, 3) uint8, unwritten, in a temporary file without a name. what: the clip, for the error.
+
+    Raises OSError if the disk has too little room.
+    """
+    size = math.prod(shape)
+    try:
+        with tempfile.TemporaryFile() as file:
+            if hasattr(os, "posix_fallocate"):  # so that a full disk is an error here, not a crash while it is written
+                os.posix_fallocate(file.fileno(), 0, size)
+            file.truncate(size)
+            return np.memmap(file, np.uint8, "r+", shape=shape)
+    except OSError as error:
+        where = tempfile.gettempdir()
+        raise OSError(f"{what}: its frames need {size:,} bytes in {where}, see TMPDIR ({error.strerror})") from error
