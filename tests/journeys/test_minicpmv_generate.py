@@ -289,7 +289,7 @@ def test_2_0_has_no_graphs(folders):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_layouts_of_the_processor_need_no_check(models, version):
-    """Oracle: `check_layouts`, which normalises the layouts of callers; `chat` plans those of the processor without it."""
+    """Oracle: `check_layouts`, which normalises what callers write; `chat` plans the processor's layouts without it."""
     vlm = models[version]
     media = [SMALL, LARGE, WIDE] + ([load_video(MOVING)] if version in WITH_CLIPS else [])
     layouts = [patches.layout for patches in vlm.processor.patchify(media)]
