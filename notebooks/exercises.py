@@ -34,7 +34,7 @@ from PIL import Image
 from torch import Tensor
 
 import refvl
-from refvl.attention import group_segment_pairs, varlen_cross_attention
+from refvl.encoders.resampler import group_segment_pairs, varlen_cross_attention
 from refvl.graphs import Batch, TraceGraph, plan_batches
 from refvl.merge import merge_embeddings
 from refvl.parallel import get_load_balance_assignment, restore_order

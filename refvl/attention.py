@@ -1,8 +1,8 @@
 """One variable-length attention over explicit backends.
 
 The encoder lays all segments (windows, or whole frames) end to end in one sequence; `cu_seqlens` says where each
-begins. Tokens attend within their own segment only. In self-attention queries and keys share their segments; in
-cross-attention each segment has queries and keys of its own, in different numbers. Only `masked` builds a mask:
+begins. Tokens attend within their own segment only. In self-attention queries and keys share their segments;
+the resampler's cross-attention uses the same backends. Only `masked` builds a mask:
 
 - `varlen`: flash-attn 2 as torch has it (CUDA from compute capability 8.0 on, half precision)
 - `flash`:  flash-attn 2, when installed and asked for (the same)
@@ -90,26 +90,6 @@ def group_segments(cu_seqlens: Tensor) -> tuple[Tensor, ...]:
     return tuple(groups)
 
 
-def group_segment_pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-    """As `group_segments` for cross-attention: (queries (G, S), keys (G, T)) per distinct pair of lengths.
-
-    Segments without queries or without keys vanish.
-    """
-    ends_q, ends_k = cu_seqlens_q.cpu().numpy(), cu_seqlens_k.cpu().numpy()
-    pairs = np.stack([np.diff(ends_q), np.diff(ends_k)])
-    groups = []
-    for q, k in sorted({(q, k) for q, k in pairs.T.tolist() if q and k}):
-        chosen = np.flatnonzero((pairs[0] == q) & (pairs[1] == k))
-        queries_GS, keys_GT = _spans(ends_q[chosen], q), _spans(ends_k[chosen], k)
-        groups.append((queries_GS.to(cu_seqlens_q.device), keys_GT.to(cu_seqlens_k.device)))
-    return tuple(groups)
-
-
-def _spans(starts: np.ndarray, length: int) -> Tensor:
-    """(G, length) int64: the indices from each start on."""
-    return torch.from_numpy(starts[:, None] + np.arange(length))
-
-
 def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
     """(len + 1,) int32, leading 0."""
     return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
@@ -126,8 +106,11 @@ class Segments:
     def attend(self, q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, backend: str) -> Tensor:
         """(N, H * K): `varlen_attention`, heads side by side; rows behind the last segment may hold anything."""
         cu_seqlens, longest = self.cu_seqlens, self.max_seqlen
-        pairs = None if self.groups is None else [(index_GS, index_GS) for index_GS in self.groups]
-        return _attend(q_NHK, k_NHK, v_NHK, cu_seqlens, cu_seqlens, longest, longest, backend, pairs).flatten(1)
+        groups = self.groups
+        if groups is None and backend == "sdpa":
+            groups = group_segments(cu_seqlens)
+        pairs = [(index_GS, index_GS) for index_GS in groups or ()]
+        return attend(q_NHK, k_NHK, v_NHK, cu_seqlens, cu_seqlens, longest, longest, backend, pairs).flatten(1)
 
 
 def plan_segments(lengths: Sequence[int], *, with_groups: bool = True) -> dict[str, Any]:
@@ -162,39 +145,12 @@ def varlen_attention(
     check_shape(q_NHK, ("N", "H", "K"), "q_NHK")
     check_shape(k_NHK, q_NHK.shape, "k_NHK")
     check_shape(v_NHK, k_NHK.shape, "v_NHK")
-    pairs = None if groups is None else [(index_GS, index_GS) for index_GS in groups]
-    out_NHK = _attend(q_NHK, k_NHK, v_NHK, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, backend, pairs)
-    return _zero_padding(out_NHK, cu_seqlens, backend)
+    segments = Segments(cu_seqlens, None if groups is None else tuple(groups), max_seqlen)
+    out_NHK = segments.attend(q_NHK, k_NHK, v_NHK, backend).view(q_NHK.shape)
+    return zero_padding(out_NHK, cu_seqlens, backend)
 
 
-def varlen_cross_attention(
-    q_MHK: Tensor,
-    k_NHK: Tensor,
-    v_NHK: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    backend: str,
-    groups: SegmentPairs | None = None,
-) -> Tensor:
-    """Non-causal attention of every query of a segment over all keys of that segment, scaled by 1 / sqrt(K).
-
-    q: (M, H, K). k, v: (N, H, K). cu_seqlens_q, cu_seqlens_k: (segments + 1,) int32, leading 0; the same number of
-    segments. groups: `group_segment_pairs(cu_seqlens_q, cu_seqlens_k)` from the plan, used by `sdpa`.
-    Returns (M, H, K), zero in rows behind the last segment; queries of a segment need at least one key. Raises
-    ValueError for an unknown backend or when the shapes differ.
-    """
-    check_shape(q_MHK, ("M", "H", "K"), "q_MHK")
-    check_shape(k_NHK, ("N", *q_MHK.shape[1:]), "k_NHK")
-    check_shape(v_NHK, k_NHK.shape, "v_NHK")
-    check_shape(cu_seqlens_k, tuple(cu_seqlens_q.shape), "cu_seqlens_k")
-    out_MHK = _attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups)
-    return _zero_padding(out_MHK, cu_seqlens_q, backend)
-
-
-def _zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
+def zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
     """The kernels leave rows behind the last segment unwritten: zero them, whatever memory held.
 
     An encoder does without: nothing reads these rows, and four kernels in every layer are many.
@@ -204,8 +160,8 @@ def _zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
     return out_MHK.masked_fill(is_padding(cu_seqlens, len(out_MHK))[:, None, None], 0)
 
 
-def _attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups) -> Tensor:
-    """What both share, once the shapes have been checked."""
+def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups) -> Tensor:
+    """Attend by a backend; shapes are known to be good. groups: for `sdpa` alone."""
     if len(cu_seqlens_q) < 2:  # no segments, which the kernels refuse
         return torch.zeros_like(q_MHK)
     match backend:
@@ -215,7 +171,6 @@ def _attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_s
             kernel = _find(*KERNELS["flash"])
             return kernel(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         case "sdpa":
-            groups = group_segment_pairs(cu_seqlens_q, cu_seqlens_k) if groups is None else groups
             return _grouped_sdpa(q_MHK, k_NHK, v_NHK, groups)
         case "masked":
             return masked_sdpa(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k)

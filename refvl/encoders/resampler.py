@@ -23,12 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.arguments import as_size, as_sizes
-from refvl.attention import cumulative_lengths, group_segment_pairs, varlen_cross_attention
+from refvl.attention import SegmentPairs, attend, cumulative_lengths, zero_padding
 from refvl.checks import check_floats, check_positive_int, check_shape
 from refvl.encoders.padded import resample_slices
 from refvl.encoders.slice_layouts import as_temporal_groups
@@ -275,3 +276,52 @@ def rows_columns(sizes: Sequence[tuple[int, int]]) -> Tensor:
     """(N, 2) int32: the row and column of each patch in its slice, row by row."""
     places = [torch.cartesian_prod(torch.arange(h), torch.arange(w)) for h, w in sizes]
     return torch.cat([torch.zeros(0, 2, dtype=torch.long), *places]).int()
+
+
+def group_segment_pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+    """As `group_segments` for cross-attention: (queries (G, S), keys (G, T)) per distinct pair of lengths.
+
+    Segments without queries or without keys vanish.
+    """
+    ends_q, ends_k = cu_seqlens_q.cpu().numpy(), cu_seqlens_k.cpu().numpy()
+    pairs = np.stack([np.diff(ends_q), np.diff(ends_k)])
+    groups = []
+    for q, k in sorted({(q, k) for q, k in pairs.T.tolist() if q and k}):
+        chosen = np.flatnonzero((pairs[0] == q) & (pairs[1] == k))
+        queries_GS, keys_GT = _spans(ends_q[chosen], q), _spans(ends_k[chosen], k)
+        groups.append((queries_GS.to(cu_seqlens_q.device), keys_GT.to(cu_seqlens_k.device)))
+    return tuple(groups)
+
+
+def _spans(starts: np.ndarray, length: int) -> Tensor:
+    """(G, length) int64: the indices from each start on."""
+    return torch.from_numpy(starts[:, None] + np.arange(length))
+
+
+def varlen_cross_attention(
+    q_MHK: Tensor,
+    k_NHK: Tensor,
+    v_NHK: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    backend: str,
+    groups: SegmentPairs | None = None,
+) -> Tensor:
+    """Non-causal attention of every query of a segment over all keys of that segment, scaled by 1 / sqrt(K).
+
+    q: (M, H, K). k, v: (N, H, K). cu_seqlens_q, cu_seqlens_k: (segments + 1,) int32, leading 0; the same number of
+    segments. groups: `group_segment_pairs(cu_seqlens_q, cu_seqlens_k)` from the plan, used by `sdpa`.
+    Returns (M, H, K), zero in rows behind the last segment; queries of a segment need at least one key. Raises
+    ValueError for an unknown backend or when the shapes differ.
+    """
+    check_shape(q_MHK, ("M", "H", "K"), "q_MHK")
+    check_shape(k_NHK, ("N", *q_MHK.shape[1:]), "k_NHK")
+    check_shape(v_NHK, k_NHK.shape, "v_NHK")
+    check_shape(cu_seqlens_k, tuple(cu_seqlens_q.shape), "cu_seqlens_k")
+    if groups is None and backend == "sdpa":
+        groups = group_segment_pairs(cu_seqlens_q, cu_seqlens_k)
+    out_MHK = attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups)
+    return zero_padding(out_MHK, cu_seqlens_q, backend)

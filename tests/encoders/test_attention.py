@@ -14,11 +14,10 @@ from refvl.attention import (
     BACKENDS,
     available_backends,
     choose_backend,
-    group_segment_pairs,
     group_segments,
     varlen_attention,
-    varlen_cross_attention,
 )
+from refvl.encoders.resampler import group_segment_pairs, varlen_cross_attention
 
 HEAD_SIZES = (64, 72, 80, 128)
 SEGMENTS = {
