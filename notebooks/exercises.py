@@ -438,11 +438,13 @@ def check_merge_embeddings(function: Callable) -> str:
 
 
 def _ask_patch_rows(function: Callable) -> list[Said]:
-    def ours(pixels: Tensor, config: PatchConfig) -> tuple[Tensor, tuple[int, int, int]]:
+    def ours(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, tuple[int, int, int]]:
         whole = pixels.repeat_interleave(config.temporal_patch_size, dim=0)  # an image fills its step
-        return function(whole, config), patch_rows(pixels, config)[1]
+        _, grid = patch_rows(whole, config)
+        rows = function(whole, config).view(prod(grid), 3, config.temporal_patch_size, -1)
+        return rows[:, :, :Tp], grid  # the pipeline keeps one frame of a still image
 
-    return _asked_with("refvl.pixels.patches.patch_rows", ours, "qwen2_5_vl", "shape")
+    return _asked_with("refvl.pixels.patches.cut_rows", ours, "qwen2_5_vl", "shape")
 
 
 @exercise(
