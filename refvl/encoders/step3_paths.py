@@ -33,7 +33,7 @@ class SquarePath:
     plan_reads_weights: ClassVar[bool] = True  # as the whole encoder's
 
     def __init__(self, encoder: Any, side: int, tokens: int):
-        """encoder: a `Step3VisionEncoder`. side: the patches per side of a square. tokens: the outputs of a square."""
+        """encoder: a `Step3VisionEncoder`. side: patches per side of a square. tokens: output tokens of a square."""
         self.encoder = encoder
         self.side = side
         self.tokens = tokens

@@ -169,7 +169,7 @@ class Step3VisionEncoder(Tower):
         """
         crops = [rows * columns for rows, columns in layouts]
         local_rows, global_rows = _split_places([(n * self.crop_side**2, self.image_side**2) for n in crops])
-        # the place of each computed token; sorting that gives, for each place, the token that comes there
+        # The place of each computed token. Sorting that gives, for each place, the token that comes there.
         places = torch.cat(_split_places([(n * self.crop_tokens, self.image_tokens) for n in crops]))
         metadata = VisionMetadata(
             local_rows=local_rows,
@@ -216,7 +216,7 @@ class Step3VisionEncoder(Tower):
             if len(rows):
                 embeds_BMD = self.encode_stack(pixel_values[rows], position_embeds, attention=attention)
                 embeds.append(embeds_BMD.flatten(0, 1))
-        return torch.cat(embeds)[metadata.order]
+        return torch.cat(embeds)[metadata.order]  # crops of all images, then overviews, into the order of the images
 
     def encode_stack(self, rows_NC: Tensor, position_embeds: Tensor, *, attention: str | None = None) -> Tensor:
         """(B * n^2, C*P*P) rows of equal squares, (1 + n^2, E) positions -> (B, M, D). Reads no value back."""

@@ -101,7 +101,7 @@ class Step3TextModel(PreTrainedModel):
 
 
 def text_rotary(position_ids: Tensor, config: Step3TextConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(B, L) positions -> the factors of `rotate`, (B, 1, L, K) each: the cosines twice; minus the sines, the sines.
+    """Turn (B, L) positions into the factors of `rotate`, (B, 1, L, K) each: cosines twice; minus the sines, the sines.
 
     Angles are computed in float32, whatever the model's dtype.
     """
@@ -238,6 +238,6 @@ class Step3TextMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-# what transformers collects where `output_hidden_states` or `output_attentions` is asked for
+# whose outputs transformers collects for `output_hidden_states` and `output_attentions`
 Step3TextModel._can_record_outputs = {"hidden_states": Step3TextDecoderLayer, "attentions": Step3TextAttention}
 AutoModel.register(Step3TextConfig, Step3TextModel, exist_ok=True)

@@ -149,7 +149,7 @@ def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_toke
 
 
 def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPlan:
-    """Where an image of width x height pixels is cut. Raises ValueError or TypeError unless both are positive integers.
+    """Plan where an image of width x height pixels is cut; TypeError or ValueError unless both are positive integers.
 
     >>> plan_crops(1024, 768).layout
     CropLayout(rows=2, columns=2)
@@ -159,7 +159,7 @@ def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPl
 
 
 def plan_cuts(width: int, height: int, config: CropConfig) -> CropPlan:
-    """`plan_crops` of a size that is known to be good. Sizes are truncated in floating point, as upstream does it."""
+    """Plan the crops of a size that is known to be good. Sizes are truncated in floating point, as upstream does it."""
     long, short = max(width, height), min(width, height)
     is_thin = short < MIN_SIDE and long > THIN_RATIO * short
     padded = (long, long) if is_thin else (width, height)
@@ -191,10 +191,10 @@ def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int
 
 
 def count_windows(side: int, window: int) -> int:
-    """How many windows a side of the canvas is resized to hold: the whole ones, one for a large remainder, at least 1.
+    """Count the windows along a side: the whole ones, one more for a large remainder, and at least one.
 
-    Remainders are compared in floating point, as upstream compares them: 330 / 150 leaves a remainder just above 0.2,
-    so one more window is cut than on paper, and prompts agree with those that the model was trained on.
+    The remainder is compared in floating point, as upstream compares it: 330 / 150 leaves just above 0.2, so one more
+    window is cut than on paper. Prompts then agree with those that the model was trained on.
     """
     whole = side // window
     remainder = side / window - whole
@@ -210,7 +210,7 @@ def cut_crops(image, config: CropConfig = RELEASED) -> tuple[Image.Image, list[I
 
 
 def cut_loaded(image: Image.Image, config: CropConfig) -> tuple[Image.Image, list[Image.Image], CropPlan]:
-    """`cut_crops` of an image that `load_image` has made."""
+    """Cut an image that `load_image` has made; see `cut_crops`."""
     plan = plan_cuts(*image.size, config)
     if plan.layout.crops > config.max_crops:
         raise ValueError(
@@ -243,7 +243,7 @@ def patchify_crops(image, config: CropConfig = RELEASED) -> tuple[Tensor, CropLa
 
 
 def rows_of_crops(image: Image.Image, config: CropConfig) -> tuple[Tensor, CropLayout]:
-    """`patchify_crops` of an image that `load_image` has made."""
+    """Patchify an image that `load_image` has made; see `patchify_crops`."""
     overview, crops, plan = cut_loaded(image, config)
     squares = [prepare_pixels(crop, config.crop_size, config) for crop in crops]
     squares.append(prepare_pixels(overview, config.image_size, config))

@@ -1,4 +1,4 @@
-"""Thin strips, which Step3-VL pads to a square: the resized square, to the bit, without the square.
+"""Thin strips, which Step3-VL pads to a square and resizes: the same pixels, to the bit, without that square.
 
 A strip of 1 x 60,000 pixels would become 10 GB of black. Pillow resizes rows first, rounds, and resizes columns. This
 file does the same and computes no sums over black pixels. Upstream: `ImagePatcher.square_pad` and Pillow's `resize`.
@@ -11,7 +11,7 @@ from PIL import Image
 
 
 def resize_as_square(image: Image.Image, size: int) -> Image.Image:
-    """An RGB strip in the top left of a black square as wide as its long side, resized to `size` pixels per side."""
+    """Pad an RGB strip to a square, black to the right or below, and resize that to `size` pixels per side."""
     side = max(image.size)
     if image.width > image.height:
         rows = image.resize((size, image.height), Image.Resampling.BILINEAR)
