@@ -68,7 +68,7 @@ def sample_frame_indices(
     max_frames: int = 768,
     temporal_patch_size: int = 2,
 ) -> list[int]:
-    """Which frames of a clip are sampled: evenly spaced, `fps` per second (default 2), or `num_frames` in all.
+    """Return which frames of a clip are sampled: evenly spaced, `fps` per second (default 2), or `num_frames` in all.
 
     The number is brought into [min_frames, max_frames], then down to a multiple of temporal_patch_size (num_frames is
     rounded to the nearest one); frame i is `i * total // number`. This is the rule of transformers'
@@ -182,9 +182,10 @@ def _read_clip(
         raise ValueError(f"video: {name} is truncated or not a video ({printable(error)})") from error
 
     video = replace(_make_video(frames, indices, listing.total, listing.rate), source=name)
-    if listing.start is None or None in ticks:
+    times = sorted(tick for tick in ticks if tick is not None)
+    if listing.start is None or len(times) < len(ticks):
         return video
-    return replace(video, seconds=tuple((tick - listing.start) * listing.tick for tick in sorted(ticks)))
+    return replace(video, seconds=tuple((tick - listing.start) * listing.tick for tick in times))
 
 
 def _list_frames(container, name: str, limits: MediaLimits) -> Listing:
@@ -213,7 +214,7 @@ def _list_frames(container, name: str, limits: MediaLimits) -> Listing:
     rate = float(stream.average_rate or stream.guessed_rate or 0)
     tick = float(stream.time_base)
     end = (packets.starts + packets.lengths).max() * tick
-    if total < stream.frames - 1 or (container.duration or 0) / 1e6 > 1.1 * end:
+    if total < stream.frames - 1 or (container.duration or 0) / 1e6 > 1.1 * end:  # the header promises more
         containers.check_complete(container, packets, name)
     if rate and (not is_timed or _is_steady(np.sort(packets.starts), rate, tick)):
         return Listing(total, rate, tick, None, stream.frames > 0)
@@ -221,12 +222,15 @@ def _list_frames(container, name: str, limits: MediaLimits) -> Listing:
 
 
 def _is_shown(packet, codec: str) -> bool:
-    """Neither empty, nor hidden by an edit list, nor a frame that VP8 only refers to, which has a packet of its own."""
+    """Tell whether a packet holds a frame that is seen. Counting any other would shift the frames after it in time.
+
+    Packets may be empty, and an edit list hides some. VP8 has frames to which others refer and which nobody sees.
+    """
     return packet.size > 0 and not packet.is_discard and (codec != "vp8" or bool(bytes(packet)[0] & 16))
 
 
 def _is_steady(times: np.ndarray, rate: float, tick: float) -> bool:
-    """Whether frame i is shown at i / rate, as exactly as the file's clock can tell."""
+    """Tell whether frame i is shown at i / rate, as exactly as the file's clock can tell. times: ticks, sorted."""
     late = (times - times[0]) * tick - np.arange(len(times)) / rate
     return bool(np.abs(late).max() <= min(1.001 * tick, 0.5 / rate))
 
@@ -234,10 +238,10 @@ def _is_steady(times: np.ndarray, rate: float, tick: float) -> bool:
 def _decode_forward(
     container, indices: Sequence[int], name: str, limits: MediaLimits
 ) -> tuple[np.ndarray, list[int | None], int]:
-    """The frames with these increasing indices, (T, H, W, 3) uint8, upright; their ticks; how many were decoded."""
+    """Return (T, H, W, 3) uint8 frames, upright, at these increasing indices; their ticks; how many were decoded."""
     wanted = set(indices)
     frames = _NO_FRAMES
-    ticks = []
+    ticks: list[int | None] = []
     decoded = 0
     container.streams.video[0].thread_type = "AUTO"
     for decoded, frame in enumerate(container.decode(video=0), 1):
