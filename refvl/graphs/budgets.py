@@ -47,7 +47,7 @@ class Limits:
 
 
 def generate_budgets(min_budget: int, max_budget: int) -> list[int]:
-    """Doubling from `min_budget` while it stays below `max_budget`, which is always the last.
+    """Return budgets that double from `min_budget` while they stay below `max_budget`, which is always the last.
 
     >>> generate_budgets(64, 600)
     [64, 128, 256, 512, 600]

@@ -134,8 +134,8 @@ class EncoderGraphManager:
         progress: bool = True,
     ):
         """budgets: output tokens per graph; for an encoder of several paths, a mapping from path to these. max_items,
-        max_frames: per replay. What is None is inferred; inferred budgets double from `min_budget`, or from one unit of
-        a path, up to `max_budget`.
+        max_frames: per replay. What is None is inferred. Inferred budgets double from `min_budget` up to `max_budget`;
+        on a path whose items consist of equal units, they begin with one unit instead.
 
         backend: "cuda", "trace" (any device), or "auto" for the one of the encoder's device. policy: see
         `plan_batches`; "paired" packs items once for several paths. Raises ValueError when limits contradict each
@@ -221,7 +221,7 @@ class EncoderGraphManager:
 
     @torch.inference_mode()
     def plan(self, layouts) -> GraphPlan:
-        """Pack items into batches and plan each of them; `run` it before the weights change. Captures first."""
+        """Pack items into batches and plan each of them; `run` the result before the weights change. Captures first."""
         layouts = self.encoder.check_layouts(layouts)
         parts = {(i, path): part for i, layout in enumerate(layouts) for path, part in self._split(layout)}
         sizes = {(i, path): self.paths[path].item_size(part) for (i, path), part in parts.items()}
@@ -234,7 +234,7 @@ class EncoderGraphManager:
         return GraphPlan(layouts, sizes, batches, metadata, weights)
 
     def _split(self, layout: Hashable) -> list[tuple[str, Hashable]]:
-        """(path, what it is given of an item), in the order of the item's rows, for those that are given anything."""
+        """(path, what it is given of an item) for each path that is given anything, in the order of the item's rows."""
         if "" in self.paths:
             return [("", layout)]
         parts = self.encoder.path_layouts(layout)
@@ -335,7 +335,7 @@ class EncoderGraphManager:
 
 
 def _limits_of(path: GraphEncoder, min_budget: int, max_budget: int | None, **given) -> Limits:
-    """What graphs of a path are captured for. given: what the caller set of budgets, items and frames."""
+    """Infer the limits of one path. given: the caller's `budgets`, `max_items` and `max_frames`."""
     largest = MAX_BUDGET[path.graph_attention]
     unit = getattr(path, "tokens", None)
     if unit is None:

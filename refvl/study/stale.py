@@ -26,7 +26,7 @@ class StaleReplay:
 def replay_stale(
     captured: CapturedBudget, before: tuple[Tensor, object], batch: tuple[Tensor, object]
 ) -> Mapping[str, StaleReplay]:
-    """Replays of `batch`, by name of the buffer that keeps what `before` left there; "" for none.
+    """Replay `batch` once for each buffer that keeps what `before` left there; results by its name, "" for none.
 
     captured: a recording of the trace backend. before, batch: patch rows and plan of each. An error is the norm of the
     difference relative to that of the right result; for integers and booleans, the share that differs.
