@@ -1,12 +1,5 @@
 """Vision encoders: one per file, read downward. `grid.py` holds what several share. They know nothing of prompts."""
 
-from refvl.encoders.clip import (
-    get_feature_selector,
-    get_num_selected_vision_tokens,
-    get_vision_encoder_info,
-    get_vit_attn_backend,
-    resolve_visual_encoder_outputs,
-)
 from refvl.encoders.glm4v import Glm4vVisionConfig, Glm4vVisionTransformer
 from refvl.encoders.glm_ocr import GlmOcrVisionConfig, GlmOcrVisionTransformer
 from refvl.encoders.minicpmv import (
@@ -28,6 +21,11 @@ from refvl.encoders.qwen3_vl import (
 from refvl.encoders.resampler import Resampler2, Resampler2_5, Resampler4_5
 from refvl.encoders.siglip_vit import SiglipViT, SiglipViTConfig
 from refvl.encoders.step3_vl import Step3VisionConfig, Step3VisionEncoder
+from refvl.encoders.vision_utils import (
+    get_vision_encoder_info,
+    get_vit_attn_backend,
+    resolve_visual_encoder_outputs,
+)
 from refvl.pixels.slices import SliceGroup
 
 __all__ = [
@@ -57,8 +55,6 @@ __all__ = [
     "SliceGroup",
     "Step3VisionConfig",
     "Step3VisionEncoder",
-    "get_feature_selector",
-    "get_num_selected_vision_tokens",
     "get_vision_encoder_info",
     "get_vit_attn_backend",
     "resolve_visual_encoder_outputs",
