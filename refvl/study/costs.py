@@ -26,10 +26,6 @@ from refvl.study.report import layout_text
 BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the image that upstream plans with
 LARGER_THAN_ANY_CUT = 4096  # px, the side of a picture that gets as many slices or crops as a square one can
 MAX_FRAMES_PER_VIDEO = 600
-STORED_BITS = {  # in the words of safetensors
-    "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
-    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F4": 4,
-}  # fmt: skip
 
 
 class LimitKey(NamedTuple):
@@ -39,42 +35,18 @@ class LimitKey(NamedTuple):
     medium: str  # "image" or "video"
     file: str
     key: str  # with dots between the levels
-    limits: str
+    limits: str  # what it limits
 
 
-def _limit_keys(families: str, medium: str, file: str, **keys: str) -> list[LimitKey]:
-    return [LimitKey(families, medium, file, key.replace("__", "."), limits) for key, limits in keys.items()]
+def limit_table() -> str:
+    """Which key of which file limits what, as a table in Markdown.
+
+    For a video the image's file counts if there is none of its own.
+    """
+    return Path(__file__).with_name("limits.md").read_text(encoding="utf-8").rstrip()
 
 
-_IMAGE, _VIDEO, _CONFIG = "preprocessor_config.json", "video_preprocessor_config.json", "config.json"
-LIMIT_KEYS: list[LimitKey] = [  # for a video the image's file counts where there is none of its own
-    *_limit_keys("Qwen2.5-VL", "image", _IMAGE, max_pixels="area of an image", min_pixels="area of an image",
-                 size__longest_edge="the same as max_pixels, which goes first; an area, despite its name",
-                 size__shortest_edge="the same as min_pixels, likewise"),
-    *_limit_keys("Qwen2.5-VL", "video", _VIDEO, max_pixels="area of each frame", min_pixels="area of each frame",
-                 fps="frames sampled a second", max_frames="frames sampled"),
-    *_limit_keys("Qwen3-VL", "image", _IMAGE, size__longest_edge="area of an image, despite its name",
-                 size__shortest_edge="area of an image"),
-    *_limit_keys("Qwen3-VL", "video", _VIDEO, size__longest_edge="area of all frames together",
-                 size__shortest_edge="area of all frames together", fps="frames sampled a second",
-                 max_frames="frames sampled"),
-    *_limit_keys("GLM", "image", _IMAGE, size__longest_edge="twice the area: an image counts as two frames",
-                 size__shortest_edge="twice the area"),
-    *_limit_keys("GLM", "video", _VIDEO, size__longest_edge="area of all frames together",
-                 size__shortest_edge="area of all frames together", fps="frames sampled a second (not GLM-4.6V)"),
-    *_limit_keys("MiniCPM-V", "image", _IMAGE, max_slice_nums="slices besides the overview",
-                 scale_resolution="side of a square as large as a slice"),
-    *_limit_keys("MiniCPM-V", "image", _CONFIG, slice_config__max_slice_nums="the same, if the file above is silent"),
-    *_limit_keys("MiniCPM-V", "video", _VIDEO, fps="frames sampled a second", max_frames="sets of query tokens"),
-    *_limit_keys("Step3-VL", "image", _CONFIG, vision_config__image_size="side of the overview"),
-]  # fmt: skip
-
-
-def limit_table(families: str | None = None) -> str:
-    """`LIMIT_KEYS` as a table in Markdown; families: only of these."""
-    rows = [row for row in LIMIT_KEYS if families in (None, row.families)]
-    lines = [f"| {row.families} | {row.medium} | {row.file} | `{row.key}` | {row.limits} |" for row in rows]
-    return "\n".join(["| family | of | file | key | what it limits |", "|---|---|---|---|---|", *lines])
+LIMIT_KEYS = [LimitKey(*row.strip("| ").split(" | ")) for row in limit_table().replace("`", "").splitlines()[2:]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +168,8 @@ def _tensor_bytes(weight: Tensor) -> int:
 
 def stored_text_bytes(folder: Path, vision_prefix: str) -> int:
     """What the weights that are not the vision tower's take in the files of a checkpoint, by their headers."""
-    stored = weight_headers(folder)
-    sizes = {name: header.numel * STORED_BITS[header.dtype] // 8 for name, header in stored.items()}
-    return sum(size for name, size in sizes.items() if not re.match(vision_prefix, name))
+    places = {name: header.data_offsets for name, header in weight_headers(folder).items()}
+    return sum(end - begin for name, (begin, end) in places.items() if not re.match(vision_prefix, name))
 
 
 def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
