@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -94,6 +94,13 @@ def weight_files(folder: Path) -> list[Path]:
     if lacking := [file.name for file in files if not file.is_file()]:
         raise FileNotFoundError(f"{folder}: the index names shards that are not there: {lacking}")
     return files
+
+
+def raise_for_weights(where: object, part: str, problems: Mapping[str, Sequence[str]]) -> None:
+    """Raise one ValueError that lists, kind by kind, all weights that do not fit, if there are any."""
+    lines = [f"  {kind} ({len(names)}): {', '.join(names)}" for kind, names in problems.items() if names]
+    if lines:
+        raise ValueError(f"{where}: the weights do not match the {part}\n" + "\n".join(lines))
 
 
 def open_shard(file: Path) -> Any:

@@ -3,7 +3,7 @@
 import copy
 import importlib.util
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging
 
-from refvl.checkpoints import weight_headers
+from refvl.checkpoints import raise_for_weights, weight_headers
 from refvl.language.model import CausalTextModel
 
 # checkpoint name -> wrapper name, as regular expressions: after transformers 4.52, and as vLLM saves them
@@ -27,6 +27,7 @@ KEY_MAPPING = {
     r"^llm\.": "",  # MiniCPM-V
 }
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # in the words of safetensors
+PART = "text model"  # as errors call it
 PLACED_BY = {"device_map", "tp_plan", "tp_size", "distributed_config"}  # then transformers puts the weights in place
 
 
@@ -66,8 +67,10 @@ def load_language_model(
             **kwargs,
         )
     model, info = loaded
-    _report(folder, {kind: info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched")})
-    _report(folder, {"nan or inf": [name for name, weight in model.named_parameters() if not _is_finite(weight)]})
+    kinds = ("missing", "unexpected", "mismatched")
+    raise_for_weights(folder, PART, {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in kinds})
+    broken = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
+    raise_for_weights(folder, PART, {"nan or inf": sorted(broken)})
     _check_token_ids(folder, model.generation_config)
     return model.eval() if PLACED_BY & kwargs.keys() else model.eval().to(device)
 
@@ -103,7 +106,7 @@ def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: typ
     ignored = "|".join(model_class._keys_to_ignore_on_load_unexpected)
     stored = {_rename(name): header for name, header in weight_headers(folder).items() if not re.search(ignored, name)}
     no_floats = [f"{name} is {header.dtype}" for name, header in stored.items() if header.dtype not in FLOAT_DTYPES]
-    _report(folder, {"no plain floats": no_floats})
+    raise_for_weights(folder, PART, {"no plain floats": sorted(no_floats)})
     with torch.device("meta"):
         wanted = dict(model_class._from_config(copy.deepcopy(text_config)).named_parameters())
     misfits = []
@@ -112,7 +115,7 @@ def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: typ
         transposed = len(shape) == 3 and sorted(shape) == sorted(want)  # experts are turned while they are read
         if shape != want and not transposed:
             misfits.append(f"{name} is {tuple(shape)}, the config says {tuple(want)}")
-    _report(folder, {"mismatched": misfits})
+    raise_for_weights(folder, PART, {"mismatched": sorted(misfits)})
     values = sum(weight.numel() for weight in wanted.values())
     there = sum(header.parameter_count for header in stored.values())
     if values > 2 * there:  # a few that are missing are listed by name once the others are loaded
@@ -122,12 +125,6 @@ def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: typ
 def _rename(name: str) -> str:
     """A checkpoint's name as the wrapper's."""
     return next((re.sub(old, new, name) for old, new in KEY_MAPPING.items() if re.match(old, name)), name)
-
-
-def _report(folder: Path, problems: dict[str, Sequence]) -> None:
-    found = {kind: sorted(map(str, of_kind)) for kind, of_kind in problems.items() if of_kind}
-    if lines := [f"  {kind} ({len(of_kind)}): {', '.join(of_kind)}" for kind, of_kind in found.items()]:
-        raise ValueError(f"{folder}: the weights do not match the text model\n" + "\n".join(lines))
 
 
 def _is_finite(weight: Tensor) -> bool:
