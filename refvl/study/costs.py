@@ -1,13 +1,11 @@
 """What a model costs before it is loaded: parameters, memory, tokens - from the config and sizes alone."""
 
-import itertools
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -20,7 +18,7 @@ from refvl.pixels.crops import CropConfig, plan_crops
 from refvl.pixels.media import Video
 from refvl.pixels.patches import PatchConfig, count_tokens
 from refvl.pixels.slices import count_sets, plan_slices
-from refvl.positions import MediaSpan, find_pruner
+from refvl.positions import find_pruner
 from refvl.study.report import layout_text
 
 BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the image that upstream plans with
@@ -77,28 +75,6 @@ def plan_media(vlm: VLM, medium, pruning_rate: float = 0.0, pruning: str = "evs"
     t, h, w = merged.thw
     kept = find_pruner(pruning).count(h * w, t, pruning_rate) if kind == "video" and pruning_rate else tokens
     return MediaPlan(kind, size, becomes, layout, patches, tokens, kept)
-
-
-def blank_clip(vlm: VLM, seconds: float, width: int, height: int, source_fps: float = 25.0) -> Video:
-    """What the model would read of a file of this length and size: black frames that take no memory.
-
-    Raises ValueError where no videos are taken.
-    """
-    total = max(1, round(seconds * source_fps))
-    indices = vlm.processor.frame_indices(total, source_fps)
-    frames = np.broadcast_to(np.zeros(3, np.uint8), (len(indices), height, width, 3))
-    return Video(frames, len(indices) / total * source_fps, source_fps, tuple(indices), total, total / source_fps)
-
-
-def count_positions(vlm: VLM, medium) -> int:
-    """How far a decoded medium moves the positions of the text behind it, without the text in it."""
-    config, kind = vlm.processor.video_config, "video" if isinstance(medium, Video) else "image"
-    is_scaled = kind == "video" and isinstance(config, PatchConfig)
-    second_per_grid = config.temporal_patch_size / medium.fps if is_scaled else 1.0
-    merged = vlm.processor.merged(kind, vlm.processor.layout_of(medium), second_per_grid)
-    starts = itertools.accumulate((t * h * w for t, h, w in merged.runs), initial=0)
-    spans = [MediaSpan(start, *run, merged.t_factor) for start, run in zip(starts, merged.runs, strict=False)]
-    return int(vlm.language_model.positions(merged.num_tokens, spans).max()) + 1
 
 
 def describe_layout(processor: Processor, medium, layout: Any, tokens: int) -> str:
