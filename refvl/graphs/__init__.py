@@ -13,21 +13,7 @@ def manager_class(encoder) -> type[EncoderGraphManager] | type[DualPathGraphMana
 
 
 __all__ = [
-    "Batch",
-    "CaptureError",
-    "DualGraphPlan",
-    "DualPathGraphManager",
-    "EncoderGraphManager",
-    "GraphEncoder",
-    "GraphPlan",
-    "GraphStats",
-    "Limits",
-    "PairedBatch",
-    "TraceGraph",
-    "generate_budgets",
-    "infer_limits",
-    "manager_class",
-    "padding_waste",
-    "plan_batches",
-    "plan_paired_batches",
-]
+    "Batch", "CaptureError", "DualGraphPlan", "DualPathGraphManager", "EncoderGraphManager", "GraphEncoder",
+    "GraphPlan", "GraphStats", "Limits", "PairedBatch", "TraceGraph", "generate_budgets", "infer_limits",
+    "manager_class", "padding_waste", "plan_batches", "plan_paired_batches",
+]  # fmt: skip
