@@ -167,10 +167,8 @@ def resolve_visual_encoder_outputs(
     select = strategy if callable(strategy) else FEATURE_SELECTORS[strategy]
     if select_layers is None:
         if not isinstance(encoder_outputs, Tensor):
-            raise ValueError(
-                "encoder_outputs: without select_layers, expected the last layer's output (one tensor), "
-                f"got {type(encoder_outputs).__name__}"
-            )
+            kind = type(encoder_outputs).__name__
+            raise ValueError(f"encoder_outputs: without select_layers, expected the last one (one tensor), got {kind}")
         selected = select(check_shape(encoder_outputs, ("B", "N", "D"), "encoder_outputs"))
         return selected if post_layer_norm is None else post_layer_norm(selected)
     if max_possible_layers is None:
@@ -192,9 +190,6 @@ def _hidden_state(hidden_states: Sequence[Tensor], layer: int, max_possible_laye
     if not -len(hidden_states) <= index < len(hidden_states):
         raise ValueError(f"select_layers: layer {layer} is not among {loaded} loaded of {max_possible_layers}")
     if layer < 0 <= index:
-        warnings.warn(
-            f"select_layers: layer {layer} of {max_possible_layers} lies beyond the {loaded} loaded ones; "
-            f"hidden state {index} is read instead",
-            stacklevel=3,
-        )
+        beyond = f"layer {layer} of {max_possible_layers} lies beyond the {loaded} loaded ones"
+        warnings.warn(f"select_layers: {beyond}; hidden state {index} is read instead", stacklevel=3)
     return check_shape(hidden_states[index], ("B", "N", "D"), f"encoder_outputs[{index}]")

@@ -125,11 +125,6 @@ def frames_that_fit(
     return frames
 
 
-def parameter_count(module: nn.Module | Encoder) -> int:
-    """Parameters, a shared one counted once."""
-    return sum(p.numel() for p in module.parameters())
-
-
 def weight_bytes(module: nn.Module | Encoder) -> int:
     """Memory of the parameters as they are, a shared one counted once; of quantised ones all that they are made of."""
     return sum(_tensor_bytes(weight) for weight in module.parameters())
@@ -162,12 +157,7 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
 
 
 def costs(
-    vlm: VLM,
-    media: Sequence = (),
-    *,
-    pruning_rate: float = 0.0,
-    pruning: str = "evs",
-    text_bytes: int | None = None,
+    vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning: str = "evs", text_bytes: int | None = None
 ) -> dict[str, Any]:
     """Every number that `describe` words, ready for JSON: parameters, tokens, px, bytes; `vlm` may live on `meta`.
 
@@ -187,17 +177,19 @@ def costs(
 
     limits = processor.image_config if isinstance(processor.image_config, PatchConfig) else None
     height, width = image_size_with_most_features(limits) if limits else (LARGER_THAN_ANY_CUT, LARGER_THAN_ANY_CUT)
-    parameters = {"encoder": parameter_count(vlm.encoder), "language_model": parameter_count(vlm.language_model)}
     planned = [cost(plan_media(vlm, medium, pruning_rate, pruning)) for medium in media]
-    halves = {"encoder": weight_bytes(vlm.encoder), "language_model": text_bytes or weight_bytes(vlm.language_model)}
-    weights = sum(halves.values())
+    halves = {"encoder": vlm.encoder, "language_model": vlm.language_model}
+    parameters = {name: sum(weight.numel() for weight in half.parameters()) for name, half in halves.items()}
+    stored = {name: weight_bytes(half) for name, half in halves.items()}
+    stored["language_model"] = text_bytes or stored["language_model"]
+    weights = sum(stored.values())
     together = encoder_activation_bytes(vlm.encoder, sum(medium["patches"] for medium in planned))
     return {
         "family": vlm.family.name,
         "dtype": str(dtype).removeprefix("torch."),
         "parameters": parameters,
         "weights_bytes": weights,
-        "weights_bytes_of": halves,
+        "weights_bytes_of": stored,
         "context": vlm.max_context,
         "kv_cache_bytes_per_token": per_token,
         "min_pixels": limits and limits.min_pixels,
