@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## answer questions about an image and a video; print every stage, write its figures
+demo: $(STAMP) ## answer questions about an image and a video; print every stage, write a figure
 	$(BIN)/python -m refvl.tools.demo --out outputs/demo
 
 test: $(STAMP) ## lint, check types, test, and run every notebook from top to bottom

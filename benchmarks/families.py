@@ -6,22 +6,25 @@ With --write the result goes to data/measurements/families.json. Divided by what
 arithmetic is a time that no run can be below.
 """
 
+import itertools
+
+import numpy as np
 import typer
 from PIL import Image
+from torch import nn
 
 from benchmarks.graphs import PEAK
 from benchmarks.report import PrintedTable, Write, write_measurement
+from refvl.language.model import CausalTextModel
+from refvl.language.step3_vl import Step3TextMoE
 from refvl.loading import load
 from refvl.paths import DATA
 from refvl.pipeline import VLM
-from refvl.study.arithmetic import encoder_operations, prefill_operations
-from refvl.study.costs import (
-    blank_clip,
-    count_positions,
-    encoder_activation_bytes,
-    kv_cache_bytes_per_token,
-    plan_media,
-)
+from refvl.pixels.media import Video
+from refvl.pixels.patches import PatchConfig
+from refvl.positions import MediaSpan
+from refvl.study.arithmetic import encoder_operations
+from refvl.study.costs import encoder_activation_bytes, kv_cache_bytes_per_token, plan_media
 
 CONFIGS = {
     "Qwen2.5-VL": "Qwen2.5-VL-7B-Instruct", "Qwen3-VL": "Qwen3-VL-8B-Instruct", "GLM-4.1V": "GLM-4.1V-9B-Thinking",
@@ -30,6 +33,7 @@ CONFIGS = {
 SIDES = (112, 224, 448, 672, 896, 1344, 1792, 2240, 2688, 3584)  # px
 SECONDS = (2, 5, 10, 20, 40, 80, 160)
 CLIP_SIZE = (640, 360)  # px
+EXPERTS_VISITED = {"moe_top_k": "moe_num_experts", "num_experts_per_tok": "n_routed_experts"}  # names in text configs
 
 
 def load_released(family: str) -> VLM:
@@ -50,6 +54,46 @@ def count(model: VLM, medium) -> dict:
         "tower": encoder_operations(model.encoder, [plan.layout]),
         "prefill": prefill_operations(model.language_model, plan.tokens),
     }
+
+
+def blank_clip(vlm: VLM, seconds: float, width: int, height: int, source_fps: float = 25.0) -> Video:
+    """What the model would read of a file of this length and size: black frames that take no memory.
+
+    Raises ValueError where no videos are taken.
+    """
+    total = max(1, round(seconds * source_fps))
+    indices = vlm.processor.frame_indices(total, source_fps)
+    frames = np.broadcast_to(np.zeros(3, np.uint8), (len(indices), height, width, 3))
+    return Video(frames, len(indices) / total * source_fps, source_fps, tuple(indices), total, total / source_fps)
+
+
+def count_positions(vlm: VLM, medium) -> int:
+    """How far a decoded medium moves the positions of the text behind it, without the text in it."""
+    config, kind = vlm.processor.video_config, "video" if isinstance(medium, Video) else "image"
+    is_scaled = kind == "video" and isinstance(config, PatchConfig)
+    second_per_grid = config.temporal_patch_size / medium.fps if is_scaled else 1.0
+    merged = vlm.processor.merged(kind, vlm.processor.layout_of(medium), second_per_grid)
+    starts = itertools.accumulate((t * h * w for t, h, w in merged.runs), initial=0)
+    spans = [MediaSpan(start, *run, merged.t_factor) for start, run in zip(starts, merged.runs, strict=False)]
+    return int(vlm.language_model.positions(merged.num_tokens, spans).max()) + 1
+
+
+def prefill_operations(language_model: CausalTextModel, tokens: int) -> int:
+    """Of the layers for a prompt of so many tokens: every weight once a token, and attention over all pairs.
+
+    Of the experts, those that a token visits. Attention counts what a mask leaves out, as torch does. The head, which
+    runs for one token, is left out.
+    """
+    text, layers = language_model.config, language_model.model
+    weights = sum(m.weight.numel() for m in layers.modules() if isinstance(m, nn.Linear))
+    if experts := sum(p.numel() for p in layers.parameters() if p.ndim == 3):  # (E, out, in)
+        visited, of_all = next((k, n) for k, n in EXPERTS_VISITED.items() if hasattr(text, k))
+        weights += experts * getattr(text, visited) // getattr(text, of_all)
+        by_product = sum(isinstance(m, Step3TextMoE) for m in layers.modules())  # adds up the rows of its experts so
+        weights += by_product * getattr(text, visited) * text.hidden_size
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    pairs = 4 * tokens**2 * text.num_attention_heads * head_dim * text.num_hidden_layers
+    return 2 * tokens * weights + pairs
 
 
 def run(write: Write = False) -> None:

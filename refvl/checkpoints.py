@@ -1,16 +1,18 @@
 """Files and weights of a checkpoint: find the folder, list its shards, stream its tensors. Safetensors only."""
 
+import os
 import re
-from collections.abc import Iterator
-from math import prod
-from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PureWindowsPath
+from typing import Any
 
+from huggingface_hub import parse_local_safetensors_file_metadata
+from huggingface_hub.utils import TensorInfo
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from refvl.checks import read_json
+from refvl.checks import printable, read_json
 
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -19,19 +21,7 @@ JSON_FILES = (  # what transformers and the tokenizer read: their own errors do 
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "chat_template.json", "processor_config.json",
 )  # fmt: skip
-FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # in the words of safetensors
 MAX_LAYERS = 1000
-
-
-class Header(NamedTuple):
-    """What a file says of a weight before it is read."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
 
 
 def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> Path:
@@ -43,13 +33,9 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> P
     local folder or a JSON file that is not an object.
     """
     folder = Path(path_or_id).expanduser()
-    try:
-        exists = folder.exists()
-    except (OSError, ValueError) as error:  # too long, or with a zero byte
-        raise ValueError(f"path_or_id: {str(path_or_id)[:80]!r} is no path ({type(error).__name__})") from error
-    if not exists:
+    if not os.path.exists(folder):  # False, too, for a path that is too long or holds a zero byte
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path_or_id)):
-            raise FileNotFoundError(f"path_or_id: no folder {folder} (a hub id has the form owner/name)")
+            raise FileNotFoundError(f"path_or_id: no folder {printable(folder)} (a hub id has the form owner/name)")
         folder = download(str(path_or_id), CONFIG_FILES + WEIGHT_FILES * weights, hub)
     elif hub.get("revision") is not None:
         raise ValueError(f"revision: {folder} is a local folder; only hub ids have revisions")
@@ -99,7 +85,8 @@ def weight_files(folder: Path) -> list[Path]:
     for weight, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
             raise ValueError(f"{folder / INDEX}: {weight!r} must name a *.safetensors file, got {file!r}")
-        if PurePosixPath(file).is_absolute() or PureWindowsPath(file).anchor or ".." in re.split(r"[/\\]", file):
+        path = PureWindowsPath(file)  # reads both kinds of slashes
+        if path.anchor or ".." in path.parts:
             raise ValueError(f"{folder / INDEX}: {weight!r} must name a file inside the folder, got {file!r}")
     files = [folder / file for file in sorted(set(weight_map.values()))]
     if not files:
@@ -107,6 +94,13 @@ def weight_files(folder: Path) -> list[Path]:
     if lacking := [file.name for file in files if not file.is_file()]:
         raise FileNotFoundError(f"{folder}: the index names shards that are not there: {lacking}")
     return files
+
+
+def raise_for_weights(where: object, part: str, problems: Mapping[str, Sequence[str]]) -> None:
+    """Raise one ValueError that lists, kind by kind, all weights that do not fit, if there are any."""
+    lines = [f"  {kind} ({len(names)}): {', '.join(names)}" for kind, names in problems.items() if names]
+    if lines:
+        raise ValueError(f"{where}: the weights do not match the {part}\n" + "\n".join(lines))
 
 
 def open_shard(file: Path) -> Any:
@@ -126,17 +120,10 @@ def iterate_weights(folder: Path, pattern: str, *, progress: bool = True) -> Ite
                     yield name, shard.get_tensor(name)
 
 
-def weight_headers(folder: Path) -> dict[str, Header]:
-    """Shape and dtype of every weight by its checkpoint name; reads no tensor."""
-    headers = {}
+def weight_headers(folder: Path) -> dict[str, TensorInfo]:
+    """Shape, dtype and place in its file of every weight by its checkpoint name; reads no tensor."""
+    headers = dict[str, TensorInfo]()
     for file in weight_files(folder):
-        with open_shard(file) as shard:
-            for name in shard.keys():  # noqa: SIM118
-                weight = shard.get_slice(name)
-                headers[name] = Header(tuple(weight.get_shape()), weight.get_dtype())
+        with open_shard(file):  # refuses a file that is cut short
+            headers |= parse_local_safetensors_file_metadata(file).tensors
     return headers
-
-
-def weight_names(folder: Path, pattern: str) -> list[str]:
-    """The checkpoint names that match `pattern`."""
-    return [name for name in weight_headers(folder) if re.search(pattern, name)]

@@ -1,5 +1,6 @@
 """One row per model family: which encoder, processor and text model a config.json asks for, and how they are built."""
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config,
 
 from refvl import encoders
 from refvl.attention import choose_backend
-from refvl.checkpoints import check_layer_counts, iterate_weights, weight_names
+from refvl.checkpoints import check_layer_counts, iterate_weights, weight_headers
 from refvl.checks import blame, read_json
 from refvl.contracts import Encoder, Processor
 from refvl.language.glm4v import Glm4vMoeTextModel, GlmOcrTextModel
@@ -35,7 +36,7 @@ class Family:
     text_model: type[CausalTextModel] = CausalTextModel
     config: Callable[..., PretrainedConfig] | None = None  # that reads config.json, where transformers has none
     version: str | None = None  # see `minicpmv_version`, where families share a model_type
-    left_out: str | None = None  # regular expression: checkpoint names that are neither vision nor text
+    left_out: str = "(?!)"  # regular expression: checkpoint names that are neither vision nor text
 
 
 def _minicpmv(
@@ -145,9 +146,10 @@ def load_encoder(folder: Path, config: PretrainedConfig, *, dtype, device, atten
     family = find_family(config)
     encoder = empty_encoder(config, dtype=dtype, device=device, attention=attention)
     encoder.load_weights(iterate_weights(folder, family.vision_prefix, progress=progress))
-    if family.left_out and (names := weight_names(folder, family.left_out)):
-        parts = sorted({name.split(".")[0] for name in names})
-        warnings.warn(f"{folder}: {len(names)} weights of {', '.join(parts)} skipped: no audio here", stacklevel=2)
+    skipped = [name.split(".")[0] for name in weight_headers(folder) if re.search(family.left_out, name)]
+    if skipped:
+        parts = ", ".join(sorted(set(skipped)))
+        warnings.warn(f"{folder}: {len(skipped)} weights of {parts} skipped: no audio here", stacklevel=2)
     return encoder
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.families import load_released
+from benchmarks.families import blank_clip, count_positions, load_released
 from refvl.encoders.resampler import attention_weights
 from refvl.graphs import generate_budgets, padding_waste, plan_batches
 from refvl.paths import DATA
@@ -22,13 +22,7 @@ from refvl.pixels.slices import SliceConfig, plan_slices
 from refvl.positions import compute_retention_mask, get_window_index, merge_block_coordinates, restrict_positions
 from refvl.positions.timestamps import sample_video_frames
 from refvl.serving.parallel import get_count_assignment, get_load_balance_assignment
-from refvl.study.costs import (
-    blank_clip,
-    count_positions,
-    encoder_activation_bytes,
-    kv_cache_bytes_per_token,
-    plan_media,
-)
+from refvl.study.costs import encoder_activation_bytes, kv_cache_bytes_per_token, plan_media
 from refvl.study.stale import replay_stale
 from refvl.viz.explorers.gallery import SIZES
 from refvl.viz.explorers.mrope import QUERY, SECTIONS

@@ -1,12 +1,5 @@
 """Vision encoders: one per file, read downward. `grid.py` holds what several share. They know nothing of prompts."""
 
-from refvl.encoders.clip import (
-    get_feature_selector,
-    get_num_selected_vision_tokens,
-    get_vision_encoder_info,
-    get_vit_attn_backend,
-    resolve_visual_encoder_outputs,
-)
 from refvl.encoders.glm4v import Glm4vVisionConfig, Glm4vVisionTransformer
 from refvl.encoders.glm_ocr import GlmOcrVisionConfig, GlmOcrVisionTransformer
 from refvl.encoders.minicpmv import (
@@ -29,38 +22,18 @@ from refvl.encoders.resampler import Resampler2_5, Resampler4_5
 from refvl.encoders.resampler2 import Resampler2
 from refvl.encoders.siglip_vit import SiglipViT, SiglipViTConfig
 from refvl.encoders.step3_vl import Step3VisionConfig, Step3VisionEncoder
+from refvl.encoders.vision_utils import (
+    get_vision_encoder_info,
+    get_vit_attn_backend,
+    resolve_visual_encoder_outputs,
+)
 from refvl.pixels.slices import SliceGroup
 
 __all__ = [
-    "Glm4vVisionConfig",
-    "Glm4vVisionTransformer",
-    "GlmOcrVisionConfig",
-    "GlmOcrVisionTransformer",
-    "MiniCPMV2_0Encoder",
-    "MiniCPMV2_5Encoder",
-    "MiniCPMV2_6Encoder",
-    "MiniCPMV4_0Encoder",
-    "MiniCPMV4_5Encoder",
-    "MiniCPMVEncoderConfig",
-    "NaVitSiglip",
-    "NaVitSiglipConfig",
-    "Qwen2_5_VisionConfig",
-    "Qwen2_5_VisionTransformer",
-    "Qwen3VLVisionConfig",
-    "Qwen3VLVisionTransformer",
-    "Qwen3_5VisionConfig",
-    "Qwen3_5VisionTransformer",
-    "Resampler2",
-    "Resampler2_5",
-    "Resampler4_5",
-    "SiglipViT",
-    "SiglipViTConfig",
-    "SliceGroup",
-    "Step3VisionConfig",
-    "Step3VisionEncoder",
-    "get_feature_selector",
-    "get_num_selected_vision_tokens",
-    "get_vision_encoder_info",
-    "get_vit_attn_backend",
-    "resolve_visual_encoder_outputs",
-]
+    "Glm4vVisionConfig", "Glm4vVisionTransformer", "GlmOcrVisionConfig", "GlmOcrVisionTransformer",
+    "MiniCPMV2_0Encoder", "MiniCPMV2_5Encoder", "MiniCPMV2_6Encoder", "MiniCPMV4_0Encoder", "MiniCPMV4_5Encoder",
+    "MiniCPMVEncoderConfig", "NaVitSiglip", "NaVitSiglipConfig", "Qwen2_5_VisionConfig", "Qwen2_5_VisionTransformer",
+    "Qwen3VLVisionConfig", "Qwen3VLVisionTransformer", "Qwen3_5VisionConfig", "Qwen3_5VisionTransformer", "Resampler2",
+    "Resampler2_5", "Resampler4_5", "SiglipViT", "SiglipViTConfig", "SliceGroup", "Step3VisionConfig",
+    "Step3VisionEncoder", "get_vision_encoder_info", "get_vit_attn_backend", "resolve_visual_encoder_outputs",
+]  # fmt: skip

@@ -2,39 +2,14 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
+from refvl.checkpoints import raise_for_weights
 from refvl.checks import FLOATS
-
-
-@dataclass
-class _Report:
-    """What does not fit, collected until the end so that one error lists everything."""
-
-    unexpected: list[str] = field(default_factory=list)
-    misshapen: list[str] = field(default_factory=list)  # or of another kind
-    nonfinite: list[str] = field(default_factory=list)
-    repeated: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-
-    def accepts(self, name: str, tensor, target: Tensor, kernel_shape: tuple[int, ...] | None) -> bool:
-        """Whether `tensor` can fill `target`; noted where it cannot."""
-        if misfit := _misfit(tensor, target, kernel_shape):
-            self.misshapen.append(f"{name} {misfit}")
-        elif not tensor.isfinite().all():
-            self.nonfinite.append(name)
-        else:
-            return True
-        return False
-
-    def raise_if_any(self, owner: str) -> None:
-        lines = [f"  {kind} ({len(names)}): {', '.join(names)}" for kind, names in vars(self).items() if names]
-        if lines:
-            raise ValueError(f"{owner}: the weights do not match the model\n" + "\n".join(lines))
 
 
 def load_strict(
@@ -57,33 +32,58 @@ def load_strict(
     the meta device), and tensors that hold nan or inf. The module is then left as it was: nothing is copied before
     everything fits.
     """
-    parameters: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(_persistent_buffers(module))}
-    if any(parameter.is_meta for parameter in parameters.values()):
+    stored: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    if any(parameter.is_meta for parameter in stored.values()):
         raise ValueError(f"{type(module).__name__}: is on the meta device; give it memory first (`to_empty`)")
-    report, left_out = _Report(), [] if skipped is None else skipped
+    targets, owners = _targets(stored, fuse)
+    left_out = [] if skipped is None else skipped
+    problems = {kind: list[str]() for kind in ("unexpected", "misshapen", "nonfinite", "repeated", "missing")}
     pairs: list[tuple[Tensor, Tensor]] = []  # of a parameter, or a part of it, and what fills it
-    filled: dict[str, set[str]] = {}
-    for name, tensor in named_tensors(weights):
-        if re.match(skip, name):
-            left_out.append(name)
+    filled: dict[str, set[str]] = {}  # parameter -> names of what fills it: its own, or those of its parts
+    for checkpoint_name, tensor in named_tensors(weights):
+        if re.match(skip, checkpoint_name):
+            left_out.append(checkpoint_name)
             continue
-        parameter, part = _find(rename(name), parameters, fuse)
-        if parameter is None:
-            report.unexpected.append(name)
+        name = rename(checkpoint_name)
+        if name not in targets:
+            problems["unexpected"].append(checkpoint_name)
             continue
-        target = parameters[parameter].chunk(len(fuse))[fuse.index(part)] if part else parameters[parameter]
-        seen = filled.setdefault(parameter, set())
-        if part in seen or "" in seen or (seen and not part):
-            report.repeated.append(name)
-        elif report.accepts(name, tensor, target, kernels.get(parameter)):
-            pairs.append((target, tensor))
-        seen.add(part)
-    report.missing = _missing(parameters, filled, fuse)
-    report.raise_if_any(type(module).__name__)
+        owner = owners[name]
+        seen = filled.setdefault(owner, set())
+        if name in seen or owner in seen or (seen and name == owner):
+            problems["repeated"].append(checkpoint_name)
+        elif misfit := _misfit(tensor, targets[name], kernels.get(name)):
+            problems["misshapen"].append(f"{checkpoint_name} {misfit}")
+        elif not tensor.isfinite().all():
+            problems["nonfinite"].append(checkpoint_name)
+        else:
+            pairs.append((targets[name], tensor))
+        seen.add(name)
+    problems["missing"] = [name for name in stored if name not in filled]
+    for owner, seen in filled.items():
+        parts = {} if owner in seen else _parts(owner, fuse)
+        problems["missing"] += [f"{owner} ({part})" for part, name in parts.items() if name not in seen]
+    raise_for_weights(type(module).__name__, "model", problems)
     with torch.no_grad():
         for target, tensor in pairs:
             target.copy_(tensor.reshape(target.shape))
     return set(filled)
+
+
+def _targets(stored: dict[str, Tensor], fuse: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What can be filled by its name, parts of fused parameters too, and by the same names the whole parameters'."""
+    targets, owners = dict(stored), {name: name for name in stored}
+    for owner, parameter in stored.items():
+        parts = _parts(owner, fuse)
+        targets |= zip(parts.values(), parameter.chunk(max(1, len(parts))), strict=False)
+        owners |= dict.fromkeys(parts.values(), owner)
+    return targets, owners
+
+
+def _parts(owner: str, fuse: tuple[str, ...]) -> dict[str, str]:
+    """Part -> its name, of a parameter that is fused: {"q": "attn.q.weight", ...} of "attn.qkv.weight"."""
+    fused = f".{''.join(fuse)}."
+    return {part: owner.replace(fused, f".{part}.") for part in fuse if fused in owner}
 
 
 def named_tensors(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -96,20 +96,6 @@ def named_tensors(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise TypeError(f"weights[{i}]: expected a pair (name, tensor), got {type(pair).__name__}")
         yield pair[0], pair[1]
-
-
-def _persistent_buffers(module: nn.Module):
-    kept = module.state_dict(keep_vars=True)
-    return ((name, buffer) for name, buffer in module.named_buffers() if name in kept)
-
-
-def _find(name: str, parameters: dict, fuse: tuple[str, ...]) -> tuple[str | None, str]:
-    """(parameter, part): part is "" for a whole tensor, one of `fuse` for a piece, parameter None if unknown."""
-    if name in parameters:
-        return name, ""
-    *path, last, kind = name.split(".") if name.count(".") >= 2 else ("", "", "")
-    fused = ".".join([*path, "".join(fuse), kind])
-    return (fused, last) if last in fuse and fused in parameters else (None, "")
 
 
 def _misfit(tensor, target: Tensor, kernel_shape: tuple[int, ...] | None) -> str | None:
@@ -127,14 +113,6 @@ def _misfit(tensor, target: Tensor, kernel_shape: tuple[int, ...] | None) -> str
     if tensor.layout != torch.strided:
         return f"has layout {tensor.layout}, expected a dense tensor"
     return None
-
-
-def _missing(parameters: dict, filled: dict[str, set[str]], fuse: tuple[str, ...]) -> list[str]:
-    missing = [name for name in parameters if name not in filled]
-    for name, parts in filled.items():
-        if "" not in parts:
-            missing += [f"{name} ({part})" for part in fuse if part not in parts]
-    return missing
 
 
 def config_values(

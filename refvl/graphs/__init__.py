@@ -15,18 +15,6 @@ from refvl.graphs.manager import EncoderGraphManager, GraphPlan, GraphStats
 from refvl.graphs.recorder import CaptureError, TraceGraph
 
 __all__ = [
-    "Batch",
-    "CaptureError",
-    "EncoderGraphManager",
-    "GraphEncoder",
-    "GraphPlan",
-    "GraphStats",
-    "Limits",
-    "PairedBatch",
-    "TraceGraph",
-    "generate_budgets",
-    "infer_limits",
-    "padding_waste",
-    "plan_batches",
-    "plan_paired_batches",
-]
+    "Batch", "CaptureError", "EncoderGraphManager", "GraphEncoder", "GraphPlan", "GraphStats", "Limits", "PairedBatch",
+    "TraceGraph", "generate_budgets", "infer_limits", "padding_waste", "plan_batches", "plan_paired_batches",
+]  # fmt: skip

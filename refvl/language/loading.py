@@ -3,7 +3,7 @@
 import copy
 import importlib.util
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging
 
-from refvl.checkpoints import FLOAT_DTYPES, weight_headers
+from refvl.checkpoints import raise_for_weights, weight_headers
 from refvl.language.model import CausalTextModel
 
 # checkpoint name -> wrapper name, as regular expressions: after transformers 4.52, and as vLLM saves them
@@ -26,6 +26,8 @@ KEY_MAPPING = {
     r"^language_model\.lm_head\.": "lm_head.",
     r"^llm\.": "",  # MiniCPM-V
 }
+FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # in the words of safetensors
+PART = "text model"  # as errors call it
 PLACED_BY = {"device_map", "tp_plan", "tp_size", "distributed_config"}  # then transformers puts the weights in place
 
 
@@ -65,8 +67,10 @@ def load_language_model(
             **kwargs,
         )
     model, info = loaded
-    _report(folder, {kind: info[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched")})
-    _report(folder, {"nan or inf": [name for name, weight in model.named_parameters() if not _is_finite(weight)]})
+    kinds = ("missing", "unexpected", "mismatched")
+    raise_for_weights(folder, PART, {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in kinds})
+    broken = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
+    raise_for_weights(folder, PART, {"nan or inf": sorted(broken)})
     _check_token_ids(folder, model.generation_config)
     return model.eval() if PLACED_BY & kwargs.keys() else model.eval().to(device)
 
@@ -101,25 +105,19 @@ def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: typ
     """Refuse, from the headers of the files, what could not become the text model; takes no memory."""
     ignored = "|".join(model_class._keys_to_ignore_on_load_unexpected)
     stored = {_rename(name): header for name, header in weight_headers(folder).items() if not re.search(ignored, name)}
-    _report(
-        folder, {"no plain floats": [f"{n} is {h.dtype}" for n, h in stored.items() if h.dtype not in FLOAT_DTYPES]}
-    )
-    layers = {found[1] for name in stored if (found := re.match(r"model\.layers\.(\d+)\.", name))}
-    if text_config.num_hidden_layers > len(layers):
-        raise ValueError(
-            f"{folder}: the config's text model has {text_config.num_hidden_layers} layers (num_hidden_layers), the "
-            f"weights are of {len(layers)}"
-        )
+    no_floats = [f"{name} is {header.dtype}" for name, header in stored.items() if header.dtype not in FLOAT_DTYPES]
+    raise_for_weights(folder, PART, {"no plain floats": sorted(no_floats)})
     with torch.device("meta"):
         wanted = dict(model_class._from_config(copy.deepcopy(text_config)).named_parameters())
-    pairs = ((name, tuple(wanted[name].shape), header.shape) for name, header in stored.items() if name in wanted)
-    misfits = [  # experts may lie transposed, to be turned while they are read
-        f"{name} is {shape}, the config says {want}"
-        for name, want, shape in pairs
-        if shape != want and not (len(shape) == 3 and sorted(shape) == sorted(want))
-    ]
-    _report(folder, {"mismatched": misfits})
-    values, there = sum(weight.numel() for weight in wanted.values()), sum(header.numel for header in stored.values())
+    misfits = []
+    for name in stored.keys() & wanted.keys():
+        shape, want = stored[name].shape, list(wanted[name].shape)
+        transposed = len(shape) == 3 and sorted(shape) == sorted(want)  # experts are turned while they are read
+        if shape != want and not transposed:
+            misfits.append(f"{name} is {tuple(shape)}, the config says {tuple(want)}")
+    raise_for_weights(folder, PART, {"mismatched": sorted(misfits)})
+    values = sum(weight.numel() for weight in wanted.values())
+    there = sum(header.parameter_count for header in stored.values())
     if values > 2 * there:  # a few that are missing are listed by name once the others are loaded
         raise ValueError(f"{folder}: the config's text model has {values:,} values, the weights are {there:,}")
 
@@ -127,12 +125,6 @@ def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: typ
 def _rename(name: str) -> str:
     """A checkpoint's name as the wrapper's."""
     return next((re.sub(old, new, name) for old, new in KEY_MAPPING.items() if re.match(old, name)), name)
-
-
-def _report(folder: Path, problems: dict[str, Sequence]) -> None:
-    found = {kind: sorted(map(str, of_kind)) for kind, of_kind in problems.items() if of_kind}
-    if lines := [f"  {kind} ({len(of_kind)}): {', '.join(of_kind)}" for kind, of_kind in found.items()]:
-        raise ValueError(f"{folder}: the weights do not match the text model\n" + "\n".join(lines))
 
 
 def _is_finite(weight: Tensor) -> bool:

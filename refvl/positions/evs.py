@@ -143,14 +143,16 @@ def _place_piece(positions, ids, is_media, index, piece, vision_start_token_id, 
     if not len(remaining):
         raise ValueError(f"{name}: {piece.shape[1]} positions, but no media token is left from prompt token {index} on")
     start = index + int(remaining[0])
-    media_start, media_stop = _run_around(ids == ids[start], start)
+    lengths = ids.unique_consecutive(return_counts=True)[1]
+    ends = lengths.cumsum(0)
+    medium = int(torch.searchsorted(ends, start, right=True))
+    media_start, media_stop = int(ends[medium] - lengths[medium]), int(ends[medium])
     stop = start + piece.shape[1]
     if stop > media_stop:
         raise ValueError(f"{name}: {piece.shape[1]} positions, but its medium has {media_stop - start} tokens left")
     if media_start and ids[media_start - 1] != vision_start_token_id:
-        raise ValueError(
-            f"input_ids: media token {media_start} does not follow a vision start ({vision_start_token_id})"
-        )
+        no_start = f"does not follow a vision start ({vision_start_token_id})"
+        raise ValueError(f"input_ids: media token {media_start} {no_start}")
     base = int(positions[0, media_start - 1]) + 1 if media_start else 0
     piece = piece.to(positions.device)
     positions[:, start:stop] = piece[:3] + base
@@ -158,13 +160,6 @@ def _place_piece(positions, ids, is_media, index, piece, vision_start_token_id, 
     positions[:, stop:media_stop] = base + int(piece[3, 0])  # not here yet
     positions[:, media_stop:] = base + piece[3, 0] + after
     return stop
-
-
-def _run_around(is_member: Tensor, index: int) -> tuple[int, int]:
-    """[start, stop) of the run of True that holds `index`."""
-    outside = (~is_member).nonzero().flatten()
-    before, after = outside[outside < index], outside[outside > index]
-    return (int(before[-1]) + 1 if len(before) else 0), (int(after[0]) if len(after) else is_member.numel())
 
 
 def num_tokens_of(video_size_thw, spatial_merge_size: int) -> tuple[int, int]:

@@ -6,10 +6,10 @@
     MiniCPM-V     llm                             resampler                                    vpm              text
     Step3-VL      model, lm_head                  vit_downsampler*, vit_large_projector        vision_model     none
 
-These are the rows of `LayerNames` below. PEFT is given one module that holds the parts of a model under these names, so
-that what it saves is read by transformers + PEFT and by serving engines, and what they saved is read here. PEFT puts
-its layers in place of the model's own: chat, trace, encode and graphs go through them from then on, and PEFT's own
-model, which `attach` returns, switches, merges, unmerges and saves them.
+The names are the rows of `LayerNames` below. PEFT is given one module that holds the parts of a model under these
+names, so that what it saves is read by transformers + PEFT and by serving engines, and what they saved is read here.
+PEFT puts its layers in place of the model's own: chat, trace, encode and graphs go through them from then on, and
+PEFT's own model, which `attach` returns, switches, merges, unmerges and saves them.
 
 "served" is what vLLM 0.32 adapts: tower and connector only with `enable_tower_connector_lora=True`, without which it
 leaves their layers out silently. It takes one adapter per request, of ranks up to `max_lora_rank` (16), and no DoRA and
@@ -43,13 +43,12 @@ class LayerNames:
     """How transformers calls the parts of a family.
 
     places: name -> where that module is in a `VLM`. connector: what of the encoder's names is the connector.
-    renamed: other spellings of names, as regular expressions, the first that fits; served: what vLLM adapts.
+    renamed: other spellings of names, as regular expressions, the first that fits.
     """
 
     places: dict[str, str]
     connector: tuple[str, ...]
     renamed: dict[str, str]
-    served: tuple[str, ...]
 
     def part(self, name: str) -> str:
         """Of `PARTS`, the one that the layer `name` belongs to."""
@@ -73,13 +72,11 @@ GRIDS = LayerNames(
         r"^language_model\.(model\.)?": "model.language_model.",
         r"^model\.": "model.language_model.",
     },
-    PARTS,
 )
 MINICPMV = LayerNames(
     {"llm": "language_model", "vpm": "encoder.vpm", "resampler": "encoder.resampler"},
     ("resampler",),
     {r"^(?=model\.|lm_head\b)": "llm."},
-    ("language_model",),
 )
 STEP3_CONNECTOR = ("vit_downsampler", "vit_downsampler2", "vit_large_projector")
 STEP3 = LayerNames(
@@ -87,7 +84,6 @@ STEP3 = LayerNames(
     | {name: f"encoder.{name}" for name in STEP3_CONNECTOR},
     STEP3_CONNECTOR,
     {r"^model\.(?=vision_model\.|vit_)": ""},
-    (),
 )
 
 
@@ -125,14 +121,17 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
     for layers that the model does not have or that cannot be adapted, and for weights that do not fit: nothing is
     ignored, and nothing is changed then.
     """
-    peft = _peft()
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("adapters: need PEFT: pip install 'refvl[adapters]'") from error
     if not name or "." in name:
         raise ValueError(f"name: expected one without dots, got {name!r}")
     if model.adapters is not None and name in model.adapters.peft_config:
         raise ValueError(f"name: there is an adapter {name!r} already; have: {', '.join(model.adapters.peft_config)}")
     weights = None
     if isinstance(adapter, (str, Path)):
-        adapter, weights = _read(model, adapter, hub)
+        adapter, weights = _read(model, adapter, hub, peft.LoraConfig)
     elif not isinstance(adapter, peft.LoraConfig):
         raise TypeError(f"adapter: expected a folder, a hub id or a peft.LoraConfig, got {type(adapter).__name__}")
     if model.adapters is None:
@@ -141,16 +140,10 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
         model.adapters.add_adapter(name, adapter)
         model.adapters.set_adapter(name, inference_mode=adapter.inference_mode)
     if weights is not None:
-        _fill(model.adapters, weights, name)
+        filled = peft.set_peft_model_state_dict(model.adapters, weights, adapter_name=name)
+        if filled.unexpected_keys:
+            raise ValueError(f"adapter: weights without a place: {_some(filled.unexpected_keys)}")
     return model.adapters.eval()
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError("adapters: need PEFT: pip install 'refvl[adapters]'") from error
-    return peft
 
 
 # ------------------------------------------------------------------------------------------- names and modules
@@ -203,7 +196,7 @@ def _adaptable(model) -> dict[str, nn.Module]:
 # ------------------------------------------------------------------------------------------------------- files
 
 
-def _read(model, adapter: str | Path, hub: dict) -> tuple[Any, dict[str, Tensor]]:
+def _read(model, adapter: str | Path, hub: dict, config_class: Any) -> tuple[Any, dict[str, Tensor]]:
     """PEFT's config and the weights of a saved adapter in this model's names; all is checked before PEFT is asked."""
     folder = Path(adapter).expanduser()
     if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(adapter)):
@@ -212,17 +205,16 @@ def _read(model, adapter: str | Path, hub: dict) -> tuple[Any, dict[str, Tensor]
         if not (folder / file).is_file():
             raise FileNotFoundError(f"adapter: {folder} holds no {file}")
     values = read_json(folder / CONFIG)
-    if (kind := values.get("peft_type")) != "LORA" or values.get("target_parameters"):
-        what = (
-            "adapts parameters inside of layers (target_parameters)" if kind == "LORA" else f"is of the kind {kind!r}"
-        )
-        raise ValueError(f"adapter: {folder} {what}; LoRA on linear layers is read")
+    if (kind := values.get("peft_type")) != "LORA":
+        raise ValueError(f"adapter: {folder} is of the kind {kind!r}; LoRA on linear layers is read")
+    if values.get("target_parameters"):
+        raise ValueError(f"adapter: {folder} adapts more than linear layers, parameters in others (target_parameters)")
     names = layer_names(model.family)
     with blame(f"adapter: {folder / WEIGHTS}"):
         stored = load_file(folder / WEIGHTS)
     weights = {names.rename(key.removeprefix("base_model.model.")): tensor for key, tensor in stored.items()}
     with blame(f"adapter: {folder / CONFIG}"):
-        config = _peft().LoraConfig.from_pretrained(folder)
+        config = config_class.from_pretrained(folder)
         check_number(config.lora_alpha, "lora_alpha")
         saved, alphas = tuple(config.modules_to_save or ()), dict(config.alpha_pattern or {})
         if config.bias not in ("none", "all", "lora_only"):
@@ -244,29 +236,24 @@ def _read(model, adapter: str | Path, hub: dict) -> tuple[Any, dict[str, Tensor]
 
 def _check_weights(folder: Path, found: dict[str, dict[str, Tensor]], layers: dict[str, nn.Module]) -> dict[str, int]:
     """Layer -> rank; ValueError for layers that are not there and for matrices that do not fit."""
-    unknown, misfits, ranks = [name for name in found if name not in layers], list[str](), dict[str, int]()
-    for name in found.keys() & layers.keys():
-        a, b, layer = found[name].get("lora_A"), found[name].get("lora_B"), layers[name]
+    if not found:
+        raise ValueError(f"adapter: {folder / WEIGHTS}: it holds no weights")
+    if unknown := found.keys() - layers.keys():
+        raise ValueError(f"adapter: {folder / WEIGHTS}: this model has no such linear layers: {_some(unknown)}")
+    misfits, ranks = list[str](), dict[str, int]()
+    for name, tensors in found.items():
+        a, b, layer = tensors.get("lora_A"), tensors.get("lora_B"), layers[name]
         shapes = [None if matrix is None else tuple(matrix.shape) for matrix in (a, b)]
         ranks[name] = rank = 0 if a is None else len(a)
         if shapes != [(rank, layer.in_features), (layer.out_features, rank)]:
             misfits.append(f"{name} is {layer.in_features} -> {layer.out_features}, its matrices are {shapes}")
-        elif not all(bool(tensor.isfinite().all()) for tensor in found[name].values()):
+        elif not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             misfits.append(f"{name} holds nan or inf")
-    if unknown or misfits or not found:
-        problems = [f"this model has no such linear layers: {_some(unknown)}"] * bool(unknown)
-        problems += [f"these do not fit: {_some(misfits)}"] * bool(misfits)
-        raise ValueError(f"adapter: {folder / WEIGHTS}: {'; '.join(problems) or 'it holds no weights'}")
+    if misfits:
+        raise ValueError(f"adapter: {folder / WEIGHTS}: these do not fit: {_some(misfits)}")
     return ranks
 
 
 def _some(names: Iterable[str], most: int = 3) -> str:
     names = sorted(names)
     return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
-
-
-def _fill(adapters: Any, weights: dict[str, Tensor], name: str) -> None:
-    """Copy an adapter's weights into the layers that PEFT has made for them."""
-    filled = _peft().set_peft_model_state_dict(adapters, weights, adapter_name=name)
-    if filled.unexpected_keys:
-        raise ValueError(f"adapter: weights without a place: {_some(filled.unexpected_keys)}")

@@ -10,12 +10,13 @@ one unfinished shard per rank.
 """
 
 import hashlib
+import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import islice
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,10 +28,11 @@ from tqdm.auto import tqdm
 from refvl.checks import check_positive_int
 from refvl.pipeline import VLM
 from refvl.pixels.media import Video, load_image
+from refvl.serving.handover import MANIFEST
 from refvl.serving.handover import read_embeddings as read_embeddings  # public here, beside `encode_folder`
 from refvl.serving.images import STAMP, MediaFile, find_media, is_unchanged
 from refvl.serving.parallel import get_load_balance_assignment, torchrun_ranks
-from refvl.serving.shards import SHARDS, Encoded, ShardWriter, held_folder, read_header, write_manifest
+from refvl.serving.shards import SHARDS, Encoded, held_folder, read_header, write_shard, written_whole
 
 BATCH_PATCHES = 2**14  # images are decoded and encoded together up to here
 T = TypeVar("T")
@@ -55,17 +57,23 @@ def encode_folder(
         def deal() -> list[list[MediaFile]]:
             found = find_media(folder, videos=takes_videos(vlm))
             until_the_end.enter_context(held_folder(out))
-            return _deal(vlm, found, out, model, world_size)
+            finished = _finished(out, model, found)
+            todo = [_measured(vlm, image) for image in found if image.name not in finished]
+            order, counts, _ = get_load_balance_assignment([image.rows for image in todo], world_size)
+            dealt = iter(order)
+            return [[todo[i] for i in islice(dealt, own)] for own in counts]
 
         own = _from_rank_0(deal, rank, world_size)[rank]
-        unreadable: dict[str, str] = {}
-        shards, waiting = ShardWriter(out, model, rank, shard_size), deque(own)
+        waiting, unreadable = deque(own), dict[str, str]()
+        encoded: Encoded = {}
         with tqdm(total=len(own), desc=f"encode, rank {rank}", unit="image", disable=not progress) as bar:
             while waiting:
-                batch = _next_batch(waiting, shards.room)
-                shards.add(_encode_batch(vlm, batch, unreadable))
+                batch = _next_batch(waiting, shard_size - len(encoded))
+                encoded |= _encode_batch(vlm, batch, unreadable)
+                if len(encoded) == shard_size or (encoded and not waiting):
+                    write_shard(out, model, rank, encoded)
+                    encoded = {}
                 bar.update(len(batch))
-            shards.write()
         return _finish(vlm, folder, out, model, unreadable, rank, world_size)
 
 
@@ -105,14 +113,6 @@ def _from_rank_0(work: Callable[[], T], rank: int, world_size: int) -> T:
     if isinstance(told[0], Exception):
         raise told[0]
     return told[0]
-
-
-def _deal(vlm: VLM, images: list[MediaFile], out: Path, model: dict, world_size: int) -> list[list[MediaFile]]:
-    finished = _finished(out, model, images)
-    todo = [_measured(vlm, image) for image in images if image.name not in finished]
-    order, counts, _ = get_load_balance_assignment([image.rows for image in todo], world_size)
-    dealt = iter(order)
-    return [[todo[i] for i in islice(dealt, own)] for own in counts]
 
 
 def _measured(vlm: VLM, image: MediaFile) -> MediaFile:
@@ -176,20 +176,21 @@ def _decode(vlm: VLM, file: MediaFile) -> tuple[Image.Image | Video, dict]:
     stamp = file.read_stamp()
     if stamp is None:
         raise ValueError("not there, or no regular file")
-    digest, said = file.digest(), dict[str, Any]()
+    digest = file.digest()
+    entry: dict[str, Any] = {}
     medium: Any
     if file.is_video:
         medium = vlm.processor.load_video(file.path, {})
         height, width = medium.frames.shape[1:3]
         step = getattr(vlm.processor.video_config, "temporal_patch_size", 1)
-        said = {"second_per_grid": step / medium.fps, "timestamps": medium.timestamps}
+        entry = {"second_per_grid": step / medium.fps, "timestamps": medium.timestamps}
     else:
         medium = load_image(file.source(), limits=vlm.processor.limits)
         width, height = medium.size
-    said |= {"size": (width, height), "layout": vlm.processor.layout_of(medium)}
     if file.read_stamp() != stamp:
         raise ValueError("changed while it was read; the same command encodes it")
-    return medium, {**said, **dict(zip(STAMP, stamp, strict=True)), "sha256": digest}
+    entry |= {"size": (width, height), "layout": vlm.processor.layout_of(medium)}
+    return medium, entry | dict(zip(STAMP, stamp, strict=True)) | {"sha256": digest}
 
 
 def _embed(vlm: VLM, decoded: dict[str, tuple[Image.Image | Video, dict]]) -> Encoded:
@@ -218,23 +219,24 @@ def _finish(vlm: VLM, folder: Path, out: Path, model: dict, unreadable: dict, ra
         dist.all_gather_object(reasons := [{}] * world_size, unreadable)
 
     def account() -> dict:
-        found = find_media(folder, videos=takes_videos(vlm))
-        images, unread = _finished(out, model, found), {name: why for own in reasons for name, why in own.items()}
-        names = sorted(image.name for image in found)
-        if lacking := [name for name in names if name not in images and name not in unread]:
+        found = sorted(find_media(folder, videos=takes_videos(vlm)), key=attrgetter("name"))
+        finished = _finished(out, model, found)
+        unread = {name: why for own in reasons for name, why in own.items()}
+        lacking = [file.name for file in found if file.name not in finished.keys() | unread.keys()]
+        if lacking:
             shown = ", ".join(lacking[:5]) + (", ..." if len(lacking) > 5 else "")
             raise ValueError(
-                f"folder: {len(lacking)} of {len(names)} images came or changed during the run, or their shards were "
+                f"folder: {len(lacking)} of {len(found)} images came or changed during the run, or their shards were "
                 f"taken away: {shown}; the same command encodes them"
             )
-        unreadable = {name: unread[name] for name in names if name not in images}
-        kinds = {file.name: "videos" if file.is_video else "images" for file in found}
-        encoded = {
-            kind: {name: images[name] for name in names if name in images and kinds[name] == kind}
-            for kind in ("images", "videos")
-        }
-        manifest = model | encoded | {"unreadable": unreadable}
-        write_manifest(out, manifest)
+        manifest = model | {"images": {}, "videos": {}, "unreadable": {}}
+        for file in found:
+            if file.name in finished:
+                manifest["videos" if file.is_video else "images"][file.name] = finished[file.name]
+            else:
+                manifest["unreadable"][file.name] = unread[file.name]
+        with written_whole(out / MANIFEST) as partial:
+            partial.write_text(json.dumps(manifest, indent=1))
         return manifest
 
     return _from_rank_0(account, rank, world_size)

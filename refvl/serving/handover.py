@@ -30,7 +30,7 @@ def vllm_inputs(folder: str | Path, names: Sequence[str]) -> dict[str, dict[str,
 
     folder: what `refvl encode` wrote; names: of its manifest. Raises FileNotFoundError for another folder, KeyError for
     a name that it does not hold, TypeError for a bare string, and ValueError for a family that vLLM takes no embeddings
-    for, MiniCPM-V's clips, and a manifest that does not say the sizes of pictures yet.
+    for, and MiniCPM-V's clips.
     """
     folder = Path(folder)
     if isinstance(names, str) or not names:
@@ -42,7 +42,7 @@ def vllm_inputs(folder: str | Path, names: Sequence[str]) -> dict[str, dict[str,
         raise ValueError(f"folder: vLLM takes embeddings for {', '.join(ACCEPTED)}, these are of {family}")
     found: dict[str, list[tuple[dict, Tensor]]] = {"image": [], "video": []}
     for name in names:
-        kind = "video" if name in manifest.get("videos", {}) else "image"
+        kind = "video" if name in manifest["videos"] else "image"
         found[kind].append(_read_entry(folder, manifest, name))
     as_vllm = _of_grids if family == "Qwen2.5-VL" else _of_slices
     return {kind: as_vllm(kind, *zip(*items, strict=True)) for kind, items in found.items() if items}
@@ -55,7 +55,7 @@ def read_embeddings(out: str | Path, name: str) -> Tensor:
 
 def _read_entry(out: Path, manifest: dict, name: str) -> tuple[dict, Tensor]:
     """What the manifest says of an image or clip, and its (tokens, width) embeddings; KeyError where it has none."""
-    entry = (manifest["images"] | manifest.get("videos", {})).get(name)
+    entry = (manifest["images"] | manifest["videos"]).get(name)
     if entry is None:
         raise KeyError(f"{name} is not in {out / MANIFEST}")
     with safe_open(out / entry["shard"], framework="pt") as shard:
@@ -77,6 +77,4 @@ def _of_slices(kind: str, entries: Sequence[dict], embeds: Sequence[Tensor]) -> 
     """A tensor per picture, and its (width, height), from which vLLM counts the slices again."""
     if kind == "video":
         raise ValueError("names: vLLM packs no frames of MiniCPM-V's clips, so their embeddings have no place there")
-    if any("size" not in entry for entry in entries):
-        raise ValueError("folder: its manifest does not say how large the pictures are; encode them into a new folder")
     return {"image_embeds": list(embeds), "image_sizes": torch.tensor([entry["size"] for entry in entries])}

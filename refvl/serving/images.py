@@ -7,12 +7,12 @@ was touched or copied is the same, one that was overwritten by another of its si
 """
 
 import hashlib
-import io
 import os
 import stat
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path, PurePath
 from urllib.parse import quote_from_bytes
 
@@ -50,19 +50,17 @@ class MediaFile:
 
     def digest(self) -> str:
         """The sha256 of the bytes, as hexadecimal digits."""
-        if self.begin is not None:
-            return hashlib.sha256(self._bytes()).hexdigest()
-        with open(self.path, "rb") as file:
+        with open(self.path, "rb") if self.begin is None else self._member() as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def source(self) -> Path | Image.Image:
         """What `load_image` and `load_video` take; raises ValueError for a picture in a tar file that is none."""
-        return self.path if self.begin is None else open_image(io.BytesIO(self._bytes()), self.name, MediaLimits())
+        return self.path if self.begin is None else open_image(self._member(), self.name, MediaLimits())
 
-    def _bytes(self) -> bytes:
+    def _member(self) -> BytesIO:
         with open(self.path, "rb") as file:
             file.seek(self.begin or 0)
-            return file.read(self.size)
+            return BytesIO(file.read(self.size))
 
 
 def find_media(source: Path, *, videos: bool = False) -> list[MediaFile]:
@@ -75,38 +73,37 @@ def find_media(source: Path, *, videos: bool = False) -> list[MediaFile]:
     cannot be read.
     """
     suffixes = image_suffixes() | (VIDEO_SUFFIXES if videos else frozenset())
-    if source.is_file() and source.suffix.lower() in LIST_SUFFIXES:
-        paths, root, is_list = list(_listed(source)), source.parent, True
-    elif source.is_file() and source.suffix.lower() == ".tar":
-        paths, root, is_list = [source], source.parent, False
-    else:
-        paths, root, is_list = list(_walk(source)), source, False
-    found = list[MediaFile]()
-    for path in paths:
+    is_list = source.is_file() and source.suffix.lower() in LIST_SUFFIXES
+    root = source.parent if source.is_file() else source
+    found = dict[str, MediaFile]()  # by name: a list may repeat a path, a tar file a member, of which the last counts
+    for path in _listed(source) if is_list else _walk(source):
         name = media_name(path.relative_to(root) if path.is_relative_to(root) else path)
         if path.suffix.lower() == ".tar":
-            found += _members(path, name)
+            found |= {file.name: file for file in _members(path, name)}
         elif path.suffix.lower() in suffixes:
-            found.append(MediaFile(name, path, read_stamp(path)))
+            found[name] = MediaFile(name, path, read_stamp(path))
         elif is_list:
             raise ValueError(f"folder: {source} lists {path}, which is no file of a kind that is encoded")
-    if is_list and found and all(file.stamp is None for file in found):
-        raise FileNotFoundError(f"folder: nothing that {source} lists is there; the first path is {found[0].path}")
-    if not found:
+    files = sorted(found.values(), key=lambda file: (file.path, file.begin or 0))
+    if not files:
         raise ValueError(f"folder: {source} holds no image that Pillow can read")
-    return sorted(_without_repeats(found), key=lambda file: (file.path, file.begin or 0))
-
-
-def _without_repeats(files: Iterable[MediaFile]) -> Iterator[MediaFile]:
-    """Each name once: a list may repeat a path, a tar file a member, of which the last one counts."""
-    return iter({file.name: file for file in files}.values())
+    if is_list and all(file.stamp is None for file in files):
+        raise FileNotFoundError(f"folder: nothing that {source} lists is there; the first path is {files[0].path}")
+    return files
 
 
 def _walk(folder: Path) -> Iterator[Path]:
+    if folder.is_file() and folder.suffix.lower() == ".tar":
+        yield folder
+        return
     if not folder.is_dir():
         missing = NotADirectoryError if folder.exists() else FileNotFoundError
         raise missing(f"folder: {folder} is no folder, no .tar file and no list ({', '.join(LIST_SUFFIXES)})")
-    for parent, _, names in os.walk(folder, onerror=_refuse):
+
+    def refuse(error: OSError) -> None:
+        raise OSError(f"folder: {error.filename} cannot be listed ({error.strerror})") from error
+
+    for parent, _, names in os.walk(folder, onerror=refuse):
         yield from (Path(parent, name) for name in names)
 
 
@@ -149,10 +146,6 @@ def media_name(path: PurePath) -> str:
     except UnicodeEncodeError:
         return "./" + quote_from_bytes(os.fsencode(name))
     return name
-
-
-def _refuse(error: OSError) -> None:
-    raise OSError(f"folder: {error.filename} cannot be listed ({error.strerror})") from error
 
 
 def read_stamp(path: Path) -> tuple[int, ...] | None:

@@ -6,10 +6,11 @@ keeps them: what is saved, moved, changed or adapted, and what graphs watch, is 
 torch: where a release lacks it, or takes other arguments, torch's default stays.
 """
 
-import functools
 import time
+import timeit
 import warnings
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def choose_linear(requested: str, device: torch.device, dtype: torch.dtype) -> s
     return "onednn" if requested == "onednn" or times_as_fast() >= FASTER else "torch"
 
 
-@functools.cache
+@cache
 @torch.no_grad()
 def missing_kernel() -> str:
     """Why oneDNN's kernel cannot be called in this torch; empty where it can, and computes what it should."""
@@ -105,24 +106,19 @@ def use_faster_linear(model: nn.Module) -> str:
     return kernel
 
 
-@functools.cache
+@cache
 @torch.no_grad()
-def times_as_fast(rows: int = 128, width: int = 512, repeats: int = 5) -> float:
+def times_as_fast() -> float:
     """How many times as fast as torch's default oneDNN is; measured once, in some 10 ms.
 
     By the processor's time and the shortest of several calls, which take turns: other processes hardly show in it.
     """
-    x, weight, bias = torch.ones(rows, width), torch.ones(width, width), torch.ones(width)
-    seconds = [[_seconds(kernel, x, weight, bias) for kernel in (F.linear, _onednn)] for _ in range(repeats + 1)]
-    default, onednn = (min(column) for column in zip(*seconds[1:], strict=True))
+    x, weight, bias = torch.ones(128, 512), torch.ones(512, 512), torch.ones(512)
+    ways = partial(F.linear, x, weight, bias), partial(_onednn, x, weight, bias)
+    rounds = [[timeit.timeit(way, timer=time.thread_time, number=1) for way in ways] for _ in range(6)]
+    default, onednn = (min(seconds) for seconds in zip(*rounds[1:], strict=True))
     return default / onednn
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-def _seconds(kernel: Callable, *args) -> float:
-    start = time.thread_time()
-    kernel(*args)
-    return time.thread_time() - start

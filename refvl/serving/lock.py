@@ -1,8 +1,8 @@
 """One process at a time in a folder: a lock file that names its owner, and that nobody has to clean up after a crash.
 
-The file is made with O_EXCL, so that of several processes one makes it. Its owner also holds the kernel's lock on it
-(`flock`), which ends with the process however that ends: a file whose kernel lock is free was left behind, and is taken
-over. No guess from process numbers is needed, which are used again, and which containers count for themselves.
+The owner holds the kernel's lock on the file (`flock`), which ends with the process however that ends. So a file whose
+kernel lock is free was left behind, and is taken over. No guess from process numbers is needed, which are used again,
+and which containers count for themselves.
 """
 
 import datetime
@@ -11,8 +11,9 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 LOCK = "encode.lock"
 
@@ -24,61 +25,43 @@ def folder_lock(folder: Path) -> Iterator[None]:
     Raises BlockingIOError, naming the owner, when another process holds it, or when the owner is on another machine,
     where this one cannot see whether it still runs.
     """
-    path = folder / LOCK
-    while (file := _take(path)) is None:
-        pass  # its owner gave it up meanwhile
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)  # first: whoever opens the file now finds that it has no name any more
-        os.close(file)
+    path, held = folder / LOCK, False
+    while not held:
+        with open(path, "a+", encoding="utf-8") as file:
+            _hold(file, path)
+            held = os.fstat(file.fileno()).st_nlink > 0  # else its owner removed it before we held it
+            if held:
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)  # while it is held: who opens it now finds that it has no name
 
 
-def _take(path: Path) -> int | None:
-    """The lock file, held; None when it came or vanished on the way."""
-    is_new = not path.exists()
-    overtaken = FileExistsError if is_new else FileNotFoundError
-    try:
-        file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL) * is_new, 0o644)
-    except overtaken:
-        return None
-    with ExitStack() as unless_held:
-        unless_held.callback(os.close, file)
-        if not _hold(file, path, is_new):
-            return None
-        unless_held.pop_all()
-    return file
-
-
-def _hold(file: int, path: Path, is_new: bool) -> bool:
-    """Take the kernel's lock and sign the file; False when it is no longer the one at `path`."""
-    told, here = _read(file), socket.gethostname()
-    owner = f"process {told.get('pid')} on {told.get('host')} since {told.get('since')}" if told else "another process"
-    way_out = f"out: {path} names {owner}, and from here nobody can tell whether it still runs; if not, remove the file"
+def _hold(file: TextIO, path: Path) -> None:
+    """Take the kernel's lock and sign the file; on a file system without such locks a signed file is somebody's."""
+    failure = None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise BlockingIOError(f"out: {path.parent} is being written by {owner}; wait for it to end") from None
-    except OSError:  # a file system without locks: a file that exists is taken at its word
-        if not is_new:
-            raise BlockingIOError(way_out) from None
-    try:
-        if not os.path.samestat(os.fstat(file), path.stat()):
-            return False
-    except FileNotFoundError:
-        return False
-    if (told := _read(file)) and told.get("host") != here:
-        raise BlockingIOError(way_out)
+    except OSError as error:
+        failure = error
+    here, told = socket.gethostname(), _read(file)
+    owner = f"process {told.get('pid')} on {told.get('host')} since {told.get('since')}" if told else "another process"
+    if isinstance(failure, BlockingIOError):
+        raise BlockingIOError(f"out: {path.parent} is being written by {owner}; wait for it to end")
+    if told.get("host", here) != here or (failure and told):
+        unknown = "and from here nobody can tell whether it still runs; if not, remove the file"
+        raise BlockingIOError(f"out: {path} names {owner}, {unknown}")
+    file.truncate(0)
     since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps({"host": here, "pid": os.getpid(), "since": since}).encode(), 0)
-    return True
+    json.dump({"host": here, "pid": os.getpid(), "since": since}, file)
+    file.flush()
 
 
-def _read(file: int) -> dict:
+def _read(file: TextIO) -> dict:
     """What the owner wrote; {} where that is nothing, or not an owner's."""
+    file.seek(0)
     try:
-        told = json.loads(os.pread(file, 4096, 0))
+        told = json.load(file)
     except ValueError:
         return {}
     return told if isinstance(told, dict) else {}

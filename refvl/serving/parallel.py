@@ -28,6 +28,11 @@ from torch import Tensor
 
 from refvl.checks import check_pixel_rows, check_positive_int, check_shape
 
+__all__ = [
+    "get_count_assignment", "get_load_balance_assignment", "get_speed_up", "rank_and_world_size", "restore_order",
+    "run_dp_sharded_mrope_vision_model", "run_dp_sharded_vision_model", "torchrun_ranks",
+]  # fmt: skip
+
 Assignment = tuple[list[int], list[int], list[int]]
 MAX_RANKS = 2**16  # more is a mistake, and every rank costs a list
 ROPE_TYPES = ("rope_3d", "rope_2d")

@@ -18,17 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from refvl.serving.handover import MANIFEST
 from refvl.serving.lock import folder_lock
 
 SHARDS, UNFINISHED = "embeds-*.safetensors", "unfinished"
 Encoded = dict[str, tuple[Tensor, dict]]  # name -> embeddings, manifest entry
-
-
-def write_manifest(out: Path, manifest: dict) -> None:
-    """Put the manifest into the folder `out`, whole or not at all; raises OSError, naming the folder."""
-    with written_whole(out / MANIFEST) as partial:
-        partial.write_text(json.dumps(manifest, indent=1))
 
 
 @contextmanager
@@ -62,34 +55,14 @@ def speaking_of(out: Path) -> Iterator[None]:
         raise OSError(f"out: {out} cannot be written ({getattr(error, 'strerror', None) or error})") from error
 
 
-class ShardWriter:
-    """Collects a rank's embeddings and writes them, `size` images at a time, under names that are still free."""
-
-    def __init__(self, out: Path, model: dict, rank: int, size: int):
-        self.out, self.model, self.rank, self.size = out, model, rank, size
-        self.waiting: Encoded = {}
-
-    @property
-    def room(self) -> int:
-        """How many images the next shard can still take."""
-        return self.size - len(self.waiting)
-
-    def add(self, encoded: Encoded) -> None:
-        """At most `room` images; a shard that is full is written."""
-        self.waiting |= encoded
-        if not self.room:
-            self.write()
-
-    def write(self) -> None:
-        if not self.waiting:
-            return
-        images = json.dumps({name: entry for name, (_, entry) in self.waiting.items()}, default=_plain)
-        header = {"format": "pt", "model": json.dumps(self.model), "images": images}
-        tensors = {name: x.clone(memory_format=torch.contiguous_format) for name, (x, _) in self.waiting.items()}
-        paths = (self.out / f"embeds-{self.rank:03}-{number:05}.safetensors" for number in count())
-        with written_whole(next(path for path in paths if not path.exists())) as partial:
-            save_file(tensors, partial, header)
-        self.waiting = {}
+def write_shard(out: Path, model: dict, rank: int, encoded: Encoded) -> None:
+    """Write a rank's embeddings as one shard, under a name that is still free."""
+    images = json.dumps({name: entry for name, (_, entry) in encoded.items()}, default=_plain)
+    header = {"format": "pt", "model": json.dumps(model), "images": images}
+    tensors = {name: x.clone(memory_format=torch.contiguous_format) for name, (x, _) in encoded.items()}
+    paths = (out / f"embeds-{rank:03}-{number:05}.safetensors" for number in count())
+    with written_whole(next(path for path in paths if not path.exists())) as partial:
+        save_file(tensors, partial, header)
 
 
 def _plain(group):

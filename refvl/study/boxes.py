@@ -26,6 +26,11 @@ from torch import Tensor
 from refvl.arguments import as_integers
 from refvl.checks import check_values, printable
 
+__all__ = [
+    "CONVENTIONS", "Convention", "Region", "find_convention", "find_regions", "from_picture", "parse", "rescale",
+    "space_of", "to_picture",
+]  # fmt: skip
+
 
 class Region(NamedTuple):
     """A box (4 numbers) or a point (2), in the model's coordinates, and what the answer calls it ("" for nothing)."""

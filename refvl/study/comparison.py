@@ -9,7 +9,6 @@ the same folders (`refvl.study.recording`, `benchmarks/record_vllm.py`), with as
 
 import html
 import json
-import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -47,22 +46,17 @@ class Stages:
         Raises FileExistsError for a folder that holds files.
         """
         folder = Path(folder)
+        if folder.exists() and (folder.is_file() or any(folder.iterdir())):
+            raise FileExistsError(f"folder: {folder} holds files already; name another")
         folder.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in self.tensors.items()}
-        shapes = {name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in tensors.items()}
-        about = {"format": FORMAT, "source": self.source, "layouts": self.layouts, "tensors": shapes}
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
+        about = {"format": FORMAT, "source": self.source, "layouts": self.layouts, "tensors": _shapes(tensors)}
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+            unfinished = Path(temporary, folder.name)
+            unfinished.mkdir()
             save_file(tensors, unfinished / TENSORS)
             (unfinished / MANIFEST).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-            unfinished.chmod(0o755)  # mkdtemp's are for the owner alone
             unfinished.replace(folder)
-        except OSError as error:
-            if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-                raise FileExistsError(f"folder: {folder} holds files already; name another") from error
-            raise
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
 
     @classmethod
     def load(cls, folder: str | Path) -> "Stages":
@@ -76,10 +70,10 @@ class Stages:
             raise ValueError(f"{manifest}: is no manifest of saved stages (format {FORMAT!r})")
         with open_shard(file) as stored:
             found = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        shapes = {name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in found.items()}
+        shapes = _shapes(found)
         if shapes != promised:
-            names = sorted(name for name in {*shapes, *promised} if shapes.get(name) != promised.get(name))
-            raise ValueError(f"{file}: does not hold what {MANIFEST} says of {names[0]!r}")
+            differing = min(name for name in {*shapes, *promised} if shapes.get(name) != promised.get(name))
+            raise ValueError(f"{file}: does not hold what {MANIFEST} says of {differing!r}")
         for name, x in found.items():
             stage, _, what = name.partition("/")
             if stage not in STAGES or not what:
@@ -88,6 +82,11 @@ class Stages:
                 raise ValueError(f"{file}: {name!r} cannot be a {x.dtype} of shape {tuple(x.shape)}")
         grids = [tuple(x) if is_grid(x) else None for x in layouts]
         return cls({name: found[name] for name in promised}, str(about.get("source")), grids)
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, list]:
+    """Dtype and shape of each, as a manifest says them."""
+    return {name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in tensors.items()}
 
 
 def is_grid(layout: Any) -> bool:
@@ -193,26 +192,21 @@ def _difference(name: str, ours: Stages, theirs: Stages, rtol: float, atol: floa
     a, b = ours.tensors[name], theirs.tensors[name]
     if a.shape != b.shape:
         shapes = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
-        return Difference(name, True, float("nan"), float("nan"), shapes, _cause_of_shapes(name))
+        return Difference(name, True, float("nan"), float("nan"), shapes, CAUSES_OF_SHAPES[name.split("/")[0]])
     exact = not a.is_floating_point() and not b.is_floating_point()
     x, y = (a.double(), b.double()) if exact else (a.float(), b.float())
     same = (x == y) | (x.isnan() & y.isnan())  # also inf
     apart = torch.where(same, 0.0, (x - y).abs().nan_to_num(nan=torch.inf))
+    largest = float(apart.max()) if apart.numel() else 0.0
     scale = float(torch.where(y.isfinite(), y, 0.0).abs().max()) if y.numel() else 0.0
     wrong = apart > (0 if exact else atol + rtol * scale)
     if not wrong.any():
-        return Difference(name, False, float(apart.max()) if apart.numel() else 0.0, scale)
+        return Difference(name, False, largest, scale)
     by_row = wrong.T if name.startswith("positions/") else wrong
     rows = by_row.reshape(len(by_row), -1).any(1)
     place = _place(name, int(rows.int().argmax()), ours.layouts, len(rows))
     beyond = f"{int(rows.sum())} of {len(rows)} rows, the first at {place}"
-    cause = f"precision: {a.dtype} beside {b.dtype}".replace("torch.", "") if _rounded(a, b) else _cause(name, x, y)
-    return Difference(name, True, float(apart.max()), scale, beyond, cause)
-
-
-def _rounded(a: Tensor, b: Tensor) -> bool:
-    """Whether the dtypes explain it: another one, and a difference as small as that."""
-    return a.dtype != b.dtype and float((a.float() - b.float()).norm()) < ROUNDING * float(b.float().norm())
+    return Difference(name, True, largest, scale, beyond, _cause(name, a, b))
 
 
 def _place(name: str, row: int, layouts: list, rows: int) -> str:
@@ -233,20 +227,23 @@ def _place(name: str, row: int, layouts: list, rows: int) -> str:
     return f"medium {int(what) + 1}, {unit} (t {t}, row {h}, column {w})"
 
 
-def _cause_of_shapes(name: str) -> str:
-    return {
-        "patchify": "resize: other limits (min_pixels, max_pixels), or another picture",
-        "encode": "resize: other limits; or another merge size",
-        "prune": "another number of tokens before pruning",
-        "merge": "tokens: chat template, tokenizer, number of placeholders, or pruning",
-        "positions": "tokens: another prompt",
-        "decode tokens": "another number of new tokens",
-    }[name.split("/")[0]]
+CAUSES_OF_SHAPES = {
+    "patchify": "resize: other limits (min_pixels, max_pixels), or another picture",
+    "encode": "resize: other limits; or another merge size",
+    "prune": "another number of tokens before pruning",
+    "merge": "tokens: chat template, tokenizer, number of placeholders, or pruning",
+    "positions": "tokens: another prompt",
+    "decode tokens": "another number of new tokens",
+}
 
 
-def _cause(name: str, x: Tensor, y: Tensor) -> str:
+def _cause(name: str, a: Tensor, b: Tensor) -> str:
     """What usually makes two tensors of one shape differ like this."""
     stage, what = name.split("/", 1)
+    x, y = a.float(), b.float()
+    is_rounded = float((x - y).norm()) < ROUNDING * float(y.norm())
+    if is_rounded and a.dtype != b.dtype:
+        return f"precision: {a.dtype} beside {b.dtype}".replace("torch.", "")
     if stage == "prune":
         return "pruning: another rule or rate, or embeddings that almost tie"
     if stage == "decode tokens":
@@ -258,10 +255,8 @@ def _cause(name: str, x: Tensor, y: Tensor) -> str:
     if not (x.isfinite().all() and y.isfinite().all()):
         return "overflow: inf or nan, as beyond 65,504 in float16"
     if stage == "patchify":
-        if _is_permuted(x, y):
-            return "order: the patch rows (merge blocks, or line by line)"
-        return _cause_of_pixels(x, y)
-    if float((x - y).norm()) < ROUNDING * float(y.norm()):
+        return "order: the patch rows (merge blocks, or line by line)" if _is_permuted(x, y) else _cause_of_pixels(x, y)
+    if is_rounded:
         return "precision: a tower in bfloat16 or float16, TF32, or other kernels"
     if _is_permuted(x, y):
         return "order: the same rows elsewhere (a window order that was not undone, media exchanged)"

@@ -1,13 +1,11 @@
 """What a model costs before it is loaded: parameters, memory, tokens - from the config and sizes alone."""
 
-import itertools
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -21,16 +19,12 @@ from refvl.pixels.crops import CropConfig, plan_crops
 from refvl.pixels.media import Video
 from refvl.pixels.patches import PatchConfig
 from refvl.pixels.slices import count_sets, plan_slices
-from refvl.positions import MediaSpan, find_pruner
+from refvl.positions import find_pruner
 from refvl.study.report import layout_text
 
 BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the image that upstream plans with
 LARGER_THAN_ANY_CUT = 4096  # px, the side of a picture that gets as many slices or crops as a square one can
 MAX_FRAMES_PER_VIDEO = 600
-STORED_BITS = {  # in the words of safetensors
-    "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
-    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F4": 4,
-}  # fmt: skip
 
 
 class LimitKey(NamedTuple):
@@ -40,42 +34,18 @@ class LimitKey(NamedTuple):
     medium: str  # "image" or "video"
     file: str
     key: str  # with dots between the levels
-    limits: str
+    limits: str  # what it limits
 
 
-def _limit_keys(families: str, medium: str, file: str, **keys: str) -> list[LimitKey]:
-    return [LimitKey(families, medium, file, key.replace("__", "."), limits) for key, limits in keys.items()]
+def limit_table() -> str:
+    """Which key of which file limits what, as a table in Markdown.
+
+    For a video the image's file counts if there is none of its own.
+    """
+    return Path(__file__).with_name("limits.md").read_text(encoding="utf-8").rstrip()
 
 
-_IMAGE, _VIDEO, _CONFIG = "preprocessor_config.json", "video_preprocessor_config.json", "config.json"
-LIMIT_KEYS: list[LimitKey] = [  # for a video the image's file counts where there is none of its own
-    *_limit_keys("Qwen2.5-VL", "image", _IMAGE, max_pixels="area of an image", min_pixels="area of an image",
-                 size__longest_edge="the same as max_pixels, which goes first; an area, despite its name",
-                 size__shortest_edge="the same as min_pixels, likewise"),
-    *_limit_keys("Qwen2.5-VL", "video", _VIDEO, max_pixels="area of each frame", min_pixels="area of each frame",
-                 fps="frames sampled a second", max_frames="frames sampled"),
-    *_limit_keys("Qwen3-VL", "image", _IMAGE, size__longest_edge="area of an image, despite its name",
-                 size__shortest_edge="area of an image"),
-    *_limit_keys("Qwen3-VL", "video", _VIDEO, size__longest_edge="area of all frames together",
-                 size__shortest_edge="area of all frames together", fps="frames sampled a second",
-                 max_frames="frames sampled"),
-    *_limit_keys("GLM", "image", _IMAGE, size__longest_edge="twice the area: an image counts as two frames",
-                 size__shortest_edge="twice the area"),
-    *_limit_keys("GLM", "video", _VIDEO, size__longest_edge="area of all frames together",
-                 size__shortest_edge="area of all frames together", fps="frames sampled a second (not GLM-4.6V)"),
-    *_limit_keys("MiniCPM-V", "image", _IMAGE, max_slice_nums="slices besides the overview",
-                 scale_resolution="side of a square as large as a slice"),
-    *_limit_keys("MiniCPM-V", "image", _CONFIG, slice_config__max_slice_nums="the same, if the file above is silent"),
-    *_limit_keys("MiniCPM-V", "video", _VIDEO, fps="frames sampled a second", max_frames="sets of query tokens"),
-    *_limit_keys("Step3-VL", "image", _CONFIG, vision_config__image_size="side of the overview"),
-]  # fmt: skip
-
-
-def limit_table(families: str | None = None) -> str:
-    """`LIMIT_KEYS` as a table in Markdown; families: only of these."""
-    rows = [row for row in LIMIT_KEYS if families in (None, row.families)]
-    lines = [f"| {row.families} | {row.medium} | {row.file} | `{row.key}` | {row.limits} |" for row in rows]
-    return "\n".join(["| family | of | file | key | what it limits |", "|---|---|---|---|---|", *lines])
+LIMIT_KEYS = [LimitKey(*row.strip("| ").split(" | ")) for row in limit_table().replace("`", "").splitlines()[2:]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,28 +76,6 @@ def plan_media(vlm: VLM, medium, pruning_rate: float = 0.0, pruning: str = "evs"
     t, h, w = merged.thw
     kept = find_pruner(pruning).count(h * w, t, pruning_rate) if kind == "video" and pruning_rate else tokens
     return MediaPlan(kind, size, becomes, layout, patches, tokens, kept)
-
-
-def blank_clip(vlm: VLM, seconds: float, width: int, height: int, source_fps: float = 25.0) -> Video:
-    """What the model would read of a file of this length and size: black frames that take no memory.
-
-    Raises ValueError where no videos are taken.
-    """
-    total = max(1, round(seconds * source_fps))
-    indices = vlm.processor.frame_indices(total, source_fps)
-    frames = np.broadcast_to(np.zeros(3, np.uint8), (len(indices), height, width, 3))
-    return Video(frames, len(indices) / total * source_fps, source_fps, tuple(indices), total, total / source_fps)
-
-
-def count_positions(vlm: VLM, medium) -> int:
-    """How far a decoded medium moves the positions of the text behind it, without the text in it."""
-    config, kind = vlm.processor.video_config, "video" if isinstance(medium, Video) else "image"
-    is_scaled = kind == "video" and isinstance(config, PatchConfig)
-    second_per_grid = config.temporal_patch_size / medium.fps if is_scaled else 1.0
-    merged = vlm.processor.merged(kind, vlm.processor.layout_of(medium), second_per_grid)
-    starts = itertools.accumulate((t * h * w for t, h, w in merged.runs), initial=0)
-    spans = [MediaSpan(start, *run, merged.t_factor) for start, run in zip(starts, merged.runs, strict=False)]
-    return int(vlm.language_model.positions(merged.num_tokens, spans).max()) + 1
 
 
 def describe_layout(processor: Processor, medium, layout: Any, tokens: int) -> str:
@@ -178,11 +126,6 @@ def frames_that_fit(
     return frames
 
 
-def parameter_count(module: nn.Module | Encoder) -> int:
-    """Parameters, a shared one counted once."""
-    return sum(p.numel() for p in module.parameters())
-
-
 def weight_bytes(module: nn.Module | Encoder) -> int:
     """Memory of the parameters as they are, a shared one counted once; of quantised ones all that they are made of."""
     return sum(_tensor_bytes(weight) for weight in module.parameters())
@@ -197,9 +140,8 @@ def _tensor_bytes(weight: Tensor) -> int:
 
 def stored_text_bytes(folder: Path, vision_prefix: str) -> int:
     """What the weights that are not the vision tower's take in the files of a checkpoint, by their headers."""
-    stored = weight_headers(folder)
-    sizes = {name: header.numel * STORED_BITS[header.dtype] // 8 for name, header in stored.items()}
-    return sum(size for name, size in sizes.items() if not re.match(vision_prefix, name))
+    places = {name: header.data_offsets for name, header in weight_headers(folder).items()}
+    return sum(end - begin for name, (begin, end) in places.items() if not re.match(vision_prefix, name))
 
 
 def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
@@ -216,12 +158,7 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
 
 
 def costs(
-    vlm: VLM,
-    media: Sequence = (),
-    *,
-    pruning_rate: float = 0.0,
-    pruning: str = "evs",
-    text_bytes: int | None = None,
+    vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning: str = "evs", text_bytes: int | None = None
 ) -> dict[str, Any]:
     """Every number that `describe` words, ready for JSON: parameters, tokens, px, bytes; `vlm` may live on `meta`.
 
@@ -241,17 +178,19 @@ def costs(
 
     limits = processor.image_config if isinstance(processor.image_config, PatchConfig) else None
     height, width = image_size_with_most_features(limits) if limits else (LARGER_THAN_ANY_CUT, LARGER_THAN_ANY_CUT)
-    parameters = {"encoder": parameter_count(vlm.encoder), "language_model": parameter_count(vlm.language_model)}
     planned = [cost(plan_media(vlm, medium, pruning_rate, pruning)) for medium in media]
-    halves = {"encoder": weight_bytes(vlm.encoder), "language_model": text_bytes or weight_bytes(vlm.language_model)}
-    weights = sum(halves.values())
+    halves = {"encoder": vlm.encoder, "language_model": vlm.language_model}
+    parameters = {name: sum(weight.numel() for weight in half.parameters()) for name, half in halves.items()}
+    stored = {name: weight_bytes(half) for name, half in halves.items()}
+    stored["language_model"] = text_bytes or stored["language_model"]
+    weights = sum(stored.values())
     together = encoder_activation_bytes(vlm.encoder, sum(medium["patches"] for medium in planned))
     return {
         "family": vlm.family.name,
         "dtype": str(dtype).removeprefix("torch."),
         "parameters": parameters,
         "weights_bytes": weights,
-        "weights_bytes_of": halves,
+        "weights_bytes_of": stored,
         "context": vlm.max_context,
         "kv_cache_bytes_per_token": per_token,
         "min_pixels": limits and limits.min_pixels,

@@ -11,8 +11,6 @@ Every check is a row of (what, measured, allowed); the verdict is one line, and 
 Shape suffixes: N rows, H heads, K head dimension.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,11 +19,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from refvl.attention import HALF, available_backends, cumulative_lengths, describe_backend, varlen_attention
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.graphs import EncoderGraphManager
 from refvl.graphs.cuda import pool_bytes
+from refvl.study.arithmetic import encoder_operations
 
 HEAD_DIMS = (64, 72, 80, 112, 128)  # GLM-OCR, SigLIP, Qwen2.5-VL, Step3-VL, GLM-4.1V and the resamplers
 LENGTHS = (64, 0, 33, 1, 0, 257, 64, 0)  # segments; empty ones first, last and between do not occur by chance
@@ -144,14 +144,14 @@ def check_graphs(encoder: Qwen2_5_VisionTransformer, sides, *, compiles: bool) -
 
 @torch.inference_mode()
 def measure_times(encoder: Qwen2_5_VisionTransformer, sides) -> Iterator[Row]:
-    """Milliseconds per picture, eager and by graph, and the floor: its matrix products at the rate measured here."""
+    """Milliseconds per picture, eager and by graph, and the floor: its products at the rate of a large one here."""
     rate = _matmul_rate(encoder)
     for side in sides:
         pixels, grids, tokens = _pixels(encoder, side), [(1, side, side)], side**2 // encoder.config.block_size
         manager = EncoderGraphManager(encoder, budgets=[tokens], max_items=1, max_frames=1, progress=False)
         metadata = encoder.plan(grids)
         px = f"{side * encoder.config.patch_size} px"
-        yield Row(f"{px}: floor", _operations(encoder, side**2, tokens) / rate * 1e3, None, "ms")
+        yield Row(f"{px}: floor", encoder_operations(encoder, grids) / rate * 1e3, None, "ms")
         yield Row(f"{px}: eager", _milliseconds(partial(encoder, pixels, metadata=metadata)), None, "ms")
         yield Row(f"{px}: graph", _milliseconds(partial(manager.execute, pixels, grids)), None, "ms")
         manager.clear()
@@ -184,13 +184,6 @@ def _distance(out: Tensor, want: Tensor) -> float:
     return float((out.double() - want.double()).abs().max() / want.double().abs().max())
 
 
-def _operations(encoder: Qwen2_5_VisionTransformer, patches: int, tokens: int) -> int:
-    """Of the matrix products: two per weight and row; attention and all that is elementwise come on top."""
-    of_tokens = sum(weight.numel() for weight in encoder.merger.parameters())
-    of_patches = sum(weight.numel() for weight in encoder.parameters()) - of_tokens
-    return 2 * (patches * of_patches + tokens * of_tokens)
-
-
 def _matmul_rate(encoder: Qwen2_5_VisionTransformer, size: int = 4096) -> float:
     """Operations per second of a large matrix product in the tower's dtype."""
     size = min(size, 4 * encoder.config.hidden_size)
@@ -198,13 +191,6 @@ def _matmul_rate(encoder: Qwen2_5_VisionTransformer, size: int = 4096) -> float:
     return 2 * size**3 / _milliseconds(lambda: x @ x) * 1e3
 
 
-def _milliseconds(function: Callable[[], object], repeats: int = 9) -> float:
-    """The median, after three calls that do not count."""
-    times = []
-    for i in range(3 + repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        function()
-        torch.cuda.synchronize()
-        times += [time.perf_counter() - start] * (i >= 3)
-    return statistics.median(times) * 1e3
+def _milliseconds(function: Callable[[], object]) -> float:
+    """The median of many calls."""
+    return Timer("run()", globals={"run": function}).blocked_autorange(min_run_time=0.05).median * 1e3

@@ -10,9 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import refvl
+from benchmarks.families import blank_clip, count_positions, prefill_operations
 from refvl.paths import DATA
-from refvl.study.arithmetic import encoder_operations, prefill_operations
-from refvl.study.costs import blank_clip, count_positions, plan_media
+from refvl.study.arithmetic import encoder_operations
+from refvl.study.costs import plan_media
 
 TINY = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3")
 

@@ -1,4 +1,4 @@
-"""For CLIP-like towers (LLaVA and its kin), before and after they run; the towers of this library need none of it.
+"""Vision utilities for CLIP-like towers (LLaVA and its kin); the towers of this library need none of them.
 
     get_vision_encoder_info           how many tokens an image becomes
     get_vit_attn_backend              which attention the tower gets
@@ -13,7 +13,8 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from math import ceil
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +25,21 @@ from refvl.checks import check_positive_int, check_shape
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class VisionEncoderInfo:
     """A tower that resizes every image to one square: as many tokens as patches, whatever the image."""
 
     image_size: int  # pixels: the square's side; for Pixtral the longest that a side may be
     patch_size: int  # pixels along a side of what becomes one token
+    class_tokens: ClassVar[int] = 0  # in front of the patches
 
     @classmethod
     def from_hf(cls, hf_config) -> Self:
         """From the config of a whole model; the sizes are in its `vision_config`."""
         vision = hf_config.vision_config
-        sizes = {name: check_positive_int(getattr(vision, name), name) for name in ("image_size", "patch_size")}
-        return cls(**sizes)
+        image_size = check_positive_int(vision.image_size, "image_size")
+        patch_size = check_positive_int(vision.patch_size, "patch_size")
+        return cls(image_size, patch_size)
 
     def get_image_size(self) -> int:
         """Pixels along a side."""
@@ -50,29 +53,26 @@ class VisionEncoderInfo:
         """Whole tokens along a side of the largest image."""
         return self.image_size // self.patch_size
 
+    def get_patch_grid_size(self, *, image_width: int, image_height: int) -> tuple[int, int]:
+        """(tokens across, tokens down) of an image of this size in pixels, without a class token."""
+        return self.get_patch_grid_length(), self.get_patch_grid_length()
+
     def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
         """Tokens that the tower gives for an image of this size in pixels."""
         check_positive_int(image_width, "image_width")
         check_positive_int(image_height, "image_height")
-        return self._num_tokens(image_width, image_height)
-
-    def _num_tokens(self, width: int, height: int) -> int:
-        return self.get_patch_grid_length() ** 2
+        across, down = self.get_patch_grid_size(image_width=image_width, image_height=image_height)
+        return across * down + self.class_tokens
 
 
 class SiglipEncoderInfo(VisionEncoderInfo):
     """SigLIP: patches only."""
 
-    __slots__ = ()
-
 
 class CLIPEncoderInfo(VisionEncoderInfo):
     """CLIP: patches, and a class token in front."""
 
-    __slots__ = ()
-
-    def _num_tokens(self, width: int, height: int) -> int:
-        return self.get_patch_grid_length() ** 2 + 1
+    class_tokens = 1
 
 
 class PixtralHFEncoderInfo(VisionEncoderInfo):
@@ -81,23 +81,16 @@ class PixtralHFEncoderInfo(VisionEncoderInfo):
     A longer side above image_size is brought down to it, then both sides are rounded up to whole tokens.
     """
 
-    __slots__ = ()
-
     @classmethod
     def from_hf(cls, hf_config) -> Self:
         info = super().from_hf(hf_config)
         return cls(info.image_size, info.patch_size * getattr(hf_config, "spatial_merge_size", 1))
 
     def get_patch_grid_size(self, *, image_width: int, image_height: int) -> tuple[int, int]:
-        """(tokens across, tokens down)."""
         ratio = max(image_width / self.image_size, image_height / self.image_size, 1.0)
-        sides = (max(1, int(side / ratio)) for side in (image_width, image_height))  # a very thin image keeps one pixel
-        across, down = (-(-side // self.patch_size) for side in sides)
-        return across, down
-
-    def _num_tokens(self, width: int, height: int) -> int:
-        across, down = self.get_patch_grid_size(image_width=width, image_height=height)
-        return across * down
+        width = max(1, int(image_width / ratio))  # a very thin image keeps one pixel
+        height = max(1, int(image_height / ratio))
+        return ceil(width / self.patch_size), ceil(height / self.patch_size)
 
 
 ENCODER_INFOS = {
@@ -123,7 +116,7 @@ def get_vision_encoder_info(hf_config) -> VisionEncoderInfo:
 
 
 def get_vit_attn_backend(head_size: int, dtype: torch.dtype, device, *, requested: str = "auto") -> str:
-    """The backend of `refvl.attention` that a tower gets; the reason is logged (logger "refvl.encoders.clip", INFO).
+    """Return the backend of `refvl.attention` that a tower gets; this module's logger says why, at level INFO.
 
     requested: a backend by name, which then must run there; "auto" takes the fastest that can.
     Raises ValueError for an unknown backend, or one that cannot run.
@@ -136,35 +129,11 @@ def get_vit_attn_backend(head_size: int, dtype: torch.dtype, device, *, requeste
     return backend
 
 
-FeatureSelectStrategy = Literal["class", "default", "full"] | Callable[[Tensor], Tensor]
-
 FEATURE_SELECTORS = {
     "class": lambda x_BND: x_BND[:, 0],  # the class token: (B, D)
     "default": lambda x_BND: x_BND[:, 1:],  # everything but the class token
     "full": lambda x_BND: x_BND,
 }
-
-
-def get_feature_selector(strategy: FeatureSelectStrategy) -> Callable[[Tensor], Tensor]:
-    """The function (B, N, D) -> selected tokens of a strategy; a callable is one. ValueError for an unknown name."""
-    if callable(strategy):
-        return strategy
-    if strategy not in FEATURE_SELECTORS:
-        raise ValueError(
-            f"feature_select_strategy: expected one of {tuple(FEATURE_SELECTORS)} or a callable, got {strategy!r}"
-        )
-    return FEATURE_SELECTORS[strategy]
-
-
-def get_num_selected_vision_tokens(num_vision_tokens: int, strategy: FeatureSelectStrategy) -> int:
-    """How many of a tower's tokens a strategy keeps.
-
-    >>> get_num_selected_vision_tokens(577, "default")
-    576
-    """
-    tokens_1ND = torch.empty(1, check_positive_int(num_vision_tokens, "num_vision_tokens"), 1, device="meta")
-    selected = get_feature_selector(strategy)(tokens_1ND)
-    return 1 if selected.ndim == 2 else selected.shape[1]
 
 
 def resolve_visual_encoder_outputs(
@@ -173,7 +142,7 @@ def resolve_visual_encoder_outputs(
     *,
     select_layers: Sequence[int] | None = None,
     max_possible_layers: int | None = None,
-    feature_select_strategy: FeatureSelectStrategy | None = None,
+    feature_select_strategy: str | Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """One tensor of features: the last layer's output, or several hidden states side by side.
 
@@ -191,13 +160,15 @@ def resolve_visual_encoder_outputs(
     `select_layers`, a tensor with them, and layers that are not there. A negative index beyond the loaded layers
     reads, as upstream, an earlier one: that is a warning.
     """
-    select = get_feature_selector(feature_select_strategy or "full")
+    strategy = feature_select_strategy or "full"
+    if not callable(strategy) and strategy not in FEATURE_SELECTORS:
+        allowed = tuple(FEATURE_SELECTORS)
+        raise ValueError(f"feature_select_strategy: expected one of {allowed} or a callable, got {strategy!r}")
+    select = strategy if callable(strategy) else FEATURE_SELECTORS[strategy]
     if select_layers is None:
         if not isinstance(encoder_outputs, Tensor):
-            raise ValueError(
-                "encoder_outputs: without select_layers, expected the last layer's output (one tensor), "
-                f"got {type(encoder_outputs).__name__}"
-            )
+            kind = type(encoder_outputs).__name__
+            raise ValueError(f"encoder_outputs: without select_layers, expected the last one (one tensor), got {kind}")
         selected = select(check_shape(encoder_outputs, ("B", "N", "D"), "encoder_outputs"))
         return selected if post_layer_norm is None else post_layer_norm(selected)
     if max_possible_layers is None:
@@ -219,9 +190,6 @@ def _hidden_state(hidden_states: Sequence[Tensor], layer: int, max_possible_laye
     if not -len(hidden_states) <= index < len(hidden_states):
         raise ValueError(f"select_layers: layer {layer} is not among {loaded} loaded of {max_possible_layers}")
     if layer < 0 <= index:
-        warnings.warn(
-            f"select_layers: layer {layer} of {max_possible_layers} lies beyond the {loaded} loaded ones; "
-            f"hidden state {index} is read instead",
-            stacklevel=3,
-        )
+        beyond = f"layer {layer} of {max_possible_layers} lies beyond the {loaded} loaded ones"
+        warnings.warn(f"select_layers: {beyond}; hidden state {index} is read instead", stacklevel=3)
     return check_shape(hidden_states[index], ("B", "N", "D"), f"encoder_outputs[{index}]")
