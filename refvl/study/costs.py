@@ -179,7 +179,7 @@ def costs(
     limits = processor.image_config if isinstance(processor.image_config, PatchConfig) else None
     height, width = image_size_with_most_features(limits) if limits else (LARGER_THAN_ANY_CUT, LARGER_THAN_ANY_CUT)
     planned = [cost(plan_media(vlm, medium, pruning_rate, pruning)) for medium in media]
-    halves = {"encoder": vlm.encoder, "language_model": vlm.language_model}
+    halves: dict[str, Any] = {"encoder": vlm.encoder, "language_model": vlm.language_model}
     parameters = {name: sum(weight.numel() for weight in half.parameters()) for name, half in halves.items()}
     stored = {name: weight_bytes(half) for name, half in halves.items()}
     stored["language_model"] = text_bytes or stored["language_model"]

@@ -1,4 +1,4 @@
-"""README.md tells the truth. Oracles: files, the Makefile, the command line's help, the library's signatures."""
+"""README.md and docs/map.md tell the truth. Oracles: files, the Makefile, the command line's help, the library's signatures."""
 
 import ast
 import importlib
@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.S | re.M)
 PROSE = re.sub(r"^```.*?^```", "", TEXT, flags=re.S | re.M)
-TREE = next(body for language, body in BLOCKS if not language and body.startswith("refvl/"))
+MAP = (ROOT / "docs/map.md").read_text()
+TREE = next(body for body in re.findall(r"^```\n(.*?)^```", MAP, re.S | re.M) if body.startswith("refvl/"))
 COMMANDS = [
     command
     for language, body in BLOCKS
