@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import LogitsProcessor
 
-import refvl
+from refvl.paths import DATA
 from refvl.study import report
 from refvl.trace import Trace
 
-LIBRARY = Path(refvl.__file__).parent
+LIBRARY = Path(__file__).resolve().parents[1]
 ASK = "ask"  # what runs before the first stage
 SENTENCES = {
     ASK: "The caller's arguments become a request. They are checked here, once, and the stages trust them.",
@@ -42,7 +42,7 @@ SENTENCES = {
     "plan": "From the layout alone, without a pixel, the encoder computes positions, the order of the rows, and which "
     "rows attend to each other.",
     "encode": "The vision tower turns patch rows into embeddings that the language model can read.",
-    "prune": "If the caller sets a pruning rate, tokens of a video that add the least are dropped.",
+    "prune": "If the caller sets a pruning rate, the video tokens that add the least are dropped.",
     "tokenize": "The prompt becomes token ids, with a placeholder for every embedding.",
     "merge": "The prompt becomes token ids, and the embeddings take the places of its placeholders.",
     "positions": "Every token gets a position on each of three axes: time, height and width.",
@@ -50,6 +50,30 @@ SENTENCES = {
     "decode tokens": "The best token is appended and read in turn, until the model ends its answer.",
     "generate": "Prefill and decoding are one stage, because beams are compared as they grow.",
     "assistant": "A second model reads the same prompt, to draft tokens for the first.",
+}
+
+
+class Asked(NamedTuple):
+    """A request about a file of the repository, to a checkpoint of the repository."""
+
+    name: str
+    checkpoint: str
+    question: str
+    options: dict[str, Any]  # images, videos, and those of `VLM.chat`
+
+
+_SCENE, _CIRCLE = {"images": [DATA / "pictures" / "scene.png"]}, "What color is the circle?"
+_CLIP, _WAY = {"videos": [DATA / "clips" / "scene.mp4"]}, "Which way does the circle move?"
+SHIPPED = {
+    "qwen2_5_vl": Asked("Qwen2.5-VL", "tiny-qwen2_5_vl", _CIRCLE, _SCENE),
+    "qwen3_vl": Asked("Qwen3-VL", "tiny-qwen3_vl", _CIRCLE, _SCENE),
+    "glm4v": Asked("GLM-4.1V", "tiny-glm4v", _CIRCLE, _SCENE),
+    "minicpmv": Asked("MiniCPM-V 4.5", "tiny-minicpmv-4_5", _CIRCLE, _SCENE),
+    "step3": Asked(
+        "Step3-VL", "tiny-step3", "Which letter is in the red box?", {"images": [DATA / "pictures" / "page.png"]}
+    ),
+    "clip": Asked("Qwen2.5-VL, a clip", "tiny-qwen2_5_vl", _WAY, _CLIP),
+    "clip_pruned": Asked("Qwen2.5-VL, half of a clip", "tiny-qwen2_5_vl", _WAY, _CLIP | {"pruning_rate": 0.5}),
 }
 _CHECK = re.compile(r"_?check_|_refuse|_misfit|_report")  # names of functions that only check
 _NO_CODE = {  # kinds of tokens

@@ -29,7 +29,7 @@ from refvl.study.report import layout_text
 from refvl.viz.style import SEQUENCE_CMAP, SEQUENCE_RANGES, ink_on
 
 WIDE, NARROW = 360, 170  # pixels of the page that a picture takes at most, and if another stands beside it
-SHOWN_TILES, SHOWN_FRAMES, SHOWN_TOKENS, SHOWN_ITEMS = 320, 6, 160, 2
+SHOWN_TILES, SHOWN_SLICES, SHOWN_FRAMES, SHOWN_TOKENS, SHOWN_ITEMS = 320, 12, 6, 160, 2
 NUMBERED = 64  # cells of a picture that are small enough to lose their numbers begin here
 HEAT_ROWS, HEAT_COLUMNS = 48, 120
 LINE_END = "\N{RETURN SYMBOL}"
@@ -37,33 +37,31 @@ AXES = (("t", "time", 5.5, "none"), ("h", "height", 3.2, "7 4"), ("w", "width", 
 
 
 def values(journey: Journey, stage: str) -> list[str]:
-    """The figures of a stage; none for one that made nothing to look at."""
+    """The figures of a stage; none for one that made nothing to look at, or that let it go."""
     run = journey.trace
     match stage:
-        case _ if stage == ASK:
-            return [f'<p class="asked">{html.escape(journey.question)}</p>']
         case "decode media":
-            return [figure for i, medium in enumerate(run.media[:SHOWN_ITEMS]) for figure in _medium(medium, i)]
+            return [_medium(medium, i) for i, medium in enumerate(run.media[:SHOWN_ITEMS])]
         case "patchify":
             return [figure for item in run.patches[:SHOWN_ITEMS] for figure in _patches(item)]
         case "plan":
             merged = [item.merged.thw for item in run.patches]
             return [figure for planned in run.metadata[:SHOWN_ITEMS] for figure in _plan(planned, merged)]
         case "encode":
-            names = [f"embeddings of item {i + 1}" for i in range(len(run.embeds))]
-            return [tensor_figure(*named) for named in list(zip(names, run.embeds, strict=True))[:SHOWN_ITEMS]]
+            return [tensor_figure(f"embeddings of item {i + 1}", x) for i, x in enumerate(run.embeds[:SHOWN_ITEMS])]
         case "prune":
             return _pruned(run)
-        case "tokenize" | "merge":
-            figures = [_prompt(journey)]
-            return figures + [tensor_figure("inputs_embeds", run.inputs_embeds)] * (run.inputs_embeds is not None)
+        case "merge":
+            found = [("inputs_embeds", run.inputs_embeds), ("deepstack", run.deepstack)]
+            made = [tensor_figure(name, x) for name, x in found if x is not None and x.numel()]
+            return [_prompt(journey), *made]
         case "positions":
             return [_positions(run)]
         case "prefill" if journey.scores:
             return [_scores(journey)]
         case "decode tokens" | "generate":
             return [_answer(journey)]
-    return []
+    return [f'<p class="asked">{html.escape(journey.question)}</p>'] if stage == ASK else []
 
 
 def first_picture(journey: Journey) -> str:
@@ -78,24 +76,24 @@ def first_picture(journey: Journey) -> str:
 
 def _figure(drawn: str, caption: str) -> str:
     """A picture with its caption; two narrow ones may stand side by side."""
-    width = re.search(r'width="(\d+)"', drawn)
+    width = re.match(r'<[^>]* width="(\d+)"', drawn)
     narrow = ' class="narrow"' if width and int(width[1]) <= NARROW else ""
     return f"<figure{narrow}>{drawn}<figcaption>{caption}</figcaption></figure>"
 
 
-def _medium(medium: Any, number: int) -> Iterator[str]:
+def _medium(medium: Any, number: int) -> str:
     """A picture, or the frames of a video."""
     if isinstance(medium, Video):
         count = len(medium.frames)
         shown = _spread(count, SHOWN_FRAMES)
-        strip = np.concatenate([_small(Image.fromarray(medium.frames[i]), 120) for i in shown], axis=1)
-        alt = f"{len(shown)} of the {count} sampled frames of video {number + 1}, side by side"
+        frames = np.stack([_small(Image.fromarray(medium.frames[i]), 160) for i in shown])
+        alt = f"{len(shown)} of the {count} sampled frames of video {number + 1}, in their order"
         numbers = ", ".join(map(str, medium.indices[:12])) + ", ..." * (len(medium.indices) > 12)
-        yield _figure(picture(strip, alt), f"<b>frames</b> {medium.frames.shape} uint8; taken from the file: {numbers}")
-    else:
-        alt = f"Image {number + 1} as it was decoded, {medium.width} x {medium.height} pixels"
-        small = _small(medium.convert("RGB"), 240)
-        yield _figure(picture(small, alt, width=180), f"<b>image</b> {medium.width} x {medium.height} pixels, RGB")
+        caption = f"<b>frames</b> {medium.frames.shape} uint8; taken from the file: {numbers}"
+        return _figure(picture(mosaic(frames, 3, gap=4), alt, width=WIDE), caption)
+    alt = f"Image {number + 1} as it was decoded, {medium.width} x {medium.height} pixels"
+    caption = f"<b>image</b> {medium.width} x {medium.height} pixels, RGB"
+    return _figure(picture(_small(medium, 360), alt, width=240), caption)
 
 
 def _patches(item: Any) -> Iterator[str]:
@@ -104,14 +102,29 @@ def _patches(item: Any) -> Iterator[str]:
     tiles = as_tiles(rows)
     layout = html.escape(layout_text(item.layout))
     if tiles is not None and is_grid(item.layout):
-        yield _figure(_cut(tiles, item), f"<b>layout</b> {layout}: the number of each patch is that of its row")
-    if tiles is not None:
-        shown = tiles[:SHOWN_TILES]
-        across = 12 if is_grid(item.layout) else 16
-        alt = f"The first {len(shown)} of {len(rows)} patches in the order of the rows, {across} to a line"
-        where = "" if is_grid(item.layout) else f"; {layout}"
-        yield _figure(picture(mosaic(shown, across), alt, width=WIDE), f"the same rows in their order{where}")
+        step = " of the first step" * (item.layout[0] > 1)
+        yield _figure(_cut(tiles, item), f"<b>layout</b> {layout}; each patch{step} has the number of its row")
+        alt = f"The first {min(len(tiles), SHOWN_TILES)} of {len(tiles)} patches in the order of the rows, 12 to a line"
+        yield _figure(picture(mosaic(tiles[:SHOWN_TILES], 12), alt, width=WIDE), "the same rows in their order")
+    elif tiles is not None and hasattr(item.layout[0], "slices"):
+        sizes = [size for group in item.layout for size in group.slices]
+        yield _figure(_slices(tiles, sizes), f"<b>layout</b> {layout}; rows go slice by slice, line by line")
+    elif tiles is not None:
+        alt = f"The first {min(len(tiles), SHOWN_TILES)} of {len(tiles)} patches in the order of the rows, 16 to a line"
+        yield _figure(
+            picture(mosaic(tiles[:SHOWN_TILES], 16), alt, width=WIDE), f"<b>layout</b> {layout}; rows in order"
+        )
     yield tensor_figure("pixel_values", rows)
+
+
+def _slices(tiles: np.ndarray, sizes: Sequence[tuple[int, int]]) -> str:
+    """Slices of (h, w) patches, each put together again from its rows."""
+    drawn, at = [], 0
+    for number, (h, w) in enumerate(sizes[:SHOWN_SLICES], 1):
+        alt = f"Slice {number} of {len(sizes)}, {h} x {w} patches"
+        drawn.append(picture(mosaic(tiles[at : at + h * w], w), alt, width=110))
+        at += h * w
+    return f'<div class="slices">{"".join(drawn)}</div>'
 
 
 def as_tiles(rows_NK: Tensor) -> np.ndarray | None:
@@ -126,14 +139,14 @@ def as_tiles(rows_NK: Tensor) -> np.ndarray | None:
 
 
 def mosaic(tiles: np.ndarray, across: int, *, gap: int = 2) -> np.ndarray:
-    """(N, P, P, 3) -> (height, width, 4) with transparent gaps, `across` tiles to a line."""
-    count, side = len(tiles), tiles.shape[1]
-    down, step = -(-count // across), side + gap
-    sheet = np.zeros((down * step - gap, min(across, count) * step - gap, 4), np.uint8)
+    """(N, height, width, 3) -> one picture with an alpha channel: transparent gaps, `across` tiles to a line."""
+    count, h, w, _ = tiles.shape
+    down = -(-count // across)
+    sheet = np.zeros((down * (h + gap) - gap, min(across, count) * (w + gap) - gap, 4), np.uint8)
     for i, tile in enumerate(tiles):
-        top, left = i // across * step, i % across * step
-        sheet[top : top + side, left : left + side, :3] = tile
-        sheet[top : top + side, left : left + side, 3] = 255
+        top, left = i // across * (h + gap), i % across * (w + gap)
+        sheet[top : top + h, left : left + w, :3] = tile
+        sheet[top : top + h, left : left + w, 3] = 255
     return sheet
 
 
@@ -340,7 +353,7 @@ def _positions(run: Any) -> str:
     """t, h and w along the prompt. Lines differ in width and dashes, so that they can be told apart without colours."""
     positions = run.positions.cpu()
     count, high = positions.shape[1], max(int(positions.max()), 1)
-    left, top, width, height = 28, 8, WIDE - 36, 150
+    left, top, width, height = 28, 8, WIDE - 36, 190
 
     def x(i: float) -> float:
         return left + i * width / max(count - 1, 1)
