@@ -84,8 +84,8 @@ def build(out: Path) -> dict[str, int]:
 
     Notebooks are taken as they are: run `make notebooks` first if they changed.
     """
-    from refvl.study.journey import SHIPPED
     from refvl.viz.explorers.gallery import GALLERY
+    from refvl.viz.journey import SHIPPED
 
     paths = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
     pages = {f"notebooks/{path.stem}.html": notebook_page(path) for path in paths}
@@ -119,9 +119,9 @@ def explorer_page(explorer) -> str:
 
 def journey_page(name: str) -> str:
     """An answer of a shipped model, followed now, with links to those of the other models."""
-    from refvl.study.journey import SHIPPED, follow
+    from refvl.study.journey import follow
     from refvl.viz.explorers.gallery import small_model
-    from refvl.viz.journey import page
+    from refvl.viz.journey import SHIPPED, page
 
     asked = SHIPPED[name]
     journey = follow(small_model(asked.checkpoint), asked.question, **asked.options)
@@ -252,8 +252,7 @@ def first_sentence(source: str) -> str:
 
 def index_page(paths: list[Path], explorers: dict[str, str]) -> str:
     """The journey, the answers line by line, the notebooks with their questions, the explorers."""
-    from refvl.study.journey import SHIPPED
-    from refvl.viz.journey import TITLE
+    from refvl.viz.journey import SHIPPED, TITLE
 
     notebooks = {path.stem: nbformat.read(path, as_version=4) for path in paths}
     titles = {stem: title_of(notebook) for stem, notebook in notebooks.items()}

@@ -6,19 +6,13 @@
 
 follow    a request -> `Journey`: its functions by stage, its numbers, and the `Trace` of the same request
 record    a call -> the functions of a folder that the call enters, and the lines that it executes
-Source    a file: its code lines, those that only check, and its functions
 measure   functions -> `Numbers`
 listing   a `Journey` as plain text
 """
 
-import ast
-import io
-import re
 import sys
-import tokenize
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from inspect import unwrap
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
@@ -28,8 +22,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from refvl.paths import DATA
 from refvl.study import report
+from refvl.study.source import Source, source_of
 from refvl.trace import Trace
 
 LIBRARY = Path(__file__).resolve().parents[1]
@@ -51,34 +45,6 @@ SENTENCES = {
     "generate": "Prefill and decoding are one stage, because beams are compared as they grow.",
     "assistant": "A second model reads the same prompt, to draft tokens for the first.",
 }
-
-
-class Asked(NamedTuple):
-    """A request about a file of the repository, to a checkpoint of the repository."""
-
-    name: str
-    checkpoint: str
-    question: str
-    options: dict[str, Any]  # images, videos, and those of `VLM.chat`
-
-
-_SCENE, _CIRCLE = {"images": [DATA / "pictures" / "scene.png"]}, "What color is the circle?"
-_CLIP, _WAY = {"videos": [DATA / "clips" / "scene.mp4"]}, "Which way does the circle move?"
-SHIPPED = {
-    "qwen2_5_vl": Asked("Qwen2.5-VL", "tiny-qwen2_5_vl", _CIRCLE, _SCENE),
-    "qwen3_vl": Asked("Qwen3-VL", "tiny-qwen3_vl", _CIRCLE, _SCENE),
-    "glm4v": Asked("GLM-4.1V", "tiny-glm4v", _CIRCLE, _SCENE),
-    "minicpmv": Asked("MiniCPM-V 4.5", "tiny-minicpmv-4_5", _CIRCLE, _SCENE),
-    "step3": Asked(
-        "Step3-VL", "tiny-step3", "Which letter is in the red box?", {"images": [DATA / "pictures" / "page.png"]}
-    ),
-    "clip": Asked("Qwen2.5-VL, a clip", "tiny-qwen2_5_vl", _WAY, _CLIP),
-    "clip_pruned": Asked("Qwen2.5-VL, half of a clip", "tiny-qwen2_5_vl", _WAY, _CLIP | {"pruning_rate": 0.5}),
-}
-_CHECK = re.compile(r"_?check_|_refuse|_misfit|_report")  # names of functions that only check
-_NO_CODE = {  # kinds of tokens
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
-}  # fmt: skip
 
 
 class Numbers(NamedTuple):
@@ -106,7 +72,7 @@ class Function:
     ran: frozenset[int]  # lines of its file that were executed
 
     @property
-    def source(self) -> "Source":
+    def source(self) -> Source:
         return source_of(self.path)
 
     @property
@@ -144,109 +110,6 @@ class Journey:
 
     def __str__(self) -> str:
         return listing(self)
-
-
-class Source:
-    """A file of the library, parsed. All line numbers begin at 1.
-
-    lines: the text. code: numbers of lines without blank lines, comments and docstrings. checks: those among them that
-    only check: a `raise`, a condition that ends in one, an `except`, a call or a definition of a function whose name
-    says that it checks, and all of checks.py. docstrings: numbers of lines. functions: by first line, decorators
-    included, that line, the line of `def`, and the last.
-    """
-
-    def __init__(self, path: Path):
-        text = path.read_text(encoding="utf-8")
-        tree = ast.parse(text)
-        self.lines = ["", *text.splitlines()]
-        self.docstrings = {line for node in ast.walk(tree) for line in _docstring(node)}
-        self.code = _tokens(text) - self.docstrings
-        self.checks = self.code & (self.code if path.name.endswith("checks.py") else _checks(tree))
-        self._nodes = {_first(node): node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        self.functions = {first: (first, n.lineno, n.end_lineno or 0) for first, n in self._nodes.items()}
-        self._statements = _statements(tree)
-
-    def code_of(self, first: int) -> set[int]:
-        """Code lines of the function that begins at a line, decorators not included."""
-        _, start, last = self.functions.get(first, (first, first, first - 1))
-        return self.code & set(range(start, last + 1))
-
-    def docstring_of(self, first: int) -> str:
-        """The docstring of the function that begins at a line, without its margin; "" if it has none."""
-        return (first in self._nodes and ast.get_docstring(self._nodes[first])) or ""
-
-    def whole(self, events: set[int]) -> frozenset[int]:
-        """Executed lines, each statement as a whole: the interpreter names only some lines of a long one."""
-        ran = {line for span in self._statements if not events.isdisjoint(span) for line in span}
-        after = 0
-        for line in sorted(self.code, reverse=True):  # `else:` is no statement, and runs if what follows does
-            if self.lines[line].strip() in ("else:", "finally:") and after in ran:
-                ran.add(line)
-            after = line
-        return frozenset(ran & self.code)
-
-
-@cache
-def source_of(path: Path) -> Source:
-    """A file, parsed once."""
-    return Source(path)
-
-
-def _docstring(node: ast.AST) -> range:
-    """The lines of a node's docstring."""
-    match node:
-        case (
-            ast.Module(body=[ast.Expr(value=ast.Constant(value=str())) as first, *_])
-            | ast.ClassDef(body=[ast.Expr(value=ast.Constant(value=str())) as first, *_])
-            | ast.FunctionDef(body=[ast.Expr(value=ast.Constant(value=str())) as first, *_])
-            | ast.AsyncFunctionDef(body=[ast.Expr(value=ast.Constant(value=str())) as first, *_])
-        ):
-            return range(first.lineno, (first.end_lineno or first.lineno) + 1)
-    return range(0)
-
-
-def _tokens(text: str) -> set[int]:
-    """Lines that hold more than a comment."""
-    kept = (t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in _NO_CODE)
-    return {line for token in kept for line in range(token.start[0], token.end[0] + 1)}
-
-
-def _first(node: ast.FunctionDef) -> int:
-    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-
-
-def _checks(tree: ast.Module) -> set[int]:
-    """Lines of what only checks."""
-    found = set[int]()
-    for node in ast.walk(tree):
-        match node:
-            case ast.Raise() | ast.ExceptHandler():
-                found.update(range(node.lineno, node.end_lineno + 1))
-            case ast.If(body=[*_, ast.Raise() as last]):
-                found.update(range(node.lineno, last.end_lineno + 1))
-            case ast.FunctionDef(name=name) if _CHECK.match(name):
-                found.update(range(node.lineno, node.end_lineno + 1))
-            case ast.Expr(value=ast.Call(func=function)) | ast.Assign(value=ast.Call(func=function)):
-                name = getattr(function, "id", getattr(function, "attr", ""))
-                if _CHECK.match(name):
-                    found.update(range(node.lineno, node.end_lineno + 1))
-    return found
-
-
-def _statements(tree: ast.Module) -> list[range]:
-    """The lines of every statement; of one with a body, its head."""
-    spans = []
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.stmt, ast.ExceptHandler)):
-            start, stop = node.lineno, node.end_lineno or node.lineno
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                start = min([start, *(decorator.lineno for decorator in node.decorator_list)])
-            if body := getattr(node, "body", None):
-                inner = body[0]
-                begin = min([inner.lineno, *(d.lineno for d in getattr(inner, "decorator_list", ()))])
-                stop = max(node.lineno, begin - 1)
-            spans.append(range(start, stop + 1))
-    return spans
 
 
 class Recorder:
@@ -316,7 +179,8 @@ class Recorder:
 
     def functions(self) -> list[Function]:
         """What was recorded. What runs between two stages belongs to the second."""
-        stages, following = list(self.stages), self.stage
+        stages = list(self.stages)
+        following = self.stage or next(filter(None, reversed(stages)), ASK)
         for i in reversed(range(len(stages))):
             following = stages[i] = stages[i] or following
         paths = {file: Path(self.root + file) for file in self.events}

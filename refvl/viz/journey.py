@@ -18,7 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from refvl.paths import DATA
 from refvl.study.journey import SENTENCES, Function, Journey, count_checks, pieces, shapes
 from refvl.viz.stage_values import first_picture, values
 from refvl.viz.style import THEMES
@@ -52,6 +54,30 @@ SAID = (  # what each of `Numbers` counts
     "functions entered", "changes of file from one function to the next", "files", "lines of code in these functions",
     "of these lines only check", "lines of code in these files",
 )  # fmt: skip
+
+
+class Asked(NamedTuple):
+    """A request about a file of the repository, to a checkpoint of the repository."""
+
+    name: str
+    checkpoint: str
+    question: str
+    options: dict[str, Any]  # images, videos, and those of `VLM.chat`
+
+
+_SCENE, _CIRCLE = {"images": [DATA / "pictures" / "scene.png"]}, "What color is the circle?"
+_CLIP, _WAY = {"videos": [DATA / "clips" / "scene.mp4"]}, "Which way does the circle move?"
+SHIPPED = {
+    "qwen2_5_vl": Asked("Qwen2.5-VL", "tiny-qwen2_5_vl", _CIRCLE, _SCENE),
+    "qwen3_vl": Asked("Qwen3-VL", "tiny-qwen3_vl", _CIRCLE, _SCENE),
+    "glm4v": Asked("GLM-4.1V", "tiny-glm4v", _CIRCLE, _SCENE),
+    "minicpmv": Asked("MiniCPM-V 4.5", "tiny-minicpmv-4_5", _CIRCLE, _SCENE),
+    "step3": Asked(
+        "Step3-VL", "tiny-step3", "Which letter is in the red box?", {"images": [DATA / "pictures" / "page.png"]}
+    ),
+    "clip": Asked("Qwen2.5-VL, a clip", "tiny-qwen2_5_vl", _WAY, _CLIP),
+    "clip_pruned": Asked("Qwen2.5-VL, half of a clip", "tiny-qwen2_5_vl", _WAY, _CLIP | {"pruning_rate": 0.5}),
+}
 
 
 def page(

@@ -20,8 +20,8 @@ def written(tmp_path_factory):
 
 
 def test_every_notebook_and_every_explorer_has_a_page(written):
-    from refvl.study.journey import SHIPPED
     from refvl.viz.explorers.gallery import GALLERY
+    from refvl.viz.journey import SHIPPED
 
     folder, sizes = written
     notebooks = {f"notebooks/{path.stem}.html" for path in (pages.ROOT / "notebooks").glob("[0-9]*.ipynb")}
