@@ -2,11 +2,12 @@
 
     notebooks/*.ipynb -> notebooks/*.html     outputs as they were saved, explorers live, one file each
     GALLERY           -> explorers/*.html
+    SHIPPED           -> journeys/*.html      one answer of each model, line by line
     STATIONS          -> index.html           the journey from pixels to an answer, and where to read on
     *.py, *.md        -> files/*.html         what the stations and the notebooks link
 
 `make site` checks all of it and writes it to site/: links lead somewhere, no page loads anything, images say what they
-show, sizes stay below MAX_NOTEBOOK and MAX_EXPLORER.
+show, sizes stay below MAX_NOTEBOOK, MAX_EXPLORER and MAX_JOURNEY.
 """
 
 import base64
@@ -26,7 +27,7 @@ import typer
 from PIL import Image
 
 ROOT, STYLE = Path(__file__).resolve().parents[1], Path(__file__).with_suffix(".css")
-MAX_NOTEBOOK, MAX_EXPLORER = 600_000, 150_000  # bytes
+MAX_NOTEBOOK, MAX_EXPLORER, MAX_JOURNEY = 600_000, 150_000, 600_000  # bytes
 MIN_WORDS = 3  # of an alt text
 STATE, VIEW = "application/vnd.jupyter.widget-state+json", "application/vnd.jupyter.widget-view+json"
 FORMULA = re.compile(r"(?<![\w$\\])\$([^$\n]+)\$(?![\w$])")
@@ -84,10 +85,12 @@ def build(out: Path) -> dict[str, int]:
     Notebooks are taken as they are: run `make notebooks` first if they changed.
     """
     from refvl.viz.explorers.gallery import GALLERY
+    from refvl.viz.journey import SHIPPED
 
     paths = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
     pages = {f"notebooks/{path.stem}.html": notebook_page(path) for path in paths}
     pages |= {f"explorers/{name}.html": explorer_page(make()) for name, make in GALLERY.items()}
+    pages |= {f"journeys/{name}.html": journey_page(name) for name in SHIPPED}
     pages["index.html"] = index_page(paths, {name: explorer_title(pages, name) for name in GALLERY})
     named = sorted(
         {match for text in pages.values() for match in re.findall(r'href="(?:\.\./)*files/([^"#]+)\.html', text)}
@@ -112,6 +115,19 @@ def explorer_page(explorer) -> str:
     from refvl.viz.explorers import page
 
     return page(explorer, foot='<p><a href="../index.html">All notebooks and explorers</a></p>')
+
+
+def journey_page(name: str) -> str:
+    """An answer of a shipped model, followed now, with links to those of the other models."""
+    from refvl.study.journey import follow
+    from refvl.viz.explorers.gallery import small_model
+    from refvl.viz.journey import SHIPPED, page
+
+    asked = SHIPPED[name]
+    journey = follow(small_model(asked.checkpoint), asked.question, **asked.options)
+    links = {other.name: "" if key == name else f"{key}.html" for key, other in SHIPPED.items()}
+    files = "../files/refvl/{}.html"
+    return page(journey, title=asked.checkpoint, links=links, index="../index.html", files=files)
 
 
 def explorer_title(pages: dict[str, str], name: str) -> str:
@@ -235,7 +251,9 @@ def first_sentence(source: str) -> str:
 
 
 def index_page(paths: list[Path], explorers: dict[str, str]) -> str:
-    """The journey, the notebooks with their questions, the explorers."""
+    """The journey, the answers line by line, the notebooks with their questions, the explorers."""
+    from refvl.viz.journey import SHIPPED, TITLE
+
     notebooks = {path.stem: nbformat.read(path, as_version=4) for path in paths}
     titles = {stem: title_of(notebook) for stem, notebook in notebooks.items()}
     body = [
@@ -244,7 +262,9 @@ def index_page(paths: list[Path], explorers: dict[str, str]) -> str:
         "and the files that do the work. No page loads anything.</p>",
         "<h2>The journey</h2><ol class=journey>",
         *(station_item(station, titles, explorers) for station in STATIONS),
-        "</ol><h2>Notebooks</h2><div class=course>",
+        f"</ol><h2>{TITLE}</h2><p>The code that ran for one answer, in call order, with what each stage made.</p><ul>",
+        *(f'<li><a href="journeys/{name}.html">{html.escape(a.name)}</a></li>' for name, a in SHIPPED.items()),
+        "</ul><h2>Notebooks</h2><div class=course>",
         *(course_item(stem, notebook) for stem, notebook in notebooks.items()),
         "</div><h2>Explorers</h2><ul>",
         *(f'<li><a href="explorers/{name}.html">{html.escape(title)}</a></li>' for name, title in explorers.items()),
@@ -310,7 +330,7 @@ def check(pages: dict[str, str]) -> Iterator[str]:
     for name, text in pages.items():
         read[name].feed(text)
     for name, found in read.items():
-        limit = {"notebooks": MAX_NOTEBOOK, "explorers": MAX_EXPLORER}.get(name.split("/")[0], MAX_NOTEBOOK)
+        limit = {"explorers": MAX_EXPLORER, "journeys": MAX_JOURNEY}.get(name.split("/")[0], MAX_NOTEBOOK)
         if (size := len(pages[name].encode())) > limit:
             yield f"{name}: {size:,} bytes, allowed are {limit:,}"
         yield from (f"{name}: loads {address[:60]}" for address in found.loads if not address.startswith("data:"))

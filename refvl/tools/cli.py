@@ -23,6 +23,7 @@ from typing import Annotated, Any
 
 import rich.console
 import typer
+import typer.core
 from rich.table import Table
 
 import refvl
@@ -39,6 +40,10 @@ Videos = Annotated[list[str] | None, typer.Option("--video", "-v", help="a video
 MaxNewTokens = Annotated[int, typer.Option(help="stop after this many tokens")]
 PruningRate = Annotated[float, typer.Option(help="share of video tokens that go, in [0, 1)")]
 PrefillChunk = Annotated[int | None, typer.Option(help="prefill so many tokens of the prompt at a time")]
+SourceFile = Annotated[
+    str | None,
+    typer.Option("--source", metavar="[FILE.html]", help="the code that ran, in call order; with a file, as a page"),
+]
 LookupTokens = Annotated[
     int | None, typer.Option(help="draft so many tokens from what was said before; changes no answer")
 ]
@@ -118,9 +123,23 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def command(stopped: str = "stopped") -> Callable:
-    """A function as a command of the command line whose mistakes are reported."""
-    return lambda function: app.command()(report_mistakes(stopped)(function))
+def command(stopped: str = "stopped", **options) -> Callable:
+    """A function as a command of the command line whose mistakes are reported. options: of typer's `command`."""
+    return lambda function: app.command(**options)(report_mistakes(stopped)(function))
+
+
+class SourceCommand(typer.core.TyperCommand):
+    """A command whose option --source takes a file, or stands alone: a file is what ends in .html."""
+
+    def parse_args(self, ctx, args: list[str]) -> list[str]:
+        """Write the option as one word, in which nothing can follow the =."""
+        words = list[str]()
+        for word in args:
+            if words and words[-1] == "--source=" and word.endswith(".html"):
+                words[-1] += word
+            else:
+                words.append("--source=" if word == "--source" else word)
+        return super().parse_args(ctx, words)
 
 
 def _print_version(wanted: bool) -> None:
@@ -183,17 +202,24 @@ def _answer_file(load: Callable, jsonl: str, out: str | None, single: dict, comm
     raise SystemExit(1 if errors else 0)
 
 
-@command()
+@command(cls=SourceCommand)
 def trace(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None, adapter: Adapter = None,
     with_: Annotated[Other | None, typer.Option("--with", help="run its own model as well, and compare")] = None,
     save: Annotated[str | None, typer.Option(help="a new folder for every stage's tensors")] = None,
+    source: SourceFile = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
-    """The same run, with every stage's shapes and seconds."""
+    """The same run, with every stage's shapes and seconds.
+
+    With --source the code that ran comes first: every function in call order, executed lines marked, checks folded.
+    With --source FILE.html it becomes a page, with what each stage made beside it.
+    """
     _check_request(prompt, video, pruning_rate)
+    if source:
+        _check_page(source)
     if with_ and pruning_rate:
         raise ValueError(f"pruning_rate: must be 0 beside {with_.value}, which prunes nothing, got {pruning_rate}")
     if with_ and adapter:
@@ -203,10 +229,12 @@ def trace(
         from refvl.study.recording import check_recordable, record_transformers
 
         check_recordable(model)
-    run = model.trace(
-        prompt, images=image or (), videos=video or (), max_new_tokens=max_new_tokens, pruning_rate=pruning_rate,
-        pruning=pruning, prefill_chunk=prefill_chunk, prompt_lookup_num_tokens=prompt_lookup_num_tokens,
-    )  # fmt: skip
+    given = {
+        "images": image, "videos": video, "max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate,
+        "pruning": pruning, "prefill_chunk": prefill_chunk, "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
+    }  # fmt: skip
+    options = {name: value for name, value in given.items() if value is not None}
+    run = model.trace(prompt, **options) if source is None else _show_source(model, prompt, options, checkpoint, source)
     console = Console()
     console.print(stage_table(run))
     console.print(f"first token after {run.ttft:.3f} s")
@@ -215,6 +243,29 @@ def trace(
         run.save(save)
     if with_:
         print(refvl.compare(run, record_transformers(checkpoint, model, run, max_new_tokens=max_new_tokens)))
+
+
+def _check_page(source: str) -> None:
+    """What can be said of a page's file before a model is loaded."""
+    if not source.endswith(".html"):
+        raise ValueError(f"source: expected a file that ends in .html, or nothing, got {source!r}")
+    if not Path(source).absolute().parent.is_dir():
+        raise FileNotFoundError(f"source: {Path(source).parent} is no folder to write {Path(source).name} into")
+
+
+def _show_source(model, prompt: str, options: dict, checkpoint: str, source: str):
+    """Print the code that answers a question, or write it as a page; returns the `Trace` of the same request."""
+    from refvl.study.journey import follow
+
+    journey = follow(model, prompt, **options)
+    if not source:
+        print(journey, end="\n\n")
+        return journey.trace
+    from refvl.viz.journey import page
+
+    Path(source).write_text(page(journey, title=Path(checkpoint).name), encoding="utf-8")
+    print(f"the code that ran is in {source}")
+    return journey.trace
 
 
 @command()

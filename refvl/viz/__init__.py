@@ -1,10 +1,8 @@
 """Figures: static `plot_*(..., ax=None) -> Axes` and interactive `explore_*(...)`. viz computes nothing itself."""
 
-from refvl.viz.attention import explore_attention, explore_tower, plot_attention, plot_states
+from refvl.viz.attention import plot_attention, plot_states
 from refvl.viz.boxes import plot_box_readings, plot_boxes
 from refvl.viz.evs import (
-    explore_evs,
-    explore_keep_mask,
     plot_accuracy_curve,
     plot_dissimilarity,
     plot_keep_mask,
@@ -12,15 +10,30 @@ from refvl.viz.evs import (
     plot_kept_per_frame,
     plot_pruned_positions,
 )
-from refvl.viz.families import (
+from refvl.viz.explore import (
+    explore_assignment,
+    explore_attention,
+    explore_crops,
+    explore_evs,
     explore_families,
+    explore_graph,
+    explore_keep_mask,
+    explore_mrope,
+    explore_packing,
+    explore_positions,
+    explore_resize,
+    explore_slices,
+    explore_timeline,
+    explore_tower,
+    explore_windows,
+)
+from refvl.viz.families import (
     plot_family_costs,
     plot_family_curves,
     plot_family_race,
     plot_family_stages,
 )
 from refvl.viz.glm4v import (
-    explore_timeline,
     plot_clip_prompt,
     plot_clip_tokens,
     plot_patch_values,
@@ -28,8 +41,6 @@ from refvl.viz.glm4v import (
     plot_timelines,
 )
 from refvl.viz.graphs import (
-    explore_graph,
-    explore_packing,
     plot_buffers,
     plot_packing,
     plot_recording,
@@ -38,17 +49,14 @@ from refvl.viz.graphs import (
     plot_waste,
 )
 from refvl.viz.minicpmv import (
-    explore_slices,
     plot_frame_tokens,
     plot_query_attention,
     plot_slices,
     plot_time_shift,
 )
-from refvl.viz.parallel import explore_assignment, plot_assignment, plot_gather, plot_speed_up
-from refvl.viz.patches import explore_resize, plot_patch_rows, plot_patches
+from refvl.viz.parallel import plot_assignment, plot_gather, plot_speed_up
+from refvl.viz.patches import plot_patch_rows, plot_patches
 from refvl.viz.positions import (
-    explore_mrope,
-    explore_positions,
     plot_clip_positions,
     plot_mrope_axes,
     plot_place_answers,
@@ -56,7 +64,7 @@ from refvl.viz.positions import (
     plot_positions,
     plot_rotary,
 )
-from refvl.viz.step3_vl import explore_crops, plot_crop_prompt, plot_crop_tokens, plot_crops, plot_path_timeline
+from refvl.viz.step3_vl import plot_crop_prompt, plot_crop_tokens, plot_crops, plot_path_timeline
 from refvl.viz.timings import (
     plot_cost_curves,
     plot_gpu_estimates,
@@ -64,7 +72,7 @@ from refvl.viz.timings import (
     plot_stage_shares,
     plot_stage_timings,
 )
-from refvl.viz.windows import explore_windows, plot_attention_segments, plot_window_permutation, plot_windows
+from refvl.viz.windows import plot_attention_segments, plot_window_permutation, plot_windows
 
 __all__ = [
     "explore_assignment",

@@ -1,13 +1,8 @@
 """Who attends to whom: in the language model over a picture's tokens, in the tower over its patches.
 
-plot_attention      a picture, each of its cells shaded by what it is given
-plot_states         a map of the rows of a state, in colours of a projection
-explore_attention   where an answer looks, and where each patch does
-explore_tower       one patch from its pixels to its token
+plot_attention   a picture, each of its cells shaded by what it is given
+plot_states      a map of the rows of a state, in colours of a projection
 """
-
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,10 +13,6 @@ from torch import Tensor
 
 from refvl.checks import check_shape
 from refvl.viz.style import HIGHLIGHT, image_axes
-
-if TYPE_CHECKING:
-    from refvl.viz.explorers.attention import AttentionExplorer
-    from refvl.viz.explorers.tower import TowerExplorer
 
 _OPACITY = 0.75  # of the cell that is given most
 
@@ -71,20 +62,3 @@ def borders(segments_HW) -> list[list[tuple[int, int]]]:
     segments = np.asarray(segments_HW)
     below = [[(x, y + 1), (x + 1, y + 1)] for y, x in np.argwhere(np.diff(segments, axis=0))]
     return below + [[(x + 1, y), (x + 1, y + 1)] for y, x in np.argwhere(np.diff(segments, axis=1))]
-
-
-def explore_attention(model, questions: Mapping[str, tuple[str, Any]]) -> "AttentionExplorer":
-    """Where an answer looks, by token, layer and head, and where each patch does, by block and head. Needs anywidget.
-
-    model: one of Qwen's or GLM's families. questions: name -> (prompt, image).
-    """
-    from refvl.viz.explorers.attention import AttentionExplorer
-
-    return AttentionExplorer(model, questions)
-
-
-def explore_tower(model, questions: Mapping[str, tuple[str, Any]]) -> "TowerExplorer":
-    """One patch from its pixels through every block to its token. Arguments as of `explore_attention`."""
-    from refvl.viz.explorers.tower import TowerExplorer
-
-    return TowerExplorer(model, questions)

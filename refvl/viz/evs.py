@@ -6,12 +6,9 @@ plot_kept_per_frame    how many tokens of each frame the rules keep
 plot_dissimilarity     how much each token changed since the frame before
 plot_pruned_positions  the full layout of a prompt above the layout of what is kept
 plot_accuracy_curve    accuracy and time to the first token against the pruning rate
-explore_keep_mask      the keep mask and the positions while the pruning rate changes
-explore_evs            the same with a model's answer at every rate
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -23,9 +20,6 @@ from refvl.checks import Grid, check_shape
 from refvl.positions import MediaSpan, restrict_positions
 from refvl.viz.positions import grid_of_axes, kind_of, plot_positions, shade_tokens
 from refvl.viz.style import HIGHLIGHT, KEPT, PRUNED, SEQUENCE_CMAP, UNUSED, axes_or_new
-
-if TYPE_CHECKING:
-    from refvl.viz.explorers.evs import EvsExplorer
 
 _COVER = 0.86  # opacity of what covers a pruned token
 
@@ -207,20 +201,3 @@ def plot_accuracy_curve(
         right.set(ylabel="relative to no pruning", ylim=(0, 1.04 * max(1.0, right.dataLim.y1)))
     ax.legend(handles=lines, loc="lower left", fontsize=9)
     return ax
-
-
-def explore_keep_mask(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid, *, q: float = 0.5) -> "EvsExplorer":
-    """The tokens that stay, and their positions, while the pruning rate changes; it starts at q. Needs anywidget.
-
-    frames, merged_thw: as in `plot_keep_mask`; embeds_MD: (M, D). `explore_evs` shows the answer as well.
-    """
-    from refvl.viz.explorers.evs import EvsExplorer, clip_of_embeddings
-
-    return EvsExplorer([clip_of_embeddings(frames, embeds_MD, merged_thw)], q=q)
-
-
-def explore_evs(model, clips: Mapping[str, tuple[str, Any]], *, q: float = 0.5) -> "EvsExplorer":
-    """The same for clips and a question about each, name -> (prompt, clip), with the answer at every rate."""
-    from refvl.viz.explorers.evs import EvsExplorer, clip_asked
-
-    return EvsExplorer([clip_asked(model, name, *clip) for name, clip in clips.items()], model=model, q=q)

@@ -4,7 +4,6 @@ plot_family_costs    patches through the tower and tokens of the prompt, per fam
 plot_family_curves   tokens against the side of a square image
 plot_family_stages   where the seconds of a run go, per family
 plot_family_race     tokens, positions, memory and time while an image or a video grows
-explore_families     the same, one size after the other
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,6 @@ from refvl.viz.style import STAGE_COLORS, THEMES, axes_or_new
 
 if TYPE_CHECKING:
     from refvl.study.report import Trace
-    from refvl.viz.explorers.families import FamiliesExplorer
 
 FAMILY_KEYS = {  # in THEMES
     "Qwen2.5-VL": "image", "Qwen3-VL": "t", "GLM-4.1V": "video", "MiniCPM-V 4.5": "kept", "Step3-VL": "w",
@@ -117,14 +115,3 @@ def _family_line(name: str, place: int) -> dict[str, Any]:
     fine = max(4 - place, 0)
     look = {"color": FAMILY_COLORS[name], "marker": FAMILY_MARKS[name]}
     return look | {"ms": 3.5 + 1.25 * fine, "lw": 1.2 + 0.7 * fine, "label": name}
-
-
-def explore_families(counted: Mapping) -> "FamiliesExplorer":
-    """Tokens, positions, memory and time of one image or video in every family, while it grows. Needs anywidget.
-
-    counted: data/measurements/families.json, which `benchmarks/families.py` writes. Times are its arithmetic at a
-    device's peak.
-    """
-    from refvl.viz.explorers.families import FamiliesExplorer
-
-    return FamiliesExplorer(counted)

@@ -5,7 +5,6 @@ plot_patch_values    a number per patch, laid over the image
 plot_timelines       which frames of a video each variant samples, and the seconds it writes
 plot_clip_tokens     prompt tokens of a video against its duration
 plot_clip_prompt     a video's part of the prompt, one frame per row, pruned tokens faded
-explore_timeline     the timelines of all variants for many durations and frame rates
 """
 
 from collections.abc import Sequence
@@ -25,7 +24,6 @@ from refvl.viz.style import HIGHLIGHT, PRUNED, SEQUENCE_CMAP, TOKEN_COLORS, axes
 
 if TYPE_CHECKING:
     from refvl.study.report import Trace
-    from refvl.viz.explorers.timeline import TimelineExplorer
 
 VARIANT_COLORS = {"glm4v": "#3d5a80", "glm46v": "#8d5a97", "glmga": "#2a9d8f"}
 RELEASES = {"glm4v": "GLM-4.1V, 4.5V", "glm46v": "GLM-4.6V", "glmga": "GLM-GA"}
@@ -180,16 +178,3 @@ def plot_clip_prompt(trace: "Trace", processor, *, title: str = "", ax: Axes | N
 def _box(ax: Axes, x: float, y: float, color: str, text: str = "") -> None:
     ax.add_patch(Rectangle((x, y), 0.9, 0.9, facecolor=color, edgecolor="none"))
     ax.text(x + 0.45, y + 0.47, text, ha="center", va="center", fontsize=8)
-
-
-def explore_timeline(duration: float = 12.0, fps: float = 25.0, variant: str = "glm46v") -> "TimelineExplorer":
-    """A video's length and rate: the frames that each variant samples, and the second written for every two.
-
-    duration: seconds. fps: of the video. Both are where it starts, and offered beside others. variant: the one whose
-    first step is selected. Needs anywidget.
-    """
-    from refvl.viz.explorers.timeline import TimelineExplorer
-
-    if variant not in VARIANTS:
-        raise ValueError(f"variant: expected one of {VARIANTS}, got {variant!r}")
-    return TimelineExplorer(duration, fps, variant)

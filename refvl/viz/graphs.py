@@ -6,13 +6,10 @@ plot_packing         one bar per replay, its items side by side, the unused rest
 plot_waste           padding waste against the number of graphs
 plot_replay_timings  eager calls against replays, from a measurement file
 plot_stale_errors    what a buffer that is not refilled does to operations and tokens
-explore_graph        the recording step by step, with a buffer that is not refilled
-explore_packing      images arrive and share replays
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -25,11 +22,6 @@ from refvl.graphs.recorder import Operation
 from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import HIGHLIGHT, SEQUENCE_CMAP, STAGE_COLORS, UNUSED, axes_or_new, ink_on
 from refvl.viz.windows import sequence_colors
-
-if TYPE_CHECKING:
-    from refvl.serving.model import VLM
-    from refvl.viz.explorers.graph import GraphExplorer
-    from refvl.viz.explorers.packing import PackingExplorer
 
 _WAYS = {  # columns of a measurement
     "eager": "eager",
@@ -216,29 +208,3 @@ def plot_stale_errors(row: Mapping, groups: Sequence[Mapping], *, title: str = "
     right.figure.colorbar(image, ax=right, shrink=0.8)
     right.figure.suptitle(title, size=9, wrap=True)
     return np.array([left, right])
-
-
-def explore_graph(model: "VLM", before, image, question: str) -> "GraphExplorer":
-    """The recording of a Qwen2.5-VL tower, operation by operation, and a buffer of it that is not refilled.
-
-    before, image: anything `load_image` takes, replayed one after the other; where their shapes are equal, only pixels
-    can be stale. question: about `image`; the model answers it with the embeddings of every stale replay. Needs
-    anywidget.
-    """
-    from refvl.viz.explorers.graph import GraphExplorer
-
-    return GraphExplorer(model, before, image, question)
-
-
-def explore_packing(
-    arrivals: Mapping[str, Sequence[int]] | Sequence[int], budgets: Sequence[int], *, max_items: int = 8
-) -> "PackingExplorer":
-    """Images arrive one by one and share replays, for every number of captured graphs and both policies.
-
-    arrivals: output tokens of the images as they come, or several such patterns by name. budgets, max_items: as in
-    `plan_batches`; of the budgets, the largest one, two, ... are captured. Needs anywidget.
-    """
-    from refvl.viz.explorers.packing import PackingExplorer
-
-    arrivals = arrivals if isinstance(arrivals, Mapping) else {"these images": arrivals}
-    return PackingExplorer(arrivals, budgets, max_items=max_items)

@@ -4,11 +4,9 @@ plot_slices           the image as it is cut, and the overview beside it
 plot_query_attention  heat maps over a slice: how much each query takes from each patch
 plot_frame_tokens     tokens of a video against its frames, one line per model
 plot_time_shift       how far embeddings move when frames are given other times
-explore_slices        slices and crops of one photo of any size, and what the queries read
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,15 +14,10 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from refvl.checks import check_shape
-from refvl.pixels.crops import RELEASED, CropConfig
 from refvl.pixels.media import load_image
 from refvl.pixels.slices import SliceConfig, SlicePlan, plan_slices
 from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import SEQUENCE_CMAP, STAGE_COLORS, axes_or_new, image_axes
-
-if TYPE_CHECKING:
-    from refvl.pipeline import VLM
-    from refvl.viz.explorers.slices import SlicesExplorer
 
 _PREVIEW = 480  # pixels per side are enough for a figure
 _HEAT = {"cmap": SEQUENCE_CMAP, "alpha": 0.6, "interpolation": "nearest"}
@@ -138,22 +131,3 @@ def plot_time_shift(
     ax.grid(alpha=0.25)
     ax.legend(fontsize=9)
     return ax
-
-
-def explore_slices(
-    image,
-    config: SliceConfig,
-    *,
-    crops: CropConfig = RELEASED,
-    model: "VLM | None" = None,
-    question: str = "What is in the picture?",
-) -> "SlicesExplorer":
-    """What MiniCPM-V and Step3-VL cut out of one photo, at every size where one of them cuts it in another way.
-
-    image: anything `load_image` takes; its middle is shown in several shapes. crops: Step3-VL's side. model: a small
-    MiniCPM-V that cuts as `config` does, but a whole number of times smaller: what its queries read of every slice is
-    drawn, and its answer to `question`. Needs anywidget.
-    """
-    from refvl.viz.explorers.slices import SlicesExplorer
-
-    return SlicesExplorer(image, config, crops, model, question)

@@ -3,20 +3,15 @@
 plot_assignment     one bar per rank, its items side by side; hatched: the rank waits for the slowest
 plot_gather         the rows of an all-gather, rank after rank with their padding, and the caller's order below
 plot_speed_up       how much sooner, against the number of ranks
-explore_assignment  the assignment for every number of items and ranks, by both rules
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 
 from refvl.serving.parallel import Assignment, get_count_assignment, get_load_balance_assignment, get_speed_up
 from refvl.viz.style import UNUSED, axes_or_new, ink_on
 from refvl.viz.windows import sequence_colors
-
-if TYPE_CHECKING:
-    from refvl.viz.explorers.assignment import AssignmentExplorer
 
 RULES = {"by size": get_load_balance_assignment, "by count": get_count_assignment}
 
@@ -100,19 +95,3 @@ def plot_speed_up(speed_up: Mapping[str, Mapping[int, float]], *, title: str = "
     ax.grid(alpha=0.25)
     ax.legend(fontsize=9)
     return ax
-
-
-def explore_assignment(
-    sizes: Sequence[int], *, ranks: int = 4, max_ranks: int = 8, unit: str = "patches"
-) -> "AssignmentExplorer":
-    """Items arrive one by one and are dealt out to 1 to `max_ranks` ranks, by size and by count.
-
-    sizes: of the items as they come, in `unit`. ranks: how many it starts with. Needs anywidget.
-    """
-    from refvl.viz.explorers.assignment import AssignmentExplorer
-
-    if not sizes:
-        raise ValueError("sizes: expected at least one, got none")
-    if not 1 <= ranks <= max_ranks:
-        raise ValueError(f"ranks: expected 1 to {max_ranks} (max_ranks), got {ranks}")
-    return AssignmentExplorer(sizes, ranks=ranks, max_ranks=max_ranks, unit=unit)

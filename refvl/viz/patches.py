@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from matplotlib import patheffects
 from matplotlib.axes import Axes
@@ -18,9 +17,6 @@ from refvl.pixels.media import load_image
 from refvl.pixels.patches import PatchConfig, plan_grid, resize_image
 from refvl.positions import merge_block_coordinates
 from refvl.viz.style import HIGHLIGHT, axes_or_new, image_axes
-
-if TYPE_CHECKING:
-    from refvl.viz.explorers.windows import WindowsExplorer
 
 MIN_FONT_SIZE, MAX_FONT_SIZE = 4.5, 11  # points; numbers that would be smaller than the first are left out
 
@@ -126,13 +122,6 @@ def _mark_channels(ax: Axes, config: PatchConfig) -> None:
         new_channel = i % config.temporal_patch_size == 0
         ax.axvline(i * length - 0.5, color=HIGHLIGHT, linewidth=2 if new_channel else 0.8)
     ax.tick_params(axis="x", length=0)
-
-
-def explore_resize(image, config: PatchConfig, *, max_tokens: int = 512) -> "WindowsExplorer":
-    """The resized image and its blocks while the pixel budget, in merged tokens, changes: `explore_windows`."""
-    from refvl.viz.windows import explore_windows
-
-    return explore_windows(image, config, max_tokens=max_tokens)
 
 
 def with_token_budget(config: PatchConfig, tokens: int) -> PatchConfig:

@@ -6,12 +6,9 @@ plot_position_grid  t, h, w of a medium's tokens, frame by frame
 plot_mrope_axes     which axis turns which pair of a head's dimensions
 plot_place_answers  which place the model names for which true place
 plot_clip_positions positions around one video, from its seconds and size
-explore_positions   a prompt with an image and a video, at sizes, lengths and rates
-explore_mrope       two tokens, their rotary angles and their score
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -23,16 +20,9 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from refvl.checks import check_shape
-from refvl.paths import DATA, check_clone
 from refvl.positions import MediaSpan, get_mrope_input_positions, merge_block_coordinates, vision_rotary_cos_sin
 from refvl.viz.style import AXIS_COLORS, TOKEN_COLORS, axes_or_new
 
-if TYPE_CHECKING:
-    from refvl.viz.explorers.mrope import MropeExplorer
-    from refvl.viz.explorers.positions import PositionsExplorer
-
-# those of the repository with M-RoPE
-SHIPPED = {"Qwen2.5-VL": "tiny-qwen2_5_vl", "Qwen3-VL": "tiny-qwen3_vl", "GLM-4.1V": "tiny-glm4v"}
 _NAMES = {"t": "time", "h": "height", "w": "width"}
 _LINE_WIDTHS = {"t": 5.5, "h": 3.2, "w": 1.5}  # where the axes agree, the thinner line lies on the thicker one
 
@@ -223,36 +213,3 @@ def plot_clip_positions(
     ax = plot_positions(positions, [span], kinds=["video"], title=title, ax=ax)
     ax.set_ylim(-1, 70)
     return ax
-
-
-def explore_positions(
-    second_per_grid: float = 1.0, side: int = 4, *, processors: Mapping[str, Any] | None = None,
-    image=None, clip=None,
-) -> "PositionsExplorer":  # fmt: skip
-    """A prompt with an image and a video of several sizes, lengths and rates: t, h, w of every token, and delta.
-
-    It starts near `second_per_grid` seconds per grid step and frames `side` merged tokens wide. processors: by name, of
-    models that count in three dimensions; image, clip: what `load_image` and `load_video` take; by default those of the
-    repository. Conventions of released software lie over ours where they differ. Needs anywidget.
-    """
-    from refvl.viz.explorers.positions import PositionsExplorer
-
-    if processors is None:
-        from refvl.families import load_processor, read_config
-
-        check_clone("explore_positions without processors")
-        folders = {name: DATA / "checkpoints" / folder for name, folder in SHIPPED.items()}
-        processors = {name: load_processor(folder, read_config(folder)) for name, folder in folders.items()}
-    image = DATA / "pictures" / "coffee.jpg" if image is None else image
-    clip = DATA / "clips" / "bigbuckbunny.mp4" if clip is None else clip
-    return PositionsExplorer(processors, image, clip, second_per_grid=second_per_grid, side=side)
-
-
-def explore_mrope() -> "MropeExplorer":
-    """Two tokens on (t, h, w): the angle of every rotary plane, by the axis that turns it, and their score.
-
-    Sliders for the key's place, theta and `mrope_section`, in runs and interleaved. Needs anywidget.
-    """
-    from refvl.viz.explorers.mrope import MropeExplorer
-
-    return MropeExplorer()

@@ -4,11 +4,9 @@ plot_crops          the windows on the canvas, and the overview beside them
 plot_crop_prompt    the prompt of one image: crops, newline marks, overview
 plot_crop_tokens    tokens by size of image, one line per aspect ratio
 plot_path_timeline  replays of both paths in the order in which they ran
-explore_crops       crops and slices of one photo of any size
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,14 +16,9 @@ from PIL import Image
 from refvl.graphs import Batch, padding_waste
 from refvl.pixels.crops import RELEASED, CropConfig, CropLayout, count_prompt_tokens, cut_crops, plan_crops
 from refvl.pixels.media import load_image
-from refvl.pixels.slices import SliceConfig
-from refvl.viz.minicpmv import explore_slices
 from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, UNUSED, axes_or_new, image_axes, ink_on
 from refvl.viz.windows import sequence_colors
-
-if TYPE_CHECKING:
-    from refvl.viz.explorers.slices import SlicesExplorer
 
 _PREVIEW = 480  # pixels per side are enough for a figure
 
@@ -173,8 +166,3 @@ def _timeline_report(batches: Sequence[Batch]) -> str:
         f"{len(replays)} replay{'s' * (len(replays) != 1)} of {computed} tokens, {padding_waste(batches):.0%} padding"
     )
     return report + f", {eager} eager" * bool(eager)
-
-
-def explore_crops(image, config: CropConfig = RELEASED) -> "SlicesExplorer":
-    """`explore_slices` without a model: what Step3-VL and, with its released sizes, MiniCPM-V cut out of one photo."""
-    return explore_slices(image, SliceConfig(), crops=config)

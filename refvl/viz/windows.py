@@ -1,8 +1,5 @@
 """Windows: which tokens share one, in what order they come, which see each other."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
-
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
@@ -17,9 +14,6 @@ from refvl.pixels.patches import PatchConfig
 from refvl.positions import get_window_index, invert_permutation
 from refvl.viz.patches import draw_grid, show_resized, write_numbers
 from refvl.viz.style import PRUNED, SEQUENCE_CMAP, SEQUENCE_RANGES, axes_or_new
-
-if TYPE_CHECKING:
-    from refvl.viz.explorers.windows import WindowsExplorer
 
 
 def plot_windows(
@@ -124,17 +118,3 @@ def plot_attention_segments(
     count = len(cu_seqlens) - 1
     ax.set_title(f"{count} segment{'s' * (count > 1)}, {sees.sum():,} of {sees.size:,} pairs ({sees.mean():.0%})")
     return ax
-
-
-def explore_windows(
-    image, config: PatchConfig, *, max_tokens: int = 512, window_sizes: Sequence[int] = (56, 112, 224, 448)
-) -> "WindowsExplorer":
-    """Patches, merge blocks and windows while the pixel budget and the side of a window change. Needs anywidget.
-
-    image: anything `load_image` takes, or a dict of several by name. max_tokens: the largest budget, in merged tokens.
-    window_sizes: pixels; a size that gives the same windows as a smaller one is left out.
-    """
-    from refvl.viz.explorers.windows import WindowsExplorer
-
-    images = image if isinstance(image, Mapping) else {"photo": image}
-    return WindowsExplorer(images, config, max_tokens=max_tokens, window_sizes=window_sizes)

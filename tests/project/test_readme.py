@@ -1,4 +1,4 @@
-"""README.md and docs/map.md tell the truth. Oracles: files, the Makefile, the command line's help, the library's signatures."""
+"""README.md and docs/map.md tell the truth. Oracles: files, the Makefile, the command line's help, signatures."""
 
 import ast
 import importlib

@@ -21,13 +21,16 @@ def written(tmp_path_factory):
 
 def test_every_notebook_and_every_explorer_has_a_page(written):
     from refvl.viz.explorers.gallery import GALLERY
+    from refvl.viz.journey import SHIPPED
 
     folder, sizes = written
     notebooks = {f"notebooks/{path.stem}.html" for path in (pages.ROOT / "notebooks").glob("[0-9]*.ipynb")}
-    assert notebooks | {f"explorers/{name}.html" for name in GALLERY} | {"index.html"} <= set(sizes)
+    journeys = {f"journeys/{name}.html" for name in SHIPPED}
+    assert notebooks | {f"explorers/{name}.html" for name in GALLERY} | journeys | {"index.html"} <= set(sizes)
     assert all((folder / name).stat().st_size == size for name, size in sizes.items())
     assert max(size for name, size in sizes.items() if name in notebooks) <= 600_000
     assert max(size for name, size in sizes.items() if name.startswith("explorers/")) <= 150_000
+    assert max(size for name, size in sizes.items() if name in journeys) <= 600_000
 
 
 def test_every_page_forbids_itself_to_load_anything(written):
@@ -39,7 +42,7 @@ def test_the_index_leads_to_all_of_them(written):
     folder, sizes = written
     found = pages.Names()
     found.feed((folder / "index.html").read_text())
-    assert {name for name in sizes if name.startswith(("notebooks/", "explorers/"))} <= set(found.links)
+    assert {name for name in sizes if name.startswith(("notebooks/", "explorers/", "journeys/"))} <= set(found.links)
 
 
 def test_the_map_leads_everywhere():

@@ -23,8 +23,8 @@ How to write one, NAME, in four steps; `windows.py` and `windows.js` are the exa
    all combinations of options, the last control fastest. Where combinations repeat others or do not exist, name those
    that do: `states=[(64, 56), (128, 56), (128, 112)]`. A control then offers the options that exist with those of the
    controls before it. An explorer too large for a dict per state overrides `row(index)` and draws from `shared`.
-   `fill` replaces the table later. Public is a function `viz.explore_NAME(...)` beside the `plot_*` functions of the
-   subject, which imports the class when it is called: `refvl.viz` itself does without anywidget.
+   `fill` replaces the table later. The public function is `explore_NAME(...)` in `refvl/viz/explore.py`, which imports
+   the class when it is called: `refvl.viz` itself does without anywidget.
 
 2. `NAME.js`, which looks numbers up and draws them, and computes none; `shared.js` says what it can use.
 

@@ -10,17 +10,22 @@ from refvl.paths import DATA
 from refvl.pixels.patches import PatchConfig
 from refvl.pixels.slices import SliceConfig
 from refvl.serving.model import VLM
-from refvl.viz.attention import explore_attention, explore_tower
-from refvl.viz.evs import explore_evs
+from refvl.viz.explore import (
+    explore_assignment,
+    explore_attention,
+    explore_evs,
+    explore_families,
+    explore_graph,
+    explore_mrope,
+    explore_packing,
+    explore_positions,
+    explore_slices,
+    explore_timeline,
+    explore_tower,
+    explore_windows,
+)
 from refvl.viz.explorers.base import Explorer
 from refvl.viz.explorers.packing import arrivals_of_images
-from refvl.viz.families import explore_families
-from refvl.viz.glm4v import explore_timeline
-from refvl.viz.graphs import explore_graph, explore_packing
-from refvl.viz.minicpmv import explore_slices
-from refvl.viz.parallel import explore_assignment
-from refvl.viz.positions import explore_mrope, explore_positions
-from refvl.viz.windows import explore_windows
 
 SCENE, ROCKET, CLIP = (DATA / "pictures" / "scene.png", DATA / "pictures" / "rocket.jpg", DATA / "clips" / "scene.mp4")
 SIZES = [480, 2100, 768, 5320, 264, 1496, 3024, 620, 912, 4080, 352, 1180]  # of images as they come, in patches

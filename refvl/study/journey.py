@@ -1,0 +1,325 @@
+"""One picture, line by line: the functions that a real request runs, in call order, and how much that is to read.
+
+    journey = follow(model, "What color is the circle?", images=["data/pictures/scene.png"])
+    journey.numbers    # Numbers(functions=..., file_changes=..., ...)
+    print(journey)     # every function in call order: executed lines are marked, lines that check are folded
+
+follow    a request -> `Journey`: its functions by stage, its numbers, and the `Trace` of the same request
+record    a call -> the functions of a folder that the call enters, and the lines that it executes
+measure   functions -> `Numbers`
+listing   a `Journey` as plain text
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import unwrap
+from itertools import groupby, pairwise, takewhile
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from refvl.study.report import Trace
+from refvl.study.source import Source, source_of
+
+LIBRARY = Path(__file__).resolve().parents[1]
+ASK = "ask"  # what runs before the first stage
+SENTENCES = {
+    ASK: "The caller's arguments become a request. They are checked here, once, and the stages trust them.",
+    "decode media": "Files and arrays become RGB images. A video becomes the frames that are sampled from it.",
+    "patchify": "Each image is resized and cut into patches. Each patch is a row of numbers; a layout says where the "
+    "rows lie.",
+    "plan": "From the layout alone, without a pixel, the encoder computes positions, the order of the rows, and which "
+    "rows attend to each other.",
+    "encode": "The vision tower turns patch rows into embeddings that the language model can read.",
+    "prune": "If the caller sets a pruning rate, the video tokens that add the least are dropped.",
+    "tokenize": "The prompt becomes token ids, with a placeholder for every embedding.",
+    "merge": "The prompt becomes token ids, and the embeddings take the places of its placeholders.",
+    "positions": "Every token gets a position on each of three axes: time, height and width.",
+    "prefill": "The language model reads the whole prompt and scores every entry of its vocabulary as the next token.",
+    "decode tokens": "The best token is appended and read in turn, until the model ends its answer.",
+    "generate": "Prefill and decoding are one stage, because beams are compared as they grow.",
+    "assistant": "A second model reads the same prompt, to draft tokens for the first.",
+}
+
+
+class Numbers(NamedTuple):
+    """How much one answer takes to read. Code lines are those without blank lines, comments and docstrings."""
+
+    functions: int  # entered
+    file_changes: int  # between one function and the next, in the order of first entry
+    files: int
+    lines: int  # code lines of the functions entered
+    check_lines: int  # of these, the lines that only check
+    whole_files: int  # code lines of the files that these functions lie in
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that was entered. Line numbers are those of its file, and begin at 1."""
+
+    path: Path
+    file: str  # the path below the recorded folder: "positions/mrope.py"
+    name: str  # qualified: "VLM.read"
+    first: int  # its first line, decorators included
+    calls: int  # a generator counts again each time it is resumed
+    stage: str  # in which it was first entered
+    caller: tuple[str, int] | None  # file and line from which it was first called
+    ran: frozenset[int]  # lines of its file that were executed
+
+    @property
+    def source(self) -> Source:
+        return source_of(self.path)
+
+    @property
+    def lines(self) -> range:
+        """All its lines, decorators included."""
+        first, _, last = self.source.functions.get(self.first, (self.first,) * 3)
+        return range(first, last + 1)
+
+    @property
+    def docstring(self) -> str:
+        """Its docstring without the margin, "" if it has none."""
+        return self.source.docstring_of(self.first)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Journey:
+    """One answer, followed. Functions are in the order of first entry; `trace` is a second run of the same request."""
+
+    question: str
+    functions: list[Function]
+    numbers: Numbers
+    trace: Trace
+    scores: list[Tensor]  # (vocabulary,) of each new token, where it was chosen; empty with beams and drafts
+    decode: Callable[[Sequence[int]], str]  # token ids -> text
+
+    @property
+    def stages(self) -> list[tuple[str, list[Function]]]:
+        """Functions by stage. A stage that runs in several parts comes again if new functions are entered."""
+        return [(stage, list(functions)) for stage, functions in groupby(self.functions, lambda f: f.stage)]
+
+    def number_of(self, place: tuple[str, int] | None) -> int | None:
+        """The number (from 0) of the innermost function around a (file, line); None if none was entered there."""
+        around = [i for i, f in enumerate(self.functions) if place and f.file == place[0] and place[1] in f.lines]
+        return min(around, key=lambda i: len(self.functions[i].lines), default=None)
+
+    def __str__(self) -> str:
+        return listing(self)
+
+
+class Recorder:
+    """A trace function for `sys.settrace` that keeps what happens in the files of a folder.
+
+    `stage` is the stage that functions are first entered in. None: the next one, which has not begun yet.
+    """
+
+    def __init__(self, folder: Path, skip: Sequence[str] = ()):
+        self.root = f"{folder}/"
+        self.skip = set(skip)
+        self.stage: str | None = ASK
+        self.stages: list[str | None] = []  # of each function
+        self.calls: dict[tuple[str, str, int], int] = {}  # by file, name, first line, in the order of first entry
+        self.callers: list[tuple[str, int] | None] = []  # of each function
+        self.events: dict[str, set[int]] = {}  # executed lines by file, as the interpreter names them
+        self._open = set[FrameType]()  # generators of stages that are under way
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Called for every function that is entered; returns what is called for each of its lines."""
+        file = frame.f_code.co_filename
+        if not file.startswith(self.root) or file in self.skip:
+            return None
+        file = file.removeprefix(self.root)
+        if frame.f_code is STAGE:
+            self._turn(frame)
+        if not frame.f_code.co_name.startswith("<"):  # a lambda or a comprehension is part of the function around it
+            self._enter(file, frame)
+        lines = self.events.setdefault(file, set())
+        lines.add(frame.f_code.co_firstlineno)
+
+        def keep(inner: FrameType, event: str, arg: Any) -> Any:
+            lines.add(inner.f_lineno)
+            return keep
+
+        return keep
+
+    def _enter(self, file: str, frame: FrameType) -> None:
+        key = file, frame.f_code.co_qualname, frame.f_code.co_firstlineno
+        if key not in self.calls:
+            self.stages.append(self.stage)
+            self.callers.append(self._caller(frame.f_back))
+        self.calls[key] = self.calls.get(key, 0) + 1
+
+    def _caller(self, frame: FrameType | None) -> tuple[str, int] | None:
+        """The nearest line of the folder: between it and the call, another library may stand."""
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file.startswith(self.root) and file not in self.skip:
+                return file.removeprefix(self.root), frame.f_lineno
+            frame = frame.f_back
+        return None
+
+    def _turn(self, frame: FrameType) -> None:
+        """A stage begins when `Trace.stage` is entered, and ends when it is resumed."""
+        if frame in self._open:
+            self._open.remove(frame)
+            self.stage = None
+        else:
+            self._open.add(frame)
+            self.stage = frame.f_locals["name"]
+
+    def forward(self, *_: Any) -> None:
+        """The language model is called, after the last stage that a `Trace` times by itself: once to prefill."""
+        if not self._open:
+            self.stage = "prefill" if self.stage is None else "decode tokens"
+
+    def functions(self) -> list[Function]:
+        """What was recorded. What runs between two stages belongs to the second."""
+        stages = list(self.stages)
+        following = self.stage or next(filter(None, reversed(stages)), ASK)
+        for i in reversed(range(len(stages))):
+            following = stages[i] = stages[i] or following
+        paths = {file: Path(self.root + file) for file in self.events}
+        ran = {file: source_of(paths[file]).whole(events) for file, events in self.events.items()}
+        found = zip(self.calls.items(), stages, self.callers, strict=True)
+        return [
+            Function(paths[file], file, name, first, calls, stage or ASK, caller, ran[file])
+            for ((file, name, first), calls), stage, caller in found
+        ]
+
+
+STAGE: CodeType = unwrap(Trace.stage).__code__
+
+
+def record(call: Callable[[], Any], folder: Path = LIBRARY, *, recorder: Recorder | None = None) -> list[Function]:
+    """The functions of a folder's files that `call()` enters in this thread, in the order of first entry.
+
+    Lambdas and comprehensions are no functions; a class is none either, unless its `__init__` is written out.
+    """
+    recorder = recorder or Recorder(folder)
+    before = sys.gettrace()  # a debugger's, or that of coverage
+    sys.settrace(recorder)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return recorder.functions()
+
+
+def measure(functions: Sequence[Function]) -> Numbers:
+    """How much a call takes to read: see `Numbers`."""
+    files = dict.fromkeys(function.path for function in functions)
+    lines = checks = whole = 0
+    for path in files:
+        parsed = source_of(path)
+        code = set[int]().union(*(parsed.code_of(f.first) for f in functions if f.path == path))
+        lines += len(code)
+        checks += len(code & parsed.checks)
+        whole += len(parsed.code)
+    changes = sum(one.file != other.file for one, other in pairwise(functions))
+    return Numbers(len(functions), changes, len(files), lines, checks, whole)
+
+
+class _Scores(LogitsProcessor):
+    """Keeps the scores from which each token is chosen, and changes none."""
+
+    def __init__(self):
+        self.kept: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.kept.append(scores.detach().float().cpu())
+        return scores
+
+
+def follow(
+    model: Any, question: str | Sequence[dict], *, images: Sequence = (), videos: Sequence = (), **options
+) -> Journey:
+    """Ask three times: once to warm up, once to record the functions of `model.chat`, once for `model.trace`.
+
+    question, images, videos, options: as of `VLM.chat`. Only what runs in this thread is recorded. Errors: as of
+    `VLM.trace`.
+    """
+    request = {"images": images, "videos": videos} | options
+    model.chat(question, **request)
+
+    recorder = Recorder(LIBRARY, skip=[__file__])
+    hook = model.language_model.register_forward_pre_hook(recorder.forward)
+    try:
+        functions = record(lambda: model.chat(question, **request), recorder=recorder)
+    finally:
+        hook.remove()
+
+    scores = _Scores()
+    processors = [*(options.get("logits_processor") or ()), scores]
+    trace = model.trace(question, **(request | {"logits_processor": processors}))
+    kept = [row for rows in scores.kept for row in rows]
+    chosen = kept if len(kept) == len(trace.token_ids) else []
+    return Journey(str(question), functions, measure(functions), trace, chosen, model.processor.tokenizer.decode)
+
+
+def shapes(journey: Journey) -> dict[str, str]:
+    """What each stage made, in a few words, by stage."""
+    return {stage: text for stage, text, _ in journey.trace.rows()}
+
+
+def listing(journey: Journey) -> str:
+    """Every function in call order as text: "|" marks executed lines, and lines that check are one line."""
+    n = journey.numbers
+    made = shapes(journey)
+    text = [
+        f"{journey.question} -> {journey.trace.text}",
+        f"{n.functions} functions in {n.files} files, {n.file_changes} file changes; {n.lines} lines, of which "
+        f"{n.check_lines} check; the files have {n.whole_files}. | marks lines that ran.",
+    ]
+    number = 0
+    for stage, functions in journey.stages:
+        text += ["", f"== {stage} ==  {made.get(stage, '')}".rstrip(), SENTENCES.get(stage, "")]
+        for function in functions:
+            number += 1
+            text += ["", f"{number}. {function.file}:{function.first} {function.name}{_called(journey, function)}"]
+            text += [f"{'':8}{line}" for line in function.docstring.splitlines()[:1]]
+            text += [_row(function, *piece) for piece in pieces(function)]
+    return "\n".join(text)
+
+
+def _called(journey: Journey, function: Function) -> str:
+    times = "" if function.calls == 1 else f", {function.calls} times"
+    number = journey.number_of(function.caller)
+    origin = "" if number is None else f", from {number + 1}. {journey.functions[number].name}"
+    return f"{origin}{times}"
+
+
+def _row(function: Function, checks: bool, lines: range) -> str:
+    if checks:
+        return f"{'':8}... {count_checks(function, lines)}"
+    [number] = lines
+    return f"{number:5} {'|' if number in function.ran else ' '} {function.source.lines[number]}".rstrip()
+
+
+def count_checks(function: Function, lines: range) -> str:
+    """ "6 lines check" """
+    count = len(function.source.code.intersection(lines))
+    return "1 line checks" if count == 1 else f"{count} lines check"
+
+
+def pieces(function: Function) -> list[tuple[bool, range]]:
+    """A function without docstrings, in order: (False, one line), or (True, a run of lines that only check).
+
+    Comments and blank lines between two lines that check belong to the run.
+    """
+    parsed = function.source
+    shown = [line for line in function.lines if line not in parsed.docstrings]
+    found: list[tuple[bool, range]] = []
+    for i, line in enumerate(shown):
+        if found and line in found[-1][1]:
+            continue
+        if line in parsed.checks:
+            between = takewhile(lambda n: n in parsed.checks or n not in parsed.code, shown[i:])
+            last = max(n for n in between if n in parsed.checks)
+            found.append((True, range(line, last + 1)))
+        else:
+            found.append((False, range(line, line + 1)))
+    return found

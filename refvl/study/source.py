@@ -1,0 +1,116 @@
+"""A file of the library, parsed: its code lines, those that only check, its functions, and its statements.
+
+Code lines are those without blank lines, comments and docstrings. All line numbers begin at 1.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from functools import cache
+from pathlib import Path
+
+_CHECK = re.compile(r"_?check_|_refuse|_misfit|_report")  # names of functions that only check
+_NO_CODE = {  # kinds of tokens
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+}  # fmt: skip
+
+
+class Source:
+    """A file of the library, parsed. All line numbers begin at 1.
+
+    lines: the text. code: numbers of lines without blank lines, comments and docstrings. checks: those among them that
+    only check: a `raise`, a condition that ends in one, an `except`, a call or a definition of a function whose name
+    says that it checks, and all of checks.py. docstrings: numbers of lines. functions: by first line, decorators
+    included, that line, the line of `def`, and the last.
+    """
+
+    def __init__(self, path: Path):
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+        self.lines = ["", *text.splitlines()]
+        self.docstrings = {line for node in ast.walk(tree) for line in _docstring(node)}
+        self.code = _tokens(text) - self.docstrings
+        self.checks = self.code & (self.code if path.name.endswith("checks.py") else _checks(tree))
+        self._nodes = {_first(node): node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        self.functions = {first: (first, n.lineno, n.end_lineno or 0) for first, n in self._nodes.items()}
+        self._statements = _statements(tree)
+
+    def code_of(self, first: int) -> set[int]:
+        """Code lines of the function that begins at a line, decorators not included."""
+        _, start, last = self.functions.get(first, (first, first, first - 1))
+        return self.code & set(range(start, last + 1))
+
+    def docstring_of(self, first: int) -> str:
+        """The docstring of the function that begins at a line, without its margin; "" if it has none."""
+        return (first in self._nodes and ast.get_docstring(self._nodes[first])) or ""
+
+    def whole(self, events: set[int]) -> frozenset[int]:
+        """Executed lines, each statement as a whole: the interpreter names only some lines of a long one."""
+        ran = {line for span in self._statements if not events.isdisjoint(span) for line in span}
+        after = 0
+        for line in sorted(self.code, reverse=True):  # `else:` is no statement, and runs if what follows does
+            if self.lines[line].strip() in ("else:", "finally:") and after in ran:
+                ran.add(line)
+            after = line
+        return frozenset(ran & self.code)
+
+
+@cache
+def source_of(path: Path) -> Source:
+    """A file, parsed once."""
+    return Source(path)
+
+
+def _docstring(node: ast.AST) -> range:
+    """The lines of a node's docstring."""
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        match node.body:
+            case [ast.Expr(value=ast.Constant(value=str())) as first, *_]:
+                return _span(first)
+    return range(0)
+
+
+def _tokens(text: str) -> set[int]:
+    """Lines that hold more than a comment."""
+    kept = (t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in _NO_CODE)
+    return {line for token in kept for line in range(token.start[0], token.end[0] + 1)}
+
+
+def _checks(tree: ast.Module) -> set[int]:
+    """Lines of what only checks."""
+    found = set[int]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Raise() | ast.ExceptHandler():
+                found.update(_span(node))
+            case ast.If(body=[*_, ast.Raise() as last]):
+                found.update(range(node.lineno, _span(last).stop))
+            case ast.FunctionDef(name=name) if _CHECK.match(name):
+                found.update(_span(node))
+            case ast.Expr(value=ast.Call(func=function)) | ast.Assign(value=ast.Call(func=function)):
+                if _CHECK.match(getattr(function, "id", getattr(function, "attr", ""))):
+                    found.update(_span(node))
+    return found
+
+
+def _statements(tree: ast.Module) -> list[range]:
+    """The lines of every statement; of one with a body, its head."""
+    spans = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.stmt, ast.ExceptHandler)):
+            start, stop = _first(node), _span(node).stop
+            if body := getattr(node, "body", None):
+                stop = max(node.lineno + 1, _first(body[0]))
+            spans.append(range(start, stop))
+    return spans
+
+
+def _span(node: ast.stmt | ast.ExceptHandler) -> range:
+    """The lines of a node, without decorators."""
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def _first(node: ast.stmt | ast.ExceptHandler) -> int:
+    """The first line of a node, decorators included."""
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])

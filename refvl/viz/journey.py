@@ -1,0 +1,316 @@
+"""One picture, line by line, as a page: the code of a real run in call order, and what each stage made beside it.
+
+    from refvl.study.journey import follow
+    from refvl.viz.journey import page
+
+    journey = follow(model, "What color is the circle?", images=["data/pictures/scene.png"])
+    Path("journey.html").write_text(page(journey, title="tiny-qwen2_5_vl"), encoding="utf-8")
+
+The page is one file of plain HTML that loads nothing: it can be read without a kernel, a network and scripts.
+"""
+
+import html
+import io
+import keyword
+import re
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from refvl.paths import DATA
+from refvl.study.journey import SENTENCES, Function, Journey, count_checks, pieces, shapes
+from refvl.viz.stage_values import first_picture, values
+from refvl.viz.style import THEMES
+
+TITLE = "One picture, line by line"
+STYLE, SCRIPT = (Path(__file__).with_suffix(suffix) for suffix in (".css", ".js"))
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
+style-src 'unsafe-inline'; img-src data:"><link rel="icon" href="data:,">
+<meta name="color-scheme" content="light dark"><title>{title}</title><style>{style}</style></head>
+<body>{top}
+{steps}
+<main>
+{stages}
+</main><script>{script}</script></body></html>
+"""
+TOP = """<header id="top">{back}<h1>{title}</h1>{menu}
+{picture}<p class="asked">{question}</p><p class="answer">{model} answers: <b>{answer}</b></p>
+<p>This is the code that ran for that answer: every function, in the order in which the run first entered it. The page
+was made by that run.</p>
+<ul class="legend"><li class="l ran"><span class="n">12</span><span class="c">a line that ran</span></li>
+<li class="l"><span class="n">13</span><span class="c">a line that did not run</span></li>
+<li><span class="summary">6 lines check</span> lines that only check, folded</li>
+<li><span class="call">7 name</span> function 7 is first entered from here</li></ul>
+<p class="keys"><button type="button" id="unfold" aria-pressed="false" hidden>Unfold all checks</button>
+<span>The keys <kbd>←</kbd> and <kbd>→</kbd> go from stage to stage.</span></p>
+<dl class="numbers">{numbers}</dl>
+{way}</header>"""
+SAID = (  # what each of `Numbers` counts
+    "functions entered", "changes of file from one function to the next", "files", "lines of code in these functions",
+    "of these lines only check", "lines of code in these files",
+)  # fmt: skip
+
+
+class Asked(NamedTuple):
+    """A request about a file of the repository, to a checkpoint of the repository."""
+
+    name: str
+    checkpoint: str
+    question: str
+    options: dict[str, Any]  # images, videos, and those of `VLM.chat`
+
+
+_SCENE, _CIRCLE = {"images": [DATA / "pictures" / "scene.png"]}, "What color is the circle?"
+_CLIP, _WAY = {"videos": [DATA / "clips" / "scene.mp4"]}, "Which way does the circle move?"
+SHIPPED = {
+    "qwen2_5_vl": Asked("Qwen2.5-VL", "tiny-qwen2_5_vl", _CIRCLE, _SCENE),
+    "qwen3_vl": Asked("Qwen3-VL", "tiny-qwen3_vl", _CIRCLE, _SCENE),
+    "glm4v": Asked("GLM-4.1V", "tiny-glm4v", _CIRCLE, _SCENE),
+    "minicpmv": Asked("MiniCPM-V 4.5", "tiny-minicpmv-4_5", _CIRCLE, _SCENE),
+    "step3": Asked(
+        "Step3-VL", "tiny-step3", "Which letter is in the red box?", {"images": [DATA / "pictures" / "page.png"]}
+    ),
+    "clip": Asked("Qwen2.5-VL, a clip", "tiny-qwen2_5_vl", _WAY, _CLIP),
+    "clip_pruned": Asked("Qwen2.5-VL, half of a clip", "tiny-qwen2_5_vl", _WAY, _CLIP | {"pruning_rate": 0.5}),
+}
+
+
+def page(
+    journey: Journey, *, title: str = "", links: Mapping[str, str] | None = None, index: str = "", files: str = ""
+) -> str:
+    """A journey as HTML, one file that loads nothing.
+
+    title: the model's name. links: the addresses of the pages of several journeys by name, "" for this one. index: the
+    address of a page to go back to. files: the address of the page of a file of the library, with {} for its name.
+    """
+    made = shapes(journey)
+    stages, number = list[str](), 0
+    for place, (stage, functions) in enumerate(journey.stages, 1):
+        is_new = all(stage != before for before, _ in journey.stages[: place - 1])
+        aside = _made(stage, made.get(stage, ""), values(journey, stage)) if is_new else ""
+        articles = [_article(journey, function, number + i, files) for i, function in enumerate(functions)]
+        stages.append(_section(place, stage, aside, articles))
+        number += len(functions)
+    return PAGE.format(
+        title=html.escape(f"{title}: {TITLE.lower()}" if title else TITLE), style=style(),
+        top=_top(journey, title, links or {}, index), steps=_steps(journey), stages="\n".join(stages),
+        script=SCRIPT.read_text(encoding="utf-8"),
+    )  # fmt: skip
+
+
+def style() -> str:
+    """The palette of figures and explorers as variables, then the sheet."""
+    light, dark = (";".join(f"--{name}:{color}" for name, color in colors.items()) for colors in THEMES.values())
+    sheet = STYLE.read_text(encoding="utf-8")
+    return f":root{{color-scheme:light dark;{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}\n{sheet}"
+
+
+def _top(journey: Journey, title: str, links: Mapping[str, str], index: str) -> str:
+    """What was asked and answered, how to read the page, the numbers, and the whole way at a glance."""
+    items = "".join(_menu_item(name, address) for name, address in links.items())
+    numbers = zip(SAID, journey.numbers, strict=True)
+    return TOP.format(
+        back=f'<p class="back"><a href="{index}">All notebooks and explorers</a></p>' if index else "",
+        title=TITLE,
+        menu=f'<nav aria-label="Journeys"><ul class="journeys">{items}</ul></nav>' if items else "",
+        picture=first_picture(journey),
+        question=html.escape(journey.question),
+        model=f"<code>{html.escape(title)}</code>" if title else "The model",
+        answer=html.escape(journey.trace.text),
+        numbers="".join(f"<div><dt>{said}</dt><dd>{value:,}</dd></div>" for said, value in numbers),
+        way=_way(journey),
+    )
+
+
+def _menu_item(name: str, address: str) -> str:
+    where = f'href="{address}"' if address else 'href="#top" aria-current="page"'
+    return f"<li><a {where}>{html.escape(name)}</a></li>"
+
+
+def _steps(journey: Journey) -> str:
+    """A bar that stays at the top and leads to every stage."""
+    items = "".join(
+        f'<li><a href="#stage-{place}">{place} {html.escape(stage)}</a></li>'
+        for place, (stage, _) in enumerate(journey.stages, 1)
+    )
+    return f'<nav class="steps" aria-label="Stages"><ol>{items}</ol></nav>'
+
+
+@dataclass(frozen=True, slots=True)
+class _Map:
+    """Places on the figure of the way: files from top to bottom, functions from left to right; in pixels."""
+
+    files: list[str]
+    step: float  # from one function to the next
+    left: int = 178
+    top: int = 22
+    lane: int = 17  # from one file to the next
+
+    def x(self, number: float) -> float:
+        return self.left + number * self.step
+
+    def y(self, file: str) -> float:
+        return self.top + (self.files.index(file) + 0.5) * self.lane
+
+
+def _way(journey: Journey) -> str:
+    """A point for each function, so that jumps from file to file show."""
+    count = len(journey.functions)
+    at = _Map(list(dict.fromkeys(f.file for f in journey.functions)), max(4.0, 800 / count))
+    width, height = at.x(count) + 6, at.top + len(at.files) * at.lane + 6
+    parts = [_lane(at, file, width) for file in at.files]
+    start = 0
+    for place, (_, functions) in enumerate(journey.stages, 1):
+        parts.append(f'<path class="stage" d="M{at.x(start):.1f} 6V{height}"/>')
+        parts.append(f'<text class="stage" x="{at.x(start) + 3:.1f}" y="12">{place}</text>')
+        start += len(functions)
+    points = [(at.x(i + 0.5), at.y(f.file)) for i, f in enumerate(journey.functions)]
+    parts.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>')
+    for i, ((x, y), function) in enumerate(zip(points, journey.functions, strict=True), 1):
+        name = f"<title>{i} {html.escape(function.name)}</title>"
+        dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{min(3, at.step * 0.45):.1f}">{name}</circle>'
+        parts.append(f'<a href="#f{i}" tabindex="-1">{dot}</a>')
+    label = f"{count} functions in {len(at.files)} files, with {journey.numbers.file_changes} changes of file"
+    return (
+        f'<figure class="way"><div tabindex="0" role="group" aria-label="The way through the files">'
+        f'<svg role="img" aria-label="{label}" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" '
+        f'height="{height}">{"".join(parts)}</svg></div>'
+        "<figcaption>The way through the files: each point is a function, the numbers are stages.</figcaption></figure>"
+    )
+
+
+def _lane(at: _Map, file: str, width: float) -> str:
+    line = f'<path class="lane" d="M{at.left} {at.y(file)}H{width:.0f}"/>'
+    return f'{line}<text class="file" x="{at.left - 8}" y="{at.y(file)}">{html.escape(file)}</text>'
+
+
+def _made(stage: str, text: str, figures: Sequence[str]) -> str:
+    """The column at the right of a stage."""
+    if not text and not figures:
+        return ""
+    said = f'<p class="made">{html.escape(text)}</p>' if text else ""
+    return f'<aside aria-label="What the stage {html.escape(stage)} made">{said}{"".join(figures)}</aside>'
+
+
+def _section(place: int, stage: str, aside: str, articles: Sequence[str]) -> str:
+    """A stage: what happens, what it made, and its functions."""
+    name = f"stage-{place}"
+    return (
+        f'<section id="{name}" aria-labelledby="{name}-name"><header>'
+        f'<h2 id="{name}-name" tabindex="-1"><span>{place}</span> {html.escape(stage)}</h2>'
+        f"<p>{html.escape(SENTENCES.get(stage, ''))}</p></header>{aside}\n"
+        f'<div class="functions">{"".join(articles)}</div></section>'
+    )
+
+
+def _article(journey: Journey, function: Function, number: int, files: str) -> str:
+    """A function: where it stands, who called it first, what it says of itself, and its lines."""
+    rows, ran = list[str](), True
+    for checks, lines in pieces(function):
+        stops = not (checks or lines[0] in function.ran or lines[0] not in function.source.code)
+        links = _calls(journey, function, lines)
+        rows.append(_fold(function, lines, links) if checks else _line(function, lines[0], links, stops and ran))
+        ran = not stops
+    name = re.sub(r"([._])", r"\1<wbr>", html.escape(function.name))
+    return (
+        f'<article id="f{number + 1}"><h3><span>{number + 1}</span> {name}</h3>'
+        f'<p class="facts">{_facts(journey, function, files)}</p>{_said(function.docstring)}'
+        f'<div class="code">{"".join(rows)}</div></article>\n'
+    )
+
+
+def _facts(journey: Journey, function: Function, files: str) -> str:
+    """Where a function stands, from where it was first called, and how often."""
+    file = html.escape(function.file)
+    facts = [f'<a href="{files.format(file)}">{file}</a>' if files else file, f"line {function.first}"]
+    caller = journey.number_of(function.caller)
+    if caller is not None and function.caller is not None:
+        name = html.escape(journey.functions[caller].name)
+        facts.append(f'from <a href="#f{caller + 1}">{caller + 1} {name}</a>, line {function.caller[1]}')
+    if function.calls > 1:
+        facts.append(f"{function.calls} times")
+    return ", ".join(facts)
+
+
+def _said(docstring: str) -> str:
+    """A docstring: its first paragraph, and the others folded."""
+    if not docstring:
+        return ""
+    first, _, others = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(docstring, quote=False)).partition("\n\n")
+    others = "".join(f"<p>{paragraph}</p>" for paragraph in others.split("\n\n") if paragraph)
+    more = f'<details class="more"><summary>more</summary>{others}</details>' if others else ""
+    return f'<div class="said"><p>{first}</p>{more}</div>'
+
+
+def _fold(function: Function, lines: range, links: str) -> str:
+    """Lines that only check, folded, and the functions that they enter."""
+    indent = f'style="--i:{_indent(function, lines[0])}"'
+    shown = [_line(function, line, "", False) for line in lines if line not in function.source.docstrings]
+    below = f'<p class="calls" {indent}>{links}</p>' if links else ""
+    summary = f"<summary {indent}>{count_checks(function, lines)}</summary>"
+    return f'<details class="fold">{summary}{"".join(shown)}</details>{below}'
+
+
+def _line(function: Function, line: int, links: str, stops: bool) -> str:
+    """A line of code, as far left as its function. stops: it is the first of some that did not run, which is spoken."""
+    code = coloured(function.path)[line][_margin(function, function.first) :]
+    ran = " ran" if line in function.ran else ""
+    spoken = '<span class="spoken">did not run: </span>' if stops else ""
+    text = f'<span class="c" style="--i:{_indent(function, line)}">{spoken}{code}{links}</span>'
+    return f'<div class="l{ran}"><span class="n">{line}</span>{text}</div>'
+
+
+def _indent(function: Function, line: int) -> int:
+    """Columns between the beginning of a function and that of a line."""
+    return max(_margin(function, line) - _margin(function, function.first), 0)
+
+
+def _margin(function: Function, line: int) -> int:
+    text = function.source.lines[line]
+    return len(text) - len(text.lstrip())
+
+
+def _calls(journey: Journey, function: Function, lines: range) -> str:
+    """Links to the functions that are entered for the first time from these lines."""
+    return "".join(
+        f' <a class="call" href="#f{i}">{i} {html.escape(other.name.rpartition(".")[2])}</a>'
+        for i, other in enumerate(journey.functions, 1)
+        if other.caller and other.caller[0] == function.file and other.caller[1] in lines
+    )
+
+
+@cache
+def coloured(path: Path) -> list[str]:
+    """Every line of a file as HTML, by number: keywords are <b>, comments <i>, the names of functions <em>."""
+    text = path.read_text(encoding="utf-8")
+    marks: dict[int, list[tuple[int, int, str]]] = {}
+    for start, stop, tag in _marks(text):
+        marks.setdefault(start[0], []).append((start[1], stop[1], tag))
+    return [_marked(line, marks.get(number, [])) for number, line in enumerate(["", *text.splitlines()])]
+
+
+def _marks(text: str) -> Iterator[tuple[tuple[int, int], tuple[int, int], str]]:
+    """(line, column) of the beginning and the end of what is marked, and the tag."""
+    before = ""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start, token.end, "i"
+        elif token.type == tokenize.NAME and before in ("def", "class"):
+            yield token.start, token.end, "em"
+        elif token.type == tokenize.NAME and keyword.iskeyword(token.string):
+            yield token.start, token.end, "b"
+        before = token.string
+
+
+def _marked(line: str, marks: Sequence[tuple[int, int, str]]) -> str:
+    """A line with tags around some of its columns."""
+    done, at = "", 0
+    for start, stop, tag in marks:
+        done += f"{html.escape(line[at:start], quote=False)}<{tag}>{html.escape(line[start:stop], quote=False)}</{tag}>"
+        at = stop
+    return done + html.escape(line[at:], quote=False)

@@ -1,0 +1,319 @@
+"""What each stage of a run made, as figures of HTML: shapes, some numbers, a small picture. Drawn, never computed here.
+
+values          a stage of a `Journey` -> its figures
+first_picture   what was asked about, for the top of the page
+"""
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from refvl.pixels.media import Video
+from refvl.positions import merge_block_coordinates
+from refvl.study.comparison import is_grid
+from refvl.study.journey import ASK, Journey
+from refvl.study.report import layout_text
+from refvl.viz.tensor_figures import (
+    NUMBERED,
+    SHOWN_FRAMES,
+    WIDE,
+    address,
+    are_inverse,
+    as_tiles,
+    facts,
+    figure,
+    heat,
+    in_numbers,
+    in_words,
+    is_permutation,
+    mosaic,
+    picture,
+    small,
+    spread,
+    svg,
+    tensor_figure,
+)
+
+SHOWN_TILES, SHOWN_SLICES, SHOWN_TOKENS, SHOWN_ITEMS = 320, 12, 160, 2
+LINE_END = "\N{RETURN SYMBOL}"
+AXES = (("t", "time", 5.5, "none"), ("h", "height", 3.2, "7 4"), ("w", "width", 2.4, "2 3"))  # width of line, dashes
+
+
+def values(journey: Journey, stage: str) -> list[str]:
+    """The figures of a stage; none for one that made nothing to look at, or that let it go."""
+    run = journey.trace
+    match stage:
+        case "decode media":
+            return [_medium(medium, i) for i, medium in enumerate(run.media[:SHOWN_ITEMS])]
+        case "patchify":
+            return [drawn for item in run.patches[:SHOWN_ITEMS] for drawn in _patches(item)]
+        case "plan":
+            merged = [item.merged.thw for item in run.patches]
+            return [drawn for planned in run.metadata[:SHOWN_ITEMS] for drawn in _plan(planned, merged)]
+        case "encode":
+            return [tensor_figure(f"embeddings of item {i + 1}", x) for i, x in enumerate(run.embeds[:SHOWN_ITEMS])]
+        case "prune":
+            return _pruned(run)
+        case "merge":
+            found = [("inputs_embeds", run.inputs_embeds), ("deepstack", run.deepstack)]
+            made = [tensor_figure(name, x) for name, x in found if x is not None and x.numel()]
+            return [_prompt(journey), *made]
+        case "positions":
+            return [_positions(run)]
+        case "prefill" if journey.scores:
+            return [_scores(journey)]
+        case "decode tokens" | "generate":
+            return [_answer(journey)]
+    return [f'<p class="asked">{html.escape(journey.question)}</p>'] if stage == ASK else []
+
+
+def first_picture(journey: Journey) -> str:
+    """The first picture that was asked about, or a frame from the middle of the first video, small."""
+    for medium in journey.trace.media[:1]:
+        is_video = isinstance(medium, Video)
+        image = Image.fromarray(medium.frames[len(medium.frames) // 2]) if is_video else medium
+        alt = "The middle frame of the video in question" if is_video else "The picture in question"
+        return picture(small(image, 360), alt, width=180)
+    return ""
+
+
+def _medium(medium: Any, number: int) -> str:
+    """A picture, or the frames of a video."""
+    if isinstance(medium, Video):
+        count = len(medium.frames)
+        shown = spread(count, SHOWN_FRAMES)
+        frames = np.stack([small(Image.fromarray(medium.frames[i]), 160) for i in shown])
+        alt = f"{len(shown)} of the {count} sampled frames of video {number + 1}, in their order"
+        numbers = ", ".join(map(str, medium.indices[:12])) + ", ..." * (len(medium.indices) > 12)
+        caption = f"<b>frames</b> {medium.frames.shape} uint8; taken from the file: {numbers}"
+        return figure(picture(mosaic(frames, 3, gap=4), alt, width=WIDE), caption)
+    alt = f"Image {number + 1} as it was decoded, {medium.width} x {medium.height} pixels"
+    caption = f"<b>image</b> {medium.width} x {medium.height} pixels, RGB"
+    return figure(picture(small(medium, 360), alt, width=240), caption)
+
+
+def _patches(item: Any) -> Iterator[str]:
+    """The rows of an item in the order in which the tower reads them, and where on its grid each was cut."""
+    rows = item.pixel_values.float().cpu()
+    layout = f"<b>layout</b> {html.escape(layout_text(item.layout))}"
+    tiles = as_tiles(rows)
+    if tiles is not None and is_grid(item.layout):
+        step = " of the first step" * (item.layout[0] > 1)
+        yield figure(_cut(tiles, item), f"{layout}; each patch{step} has the number of its row")
+        yield figure(_in_order(tiles, 12), "the same rows in their order")
+    elif tiles is not None and hasattr(item.layout[0], "slices"):
+        sizes = [size for group in item.layout for size in group.slices]
+        yield figure(_slices(tiles, sizes), f"{layout}; rows go slice by slice, line by line")
+    elif tiles is not None:
+        yield figure(_in_order(tiles, 16), f"{layout}; rows in their order")
+    yield tensor_figure("pixel_values", rows)
+
+
+def _in_order(tiles: np.ndarray, across: int) -> str:
+    """Patches in the order of the rows."""
+    shown = tiles[:SHOWN_TILES]
+    alt = f"The first {len(shown)} of {len(tiles)} patches in the order of the rows, {across} to a line"
+    return picture(mosaic(shown, across), alt, width=WIDE)
+
+
+def _slices(tiles: np.ndarray, sizes: Sequence[tuple[int, int]]) -> str:
+    """Slices of (h, w) patches, each put together again from its rows."""
+    drawn, at = [], 0
+    for number, (h, w) in enumerate(sizes[:SHOWN_SLICES], 1):
+        alt = f"Slice {number} of {len(sizes)}, {h} x {w} patches"
+        drawn.append(picture(mosaic(tiles[at : at + h * w], w), alt, width=110))
+        at += h * w
+    return f'<div class="slices">{"".join(drawn)}</div>'
+
+
+def _cut(tiles: np.ndarray, item: Any) -> str:
+    """The first frame of a grid, patch by patch, with the row of each."""
+    _, h, w = item.layout
+    places = merge_block_coordinates([(1, h, w)], spatial_merge_size=h // item.merged.thw[1])
+    order = torch.empty(h, w, dtype=torch.int64)
+    order[tuple(places.T)] = torch.arange(h * w)
+    if h * w > SHOWN_TILES:
+        tiles = tiles[:, ::2, ::2] if h * w <= 4 * SHOWN_TILES else tiles[:, ::4, ::4]
+    sheet = mosaic(tiles[order.flatten()], w)
+    label = f"A grid of {h} x {w} patches; {in_words(order)}"
+    side = tiles.shape[1] + 2
+    numbers = [
+        f'<text x="{(x + 0.5) * side - 1}" y="{(y + 0.5) * side - 1}">{number}</text>'
+        for (y, x), number in np.ndenumerate(order.numpy())
+    ]
+    height, width = sheet.shape[:2]
+    return (
+        f'<svg class="cut" role="img" aria-label="{html.escape(label)}" viewBox="0 0 {width} {height}" '
+        f'style="font-size:{side * 0.42:.1f}px"><image href="{address(sheet)}" width="{width}" height="{height}"/>'
+        f"{''.join(numbers) if h * w <= NUMBERED else ''}</svg>"
+    )
+
+
+def _plan(planned: Any, merged: Sequence[tuple[int, int, int]]) -> Iterator[str]:
+    """Every tensor of the metadata, nested ones too, and the angles that its positions and frequencies lead to."""
+    if not is_dataclass(planned):
+        return
+    found = {field.name: getattr(planned, field.name) for field in fields(planned)}
+    orders: dict[str, Tensor] = {}
+    for name, value in found.items():
+        if is_dataclass(value):
+            yield from _plan(value, merged)
+        elif isinstance(value, Tensor):
+            undone = [other for other, order in orders.items() if are_inverse(order, value)]
+            note = "".join(f"; the inverse of {other}" for other in undone)
+            yield figure("", facts(name, value) + note) if undone else tensor_figure(name, value, merged)
+            orders |= {name: value} if is_permutation(value) else {}
+    positions, frequencies = found.get("positions"), found.get("frequencies")
+    if isinstance(positions, Tensor) and isinstance(frequencies, Tensor) and positions.ndim == 2:
+        yield _angles(positions, frequencies)
+
+
+def _angles(positions_N2: Tensor, frequencies: Tensor) -> str:
+    """By how much each position turns each plane."""
+    angles = (positions_N2[..., None] * frequencies).flatten(1)
+    note = f"cosines of the angles, positions times frequencies {tuple(angles.shape)}: a line for each position"
+    return figure(heat(angles.cos().cpu(), f"Heat map of the {note}"), f"<b>angles</b> {note}")
+
+
+def _pruned(run: Any) -> list[str]:
+    """What stays of each video, or that nothing was asked for."""
+    if all(mask is None for mask in run.keep_masks):
+        count = sum(len(rows) for rows in run.embeds)
+        return [f"<p>No pruning rate was given: all {count} embeddings stay.</p>"] if count else []
+    found = []
+    for i, mask in enumerate(run.keep_masks):
+        if mask is None:
+            continue
+        caption = f"<b>keep mask</b> of item {i + 1} {tuple(mask.shape)} bool; {in_numbers(mask)}"
+        found.append(figure(_kept(mask.cpu(), run.patches[i].merged.thw, run.media[i], i), caption))
+    return found
+
+
+def _kept(mask: Tensor, thw: tuple[int, int, int], medium: Any, number: int) -> str:
+    """The frames of a video; a crossed cell is dropped."""
+    t, h, w = thw
+    shown, side = spread(t, SHOWN_FRAMES), 26
+    grid, parts = mask.view(t, h, w), []
+    for i, step in enumerate(shown):
+        left = i * (w + 0.4) * side
+        if isinstance(medium, Video):
+            frame = Image.fromarray(medium.frames[min(step * len(medium.frames) // t, len(medium.frames) - 1)])
+            size = f'width="{w * side}" height="{h * side}" preserveAspectRatio="none"'
+            parts.append(f'<image href="{address(small(frame, 120))}" x="{left}" {size}/>')
+        for y, x in (~grid[step]).nonzero().tolist():
+            place = f'transform="translate({left + x * side:.1f} {y * side})"'
+            parts.append(f'<rect {place} width="{side}" height="{side}"/><path {place} d="M8 8l10 10m0-10l-10 10"/>')
+    counts = ", ".join(f"{int(grid[step].sum())}" for step in shown)
+    label = f"Tokens kept of video {number + 1}, {h * w} to a step: {counts}"
+    return svg("kept", label, int((len(shown) * (w + 0.4) - 0.4) * side), h * side, "".join(parts))
+
+
+def _prompt(journey: Journey) -> str:
+    """The prompt token by token; what stands for media is one box."""
+    run = journey.trace
+    spans = {span.offset: span.num_tokens for span in run.spans}
+    ids = run.full_ids.tolist()
+    boxes: list[str] = []
+    place = 0
+    while place < len(ids) and len(boxes) < SHOWN_TOKENS:
+        count = spans.get(place, 0)
+        if count:
+            boxes.append(_rows_box(int(run.keep[place : place + count].sum()), count))
+        else:
+            text = journey.decode([ids[place]]).replace("\n", LINE_END)
+            boxes.append(f"<span>{html.escape(text) or '&nbsp;'}</span>")
+        place += max(count, 1)
+    more = "" if place == len(ids) else f" and {len(ids) - place} more"
+    return figure(f'<p class="prompt">{"".join(boxes)}{more}</p>', facts("input_ids", run.input_ids))
+
+
+def _rows_box(kept: int, count: int) -> str:
+    some = f"{count}" if kept == count else f"{kept} of {count}"
+    return f'<span class="rows">{some} embedding{"s" * (count > 1)}</span>'
+
+
+@dataclass(frozen=True, slots=True)
+class _Plot:
+    """A plot of positions over tokens; in pixels."""
+
+    tokens: int
+    high: int  # the largest position
+    left: int = 28
+    top: int = 8
+    width: int = WIDE - 36
+    height: int = 190
+
+    def x(self, token: float) -> float:
+        return self.left + token * self.width / max(self.tokens - 1, 1)
+
+    def y(self, position: float) -> float:
+        return self.top + self.height - position * self.height / self.high
+
+    def shade(self, start: int, stop: int) -> str:
+        """The tokens of an image or a video."""
+        size = f'width="{self.x(stop) - self.x(start):.1f}" height="{self.height}"'
+        return f'<rect x="{self.x(start - 0.5):.1f}" y="{self.top}" {size}/>'
+
+    def text(self, x: float, y: float, anchor: str, text: str) -> str:
+        return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}">{text}</text>'
+
+
+def _positions(run: Any) -> str:
+    """t, h and w along the prompt. Lines differ in width and dashes, so that they can be told apart without colours."""
+    positions = run.positions.cpu()
+    plot = _Plot(positions.shape[1], max(int(positions.max()), 1))
+    before = [0, *run.keep.cpu().cumsum(0).tolist()]  # kept tokens in front of each token of the full prompt
+    media = [(before[span.offset], before[span.offset + span.num_tokens]) for span in run.spans]
+    parts = [plot.shade(start, stop) for start, stop in media if stop > start]
+    bottom, right = plot.top + plot.height, plot.tokens - 1
+    for i, ((axis, name, thick, dashes), line) in enumerate(zip(AXES, positions.tolist(), strict=True)):
+        look = f'class="{axis}" stroke-width="{thick}" stroke-dasharray="{dashes}"'
+        points = " ".join(f"{plot.x(token):.1f},{plot.y(position):.1f}" for token, position in enumerate(line))
+        parts.append(f'<polyline {look} points="{points}"/>')
+        start = plot.left + i * 108
+        parts.append(f'<line {look} x1="{start}" x2="{start + 26}" y1="{bottom + 36}" y2="{bottom + 36}"/>')
+        parts.append(plot.text(start + 32, bottom + 36, "start", f"{axis} {name}"))
+    parts += [plot.text(plot.left - 4, plot.y(value), "end", str(value)) for value in (0, plot.high)]
+    parts += [plot.text(plot.x(0), bottom + 16, "start", "token 0")]
+    parts += [plot.text(plot.x(right), bottom + 16, "end", f"token {right}")] * (right > 0)
+    label = f"Positions of {plot.tokens} tokens: t, h and w go from 0 to {plot.high}; tokens of media are shaded"
+    note = f"generated tokens go on at {plot.tokens} + delta, delta {run.delta}"
+    drawn = svg("positions", label, WIDE, plot.height + 52, "".join(parts))
+    return figure(drawn, f"<b>positions</b> {tuple(positions.shape)}; {note}")
+
+
+def _scores(journey: Journey) -> str:
+    """The likeliest first tokens."""
+    shares = journey.scores[0].softmax(-1)
+    best = shares.topk(min(5, len(shares)))
+    lines = "".join(
+        f'<tr><td class="token">{_word(journey, token)}</td><td class="number">{share:.1%}</td>'
+        f'<td class="bar"><span style="width:{max(share, 0.005):.1%}"></span></td></tr>'
+        for share, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    )
+    caption = f"<b>scores</b> ({len(shares)},); {in_numbers(journey.scores[0])}; above, the best as probabilities"
+    return figure(f'<table><tr><th>first token</th><th colspan="2">probability</th></tr>{lines}</table>', caption)
+
+
+def _answer(journey: Journey) -> str:
+    """Every new token with its id and, if it is known, its probability."""
+    ids = journey.trace.token_ids[:SHOWN_TOKENS]
+    shares = [float(s.softmax(-1)[i]) for s, i in zip(journey.scores, ids, strict=False)]
+    lines = "".join(
+        f'<tr><td class="number">{token}</td><td class="token">{_word(journey, token)}</td>'
+        f'<td class="number">{f"{shares[i]:.1%}" if i < len(shares) else ""}</td></tr>'
+        for i, token in enumerate(ids)
+    )
+    table = f"<table><tr><th>id</th><th>token</th><th>probability</th></tr>{lines}</table>"
+    return figure(table, f"<b>text</b> {html.escape(journey.trace.text)}")
+
+
+def _word(journey: Journey, token: int) -> str:
+    text = journey.decode([token])
+    return html.escape(text.strip() or repr(text)[1:-1] or "nothing")

@@ -1,0 +1,73 @@
+"""An answer line by line, as a page in Chromium. Oracle: the journey that the page was made of."""
+
+import pytest
+from project.test_journey import html, journey
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def opened(chromium, tmp_path_factory):
+    """The page of one journey in an offline browser, and what was said and asked for."""
+    file = tmp_path_factory.mktemp("journeys") / "page.html"
+    file.write_text(html("qwen2_5_vl"), encoding="utf-8")
+    context = chromium.new_context(offline=True, viewport={"width": 1400, "height": 900})
+    page, heard, asked = context.new_page(), [], []
+    page.on("console", lambda message: heard.append(message.text))
+    page.on("pageerror", lambda error: heard.append(str(error)))
+    page.on("request", lambda ask: asked.append(ask.url))
+    page.goto(file.as_uri())
+    yield page, heard, asked, file.as_uri()
+    context.close()
+
+
+@pytest.mark.parametrize("width", [390, 800, 1400])
+def test_nothing_is_cut_off(opened, width):
+    page = opened[0]
+    page.set_viewport_size({"width": width, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_arrow_keys_go_from_stage_to_stage(opened):
+    page = opened[0]
+    page.set_viewport_size({"width": 1400, "height": 900})
+    page.evaluate("scrollTo(0, 0)")
+    for place, (stage, _) in enumerate(journey("qwen2_5_vl").stages, 1):
+        page.keyboard.press("ArrowRight")
+        page.wait_for_function("name => document.activeElement.id === name", arg=f"stage-{place}-name")
+        page.locator(".steps [aria-current]", has_text=f"{place} {stage}").wait_for(timeout=5000)
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_function("name => document.activeElement.id === name", arg=f"stage-{place - 1}-name")
+
+
+def test_checks_unfold_together(opened):
+    page = opened[0]
+    page.locator("#unfold").click()
+    assert page.evaluate("[...document.querySelectorAll('details.fold')].every(fold => fold.open)")
+    page.locator("#unfold").click()
+    assert page.evaluate("[...document.querySelectorAll('details.fold')].every(fold => !fold.open)")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_has_contrast_in_both_themes(opened, theme):
+    """At least 4.5 with the page, by the formula of WCAG 2, of every text outside of pictures."""
+    page = opened[0]
+    page.emulate_media(color_scheme=theme)
+    weakest = page.evaluate("""() => {
+        const light = color => {
+            const linear = c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
+            const [r, g, b] = color.match(/[\\d.]+/g).map(c => linear(c / 255));
+            return .2126 * r + .7152 * g + .0722 * b + .05;
+        };
+        const page = light(getComputedStyle(document.body).backgroundColor);
+        const texts = [...document.querySelectorAll("body *")].filter(e => !e.closest("svg, script, style"));
+        const shades = texts.map(e => light(getComputedStyle(e).color));
+        return Math.min(...shades.map(shade => Math.max(shade, page) / Math.min(shade, page)));
+    }""")
+    assert weakest >= 4.5
+
+
+def test_nothing_was_asked_for_and_nothing_complained(opened):
+    """Last, after all that was done with the page."""
+    _, heard, asked, address = opened
+    assert [url for url in asked if not url.startswith("data:")] == [address] and heard == []

@@ -1,0 +1,442 @@
+"""The path of one answer: how much there is to read, and the page that shows it.
+
+Oracles: functions counted by hand in a small folder, `sys.setprofile` as a second recorder, the trace of the same
+request, another count of code lines, an HTML parser.
+
+`BUDGETS` keeps the path from growing unseen. To renew it after a change that is worth its lines, or that took some
+away: `PYTHONPATH=.:tests .venv/bin/python tests/project/test_journey.py`
+"""
+
+import re
+import sys
+from functools import cache
+from html import unescape
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from project.test_contributing import code_lines
+
+import refvl
+from refvl.paths import DATA
+from refvl.study.journey import ASK, LIBRARY, SENTENCES, Numbers, follow, measure, pieces, record
+from refvl.study.source import Source
+from refvl.tools.cli import main
+from refvl.viz.journey import SHIPPED, coloured, page
+
+# functions, file changes, files, lines entered, those that check, code lines of the files
+BUDGETS = {
+    "qwen2_5_vl": Numbers(109, 59, 18, 812, 154, 1908),
+    "qwen3_vl": Numbers(132, 80, 23, 886, 178, 2308),
+    "glm4v": Numbers(133, 81, 22, 899, 185, 2220),
+    "minicpmv": Numbers(153, 88, 23, 984, 212, 2817),
+    "step3": Numbers(135, 76, 22, 939, 188, 2622),
+    "clip": Numbers(131, 71, 19, 1012, 235, 2169),
+}
+MAX_PAGE = 600_000  # bytes
+
+
+@cache
+def model(checkpoint: str):
+    return refvl.load(DATA / "checkpoints" / checkpoint, device="cpu", progress=False)
+
+
+@cache
+def journey(name: str):
+    asked = SHIPPED[name]
+    return follow(model(asked.checkpoint), asked.question, **asked.options)
+
+
+@cache
+def html(name: str) -> str:
+    return page(journey(name), title=SHIPPED[name].checkpoint)
+
+
+each_journey = pytest.mark.parametrize("name", SHIPPED)
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_the_path_does_not_grow(name):
+    """Fewer is always right; more has to be written into the table."""
+    now, allowed = journey(name).numbers, BUDGETS[name]
+    over = {field: (n, m) for field, n, m in zip(Numbers._fields, now, allowed, strict=True) if n > m}
+    assert over == {}, f"{name}: (now, allowed); the docstring of this file says how to renew the table"
+
+
+def test_every_shipped_checkpoint_has_a_budget():
+    folders = {path.name for path in (DATA / "checkpoints").iterdir() if path.is_dir()}
+    assert {asked.checkpoint for asked in SHIPPED.values()} == folders
+    assert set(BUDGETS) == set(SHIPPED) - {"clip_pruned"}
+
+
+FILES = {
+    "shop.py": '''"""A shop."""
+
+from house import bank
+from house.checks import check_coin
+
+
+def sell(coin, *rest):
+    """Sell.
+
+    Twice.
+    """
+    # a comment
+    check_coin(coin)
+    if coin > 9:
+        raise ValueError(
+            "coin"
+        )
+    if coin > 5:
+        return bank.keep(
+            coin
+        )
+    else:
+        for _ in range(2):
+            paid = bank.keep(coin)
+    return [bank.keep(x) for x in (1, 2)] + list(bank.each(paid))
+''',
+    "bank.py": """import functools
+
+
+@functools.cache
+def vault():
+    return []
+
+
+def keep(coin):
+    vault().append(coin)
+    try:
+        return coin
+    except TypeError as error:
+        raise ValueError from error
+
+
+def each(count):
+    for i in range(count):
+        yield (lambda: i)()
+
+
+def rob():
+    return vault()
+""",
+    "checks.py": '''LIMIT = 3
+
+
+def check_coin(coin):
+    """Check."""
+    coin = int(coin)
+    return coin
+''',
+}
+
+
+@pytest.fixture
+def house(tmp_path, monkeypatch):
+    """A small library, of which everything was counted by hand."""
+    folder = tmp_path / "house"
+    folder.mkdir()
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield folder
+    for name in [name for name in sys.modules if name.split(".")[0] == "house"]:
+        del sys.modules[name]
+
+
+def test_functions_of_a_small_house(house):
+    """In the order of first entry; generators count again when they are resumed, lambdas belong to what is around."""
+    from house import shop
+
+    found = record(lambda: shop.sell(3), house)
+    assert [(f.file, f.name, f.first, f.calls) for f in found] == [
+        ("shop.py", "sell", 7, 1),
+        ("checks.py", "check_coin", 4, 1),
+        ("bank.py", "keep", 9, 4),
+        ("bank.py", "vault", 4, 1),
+        ("bank.py", "each", 17, 4),
+    ]
+    assert [f.caller for f in found] == [None, ("shop.py", 13), ("shop.py", 24), ("bank.py", 10), ("shop.py", 25)]
+    assert {f.stage for f in found} == {ASK}
+
+
+def test_lines_of_a_small_house(house):
+    """Whole statements; `else` with what follows it; nothing of a branch that was not taken."""
+    from house import shop
+
+    sell, _, keep, vault, each = record(lambda: shop.sell(3), house)
+    assert sell.ran.intersection(sell.lines) == {7, 13, 14, 18, 22, 23, 24, 25}
+    assert keep.ran.intersection(keep.lines) == {9, 10, 11, 12}
+    assert vault.ran.intersection(vault.lines) == {4, 5, 6}
+    assert each.ran.intersection(each.lines) == {17, 18, 19}
+    [rich, *_] = record(lambda: shop.sell(7), house)
+    assert rich.ran.intersection(rich.lines) == {7, 13, 14, 18, 19, 20, 21}
+
+
+def test_numbers_of_a_small_house(house):
+    """By hand: sell has 14 lines, of which 5 check; check_coin 3 and 3; keep 6 and 2; vault 2, each 3, without `@`."""
+    from house import shop
+
+    found = record(lambda: shop.sell(3), house)
+    lines, checks, files = 14 + 3 + 6 + 2 + 3, 5 + 3 + 2, (2 + 14) + (1 + 1 + 2 + 6 + 3 + 2) + (1 + 3)
+    assert measure(found) == Numbers(5, 2, 3, lines, checks, files)
+    assert measure([]) == Numbers(0, 0, 0, 0, 0, 0)
+
+
+def test_what_is_folded(house):
+    """Lines that check, and the comment between two of them; docstrings are shown elsewhere."""
+    from house import shop
+
+    sell, check_coin, *_ = record(lambda: shop.sell(3), house)
+    folded = [(lines[0], lines[-1]) for checks, lines in pieces(sell) if checks]
+    assert folded == [(13, 17)]
+    assert [lines[0] for checks, lines in pieces(sell) if not checks] == [7, 12, *range(18, 26)]
+    assert [(lines[0], lines[-1]) for _, lines in pieces(check_coin)] == [(4, 7)]
+    assert sell.docstring == "Sell.\n\nTwice."
+
+
+def test_a_tracer_that_was_there_is_put_back():
+    def tracer(frame, event, arg):
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            record(lambda: 1 / 0)
+        assert sys.gettrace() is tracer
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("file", ["pipeline.py", "merge.py", "positions/mrope.py", "encoders/tower.py", "checks.py"])
+def test_code_lines_are_those_of_another_count(file):
+    """Oracle: the count of `test_contributing`, which goes by tokens alone."""
+    source = Source(LIBRARY / file)
+    assert len(source.code) == code_lines((LIBRARY / file).read_text())
+    assert source.checks <= source.code
+    assert (source.checks == source.code) is (file == "checks.py")
+
+
+@each_journey
+def test_functions_are_those_that_a_profiler_sees(name):
+    """Oracle: `sys.setprofile`, on one more answer; the same functions, in the same order, as often."""
+    asked, seen = SHIPPED[name], {}
+    answer, root = model(asked.checkpoint).chat, f"{LIBRARY}/"
+
+    def profile(frame, event, arg):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(root) and not code.co_name.startswith("<"):
+            key = code.co_filename.removeprefix(root), code.co_qualname, code.co_firstlineno
+            seen[key] = seen.get(key, 0) + 1
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        text = answer(asked.question, **asked.options)
+    finally:
+        sys.setprofile(before)
+    found = journey(name)
+    assert list(seen.items()) == [((f.file, f.name, f.first), f.calls) for f in found.functions]
+    assert found.trace.text == text
+
+
+@each_journey
+def test_stages_are_those_of_the_trace(name):
+    """In its order, each once, after what runs before the first; each has a sentence."""
+    found = journey(name)
+    stages = [stage for stage, _ in found.stages]
+    assert stages == [ASK, *found.trace.seconds]
+    assert set(stages) <= set(SENTENCES)
+    assert [f for _, functions in found.stages for f in functions] == found.functions
+
+
+@each_journey
+def test_every_function_was_called_from_a_line_that_ran(name):
+    """But for the first, which the caller enters; and some of every function ran."""
+    found = journey(name)
+    assert found.functions[0].caller is None
+    for number, function in enumerate(found.functions[1:], 1):
+        caller = found.functions[found.number_of(function.caller)]
+        assert found.number_of(function.caller) < number
+        assert function.caller[1] in caller.ran and function.ran.intersection(function.lines)
+
+
+@each_journey
+def test_scores_choose_the_answer(name):
+    found = journey(name)
+    assert [int(scores.argmax()) for scores in found.scores] == found.trace.token_ids
+
+
+def test_nothing_is_left_on_the_model():
+    asked = SHIPPED["qwen2_5_vl"]
+    before = sys.gettrace()
+    vlm = model(asked.checkpoint)
+    follow(vlm, asked.question, **asked.options)
+    assert not vlm.language_model._forward_pre_hooks and sys.gettrace() is before
+
+
+def test_the_listing_holds_every_function_and_every_line_that_ran():
+    found = journey("qwen2_5_vl")
+    text = str(found).splitlines()
+    for number, function in enumerate(found.functions, 1):
+        [place] = [i for i, line in enumerate(text) if line.startswith(f"{number}. ")]
+        assert text[place].startswith(f"{number}. {function.file}:{function.first} {function.name}")
+    assert [line for line in text if line.startswith("== ")] == [
+        f"== {stage} ==  {shapes}".rstrip() for stage, shapes in [(ASK, ""), *(r[:2] for r in found.trace.rows())]
+    ]
+    ran = [
+        line for f in found.functions for checks, lines in pieces(f) if not checks for line in lines if line in f.ran
+    ]
+    assert len(ran) == sum(line[6:7] == "|" for line in text) > 300
+
+
+class Read(HTMLParser):
+    """What a page holds, in its order."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.headings, self.inside = list[tuple[str, str]](), ""
+        self.ids, self.links, self.loads, self.alts, self.labels = list[str](), [], [], [], []
+        self.ran = 0
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.ids += [found["id"]] if "id" in found else []
+        self.links += [found["href"]] if tag == "a" else []
+        self.loads += [found[name] for name in ("src", "href") if tag not in ("a",) and name in found]
+        self.alts += [found.get("alt") or ""] if tag == "img" else []
+        self.labels += [found.get("aria-label") or ""] if tag == "svg" else []
+        self.ran += found.get("class") == "l ran"
+        if tag in ("h1", "h2", "h3"):
+            self.headings.append((tag, ""))
+            self.inside = tag
+
+    def handle_endtag(self, tag):
+        self.inside = "" if tag == self.inside else self.inside
+
+    def handle_data(self, data):
+        if self.inside:
+            tag, text = self.headings.pop()
+            self.headings.append((tag, text + data))
+
+
+@each_journey
+def test_a_page_holds_every_stage_and_every_function_in_order(name):
+    found = journey(name)
+    read = Read(html(name))
+    expected, number = [("h1", "One picture, line by line")], 0
+    for place, (stage, functions) in enumerate(found.stages, 1):
+        expected.append(("h2", f"{place} {stage}"))
+        for function in functions:
+            number += 1
+            expected.append(("h3", f"{number} {function.name}"))
+    assert read.headings == expected
+    ran = [line for f in found.functions for line in f.lines if line in f.ran and line not in f.source.docstrings]
+    assert read.ran == len(ran) + 1  # one stands in the legend
+
+
+@each_journey
+def test_a_page_loads_nothing_and_says_what_it_shows(name):
+    """It is forbidden to, besides; links lead to places on it, and pictures have words."""
+    text = html(name)
+    read = Read(text)
+    assert "default-src 'none'" in text and len(text.encode()) <= MAX_PAGE
+    assert [address for address in read.loads if not address.startswith("data:")] == []
+    assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest", text)
+    assert {link.removeprefix("#") for link in read.links} <= set(read.ids) and len(set(read.ids)) == len(read.ids)
+    words = [*read.alts, *read.labels]
+    assert len(words) > 6 and [alt for alt in words if len(alt.split()) < 3] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("qwen2_5_vl", ["A grid of 6 x 6 patches", "window_index: the place", "cosines of the angles", "Positions of"]),
+        ("qwen3_vl", ["A grid of 6 x 6 patches", "Heat map of deepstack", "cosines of the angles"]),
+        ("glm4v", ["A grid of 6 x 6 patches", "Heat map of pixel_values"]),
+        ("minicpmv", ["Slice 1 of 5, 4 x 4 patches", "cosines of the angles"]),
+        ("step3", ["patches in the order of the rows, 16 to a line", "Heat map of embeddings of item 1"]),
+        ("clip", ["6 of the 6 sampled frames", "window_index: the place"]),
+        ("clip_pruned", ["Tokens kept of video 1", "6 of the 6 sampled frames"]),
+    ],
+)
+def test_each_family_has_its_pictures(name, shown):
+    """What is drawn is found by the kind of each tensor; a field that goes takes its picture along."""
+    read = Read(html(name))
+    words = " | ".join([*read.alts, *read.labels])
+    assert [phrase for phrase in shown if phrase not in words] == []
+
+
+def test_a_page_has_an_answer_to_every_shape_of_request():
+    """Text alone, beams, chunks, several pictures: what there is nothing of is left out."""
+    vlm, photo = model("tiny-qwen2_5_vl"), DATA / "pictures/coffee.jpg"
+    for options in ({}, {"num_beams": 2}, {"prefill_chunk": 8}, {"prompt_lookup_num_tokens": 2}):
+        images = [photo, photo, photo] if options else []
+        found = follow(vlm, "What is it <b>?", images=images, max_new_tokens=2, **options)
+        read = Read(page(found, index="index.html", links={"here": "", "there": "x.html"}, files="files/{}.html"))
+        assert [text for tag, text in read.headings if tag == "h2"] == [
+            f"{place} {stage}" for place, (stage, _) in enumerate(found.stages, 1)
+        ]
+        assert {"index.html", "x.html", "files/pipeline.py.html"} <= set(read.links)
+        assert "What is it &lt;b&gt;?" in page(found)
+
+
+def test_code_on_a_page_is_the_code_of_the_file():
+    """Without tags and entities each line is what stands in the file."""
+    path = LIBRARY / "pipeline.py"
+    lines = [unescape(re.sub(r"<[^>]*>", "", line)) for line in coloured(path)[1:]]
+    assert lines == path.read_text().splitlines()
+    assert "<em>read</em>" in "".join(coloured(path)) and "<b>def</b>" in "".join(coloured(path))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """`refvl ARGUMENTS` in this process: exit status, stdout, stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["refvl", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return stop.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+SCENE = (DATA / "checkpoints/tiny-qwen2_5_vl", "What color is the circle?", "--image", DATA / "pictures/scene.png")
+
+
+def test_the_command_lists_the_code(run):
+    """The numbers are those of the budgets: the command line takes the same path."""
+    status, out, _ = run("trace", "--source", *SCENE, "--device", "cpu")
+    numbers = journey("qwen2_5_vl").numbers
+    assert status == 0
+    assert f"{numbers.functions} functions in {numbers.files} files, {numbers.file_changes} file changes" in out
+    assert "pipeline.py" in out and "lines check" in out and "answer: red" in out
+
+
+def test_the_command_writes_a_page(run, tmp_path):
+    status, out, _ = run("trace", *SCENE, "--source", tmp_path / "way.html", "--device", "cpu")
+    assert status == 0 and f"the code that ran is in {tmp_path / 'way.html'}" in out
+    text = (tmp_path / "way.html").read_text()
+    assert "<code>tiny-qwen2_5_vl</code> answers: <b>red</b>" in text
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("--source=way.txt", "source: expected a file that ends in .html, or nothing, got 'way.txt'"),
+        ("--source=gone/way.html", "source: gone is no folder to write way.html into"),
+    ],
+)
+def test_the_command_refuses_files_before_it_loads(run, file, said):
+    status, out, err = run("trace", "no-such-checkpoint", "Hm?", file)
+    assert (status, out, err) == (1, "", f"refvl: {said}\n")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for shipped in SHIPPED:
+        if shipped != "clip_pruned":
+            print(f'    "{shipped}": Numbers{tuple(journey(shipped).numbers)},')
