@@ -20,9 +20,10 @@ from cosmic_ray.mutating import mutate_code
 ROOMS = ("pixels", "processors", "encoders", "positions", "language", "graphs", "serving")
 FILES = ("merge.py", "attention.py", "masked_attention.py", "pipeline.py")
 # what serving/ holds now, in trees that are older than it
-EARLIER = ("adapters.py", "handover.py", "parallel.py") + tuple(
-    f"tools/{name}.py" for name in ("export", "images", "lock", "requests", "shards")
-)
+EARLIER = (
+    "adapters.py", "handover.py", "parallel.py", "tools/export.py", "tools/images.py", "tools/lock.py",
+    "tools/requests.py", "tools/shards.py",
+)  # fmt: skip
 OPERATORS = [
     name
     for name in cosmic_ray.plugins.operator_names()

@@ -1,6 +1,6 @@
 """Which mutants do the tests kill? A process is forked for each, with everything but refvl imported already.
 
-    python tests/mutants/run.py map TREE MAP                   once: which lines each test reaches (as long as the suite)
+    python tests/mutants/run.py map TREE MAP                   once: which lines each test reaches (an hour)
     python tests/mutants/run.py judge TREE MAP LIST OUT        then: the mutants of LIST (generate.py), verdicts in OUT
     python tests/mutants/run.py tell OUT                       shares, and who survived
 
