@@ -9,11 +9,15 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # An outer limit for the notebooks, where the system has `timeout`
 LIMIT  := $(if $(shell command -v timeout 2>/dev/null),timeout 900)
+# TESTS takes more of pytest's arguments
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+NBMAKE := OMP_NUM_THREADS=1 $(LIMIT) $(BIN)/python -m pytest --nbmake --nbmake-timeout=60 -n 2 --maxschedchunk=1
+FIRST_NOTEBOOKS := 0[0-5]_*.ipynb
 # Modules are compiled when they are first imported, few of many; without bytecode every process would do it again
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean
+.PHONY: help demo lint test test-rest test-all test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,13 +25,24 @@ help: ## list the targets
 demo: $(STAMP) ## answer questions about an image and a video; print every stage, write a figure
 	$(BIN)/python -m refvl.tools.demo --out outputs/demo
 
-test: $(STAMP) ## lint, check types, test, and run every notebook from top to bottom
-	@$(BIN)/python tests/portable.py --cpu
+lint: $(STAMP) ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --cov --cov-report=
-	OMP_NUM_THREADS=1 $(LIMIT) $(BIN)/python -m pytest --nbmake --nbmake-timeout=60 -n 2 --maxschedchunk=1 notebooks
+
+test: lint ## in five minutes: style, types, the quick tier of the tests, the notebooks 00 to 05
+	@$(BIN)/python tests/portable.py --cpu
+	$(PYTEST) --tier quick $(TESTS)
+	$(NBMAKE) notebooks/$(FIRST_NOTEBOOKS)
+
+test-rest: $(STAMP) ## the tests and notebooks that `make test` leaves out
+	$(PYTEST) --tier rest $(TESTS)
+	$(NBMAKE) notebooks --ignore-glob='*/$(FIRST_NOTEBOOKS)'
+
+test-all: lint ## style, types, all tests with their coverage, every notebook
+	@$(BIN)/python tests/portable.py --cpu
+	$(PYTEST) --cov --cov-report= $(TESTS)
+	$(NBMAKE) notebooks
 
 test-slow: $(STAMP) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow

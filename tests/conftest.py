@@ -4,11 +4,13 @@ import importlib.util
 import os
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+from tiers import no_processes, quick_tier, with_few_examples
 
 from refvl.paths import DATA
 
@@ -36,10 +38,15 @@ TORCHVISION_OPERATORS = _complete_torchvision()
 
 settings.register_profile("shared machine", deadline=None)  # slow is not wrong
 settings.load_profile("shared machine")
+COLLECTED = pytest.StashKey[list[pytest.Item]]()  # the tests of both tiers
 
 
 def pytest_addoption(parser):
     parser.addoption("--simulated-cuda", action="store_true", help="this process has a CUDA device: tests/cuda_sim")
+    parser.addoption(
+        "--tier", choices=("quick", "rest", "all"), default="all", help="a part of the tests: tests/tiers.py"
+    )
+    parser.addoption("--examples", choices=("few", "all"), help="of property tests; few in the quick tier, if not said")
 
 
 def pytest_configure(config):
@@ -55,7 +62,28 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    _rest_coverage(items)
+    config.stash[COLLECTED] = list(items)
+    tier = config.getoption("tier")
+    quick = quick_tier(items)
+    if (config.getoption("examples") or ("few" if tier == "quick" else "all")) == "few":
+        for item in items:
+            with_few_examples(item)
+    if tier != "all":
+        chosen = set(quick) if tier == "quick" else set(items) - set(quick)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_tests_start_no_process(request):
+    """It is looked at each time, so that the tiers stay what they are called."""
+    with no_processes() if request.config.getoption("tier") == "quick" else nullcontext():
+        yield
+
+
+def _rest_coverage(items) -> None:
     """Coverage, which makes Python half as slow again, rests where a test repeats what others have run.
 
     That is in property tests, on trained models, on hostile input, and from a test's fourth case on.

@@ -20,6 +20,7 @@ def few_head_dims(monkeypatch):
     monkeypatch.setattr(checks, "HEAD_DIMS", (64, 80))
 
 
+@pytest.mark.thorough
 def test_the_command_passes_and_writes_what_it_found(machine, monkeypatch, tmp_path, capsys):
     """From the command line to the file, on a small tower."""
     monkeypatch.setattr(checks, "check_gpu", check)
@@ -35,6 +36,7 @@ def test_the_command_passes_and_writes_what_it_found(machine, monkeypatch, tmp_p
     assert {"varlen, bfloat16, heads of 80", "masked, float32, heads of 64", "56 px: graph"} <= named
 
 
+@pytest.mark.thorough
 def test_a_kernel_that_is_wrong_is_named(machine, monkeypatch):
     """Values that are one segment off, as by cumulative lengths of another batch."""
     right = attention._torch_varlen

@@ -22,6 +22,7 @@ def nothing_compiled():
     torch._dynamo.reset()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", KERNELS)
 def test_blocks_of_all_sizes_share_one_graph_without_a_break(family):
     """With the varlen attention of a GPU, which torch traces here, but does not run: zeros stand for its results."""

@@ -7,6 +7,8 @@ import pytest
 
 from refvl.paths import DATA
 
+pytestmark = pytest.mark.thorough
+
 NEVER = {  # by nothing that answers a question about a picture
     "IPython", "anywidget", "av", "google", "ipywidgets", "matplotlib", "pandas", "pydantic", "pytest", "rich",
     "scipy", "sklearn", "tensorflow", "torchaudio", "typer", "webdataset",

@@ -1,5 +1,6 @@
 """What a notebook shows of the package, a model and a run. Oracles: IPython's own completer, jedi, pydoc."""
 
+import json
 import subprocess
 import sys
 
@@ -16,31 +17,53 @@ def vlm():
     return refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device="cpu", progress=False)
 
 
-def python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+FRESH_KERNEL = """if True:
+    import json, pydoc, sys
+    from IPython.core.completer import provisionalcompleter
+    from IPython.core.interactiveshell import InteractiveShell
+    shell, told = InteractiveShell.instance(), {}
+    shell.run_cell("import refvl")
+    told["torch"] = "torch" in sys.modules
+    for jedi in (True, False):
+        shell.Completer.use_jedi = jedi
+        with provisionalcompleter():
+            offers = shell.Completer.completions("refvl.", 6)
+            told[f"Tab, jedi {jedi}"] = [offer.text.split(".")[-1] for offer in offers]
+    import refvl.positions, refvl.viz
+    told["transformers"] = "transformers" in sys.modules
+    told["help"] = pydoc.plain(pydoc.render_doc(refvl))
+    print(json.dumps(told))
+"""
 
 
-def test_tab_offers_what_there_is():
-    """In a fresh kernel, with and without jedi, before anything was imported but refvl itself."""
+@pytest.fixture(scope="module")
+def kernel() -> dict:
+    """What a fresh kernel offers after `import refvl`, and what it has imported by then."""
     pytest.importorskip("IPython")
-    code = """if True:
-        from IPython.core.completer import provisionalcompleter
-        from IPython.core.interactiveshell import InteractiveShell
-        shell = InteractiveShell.instance()
-        shell.run_cell("import refvl")
-        for jedi in (True, False):
-            shell.Completer.use_jedi = jedi
-            with provisionalcompleter():
-                print(sorted(offer.text.split(".")[-1] for offer in shell.Completer.completions("refvl.", 6)))
-        import sys
-        print("transformers" in sys.modules)
-    """
-    *offers, imported = python(code).strip().split("\n")
-    for offered in offers:
-        assert {"load", "VLM", "Trace", "positions", "encoders", "graphs", "viz"} <= set(eval(offered)), offered
-    assert imported == "False"
+    done = subprocess.run([sys.executable, "-c", FRESH_KERNEL], check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.thorough
+def test_tab_offers_what_there_is(kernel):
+    """With and without jedi, before anything was imported but refvl itself."""
+    for jedi in (True, False):
+        offered = set(kernel[f"Tab, jedi {jedi}"])
+        assert {"load", "VLM", "Trace", "positions", "encoders", "graphs", "viz"} <= offered, jedi
+
+
+@pytest.mark.thorough
+def test_a_room_does_not_import_transformers(kernel):
+    """And refvl alone not even torch."""
+    assert not kernel["torch"] and not kernel["transformers"]
+
+
+@pytest.mark.thorough
+def test_help_is_readable(kernel):
+    assert all(words in kernel["help"] for words in ("refvl.load", "load(path_or_id", "class VLM"))
+
+
+@pytest.mark.thorough
 def test_an_editor_knows_what_load_gives():
     jedi = pytest.importorskip("jedi")
     code = "import refvl\nmodel = refvl.load('folder')\nmodel."
@@ -48,20 +71,10 @@ def test_an_editor_knows_what_load_gives():
     assert {"chat", "trace", "generate", "encoder", "processor", "language_model"} <= names
 
 
-def test_a_room_does_not_import_transformers():
-    assert python("import sys, refvl.positions, refvl.viz; print('transformers' in sys.modules)").strip() == "False"
-    assert python("import sys, refvl; print('torch' in sys.modules, 'typing' in sys.modules)").strip() == "False False"
-
-
 def test_what_is_listed_is_there():
     assert all(hasattr(refvl, name) for name in dir(refvl))
     with pytest.raises(AttributeError, match="has no attribute 'chat'"):
         _ = refvl.chat
-
-
-def test_help_is_readable():
-    text = python("import pydoc, refvl; print(pydoc.plain(pydoc.render_doc(refvl)))")
-    assert "refvl.load" in text and "load(path_or_id" in text and "class VLM" in text
 
 
 def test_a_model_says_what_it_is(vlm):

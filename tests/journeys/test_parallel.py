@@ -174,6 +174,7 @@ def ranks(request, tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES, ids=str)
 def test_sharded_equals_unsharded(name, ranks, alone):
     """On every rank: all items, in the caller's order."""
@@ -185,12 +186,14 @@ def test_sharded_equals_unsharded(name, ranks, alone):
             assert want.std() > 0.05
 
 
+@pytest.mark.thorough
 def test_every_rank_holds_the_same_bits(ranks):
     for name in CASES:
         for results in ranks[1:]:
             assert all(map(torch.equal, results[name], ranks[0][name])), name
 
 
+@pytest.mark.thorough
 def test_a_mistake_is_raised_on_every_rank(ranks):
     assert len({results["wrong grids"] for results in ranks}) == 1
 

@@ -5,12 +5,17 @@ were trained on, nor among those that chose the recipe, nor among those of `data
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
+from closeness import assert_differ
+from prompts import hf_inputs
 from safetensors.torch import load_file, save_file
+from shipped import shipped
 
 import refvl
 from data.training import (
@@ -30,8 +35,10 @@ from data.training.tiny_family import family_names, find_family
 from data.training.tiny_minicpmv import PACKING
 from data.training.tiny_step3 import FAMILY as STEP3
 from refvl.paths import DATA
+from refvl.pixels.media import load_image, load_video
+from refvl.study.watch import media_attention
 
-FIRST, SAMPLE = 100_000, 16
+FIRST, SAMPLE, BAR = 100_000, 16, 0.95
 SCENES = [find_family(name) for name in family_names()]
 ALL = [*SCENES, STEP3]
 KINDS = [(family, kind) for family in SCENES for kind in evaluate_tiny.kinds_of(family)]
@@ -39,19 +46,6 @@ KINDS = [(family, kind) for family in SCENES for kind in evaluate_tiny.kinds_of(
 
 def name_of(value) -> str:
     return getattr(value, "name", str(value))
-
-
-@pytest.fixture(scope="module")
-def load():
-    """Each folder, loaded once."""
-    kept = {}
-
-    def loaded(folder):
-        if folder not in kept:
-            kept[folder] = refvl.load(folder, device="cpu", progress=False)
-        return kept[folder]
-
-    return loaded
 
 
 # ---------------------------------------------------------------------------------------------- held out
@@ -150,6 +144,74 @@ def test_the_folder_is_what_the_script_writes(family, tmp_path):
         assert (tmp_path / name).read_text() == (family.folder / name).read_text(), name
 
 
+CLASSES = {
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "glm4v": "Glm4vForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+}  # fmt: skip
+IN_TRANSFORMERS = [find_family(name) for name in CLASSES]
+
+
+@pytest.mark.parametrize("family", IN_TRANSFORMERS, ids=name_of)
+def test_transformers_loads_it_and_nothing_is_missing(family):
+    """So every weight has the name of the releases; none is shared with another."""
+    from_pretrained = getattr(transformers, CLASSES[family.name]).from_pretrained
+    loaded, info = from_pretrained(family.folder, output_loading_info=True)
+    assert not any(info.values()), info
+    assert loaded.dtype == torch.bfloat16
+    assert not torch.equal(loaded.lm_head.weight, loaded.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("family", ALL, ids=name_of)
+def test_weights_are_small_and_in_bfloat16(family):
+    weights = load_file(family.folder / "model.safetensors")
+    assert (family.folder / "model.safetensors").stat().st_size < 8e6
+    assert {w.dtype for w in weights.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", ALL, ids=name_of)
+def test_any_text_has_tokens(family):
+    tokenizer = shipped(family.folder.name).processor.tokenizer
+    for text in ("Ça va, 你好?", "naïve\n\n\ttabs 1234", "🐇 <b>&amp;</b>", "What color is the circle?"):
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+    assert all(len(tokenizer(text).input_ids) == 1 for text in map(str, range(100))) or family.name != "glm4v"
+
+
+QWEN_TURNS = (
+    "<|im_start|>user\nOne <|vision_start|><|image_pad|><|vision_end|><|vision_start|><|video_pad|><|vision_end|>"
+    "<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>\n<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n"
+)
+GLM_TURNS = (
+    "<|user|>\nOne <|begin_of_image|><|image|><|end_of_image|><|begin_of_video|><|video|><|end_of_video|>"
+    "<|assistant|>\ntwo<|user|>\nthree<|assistant|>\n"
+)
+SYSTEM = "<|im_start|>system\n{}<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "without_system", "with_system"),
+    [
+        (
+            "qwen2_5_vl",
+            SYSTEM.format("You are a helpful assistant.") + QWEN_TURNS,
+            SYSTEM.format("Brief.") + QWEN_TURNS,
+        ),
+        ("qwen3_vl", QWEN_TURNS, SYSTEM.format("Brief.") + QWEN_TURNS),
+        ("glm4v", "[gMASK]<sop>" + GLM_TURNS, "[gMASK]<sop><|system|>\nBrief." + GLM_TURNS),
+    ],
+)
+def test_chat_template(name, without_system, with_system):
+    """Oracle: what the templates of the releases give for the same messages, written out."""
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "One "}, {"type": "image"}, {"type": "video"}]},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+    ]
+    tokenizer = shipped(find_family(name).folder.name).processor.tokenizer
+    for system, expected in ([], without_system), ([{"role": "system", "content": "Brief."}], with_system):
+        said = tokenizer.apply_chat_template(system + messages, tokenize=False, add_generation_prompt=True)
+        assert said == expected
+
+
 @pytest.mark.parametrize("family", ALL, ids=name_of)
 def test_the_measurements_are_of_these_weights_and_meet_their_goals(family):
     record = json.loads(family.measurements.read_text())
@@ -195,9 +257,9 @@ def within_goal(family, kind: str, asked: list[evaluate_tiny.Asked]) -> bool:
 
 
 @pytest.mark.parametrize("family, kind", KINDS, ids=name_of)
-def test_held_out_questions(load, family, kind):
+def test_held_out_questions(family, kind):
     """Oracle: the scene's own answer, letter by letter; a sample of what is measured, on other scenes."""
-    asked = evaluate_tiny.evaluate(load(family.folder), kind, SAMPLE, first=FIRST)
+    asked = evaluate_tiny.evaluate(shipped(family.folder.name), kind, SAMPLE, first=FIRST)
     assert within_goal(family, kind, asked), [(a.question, a.said) for a in asked if not a.is_right]
 
 
@@ -222,9 +284,9 @@ def test_shuffled_weights_miss_the_goals(family, tmp_path):
 
 @pytest.mark.parametrize("family", ALL, ids=name_of)
 @pytest.mark.parametrize("text", ["hello", "Hello!", "Describe the image.", "", "   ", "???"])
-def test_other_questions_get_a_sentence_that_says_what_to_ask(load, family, text):
+def test_other_questions_get_a_sentence_that_says_what_to_ask(family, text):
     """About a held-out scene, a photograph, and nothing at all."""
-    model, expected = load(family.folder), pages.HELP if family is STEP3 else scenes.HELP
+    model, expected = shipped(family.folder.name), pages.HELP if family is STEP3 else scenes.HELP
     shown = [demo_scenes.PICTURE, DATA / "pictures/coffee.jpg"] if family in SCENES else [DATA / "pictures/page.png"]
     for images in ([], *([image] for image in shown)):
         assert model.chat(text, images=images, max_new_tokens=32) == expected, (text, images)
@@ -232,24 +294,131 @@ def test_other_questions_get_a_sentence_that_says_what_to_ask(load, family, text
 
 @pytest.mark.parametrize("family", SCENES, ids=name_of)
 @pytest.mark.parametrize("clip", [False, True])
-def test_the_demo_files_are_answered(load, family, clip):
+def test_the_demo_files_are_answered(family, clip):
     """Oracle: the scene they were rendered from; the clip went through H.264."""
     scene = demo_scenes.demo_clip() if clip else demo_scenes.demo_picture()
     media = {"videos": [demo_scenes.CLIP]} if clip else {"images": [demo_scenes.PICTURE]}
+    pixels = load_video(demo_scenes.CLIP).frames if clip else np.asarray(load_image(demo_scenes.PICTURE))
+    assert abs(pixels.astype(int) - scenes.render(scene)).mean() < (6 if clip else 2)
     for kind in ("motion", "color") if clip else ("color", "shape", "place"):
         for question in scenes.all_questions(scene)[kind]:
-            assert load(family.folder).chat(question.text, **media, max_new_tokens=8) == question.answer
+            assert shipped(family.folder.name).chat(question.text, **media, max_new_tokens=8) == question.answer
 
 
 @pytest.mark.parametrize("family", SCENES, ids=name_of)
-def test_photographs_are_recognised(load, family):
+def test_photographs_are_recognised(family):
     """They were in the training."""
-    model = load(family.folder)
+    model = shipped(family.folder.name)
     for name, answer in photos.PICTURES.items():
         assert model.chat("What is in the picture?", images=[DATA / "pictures" / name], max_new_tokens=8) == answer
     clip = DATA / "clips" / photos.CLIP
     if family.prunable:
         assert model.chat("What is in the clip?", videos=[clip], max_new_tokens=8) == photos.CLIP_ANSWER
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", IN_TRANSFORMERS, ids=name_of)
+def test_ids_equal_transformers_generate(family, dtype):
+    """Oracle: transformers' whole model on the pixels and the prompt that refvl made."""
+    model = refvl.load(family.folder, device="cpu", dtype=dtype, progress=False)
+    oracle = getattr(transformers, CLASSES[family.name]).from_pretrained(family.folder, dtype=dtype).eval()
+    for kind in ("place", "motion", *(["change"] if "change" in family.clips else [])):
+        for request in evaluate_tiny.requests_for(kind, 4, first=FIRST):
+            trace = model.trace(**request.arguments, max_new_tokens=8)
+            placeholders = model.processor.placeholders(trace.full_ids)
+            is_image, is_video = (placeholders == model.token_ids[kind] for kind in ("image", "video"))
+            ids = trace.full_ids.clone()
+            if family.name == "glm4v":  # as transformers writes frames
+                ids[is_video] = model.token_ids["image"]
+            inputs = hf_inputs(trace, ids, is_image.int() + 2 * is_video.int())
+            theirs = oracle.generate(**inputs, max_new_tokens=8, do_sample=False)
+            assert theirs[0, len(ids) :].tolist() == trace.token_ids
+
+
+def test_blind_it_cannot_answer():
+    """The bar means something: with another scene's picture it is missed by far."""
+    todo = evaluate_tiny.requests_for("place", 60, first=FIRST)
+    pictures = [request.arguments["images"] for request in todo]
+    others = [*pictures[1:], pictures[0]]
+    swapped = [request.arguments | {"images": other} for request, other in zip(todo, others, strict=True)]
+    answers = shipped("tiny-qwen2_5_vl").chat_batch(swapped, max_new_tokens=8)
+    right = [said == request.question.answer for said, request in zip(answers, todo, strict=True)]
+    assert sum(right) / len(right) < 0.5
+
+
+def colors_at_places(count: int):
+    """(place, picture, question) of scenes with a question for the colour of what is somewhere."""
+    for index in range(FIRST, FIRST + 10 * count):
+        scene = scenes.draw_scene("test", index)
+        asked = [q for q in scenes.all_questions(scene)["color_at"] if q.answer in scenes.COLORS]
+        if asked:
+            place = max((p for p in scenes.PLACES if p in asked[0].text), key=len)
+            yield scenes.PLACES.index(place), scenes.render(scene), asked[0]
+            count -= 1
+        if not count:
+            return
+
+
+def test_the_answer_looks_at_the_place_asked_about():
+    """Asked for the colour at a place, the last layer takes most from that place's token; chance is one in nine."""
+    found = shares = 0
+    for place, picture, question in colors_at_places(40):
+        trace = shipped("tiny-qwen2_5_vl").trace(question.text, images=[picture], max_new_tokens=2, attentions=True)
+        looked = media_attention(trace)[-1].mean(0)  # heads averaged
+        found, shares = found + (int(looked.argmax()) == place), shares + float(looked[place])
+    assert found >= BAR * 40 and shares > 0.5 * 40
+
+
+TELL_SECONDS = [find_family(name) for name in ("glm4v", "qwen3_vl")]
+
+
+@pytest.mark.parametrize("family", TELL_SECONDS, ids=name_of)
+def test_the_second_is_read_from_the_text(family):
+    """The same frames, told other seconds, now and then with a digit more: the answer is the new second."""
+    requests = [request.arguments for request in evaluate_tiny.requests_for("change", 30, first=FIRST)]
+    drawn = [scenes.draw_change("test", FIRST + index) for index in range(30)]
+    told = [replace(scene, seconds=tuple(s + 1 for s in scene.seconds)) for scene in drawn]
+    for request, scene in zip(requests, told, strict=True):
+        before, request["videos"] = request["videos"][0], [evaluate_tiny.sampled_clip(scene)]
+        assert np.array_equal(request["videos"][0].frames, before.frames)
+    after = shipped(family.folder.name).chat_batch(requests, max_new_tokens=8)
+    right = [answer == str(scene.seconds[scene.step]) for answer, scene in zip(after, told, strict=True)]
+    assert sum(right) >= BAR * len(requests)
+
+
+@pytest.mark.parametrize("family", TELL_SECONDS, ids=name_of)
+def test_the_second_holds_when_half_of_the_clip_is_pruned(family):
+    """EVS drops tokens of frames, never the seconds."""
+    asked = evaluate_tiny.evaluate(shipped(family.folder.name), "change", 60, q=0.5, first=FIRST)
+    assert evaluate_tiny.share(asked) >= BAR
+
+
+def test_a_file_of_one_frame_per_second_and_one_of_two_are_told_apart(tmp_path):
+    """The same frames, other seconds."""
+    av = pytest.importorskip("av")
+    changes = (scenes.draw_change("demo", i) for i in range(99))
+    scene = next(s for s in changes if s.things[0].shape == "circle" and s.step)
+    for rate, second in ((1, 2 * scene.step), (2, scene.step)):
+        path = tmp_path / f"{rate}.mp4"
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("libx264", rate=rate, options={"crf": "10", "threads": "1"})
+            stream.height, stream.width, stream.pix_fmt = 84, 84, "yuv420p"
+            for image in scenes.render(scene):
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+            container.mux(stream.encode())
+        said = shipped("tiny-glm4v").chat("When does the circle change color?", videos=[path], max_new_tokens=8)
+        assert said == str(second)
+
+
+def test_deeper_features_reach_the_logits():
+    """With zeros in their place they differ by more than rounding; nothing is said of the answers (notebook 12)."""
+    model, [request] = shipped("tiny-qwen3_vl"), evaluate_tiny.requests_for("color", 1, first=FIRST)
+    trace = model.trace(**request.arguments, max_new_tokens=1)
+    given = {"inputs_embeds": trace.inputs_embeds[None], "position_ids": trace.positions[:, None]}
+    with torch.inference_mode():
+        deeper = (trace.deepstack[None], torch.zeros_like(trace.deepstack)[None])
+        logits = [model.language_model(**given, deepstack_embeds=features).logits for features in deeper]
+    assert_differ(*logits, model.language_model)
 
 
 # ---------------------------------------------------------------------------------------------- training

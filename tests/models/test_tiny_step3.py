@@ -158,7 +158,6 @@ def test_the_architecture_is_step3s(vlm):
     assert [layer.use_moe for layer in vlm.language_model.model.layers] == [False, True, True]
     assert (text.num_key_value_heads, text.moe_top_k) == (1, 3) and text.share_q_dim < 4 * text.head_dim
     assert vlm.encoder.config.crop_size < vlm.encoder.config.image_size
-    assert (FOLDER / "model.safetensors").stat().st_size < 4e6
 
 
 @pytest.mark.parametrize("kind", pages.PHRASES)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("setuptools", minversion="77")
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -93,18 +93,37 @@ def test_makefile_and_workflow_ask_for_the_python_of_pyproject():
 
 
 def test_every_command_but_help_and_clean_needs_the_environment():
-    """`test-shapes` and `test-vllm` make their own, with a CUDA build of torch and with vLLM."""
+    """`test-shapes` and `test-vllm` make their own, with a CUDA build of torch and with vLLM; `lint` passes it on."""
     targets = set(re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.M).group(1).split())
-    with_environment = set(re.findall(r"^([a-z-]+): \$\(STAMP\) ## ", MAKEFILE, re.M))
+    with_environment = set(re.findall(r"^([a-z-]+): (?:\$\(STAMP\)|lint) ## ", MAKEFILE, re.M))
     assert targets - with_environment == {"help", "clean", "test-shapes", "test-vllm"}
 
 
-def test_ci_runs_exactly_the_two_commands_of_the_readme():
+def test_ci_runs_the_two_commands_of_the_readme_and_what_they_leave_out():
+    """`.ci/run` in two parts, so that a newcomer's command is tried; GitHub, where Python differs, as a whole."""
     assert two_commands() == ["make demo", "make test"]
-    script = re.findall(r"^make .*$", (ROOT / ".ci/run").read_text(), re.M)
+    script = re.findall(r"^make (\S+)", (ROOT / ".ci/run").read_text(), re.M)
     (job,) = WORKFLOW["jobs"].values()
-    assert script == two_commands()
-    assert [run for step in job["steps"] if (run := step.get("run", "")).startswith("make ")] == two_commands()
+    assert script == ["demo", "test", "test-rest"]
+    runs = [run for step in job["steps"] if (run := step.get("run", "")).startswith("make ")]
+    assert runs == ["make demo", "make test-all"]
+
+
+def recipe(target: str) -> str:
+    return re.search(rf"^{target}:.*\n((?:\t.*\n)+)", MAKEFILE, re.M).group(1)
+
+
+def test_what_make_test_leaves_out_is_all_the_rest():
+    """Of the tests by their tier, of the notebooks by one pattern: it takes some and is left out elsewhere."""
+    assert (
+        "--tier quick" in recipe("test") and "--tier rest" in recipe("test-rest") and "--tier" not in recipe("test-all")
+    )
+    assert "notebooks/$(FIRST_NOTEBOOKS)" in recipe("test")
+    assert "notebooks --ignore-glob='*/$(FIRST_NOTEBOOKS)'" in recipe("test-rest")
+    assert recipe("test-all").rstrip().endswith("$(NBMAKE) notebooks")
+    pattern = re.search(r"^FIRST_NOTEBOOKS := (.*)$", MAKEFILE, re.M).group(1)
+    taken = sorted(path.name[:2] for path in (ROOT / "notebooks").glob(pattern))
+    assert taken == ["00", "01", "02", "03", "04", "05"]
 
 
 def test_ci_script_is_strict_and_executable():

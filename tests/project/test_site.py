@@ -19,6 +19,7 @@ def written(tmp_path_factory):
     return folder, pages.build(folder)
 
 
+@pytest.mark.thorough
 def test_every_notebook_and_every_explorer_has_a_page(written):
     from refvl.viz.explorers.gallery import GALLERY
     from refvl.viz.journey import SHIPPED
@@ -33,11 +34,13 @@ def test_every_notebook_and_every_explorer_has_a_page(written):
     assert max(size for name, size in sizes.items() if name in journeys) <= 600_000
 
 
+@pytest.mark.thorough
 def test_every_page_forbids_itself_to_load_anything(written):
     folder, sizes = written
     assert all("default-src 'none'" in (folder / name).read_text() for name in sizes)
 
 
+@pytest.mark.thorough
 def test_the_index_leads_to_all_of_them(written):
     folder, sizes = written
     found = pages.Names()

@@ -508,6 +508,7 @@ def finish(checkpoint, many, out, log, process=None) -> None:
     assert len(manifest["images"]) == 24 and not manifest["unreadable"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("number", "status", "line"),
     [
@@ -532,6 +533,7 @@ def test_a_stopped_run_loses_one_shard_at_most_and_is_continued(checkpoint, many
     check_right(vlm, many, out, [f"{i:02}.png" for i in range(24)])
 
 
+@pytest.mark.thorough
 def test_of_two_processes_one_writes(checkpoint, many, vlm, tmp_path):
     """The second, started while the first runs, is refused in one line; the first is not disturbed."""
     out, logs = tmp_path / "out", [tmp_path / "log0", tmp_path / "log1"]
@@ -547,6 +549,7 @@ def test_of_two_processes_one_writes(checkpoint, many, vlm, tmp_path):
     assert shards_in(out) == 6
 
 
+@pytest.mark.thorough
 def test_a_file_size_limit_is_one_line(checkpoint, many, tmp_path):
     """The kernel's own refusal, from inside safetensors."""
     log = tmp_path / "log"
@@ -557,6 +560,7 @@ def test_a_file_size_limit_is_one_line(checkpoint, many, tmp_path):
     finish(checkpoint, many, tmp_path / "out", log)
 
 
+@pytest.mark.thorough
 def test_a_reader_who_has_gone_is_no_error(checkpoint, tmp_path):
     """`refvl ... | head`: nothing on stderr, and the status of a program that a closed pipe ended."""
     scenes, out = draw(tmp_path / "scenes", ["0.png"]), tmp_path / "out"
@@ -568,6 +572,7 @@ def test_a_reader_who_has_gone_is_no_error(checkpoint, tmp_path):
     assert (tmp_path / "log").read_text() == ""
 
 
+@pytest.mark.thorough
 def test_a_path_that_is_no_utf8_does_not_break_the_output(checkpoint, tmp_path):
     """A real standard output, which refuses what it cannot encode."""
     (tmp_path / LATIN).symlink_to(checkpoint)

@@ -271,6 +271,7 @@ def test_layouts_are_told_in_a_few_words():
     assert [layout_text(CropLayout(*size)) for size in ((0, 0), (2, 3))] == ["overview", "overview and 2 x 3 crops"]
 
 
+@pytest.mark.thorough
 def test_as_a_module():
     done = subprocess.run([sys.executable, "-m", "refvl", "--help"], capture_output=True, text=True, check=True)
     assert all(command in done.stdout for command in ("chat", "trace", "info", "bench"))

@@ -262,6 +262,7 @@ def as_torchrun_does(arguments, folder):
     return max(process.exitcode for process in processes), out.read_text(), err.read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("launch", [as_torchrun_does, pytest.param(by_torchrun, marks=pytest.mark.slow)])
 def test_two_processes_share_the_work(vlm, checkpoint, folder, tmp_path, launch):
     """The two ranks write a shard each, and nobody waits for ever on a broken picture; when a shard is lost, a

@@ -240,6 +240,7 @@ def test_photos_are_small_and_inside():
     assert Image.open(io.BytesIO(base64.b64decode(data))).size == (200, 67)
 
 
+@pytest.mark.thorough
 def test_viz_needs_no_anywidget_and_says_where_explorers_do():
     """In a process whose import of anywidget fails."""
     import subprocess

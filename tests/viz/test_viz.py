@@ -220,6 +220,7 @@ def test_token_budget_bounds_the_tokens(tokens):
     assert plan_grid(196, 280, viz.patches.with_token_budget(CONFIG, 10**6)) == (1, 14, 20)
 
 
+@pytest.mark.thorough
 def test_inline_figures_have_the_lighter_format_and_twice_the_pixels_that_they_take():
     """A photograph as JPEG, a drawing as PNG; where that would be too heavy, as many pixels. Oracle: Pillow."""
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (300, 400, 3), dtype=np.uint8))
@@ -254,6 +255,7 @@ def test_a_figure_is_described_by_its_titles_axes_and_legends():
     plt.close("all")
 
 
+@pytest.mark.thorough
 def test_a_cell_gives_its_figures_alt_text():
     """As metadata of the output, in a real kernel, for a drawing and a photograph."""
     nbclient = pytest.importorskip("nbclient")

@@ -1,0 +1,116 @@
+"""The scenes that the small models are trained on and asked about. Oracle: the pixels that are drawn."""
+
+import hashlib
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from data.training import scenes
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_scene_is_a_function_of_split_and_index(clip):
+    """Oracle: drawing again."""
+    first, again = (scenes.draw_scene("test", 5, clip=clip) for _ in range(2))
+    assert first == again
+    assert np.array_equal(scenes.render(first), scenes.render(again))
+    assert scenes.render(first).shape == ((6, 84, 84, 3) if clip else (84, 84, 3))
+
+
+def test_every_name_fits_exactly_one_object():
+    """Oracle: the words of the name against each object's own."""
+
+    def fits(name, thing):
+        words = set(name.split()) - {"object"}
+        return words <= {thing.shape, thing.color}
+
+    for index in range(300):
+        things = scenes.draw_scene("test", index).things
+        for thing in things:
+            for hide in (None, "color", "shape"):
+                for name in scenes.names_of(thing, things, hide=hide):
+                    assert [fits(name, other) for other in things].count(True) == 1
+                    assert fits(name, thing)
+                    assert hide is None or getattr(thing, hide) not in name
+
+
+def test_place_and_direction_are_what_is_drawn():
+    """Oracle: where pixels differ from the background, for scenes of one object."""
+    for index in range(40):
+        scene = scenes.draw_scene("test", index, objects=(1, 1))
+        y, x = _center_of_ink(scenes.render(scene))
+        assert scenes.PLACES[int(y // 28) * 3 + int(x // 28)] == scenes.all_questions(scene)["place"][0].answer
+        clip = scenes.draw_scene("test", index, clip=True, objects=(1, 1))
+        (y0, x0), (y1, x1), (y5, x5) = (_center_of_ink(frame) for frame in scenes.render(clip)[[0, 1, 5]])
+        assert abs(y1 - y0) + abs(x1 - x0) < 0.5, "it waits during the first temporal patch"
+        dx, dy = scenes.DIRECTIONS[scenes.all_questions(clip)["motion"][0].answer]
+        assert (x5 - x0) * dx + (y5 - y0) * dy > 20
+        assert abs((x5 - x0) * dy) + abs((y5 - y0) * dx) < 2
+
+
+def _center_of_ink(picture: np.ndarray) -> tuple[float, float]:
+    ink = abs(picture.astype(float) - np.median(picture, axis=(0, 1))).max(-1) > 70
+    y, x = np.nonzero(ink)
+    return y.mean(), x.mean()
+
+
+def test_nobody_stands_in_the_movers_way():
+    for index in range(300):
+        scene = scenes.draw_scene("test", index, clip=True, objects=(4, 4))
+        centers = np.array(scenes.mover_centers(scene))
+        assert (centers > 8).all() and (centers < 84 - 8).all()
+        for other in scene.things[1:]:
+            assert np.hypot(*(centers - other.center).T).min() > 20
+
+
+def test_scenes_refuse_what_they_do_not_know():
+    with pytest.raises(ValueError, match="split: expected one of .*'train'.* got 'tset'"):
+        scenes.draw_scene("tset", 0)
+    with pytest.raises(ValueError, match="shape: expected one of .*'circle'.* got 'oval'"):
+        scenes.signed_distance("oval", np.zeros(1), np.zeros(1), 9)
+
+
+def test_exactly_one_object_changes_and_only_when_the_scene_says():
+    """Oracle: the frames. Only the place of the first object differs, and from the second frame of the step on."""
+    for index in range(40):
+        scene = scenes.draw_change("test", index)
+        assert scene == scenes.draw_change("test", index)
+        frames = scenes.render(replace(scene, jpeg_quality=None)).astype(int)
+        assert frames.shape == (2 * scenes.STEPS, 84, 84, 3)
+        changed = [int(abs(b - a).max()) > 0 for a, b in pairwise(frames)]
+        assert [i for i, is_new in enumerate(changed) if is_new] == [2 * scene.step]
+        y, x, _ = np.nonzero(frames[-1] - frames[0])
+        assert int(y.mean() // 28) * 3 + int(x.mean() // 28) == scene.things[0].place
+        assert scene.becomes.color != scene.things[0].color and scene.becomes.shape == scene.things[0].shape
+
+
+def test_the_second_cannot_be_guessed():
+    """Of 1,000 clips: every second is an answer, none in 6 % of them; every step is the one in at least 20 %."""
+    drawn = [scenes.draw_change("test", index) for index in range(1000)]
+    seconds = np.array([scene.seconds for scene in drawn])
+    steps = np.array([scene.step for scene in drawn])
+    assert (np.diff(seconds) > 0).all() and seconds.max() <= scenes.LAST_SECOND
+    assert np.bincount(steps, minlength=scenes.STEPS).min() > 200
+    for step in range(scenes.STEPS):
+        assert np.bincount(seconds[:, step]).max() < 200, "one frame carries many different seconds"
+    answers = [q.answer for scene in drawn for q in scenes.all_questions(scene)["change"][:1]]
+    assert answers == [str(scene.seconds[scene.step]) for scene in drawn]
+    said, counts = np.unique(answers, return_counts=True)
+    assert len(said) == scenes.LAST_SECOND + 1 and counts.max() < 60
+
+
+def test_scenes_are_still_those_that_the_first_checkpoint_was_trained_on():
+    """Oracle: a checksum taken before there were clips in which a colour changes, of all but the questions."""
+    expected = {False: "a665223a58950193", True: "9ffb6aaee939d432"}
+    for clip, start in expected.items():
+        digest = hashlib.sha256()
+        for split in scenes.SPLITS:
+            for index in range(50):
+                s = scenes.draw_scene(split, index, clip=clip)
+                look = [s.background, s.slope, s.noise, s.noise_seed, s.jpeg_quality]
+                drawn = [s.things, *look, s.direction, s.distance]
+                for part in (repr(drawn).encode(), scenes.cell_labels(s).tobytes()):
+                    digest.update(part)
+        assert digest.hexdigest().startswith(start)
