@@ -54,8 +54,8 @@ def measure(vlm: refvl.VLM, repeats: int) -> list[dict]:
     """
     frames = np.random.default_rng(0).integers(0, 256, (10, 252, 448, 3), dtype=np.uint8)
     (patches,) = vlm.processor.patchify([load_video(frames)])
-    ids = prompt_ids(vlm, patches.merged.num_tokens).to(vlm.device)
-    pixel_values, (t, h, w) = patches.pixel_values.to(vlm.device), patches.merged.thw
+    ids = prompt_ids(vlm, patches.media_tokens.num_tokens).to(vlm.device)
+    pixel_values, (t, h, w) = patches.pixel_values.to(vlm.device), patches.media_tokens.thw
     ways = [("", 0.0), *((rule, q) for rule in PRUNERS for q in RATES if q)]
     times: dict[tuple, list[float]] = {(what, way): [] for what in ("encode", "mask", "rest") for way in ways}
     for i in tqdm(range(repeats + 1), desc="rounds", leave=False):  # ways take turns: no row is ready before the last
@@ -70,7 +70,10 @@ def measure(vlm: refvl.VLM, repeats: int) -> list[dict]:
             seconds = {"encode": encode, "mask": timed(vlm, mask)[0], "rest": timed(vlm, rest)[0]}
             for what in seconds if i else ():  # the first round warms up
                 times[what, (rule, q)].append(seconds[what])
-    text, median = ids.shape[1] - patches.merged.num_tokens, {key: statistics.median(s) for key, s in times.items()}
+    text, median = (
+        ids.shape[1] - patches.media_tokens.num_tokens,
+        {key: statistics.median(s) for key, s in times.items()},
+    )
     rows = [
         {
             "pruning": rule,

@@ -72,7 +72,7 @@ def count_positions(vlm: VLM, medium) -> int:
     config, kind = vlm.processor.video_config, "video" if isinstance(medium, Video) else "image"
     is_scaled = kind == "video" and isinstance(config, PatchConfig)
     second_per_grid = config.temporal_patch_size / medium.fps if is_scaled else 1.0
-    merged = vlm.processor.merged(kind, vlm.processor.layout_of(medium), second_per_grid)
+    merged = vlm.processor.media_tokens(kind, vlm.processor.layout_of(medium), second_per_grid)
     starts = itertools.accumulate((t * h * w for t, h, w in merged.runs), initial=0)
     spans = [MediaSpan(start, *run, merged.t_factor) for start, run in zip(starts, merged.runs, strict=False)]
     return int(vlm.language_model.positions(merged.num_tokens, spans).max()) + 1

@@ -42,7 +42,7 @@ def measure(families: list[TinyFamily], count: int, table: PrintedTable) -> list
     for family in families:
         model = refvl.load(family.folder, device="cpu", progress=False)
         for kind in family.clips:
-            thw = model.trace(**requests_for(kind, 1)[0].arguments, max_new_tokens=1).patches[0].merged.thw
+            thw = model.trace(**requests_for(kind, 1)[0].arguments, max_new_tokens=1).patches[0].media_tokens.thw
             for rule, q in [("", 0.0), *((rule, q) for rule in PRUNERS for q in RATES if q)]:
                 right = share(evaluate(model, kind, count, q=q, pruning=rule or "evs"))
                 tokens = PRUNERS[rule].count(thw[1] * thw[2], thw[0], q) if q else math.prod(thw)

@@ -169,7 +169,7 @@ class SlicesAsReleased:
 
     def get_slice_image_placeholder(self, size, image_idx=0, max_slice_nums=None, use_image_id=True) -> str:
         plan = plan_slices(*size, self._config(max_slice_nums))
-        medium = replace(self.processor.merged("image", plan.layout), grid=plan.grid)
+        medium = replace(self.processor.media_tokens("image", plan.layout), grid=plan.grid)
         return self.processor.write_image(medium, image_idx)
 
     def __call__(self, images, do_pad=True, return_tensors=None, **kwargs) -> BatchFeature:

@@ -122,7 +122,7 @@ def positions_as_upstream(model: refvl.VLM, trace: Trace) -> Tensor:
     """(3, L) of a pruned prompt by vLLM's rule: a medium costs its width, and media count, but not the text between."""
     merge, pieces = model.encoder.config.spatial_merge_size, []
     for patches, mask in zip(trace.patches, trace.keep_masks, strict=True):
-        piece = compute_mrope_for_media(patches.layout, merge, 1.0, patches.merged.t_factor)
+        piece = compute_mrope_for_media(patches.layout, merge, 1.0, patches.media_tokens.t_factor)
         piece[:, 3] = patches.layout[2] // merge
         pieces.append(piece[slice(None) if mask is None else mask.cpu()].T)
     ids, start = model.token_ids, model.config.vision_start_token_id
@@ -134,7 +134,7 @@ def as_given(model: refvl.VLM, trace: Trace, seen: dict, positions: Tensor | Non
     if positions is not None:
         trace = replace(trace, positions=positions)
     [(given, _)] = seen.get("embed_multimodal", [({}, None)])[:1]
-    if "pixel_values" not in given or "image_grid_thw" not in given or trace.patches[-1].merged.kind == "video":
+    if "pixel_values" not in given or "image_grid_thw" not in given or trace.patches[-1].media_tokens.kind == "video":
         return trace
     with torch.inference_mode():
         embeds = model.encoder(given["pixel_values"].float(), trace.layouts).split(list(map(len, trace.embeds)))

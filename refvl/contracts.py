@@ -2,7 +2,7 @@
 
 A *layout* says how the rows of one medium lie, from its size alone: (t, h, w) in patches for Qwen and GLM, a tuple of
 `SliceGroup`s for MiniCPM-V, a `CropLayout` for Step3-VL. It is hashable. The processor makes it, the encoder plans it,
-and both give it the same number of tokens: `merged(kind, layout).num_tokens == item_size(layout)[1]`.
+and both give it the same number of tokens: `media_tokens(kind, layout).num_tokens == item_size(layout)[1]`.
 
 Shape suffixes: N patch rows, C values of a row, M output tokens, D the language model's width, L prompt tokens.
 """
@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from refvl.merge import MergedMedia
+from refvl.merge import MediaTokens
 from refvl.pixels.media import MediaLimits, Video
 from refvl.pixels.patches import Levels
 
@@ -161,7 +161,7 @@ class Processor(Protocol):
     def patchify(self, media: Sequence[Image.Image | Video]) -> list:
         """Each medium as patch rows, with its layout and the extents that the language model sees."""
 
-    def extents(self, media: Sequence[Image.Image | Video]) -> list[MergedMedia]:
+    def extents(self, media: Sequence[Image.Image | Video]) -> list[MediaTokens]:
         """How the language model sees each medium: what `patchify` says of it, without touching a pixel."""
 
     def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Levels | Tensor]]:
@@ -170,11 +170,11 @@ class Processor(Protocol):
     def layout_of(self, medium: Image.Image | Video) -> Any:
         """The layout that `patchify` gives a decoded medium, from its size alone."""
 
-    def merged(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MergedMedia:
+    def media_tokens(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MediaTokens:
         """How the language model sees a medium of this layout."""
 
     def tokenize(
-        self, messages: Sequence[dict], media: Sequence[MergedMedia], *, allow_special_tokens: bool = False
+        self, messages: Sequence[dict], media: Sequence[MediaTokens], *, allow_special_tokens: bool = False
     ) -> list[int]:
         """(L,) prompt ids with every placeholder repeated; special tokens in the caller's strings are text unless
         `allow_special_tokens`."""

@@ -15,7 +15,7 @@ from refvl.positions import MediaSpan, find_pruner
 
 
 @dataclass(frozen=True, slots=True)
-class MergedMedia:
+class MediaTokens:
     """One medium as the language model sees it: merged-grid extents, and the scale of its time axis."""
 
     kind: str  # "image" or "video"
@@ -41,7 +41,7 @@ class MergedMedia:
 
 
 @dataclass(frozen=True, slots=True)
-class FramewiseMedia(MergedMedia):
+class FramewiseMedia(MediaTokens):
     """A video whose frames stand apart, with text between them: each is a run of its own. GLM's and Qwen3-VL's."""
 
     timestamps: tuple[float, ...] = ()  # seconds, one per frame; empty where the prompt has been made elsewhere
@@ -52,7 +52,7 @@ class FramewiseMedia(MergedMedia):
         return [(1, h, w)] * t
 
 
-def find_media_spans(input_ids: Tensor, media: Sequence[MergedMedia], token_ids: dict[str, int]) -> list[MediaSpan]:
+def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids: dict[str, int]) -> list[MediaSpan]:
     """Where each medium stands in an expanded prompt (L,), in the order of `media`: one span per run.
 
     Media of one kind fill the placeholders of that kind in order; kinds may alternate in the prompt. Raises ValueError

@@ -28,7 +28,7 @@ from refvl.contracts import Encoder, Processor
 from refvl.encoders.tower import encode_eagerly, plan_eagerly, send_rows
 from refvl.graphs import EncoderGraphManager
 from refvl.language.model import CausalTextModel, TokenTimer, generate
-from refvl.merge import MergedMedia, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
+from refvl.merge import MediaTokens, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
 from refvl.positions.mrope import restrict_positions
 from refvl.positions.pruners import PRUNERS
 from refvl.trace import Record
@@ -80,7 +80,7 @@ class VLM:
             trace.media = self.processor.decode(messages)
         with trace.stage("patchify"):
             trace.patches = self.processor.patchify(trace.media)
-            merged = [patches.merged for patches in trace.patches]
+            merged = [patches.media_tokens for patches in trace.patches]
         if request.pruning_rate > 0:
             for medium in merged:
                 medium.check_pruning(request.pruning_rate)
@@ -112,7 +112,7 @@ class VLM:
                 trace.embeds = encode_eagerly(self.encoder, rows, planned, progress=progress)
 
     @torch.no_grad()
-    def merge(self, trace: Any, ids_L: Tensor, merged: Sequence[MergedMedia]) -> None:
+    def merge(self, trace: Any, ids_L: Tensor, merged: Sequence[MediaTokens]) -> None:
         """Embed the text, write the media's rows over their placeholders, and drop the tokens that were pruned."""
         trace.full_ids = ids_L
         trace.spans = find_media_spans(self.processor.placeholders(ids_L), merged, self.processor.token_ids)

@@ -19,7 +19,7 @@ def hf_inputs(trace, ids: Tensor, types: Tensor) -> dict[str, Tensor]:
         ("image", ("pixel_values", "image_grid_thw")),
         ("video", ("pixel_values_videos", "video_grid_thw")),
     ):
-        if patches := [p for p in trace.patches if p.merged.kind == kind]:
+        if patches := [p for p in trace.patches if p.media_tokens.kind == kind]:
             inputs[names[0]] = torch.cat([p.pixel_values for p in patches])
             inputs[names[1]] = torch.tensor([p.layout for p in patches])
     return inputs

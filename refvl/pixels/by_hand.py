@@ -21,8 +21,8 @@ from refvl.pixels.patches import (
     fit_budget,
     levels_of_frames,
     levels_of_image,
-    merged_grid,
     plan_grid,
+    token_grid,
 )
 from refvl.pixels.settings import Normalization
 
@@ -44,7 +44,7 @@ def smart_resize(
 
 def count_tokens(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> int:
     """Return how many tokens of the language model an image or a video of this size takes, without marks around it."""
-    return math.prod(merged_grid(plan_grid(height, width, config, num_frames), config.merge_size))
+    return math.prod(token_grid(plan_grid(height, width, config, num_frames), config.merge_size))
 
 
 def patchify_image(image, config: PatchConfig) -> tuple[Tensor, Grid]:

@@ -153,7 +153,7 @@ def grid_of(height: int, width: int, config: PatchConfig, num_frames: int = 1) -
     return t, new_height // config.patch_size, new_width // config.patch_size
 
 
-def merged_grid(grid: Grid, merge_size: int) -> Grid:
+def token_grid(grid: Grid, merge_size: int) -> Grid:
     """(t, h, w) in tokens of the language model, each of merge_size x merge_size patches of the `grid`."""
     t, h, w = grid
     return t, h // merge_size, w // merge_size
@@ -259,7 +259,7 @@ class Patches:
     source: Image.Image | Video
     rows: Levels | Tensor  # of N patches; a tensor where pixels are normalised before they are cut
     layout: Any  # how the rows lie, for the encoder's plan: (t, h, w) in patches for Qwen and GLM
-    merged: Any  # a `MergedMedia`: how the language model sees it
+    media_tokens: Any  # a `MediaTokens`: how the language model sees it
 
     @cached_property
     def pixel_values(self) -> Tensor:

@@ -15,9 +15,9 @@ from PIL import Image
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from refvl.merge import MergedMedia
+from refvl.merge import MediaTokens
 from refvl.pixels.media import LIMITS, MediaLimits, Video, load_image
-from refvl.pixels.patches import PatchConfig, levels_of_frames, levels_of_image, merged_grid, plan_grid
+from refvl.pixels.patches import PatchConfig, levels_of_frames, levels_of_image, plan_grid, token_grid
 from refvl.pixels.patches import Patches as Patches
 from refvl.processors.messages import as_messages, media_of, texts_of
 from refvl.processors.planning import PlansMedia
@@ -101,7 +101,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
 
     def _patchify_image(self, image: Image.Image) -> Patches:
         rows, grid = levels_of_image(image, self.image_config)
-        return Patches(image, rows, grid, self.merged("image", grid))
+        return Patches(image, rows, grid, self.media_tokens("image", grid))
 
     def _patchify_video(self, video: Video) -> Patches:
         rows, grid = levels_of_frames(video.frames[self._frames_read(video)], self.video_config)
@@ -111,8 +111,8 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         """Which of a sampled video's frames become patch rows, in order: all of them."""
         return range(len(video.frames))
 
-    def _video_extents(self, video: Video) -> MergedMedia:
-        return self.merged("video", self._video_layout(video))
+    def _video_extents(self, video: Video) -> MediaTokens:
+        return self.media_tokens("video", self._video_layout(video))
 
     def _image_layout(self, image: Image.Image) -> Any:
         return plan_grid(image.height, image.width, self.image_config)
@@ -121,9 +121,9 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         _, height, width, _ = video.frames.shape
         return plan_grid(height, width, self.video_config, len(self._frames_read(video)))
 
-    def merged(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MergedMedia:
+    def media_tokens(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MediaTokens:
         """How the language model sees a medium of this layout; second_per_grid: of a video's time axis."""
-        return MergedMedia(kind, merged_grid(layout, self.merge_size))
+        return MediaTokens(kind, token_grid(layout, self.merge_size))
 
     def expand(self, token: int, medium: Any) -> list[int]:
         """What stands in the prompt for a medium whose placeholder is `token`."""
@@ -134,7 +134,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         return input_ids
 
     def tokenize(
-        self, messages: Sequence[dict], media: Sequence[MergedMedia], *, allow_special_tokens: bool = False
+        self, messages: Sequence[dict], media: Sequence[MediaTokens], *, allow_special_tokens: bool = False
     ) -> list[int]:
         """(L,) prompt ids of checked messages, every placeholder repeated.
 
@@ -166,9 +166,9 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
 
 def expand_placeholders(
     input_ids: Sequence[int],
-    media: Sequence[MergedMedia],
+    media: Sequence[MediaTokens],
     token_ids: dict[str, int],
-    expand: Callable[[int, MergedMedia], list[int]] = lambda token, medium: [token] * medium.num_tokens,
+    expand: Callable[[int, MediaTokens], list[int]] = lambda token, medium: [token] * medium.num_tokens,
 ) -> list[int]:
     """Repeat each single placeholder as often as its medium has tokens.
 

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from refvl.checks import Grid, read_json
-from refvl.merge import FramewiseMedia, MergedMedia
+from refvl.merge import FramewiseMedia, MediaTokens
 from refvl.pixels.media import Video, load_video
 from refvl.pixels.patch_configs import Glm4vPatchConfig, GlmgaPatchConfig
 from refvl.positions.timestamps import distinct_and_even, sample_video_frames
@@ -87,22 +87,22 @@ class Glm4vProcessor(ChatProcessor):
         places = {index: place for place, index in enumerate(video.indices)}
         return [places[index] for index in distinct_and_even(video.indices)]
 
-    def _video_extents(self, video: Video) -> MergedMedia:
+    def _video_extents(self, video: Video) -> MediaTokens:
         timestamps = video.timestamps  # true ones, also where the rate varies
         seconds = tuple(int(timestamps[place]) for place in self._frames_read(video)[::2])
-        thw = self.merged("video", self._video_layout(video)).thw
+        thw = self.media_tokens("video", self._video_layout(video)).thw
         return FramewiseMedia("video", thw, timestamps=seconds)
 
-    def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
+    def media_tokens(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MediaTokens:
         """Return how the language model sees a medium of this layout: a video is t images.
 
         second_per_grid is not read, because the prompt says the time.
         """
         t, h, w = layout
         thw = (t, h // self.merge_size, w // self.merge_size)
-        return FramewiseMedia(kind, thw) if kind == "video" else MergedMedia(kind, thw)
+        return FramewiseMedia(kind, thw) if kind == "video" else MediaTokens(kind, thw)
 
-    def expand(self, token: int, medium: MergedMedia) -> list[int]:
+    def expand(self, token: int, medium: MediaTokens) -> list[int]:
         """Return the ids of a medium: an image's token repeated; all that lies between begin and end of a video."""
         if not isinstance(medium, FramewiseMedia):
             return [token] * medium.num_tokens

@@ -27,7 +27,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from refvl.merge import MergedMedia
+from refvl.merge import MediaTokens
 from refvl.pixels.slices import SliceConfig, SliceLayout, count_sets, levels_of_slices, slices_of_size
 from refvl.processors.chat import ChatProcessor, Patches
 from refvl.processors.messages import texts_of
@@ -41,7 +41,7 @@ NO_VIDEO_ID = -1  # images and frames are filled with one token: no token has th
 
 
 @dataclass(frozen=True, slots=True)
-class SlicedMedia(MergedMedia):
+class SlicedMedia(MediaTokens):
     """One medium in sets of query tokens, each a run of its own: thw is (sets, 1, query_num)."""
 
     grid: tuple[int, int] | None = None  # (columns, rows) of an image's slices
@@ -108,7 +108,7 @@ class MiniCPMVProcessor(ChatProcessor):
     def _image_layout(self, image: Image.Image) -> SliceLayout:
         return slices_of_size(*image.size, self.image_config).layout
 
-    def merged(self, kind: str, layout: SliceLayout, second_per_grid: float = 1.0) -> SlicedMedia:
+    def media_tokens(self, kind: str, layout: SliceLayout, second_per_grid: float = 1.0) -> SlicedMedia:
         """Return the medium as sets of query_num tokens; second_per_grid is not read."""
         return SlicedMedia(kind, (count_sets(layout), 1, self.query_num))
 

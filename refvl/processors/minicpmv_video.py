@@ -81,7 +81,7 @@ class TakesVideos(ChatProcessor):
     def _patchify_video(self, video: Video) -> Patches:
         layout = self._video_layout(video)
         rows = levels_of_slices(map(Image.fromarray, video.frames), self._plan_frame(video), self.image_config)
-        return Patches(video, rows, layout, self.merged("video", layout))
+        return Patches(video, rows, layout, self.media_tokens("video", layout))
 
     def _video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels]]:
         plan, layout = self._plan_frame(video), self._video_layout(video)

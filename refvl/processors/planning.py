@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from refvl.merge import MergedMedia
+from refvl.merge import MediaTokens
 from refvl.pixels.media import Video
 from refvl.pixels.patches import Levels, Patches, levels_of_frames
 
@@ -19,7 +19,7 @@ class PlansMedia:
 
     image_config: Any
     video_config: Any
-    merged: Any
+    media_tokens: Any
     _each: Callable
     _check_takes_videos: Callable
     _patchify_image: Callable[..., Patches]
@@ -38,7 +38,7 @@ class PlansMedia:
         """How a video file is sampled, in words; empty where there is no more to say than `video_config` does."""
         return ""
 
-    def extents(self, media: Sequence[Image.Image | Video]) -> list[MergedMedia]:
+    def extents(self, media: Sequence[Image.Image | Video]) -> list[MediaTokens]:
         """How the language model sees each medium: what `patchify` says of it, without touching a pixel."""
         return self._each(media, self._image_extents, self._video_extents)
 
@@ -69,5 +69,5 @@ class PlansMedia:
             rows, grid = levels_of_frames(part, config, len(frames))
             yield grid, rows
 
-    def _image_extents(self, image: Image.Image) -> MergedMedia:
-        return self.merged("image", self._image_layout(image))
+    def _image_extents(self, image: Image.Image) -> MediaTokens:
+        return self.media_tokens("image", self._image_layout(image))

@@ -6,7 +6,7 @@ The seconds of a video are not written out; they scale the time axis of its posi
 from collections.abc import Sequence
 
 from refvl.checks import Grid
-from refvl.merge import MergedMedia
+from refvl.merge import MediaTokens
 from refvl.pixels.media import Video, load_video, sample_frame_indices
 from refvl.processors.chat import ChatProcessor
 
@@ -28,13 +28,13 @@ class Qwen2_5_VLProcessor(ChatProcessor):
         limits = {"min_frames": config.min_frames, "max_frames": config.max_frames}
         return load_video(source, **(rate | limits | options), limits=self.limits)
 
-    def _video_extents(self, video: Video) -> MergedMedia:
-        return self.merged("video", self._video_layout(video), self.video_config.temporal_patch_size / video.fps)
+    def _video_extents(self, video: Video) -> MediaTokens:
+        return self.media_tokens("video", self._video_layout(video), self.video_config.temporal_patch_size / video.fps)
 
-    def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
+    def media_tokens(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MediaTokens:
         """Only a video's time axis is scaled."""
         t, h, w = layout
         t_factor = 1.0
         if kind == "video":
             t_factor = float(second_per_grid) * self.config.vision_config.tokens_per_second
-        return MergedMedia(kind, (t, h // self.merge_size, w // self.merge_size), t_factor)
+        return MediaTokens(kind, (t, h // self.merge_size, w // self.merge_size), t_factor)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from refvl.checks import Grid, check_positive, check_positive_ints
-from refvl.merge import FramewiseMedia, MergedMedia
+from refvl.merge import FramewiseMedia, MediaTokens
 from refvl.pixels.media import Video, load_video
 from refvl.pixels.patch_configs import Qwen3VLPatchConfig
 from refvl.processors.chat import ChatProcessor
@@ -44,21 +44,21 @@ class Qwen3VLProcessor(ChatProcessor):
         rule = {name: getattr(self.video_config, name) for name in RULE} if "num_frames" not in options else {}
         return even_indices(total, source_fps, **(rule | options))
 
-    def _video_extents(self, video: Video) -> MergedMedia:
+    def _video_extents(self, video: Video) -> MediaTokens:
         seconds = tuple(seconds_of_steps(video.timestamps))
-        thw = self.merged("video", self._video_layout(video)).thw
+        thw = self.media_tokens("video", self._video_layout(video)).thw
         return FramewiseMedia("video", thw, timestamps=seconds)
 
-    def merged(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MergedMedia:
+    def media_tokens(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MediaTokens:
         """Return how the language model sees a medium of this layout: a video is t images.
 
         second_per_grid is not read, because the prompt says the time.
         """
         t, h, w = layout
         thw = (t, h // self.merge_size, w // self.merge_size)
-        return FramewiseMedia(kind, thw) if kind == "video" else MergedMedia(kind, thw)
+        return FramewiseMedia(kind, thw) if kind == "video" else MediaTokens(kind, thw)
 
-    def expand(self, token: int, medium: MergedMedia) -> list[int]:
+    def expand(self, token: int, medium: MediaTokens) -> list[int]:
         """Return the ids of a medium: an image's token repeated; a video's frames, each after its second."""
         if not isinstance(medium, FramewiseMedia):
             return [token] * medium.num_tokens

@@ -17,7 +17,7 @@ from pathlib import Path
 from PIL import Image
 from transformers import PretrainedConfig
 
-from refvl.merge import MergedMedia
+from refvl.merge import MediaTokens
 from refvl.pixels.crops import CropConfig, CropLayout, plan_crops, rows_of_crops
 from refvl.processors.chat import ChatProcessor, Patches
 from refvl.processors.tokenizers import load_tokenizer
@@ -27,7 +27,7 @@ NO_VIDEO_ID = -1  # no token stands for a video
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CroppedMedia(MergedMedia):
+class CroppedMedia(MediaTokens):
     """An image in squares, each a run of its own: crops first, the overview last. thw counts them: (1, 1, tokens)."""
 
     layout: CropLayout
@@ -70,16 +70,16 @@ class Step3VLProcessor(ChatProcessor):
     def largest_picture(self) -> int:
         """Tokens of a square image of the largest side."""
         plan = plan_crops(self.image_config.max_side, self.image_config.max_side, self.image_config)
-        return self.merged("image", plan.layout).num_tokens
+        return self.media_tokens("image", plan.layout).num_tokens
 
     def _image_layout(self, image: Image.Image) -> CropLayout:
         return plan_crops(*image.size, self.image_config).layout
 
     def _patchify_image(self, image: Image.Image) -> Patches:
         rows, layout = rows_of_crops(image, self.image_config)
-        return Patches(image, rows, layout, self.merged("image", layout))
+        return Patches(image, rows, layout, self.media_tokens("image", layout))
 
-    def merged(self, kind: str, layout: CropLayout, second_per_grid: float = 1.0) -> CroppedMedia:
+    def media_tokens(self, kind: str, layout: CropLayout, second_per_grid: float = 1.0) -> CroppedMedia:
         """The squares of an image, in tokens. Raises ValueError for a video."""
         if kind != "image":
             raise ValueError(self.no_video)

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from refvl.language.model import CausalTextModel
-from refvl.merge import MergedMedia, find_media_spans
+from refvl.merge import MediaTokens, find_media_spans
 from refvl.pipeline import Request, check_width
 from refvl.positions import restrict_positions
 from refvl.serving.options import check_runnable
@@ -58,7 +58,7 @@ def read_in_chunks(model: Any, chunk: int, request: Request) -> Trace:
 
 
 def _encode_pieces(
-    model: Any, trace: Trace, number: int, medium: MergedMedia, q: float, pruning: str, chunk: int
+    model: Any, trace: Trace, number: int, medium: MediaTokens, q: float, pruning: str, chunk: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """(rows, which are kept) of a medium's pieces, each made when asked for; of one that is pruned, all at once."""
     embeds, pieces = list[Tensor](), model.processor.pieces(trace.media[number], chunk)

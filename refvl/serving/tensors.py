@@ -9,7 +9,7 @@ from transformers.generation.utils import GenerateOutput
 
 from refvl.arguments import as_seconds, check_prompts
 from refvl.checks import check_pixel_rows, check_shape, check_values
-from refvl.merge import MergedMedia
+from refvl.merge import MediaTokens
 from refvl.serving.drafts import with_cache
 from refvl.serving.options import check_pruning, check_runnable, option
 from refvl.study.report import Trace
@@ -62,7 +62,7 @@ def generate(
 
 def _items(
     model: Any, kind: str, q: float, pixel_values, layouts, embeds, second_per_grid_ts=None
-) -> list[tuple[MergedMedia, Tensor]]:
+) -> list[tuple[MediaTokens, Tensor]]:
     """(merged extents, embeddings) of every image or video of a batch."""
     pixels_name = "pixel_values" if kind == "image" else "pixel_values_videos"
     layouts_name, embeds_name = f"{kind}_grid_thw", f"{kind}_embeds"
@@ -77,7 +77,7 @@ def _items(
         seconds = as_seconds(second_per_grid_ts, len(layouts), "second_per_grid_ts")
     if not given:
         return []
-    merged = [model.processor.merged(kind, layout, s) for layout, s in zip(layouts, seconds, strict=True)]
+    merged = [model.processor.media_tokens(kind, layout, s) for layout, s in zip(layouts, seconds, strict=True)]
     for medium in merged:
         medium.check_pruning(q)
     if embeds is None:

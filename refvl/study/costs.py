@@ -71,7 +71,7 @@ def plan_media(vlm: VLM, medium, pruning_rate: float = 0.0, pruning: str = "evs"
     layout = vlm.processor.layout_of(medium)
     patches, tokens, _ = vlm.encoder.item_size(layout)
     becomes = describe_layout(vlm.processor, medium, layout, tokens)
-    merged = vlm.processor.merged(kind, layout)
+    merged = vlm.processor.media_tokens(kind, layout)
     merged.check_pruning(pruning_rate)
     t, h, w = merged.thw
     kept = find_pruner(pruning).count(h * w, t, pruning_rate) if kind == "video" and pruning_rate else tokens

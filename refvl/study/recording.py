@@ -41,8 +41,8 @@ def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:
     ids = torch.where(is_video, vlm.token_ids["image"], trace.full_ids) if is_glm else trace.full_ids
     types = (kinds == vlm.token_ids["image"]).int() + 2 * is_video.int()
     inputs = {"input_ids": ids[None], "mm_token_type_ids": types[None], "attention_mask": torch.ones_like(ids)[None]}
-    images = [p for p in trace.patches if p.merged.kind == "image"]
-    videos = [p for p in trace.patches if p.merged.kind == "video"]
+    images = [p for p in trace.patches if p.media_tokens.kind == "image"]
+    videos = [p for p in trace.patches if p.media_tokens.kind == "video"]
     if images:
         inputs["pixel_values"] = torch.cat([p.pixel_values for p in images])
         inputs["image_grid_thw"] = torch.tensor([p.layout for p in images])
@@ -51,7 +51,7 @@ def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:
         inputs["video_grid_thw"] = torch.tensor([p.layout for p in videos])
     if videos and isinstance(vlm.processor, Qwen2_5_VLProcessor):
         per_second = vlm.config.vision_config.tokens_per_second
-        inputs["second_per_grid_ts"] = torch.tensor([p.merged.t_factor / per_second for p in videos])
+        inputs["second_per_grid_ts"] = torch.tensor([p.media_tokens.t_factor / per_second for p in videos])
     return inputs
 
 

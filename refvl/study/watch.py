@@ -104,7 +104,7 @@ def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
     for name, value, count in (("medium", medium, len(trace.patches)), ("token", token, len(trace.token_ids))):
         if not 0 <= value < count:
             raise ValueError(f"{name}: must lie in [0, {count}), got {value}")
-    runs = [len(patches.merged.runs) for patches in trace.patches]
+    runs = [len(patches.media_tokens.runs) for patches in trace.patches]
     spans = trace.spans[sum(runs[:medium]) : sum(runs[: medium + 1])]
     places = torch.cat([torch.arange(span.offset, span.offset + span.num_tokens) for span in spans])
     keys = (trace.keep.cumsum(0) - 1).clamp(min=0)[places]  # where each token of the full prompt is among those kept

@@ -34,7 +34,7 @@ def plot_overview(photo, config: PatchConfig, clip: "Trace", *, tokens: int = 11
     (patches,), (mask,), (video,) = clip.patches, clip.keep_masks, clip.media
     if mask is None or clip.positions is None:
         raise ValueError("clip: expected the trace of one pruned video, got one of which nothing was pruned")
-    t, h, w = patches.merged.thw
+    t, h, w = patches.media_tokens.thw
     shown = min(FRAMES_SHOWN, t)
     mask = mask.reshape(t, h * w)[:shown].flatten()
     panels = frames.subplots(1, shown)

@@ -54,7 +54,7 @@ def values(journey: Journey, stage: str) -> list[str]:
         case "patchify":
             return [drawn for item in run.patches[:SHOWN_ITEMS] for drawn in _patches(item)]
         case "plan":
-            merged = [item.merged.thw for item in run.patches]
+            merged = [item.media_tokens.thw for item in run.patches]
             return [drawn for planned in run.metadata[:SHOWN_ITEMS] for drawn in _plan(planned, merged)]
         case "encode":
             return [tensor_figure(f"embeddings of item {i + 1}", x) for i, x in enumerate(run.embeds[:SHOWN_ITEMS])]
@@ -135,7 +135,7 @@ def _slices(tiles: np.ndarray, sizes: Sequence[tuple[int, int]]) -> str:
 def _cut(tiles: np.ndarray, item: Any) -> str:
     """The first frame of a grid, patch by patch, with the row of each."""
     _, h, w = item.layout
-    places = merge_block_coordinates([(1, h, w)], spatial_merge_size=h // item.merged.thw[1])
+    places = merge_block_coordinates([(1, h, w)], spatial_merge_size=h // item.media_tokens.thw[1])
     order = torch.empty(h, w, dtype=torch.int64)
     order[tuple(places.T)] = torch.arange(h * w)
     if h * w > SHOWN_TILES:
@@ -191,7 +191,7 @@ def _pruned(run: Any) -> list[str]:
         if mask is None:
             continue
         caption = f"<b>keep mask</b> of item {i + 1} {tuple(mask.shape)} bool; {in_numbers(mask)}"
-        found.append(figure(_kept(mask.cpu(), run.patches[i].merged.thw, run.media[i], i), caption))
+        found.append(figure(_kept(mask.cpu(), run.patches[i].media_tokens.thw, run.media[i], i), caption))
     return found
 
 

@@ -117,7 +117,7 @@ def image(picture) -> dict:
 
 
 def merged_of(processor, messages) -> list:
-    return [patches.merged for patches in processor.patchify(processor.decode(messages))]
+    return [patches.media_tokens for patches in processor.patchify(processor.decode(messages))]
 
 
 def tokenize(processor, prompt, **options) -> list[int]:
@@ -146,7 +146,7 @@ def check_tokens(processor, encoder, kind: str, medium) -> None:
     layout = processor.layout_of(medium)
     assert list(encoder.check_layouts([layout])) == [layout] and hash(layout) is not None
     rows, tokens, _ = encoder.item_size(layout)
-    merged = processor.merged(kind, layout)
+    merged = processor.media_tokens(kind, layout)
     assert merged.num_tokens == tokens == sum(t * h * w for t, h, w in merged.runs)
     assert tokens % processor.tokens_at_once == 0 and rows >= 1
 
@@ -161,7 +161,7 @@ def test_processor_and_encoder_count_the_same_tokens(parts, name, width, height,
     """Oracle: `encoder.item_size` of the processor's layout, from which it splits its output."""
     processor, encoder = planners(name) if name in RELEASED else (parts(name).processor, parts(name).encoder)
     check_tokens(processor, encoder, "image", Image.new("1", (width, height)))
-    square = processor.merged("image", processor.layout_of(Image.new("1", (width, width))))
+    square = processor.media_tokens("image", processor.layout_of(Image.new("1", (width, width))))
     assert square.num_tokens <= processor.largest_picture
     if processor.video_config is not None:
         check_tokens(processor, encoder, "video", video(frames, width, height))
@@ -184,8 +184,8 @@ def test_layout_rows_and_placeholders_agree(parts, name, width, height, frames):
         rows, tokens, _ = encoder.item_size(patched.layout)
         assert len(patched.pixel_values) == rows and patched.pixel_values.dtype == torch.float32
         assert patched.pixel_values.shape[1] == encoder.config.patch_values
-        assert patched.merged.num_tokens == tokens and patched.source is medium
-    merged = [patched.merged for patched in patches]
+        assert patched.media_tokens.num_tokens == tokens and patched.source is medium
+    merged = [patched.media_tokens for patched in patches]
     ids = torch.tensor(processor.tokenize(processor.messages([user(*content)]), merged))
     found = processor.placeholders(ids)
     for kind, token in processor.token_ids.items():

@@ -76,11 +76,11 @@ def test_pieces_of_a_medium_are_what_patchify_makes(name, tmp_path):
     vlm, _ = load(name, tmp_path)
     for medium in vlm.processor.decode(vlm.processor.messages("", PHOTOS[:1], [FRAMES])):
         [whole] = vlm.processor.patchify([medium])
-        assert vlm.processor.extents([medium]) == [whole.merged]
-        for max_tokens in (1, whole.merged.num_tokens // 2, 10**6):
+        assert vlm.processor.extents([medium]) == [whole.media_tokens]
+        for max_tokens in (1, whole.media_tokens.num_tokens // 2, 10**6):
             layouts, rows = zip(*vlm.processor.pieces(medium, max_tokens), strict=True)
             assert torch.equal(torch.cat([levels.normalize() for levels in rows]), whole.pixel_values)
-            assert sum(vlm.encoder.item_size(layout)[1] for layout in layouts) == whole.merged.num_tokens
+            assert sum(vlm.encoder.item_size(layout)[1] for layout in layouts) == whole.media_tokens.num_tokens
 
 
 def test_media_are_encoded_when_they_are_needed_and_not_before(tmp_path):
@@ -100,7 +100,7 @@ def test_media_are_encoded_when_they_are_needed_and_not_before(tmp_path):
         for hook in hooks:
             hook.remove()
     first, clip, second = vlm.processor.patchify(vlm.processor.decode(messages))
-    step = clip.merged.num_tokens // clip.layout[0]
+    step = clip.media_tokens.num_tokens // clip.layout[0]
     encoded = read = 0
     is_media = torch.isin(trace.full_ids, torch.tensor(list(vlm.token_ids.values())))
     for kind, count in events:
@@ -111,7 +111,7 @@ def test_media_are_encoded_when_they_are_needed_and_not_before(tmp_path):
         else:
             read += count
     sizes = [count for kind, count in events if kind == "encode"]
-    images = [first.merged.num_tokens, second.merged.num_tokens]
+    images = [first.media_tokens.num_tokens, second.media_tokens.num_tokens]
     assert encoded == int(is_media.sum())
     assert sorted(set(sizes)) == sorted({*images, max(step, 5 // step * step)})
 

@@ -67,7 +67,7 @@ def prompt_ids(vlm, content) -> torch.Tensor:
     """(1, L): the chat template around `content`, placeholders repeated."""
     messages = vlm.processor.messages([{"role": "user", "content": content}])
     patches = vlm.processor.patchify(vlm.processor.decode(messages))
-    return torch.tensor([vlm.processor.tokenize(messages, [p.merged for p in patches])])
+    return torch.tensor([vlm.processor.tokenize(messages, [p.media_tokens for p in patches])])
 
 
 CONTENTS = {

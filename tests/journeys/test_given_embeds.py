@@ -42,7 +42,7 @@ def test_families_without_grids(name, tmp_path):
     run = vlm.trace("What is it?", max_new_tokens=8, **media)
     arguments = {}
     for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-        items = [(p, e) for p, e in zip(run.patches, run.embeds, strict=True) if p.merged.kind == kind]
+        items = [(p, e) for p, e in zip(run.patches, run.embeds, strict=True) if p.media_tokens.kind == kind]
         if items:
             arguments[f"{kind}_grid_thw"] = [p.layout for p, _ in items]
             arguments[pixels] = torch.cat([p.pixel_values for p, _ in items])
@@ -65,7 +65,7 @@ def prompt(vlm):
     """(input_ids, both media as pixels, both media as embeddings)."""
     messages = [{"role": "user", "content": CONTENT}]
     patches = vlm.processor.patchify(vlm.processor.decode(messages))
-    input_ids = torch.tensor([vlm.processor.tokenize(messages, [p.merged for p in patches])])
+    input_ids = torch.tensor([vlm.processor.tokenize(messages, [p.media_tokens for p in patches])])
     embeds = vlm.encode(images=PHOTOS) + vlm.encode(videos=[CLIP])
     first, clip, second = patches
     layouts = {"image_grid_thw": [first.layout, second.layout], "video_grid_thw": torch.tensor([clip.layout])}

@@ -23,7 +23,7 @@ from transformers.models.glm46v.processing_glm46v import Glm46VProcessor as HFGl
 
 import refvl
 from refvl import families
-from refvl.merge import FramewiseMedia, MergedMedia, find_media_spans
+from refvl.merge import FramewiseMedia, MediaTokens, find_media_spans
 from refvl.paths import DATA
 from refvl.pixels.media import load_image, load_video
 from refvl.pixels.patch_configs import Glm4vPatchConfig, smart_resize_video
@@ -147,7 +147,7 @@ def test_a_picture_and_a_clip_in_one_prompt(vlm):
     """transformers cannot take both (it counts one token for both kinds): the clip alone is the oracle of its part."""
     both = vlm.trace("What is it?", images=PHOTOS[:1], videos=[MOVING], max_new_tokens=2)
     image, *frames = both.spans
-    assert len(frames) == 3 and image.num_tokens == both.patches[0].merged.num_tokens
+    assert len(frames) == 3 and image.num_tokens == both.patches[0].media_tokens.num_tokens
     for span, rows in zip(frames, both.embeds[1].split(frames[0].num_tokens), strict=True):
         assert torch.equal(both.inputs_embeds[span.offset :][: span.num_tokens], rows)
     inputs = hf_inputs(vlm, both)
@@ -257,7 +257,7 @@ def test_prompt_ids_equal_transformers_text_then_tokenizer(tmp_path, kind, hf):
     folder = make_glm_checkpoint(tmp_path, *KINDS[kind])
     processor, tokenizer = load(folder).processor, AutoTokenizer.from_pretrained(folder)
     messages = processor.messages("What moves?", [PHOTOS[0]], [MOVING])
-    media = [MergedMedia("image", (1, 2, 3)), FramewiseMedia("video", (3, 1, 2), timestamps=(0, 7, 12))]
+    media = [MediaTokens("image", (1, 2, 3)), FramewiseMedia("video", (3, 1, 2), timestamps=(0, 7, 12))]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     frame = SimpleNamespace(image_token=f"<|{processor.frame_kind}|>")
     frames = "".join(hf.replace_frame_token_id(frame, float(second), 2) for second in (0, 7, 12))
@@ -272,7 +272,7 @@ def test_the_folder_chooses_sampler_and_words(vlm, folder):
     trace = vlm.trace("go", videos=[CLIP], max_new_tokens=1)
     sample = sample_video_frames(vlm.processor.variant, fps=25, total_num_frames=132, duration=132 / 25)
     assert trace.media[0].indices == tuple(dict.fromkeys(sample.indices))
-    assert trace.patches[0].merged.timestamps == tuple(sample.timestamps)
+    assert trace.patches[0].media_tokens.timestamps == tuple(sample.timestamps)
     assert trace.layouts[0][0] == len(sample.timestamps) == len(sample.indices) // 2
 
 
@@ -293,8 +293,8 @@ def test_a_frame_given_twice_is_looked_at_once(dense):
     once = replace(video, frames=MOVING[[0, 1, 2, 2]], indices=(0, 1, 2, 2))
     ours, theirs = dense.processor.patchify([twice, once])
     assert torch.equal(ours.pixel_values, theirs.pixel_values)
-    assert ours.merged == theirs.merged and ours.merged.timestamps == (0, 1)
-    assert ours.merged.thw[0] == 2
+    assert ours.media_tokens == theirs.media_tokens and ours.media_tokens.timestamps == (0, 1)
+    assert ours.media_tokens.thw[0] == 2
 
 
 @pytest.mark.parametrize("frames", [1, 3, 5, 9, 31])
@@ -402,7 +402,7 @@ def test_a_frame_with_too_few_tokens_is_refused(dense):
 
 
 def test_frames_of_a_clip_are_runs_in_the_order_of_the_media():
-    media = [FramewiseMedia("video", (2, 1, 2)), MergedMedia("image", (1, 1, 1))]
+    media = [FramewiseMedia("video", (2, 1, 2)), MediaTokens("image", (1, 1, 1))]
     ids = torch.tensor([5, 8, 8, 6, 8, 8, 7, 5])
     assert find_media_spans(ids, media, {"image": 7, "video": 8}) == [
         MediaSpan(1, 1, 1, 2), MediaSpan(4, 1, 1, 2), MediaSpan(6, 1, 1, 1),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from refvl.merge import (
-    MergedMedia,
+    MediaTokens,
     expand_placeholders,
     find_media_spans,
     keep_in_prompt,
@@ -14,7 +14,7 @@ from refvl.merge import (
 from refvl.positions import MediaSpan
 
 IDS = {"image": 100, "video": 200}
-IMAGE, VIDEO = MergedMedia("image", (1, 2, 2)), MergedMedia("video", (3, 1, 1), t_factor=1.5)
+IMAGE, VIDEO = MediaTokens("image", (1, 2, 2)), MediaTokens("video", (3, 1, 1), t_factor=1.5)
 
 
 def test_expand_then_find_spans_whatever_the_order_of_kinds():

@@ -42,7 +42,7 @@ def test_a_trace_keeps_what_the_rule_keeps(vlm, name):
     """Oracles: the rule, and the full run restricted to what it keeps."""
     full, run = vlm.trace(**ASK), vlm.trace(**ASK, pruning_rate=0.6, pruning=name)
     image, video = run.keep_masks
-    want = PRUNERS[name].mask(run.embeds[1], run.patches[1].merged.thw, 1, 0.6)
+    want = PRUNERS[name].mask(run.embeds[1], run.patches[1].media_tokens.thw, 1, 0.6)
     assert image is None and torch.equal(video, want) and 0 < want.sum() < len(want)
     assert torch.equal(run.positions, full.positions[:, run.keep])
     assert torch.equal(run.inputs_embeds, full.inputs_embeds[run.keep])
@@ -62,7 +62,7 @@ def test_every_way_in_prunes_alike(vlm):
     request = {key: value for key, value in ASK.items() if key != "max_new_tokens"}
     assert vlm.chat_batch([request, request], max_new_tokens=8, **PRUNED) == [run.text] * 2
     (image, video), (image_layout, video_layout) = run.embeds, run.layouts
-    seconds = [run.patches[1].merged.t_factor / getattr(vlm.config.vision_config, "tokens_per_second", 1)]
+    seconds = [run.patches[1].media_tokens.t_factor / getattr(vlm.config.vision_config, "tokens_per_second", 1)]
     ids = vlm.generate(
         run.full_ids[None], image_embeds=image, image_grid_thw=[image_layout], video_embeds=video,
         video_grid_thw=[video_layout], second_per_grid_ts=seconds, max_new_tokens=8, **PRUNED,

@@ -263,8 +263,8 @@ def test_prompt_ids_equal_transformers_text_then_tokenizer(dense, dense_folder, 
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     video = theirs_of(dense.processor, dense_folder, patches[1].source, patches[1].layout)
     text = text.replace("<|vision_start|><|video_pad|><|vision_end|>", video)
-    text = text.replace("<|image_pad|>", "<|image_pad|>" * patches[0].merged.num_tokens)
-    assert dense.processor.tokenize(messages, [p.merged for p in patches]) == tokenizer(text)["input_ids"]
+    text = text.replace("<|image_pad|>", "<|image_pad|>" * patches[0].media_tokens.num_tokens)
+    assert dense.processor.tokenize(messages, [p.media_tokens for p in patches]) == tokenizer(text)["input_ids"]
     assert len(re.findall(r"<\d+\.\d seconds><\|vision_start\|>", text)) == patches[1].layout[0]
 
 

@@ -127,7 +127,7 @@ def test_prompt_lengths_equal_golden(case):
     assert (processor.image_tokens, processor.crop_tokens) == (169, 81)
     image = Image.new("RGB", (case["width"], case["height"]))
     layout = processor.layout_of(image)
-    medium = processor.merged("image", layout)
+    medium = processor.media_tokens("image", layout)
     assert layout.crops == case["num_patches"] and medium.num_tokens == 169 + 81 * layout.crops
     processor.__dict__["mark_ids"] = {mark: 10 + i for i, mark in enumerate(MARKS)}
     ids = processor.expand(1, medium)
@@ -145,7 +145,7 @@ def test_marks_equal_golden(case):
     processor.__dict__["mark_ids"] = GOLDEN["repl_token_map"]
     rows = sum(case["mask"]) + 1 if case["num_patches"] else 0
     layout = CropLayout(rows, case["num_patches"] // rows if rows else 0)
-    medium = processor.merged("image", layout)
+    medium = processor.media_tokens("image", layout)
     assert processor.expand(GOLDEN["repl_token_map"]["<im_patch>"], medium) * case["num_images"] == case["ids"]
 
 

@@ -148,7 +148,7 @@ def test_several_sequences_each_have_the_features(vlm):
 def test_given_rows_give_the_same_ids(vlm, q):
     trace = vlm.trace("What moves?", images=PHOTOS[:1], videos=[FRAMES], pruning_rate=q, max_new_tokens=NEW_TOKENS)
     image, video = trace.patches
-    seconds = [video.merged.t_factor / vlm.config.vision_config.tokens_per_second]
+    seconds = [video.media_tokens.t_factor / vlm.config.vision_config.tokens_per_second]
     given = {"image_embeds": trace.embeds[:1], "video_embeds": trace.embeds[1], "second_per_grid_ts": seconds}
     layouts = {"image_grid_thw": [image.layout], "video_grid_thw": [video.layout]}
     ids = vlm.generate(trace.full_ids[None], pruning_rate=q, max_new_tokens=NEW_TOKENS, **given, **layouts)

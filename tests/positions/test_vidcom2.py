@@ -113,7 +113,7 @@ def test_a_clip_of_qwen3_vl_is_pruned_by_the_slow_formula(q):
     run = model.trace("Which way does the circle move?", **ask)
     [rows], [mask] = run.embeds, run.keep_masks
     assert rows.shape[1] == model.language_model.row_width > model.language_model.config.hidden_size
-    assert mask.tolist() == slow_mask(rows, run.patches[0].merged.thw, q)[0] and run.text == "up"
+    assert mask.tolist() == slow_mask(rows, run.patches[0].media_tokens.thw, q)[0] and run.text == "up"
     assert run.text == model.chat("Which way does the circle move?", **ask)
 
 

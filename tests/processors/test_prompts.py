@@ -6,7 +6,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 import refvl
-from refvl.merge import MergedMedia
+from refvl.merge import MediaTokens
 from refvl.paths import DATA
 
 CLIP = DATA / "clips" / "bigbuckbunny.mp4"
@@ -27,7 +27,7 @@ def test_ids_are_the_template_with_placeholders_repeated(vlm, folder):
     messages = vlm.processor.messages("What is it?", [Image.new("RGB", (90, 90))])
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     expected = tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * 6))["input_ids"]
-    assert vlm.processor.tokenize(messages, [MergedMedia("image", (1, 2, 3))]) == expected
+    assert vlm.processor.tokenize(messages, [MediaTokens("image", (1, 2, 3))]) == expected
 
 
 def test_sampling_limits_of_the_folder_apply_unless_the_message_overrides(vlm):

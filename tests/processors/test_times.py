@@ -25,9 +25,9 @@ def test_prompts_tell_true_seconds(jumping, name):
     processor = refvl.load(DATA / "checkpoints" / name, device="cpu", progress=False).processor
     (patches,) = processor.patchify([jumping])
     if name == "tiny-glm4v":
-        assert patches.merged.timestamps == (0, 2, 4, 9)
+        assert patches.media_tokens.timestamps == (0, 2, 4, 9)
     elif name == "tiny-minicpmv-4_5":
         assert [i for group in patches.layout for i in group.temporal_ids] == [0, 1, 20, 21, 40, 90, 91, 93]
     else:
         per_second = processor.config.vision_config.tokens_per_second
-        assert patches.merged.t_factor == pytest.approx(2 * 9.4 / 8 * per_second)
+        assert patches.media_tokens.t_factor == pytest.approx(2 * 9.4 / 8 * per_second)

@@ -57,7 +57,7 @@ def test_pictures_and_clips_as_vllm_takes_them(vlm, folder, tmp_path):
     assert [tuple(grid) for grid in images["image_grid_thw"].tolist()] == trace.layouts[:2]
     assert [tuple(grid) for grid in clips["video_grid_thw"].tolist()] == trace.layouts[2:]
     rate = vlm.config.vision_config.tokens_per_second
-    assert clips["second_per_grid_ts"].tolist() == pytest.approx([trace.patches[2].merged.t_factor / rate])
+    assert clips["second_per_grid_ts"].tolist() == pytest.approx([trace.patches[2].media_tokens.t_factor / rate])
     assert set(images) == {"image_embeds", "image_grid_thw"}
     assert set(clips) == {"video_embeds", "video_grid_thw", "second_per_grid_ts"}
     for shard in out.glob("*.safetensors"):

@@ -105,7 +105,7 @@ def clip_asked(model, name: str, prompt: str, clip) -> dict[str, Any]:
     """A clip, the same question at every rate, and the probabilities of an answer's first word."""
     [video] = model.processor.decode(model.processor.messages("", (), [clip]))
     full = model.trace(prompt, videos=[video], hidden_states=True)
-    thw, firsts = full.patches[0].merged.thw, {}
+    thw, firsts = full.patches[0].media_tokens.thw, {}
     rows: dict[float, dict[str, Any]] = {}
     for rate, keep_M in distinct_masks(full.embeds[0], thw).items():
         trace = model.trace(prompt, videos=[video], pruning_rate=rate, hidden_states=True) if rate else full

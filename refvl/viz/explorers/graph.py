@@ -60,7 +60,7 @@ class GraphExplorer(Explorer):
 
     def _row(self, replay: StaleReplay) -> dict:
         """operations: levels of their errors. tokens: (h, w) relative errors. And what the model says then."""
-        [right], (_, h, w) = self.run.embeds, self.run.patches[0].merged.thw
+        [right], (_, h, w) = self.run.embeds, self.run.patches[0].media_tokens.thw
         embeds = replay.outputs[: h * w]
         answer, probability = _answer(self.model, self.run, embeds)
         return {
