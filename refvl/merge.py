@@ -16,7 +16,7 @@ from refvl.positions import MediaSpan, find_pruner
 
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
-    """One medium as the language model sees it: merged-grid extents, and the scale of its time axis."""
+    """The tokens of one medium as the language model sees them: their grid, and the scale of its time axis."""
 
     kind: str  # "image" or "video"
     thw: tuple[int, int, int]  # merged tokens

@@ -80,17 +80,17 @@ class VLM:
             trace.media = self.processor.decode(messages)
         with trace.stage("patchify"):
             trace.patches = self.processor.patchify(trace.media)
-            merged = [patches.media_tokens for patches in trace.patches]
+            media = [patches.media_tokens for patches in trace.patches]
         if request.pruning_rate > 0:
-            for medium in merged:
+            for medium in media:
                 medium.check_pruning(request.pruning_rate)
         self.encode_rows(trace, [p.rows for p in trace.patches], [p.layout for p in trace.patches])
         with trace.stage("prune"):
-            media = zip(merged, trace.embeds, strict=True)
-            trace.keep_masks = [m.keep_mask(embeds, request.pruning_rate, request.pruning) for m, embeds in media]
+            pairs = zip(media, trace.embeds, strict=True)
+            trace.keep_masks = [m.keep_mask(embeds, request.pruning_rate, request.pruning) for m, embeds in pairs]
         with trace.stage("merge"):
-            ids = self.processor.tokenize(messages, merged, allow_special_tokens=request.allow_special_tokens)
-            self.merge(trace, torch.as_tensor(ids), merged)
+            ids = self.processor.tokenize(messages, media, allow_special_tokens=request.allow_special_tokens)
+            self.merge(trace, torch.as_tensor(ids), media)
         with trace.stage("positions"):
             self.position(trace)
         return trace
@@ -112,10 +112,10 @@ class VLM:
                 trace.embeds = encode_eagerly(self.encoder, rows, planned, progress=progress)
 
     @torch.no_grad()
-    def merge(self, trace: Any, ids_L: Tensor, merged: Sequence[MediaTokens]) -> None:
+    def merge(self, trace: Any, ids_L: Tensor, media: Sequence[MediaTokens]) -> None:
         """Embed the text, write the media's rows over their placeholders, and drop the tokens that were pruned."""
         trace.full_ids = ids_L
-        trace.spans = find_media_spans(self.processor.placeholders(ids_L), merged, self.processor.token_ids)
+        trace.spans = find_media_spans(self.processor.placeholders(ids_L), media, self.processor.token_ids)
         text_LW = self.language_model.text_rows(ids_L)
         check_width(trace.embeds, text_LW.shape[1])
         rows_LW = merge_embeddings(text_LW, trace.spans, trace.embeds)
