@@ -140,7 +140,9 @@ def pack_items(
     order = sorted(items, key=lambda i: items[i][0])  # stable: equal sizes keep their order
     fits = {i: capacity.budget_for([items[i]]) is not None for i in order}
     fitting = [i for i in order if fits[i]]
-    packed = PACKERS[policy]([items[i] for i in fitting], capacity)
+    packed = [[place] for place in range(len(fitting))]
+    if len(fitting) > 1:  # one item has nobody to share with
+        packed = PACKERS[policy]([items[i] for i in fitting], capacity)
 
     groups = [[fitting[place] for place in group] for group in packed]
     groups += [[i] for i in order if not fits[i]]

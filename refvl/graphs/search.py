@@ -27,18 +27,16 @@ NEVER = 2**60  # more than any cost
 
 
 def pack(items: Sequence[Item], capacity: Capacity) -> list[Group]:
-    """Return the best packing found, and the cut if none is better. Every item must fit the largest budget alone.
+    """Return the best packing found, and the cut if none is better: for up to EXACT_ITEMS items, the optimum.
 
-    It is the optimum for up to EXACT_ITEMS items.
+    items: at least one. Each must fit the largest budget alone.
     """
-    if not items:
-        return []
     best = cut(items, capacity)
     value = partial(capacity.value, items)
     if len(items) > EXACT_ITEMS:
         best = min(best, fill(items, capacity), key=value)
         best = improve(items, capacity, best)
-    elif len(items) > 1:
+    else:
         best = min(best, search(items, capacity), key=value)
     return sorted(sorted(group) for group in best)
 
