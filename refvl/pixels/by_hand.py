@@ -1,8 +1,10 @@
-"""The steps of `refvl.pixels.patches` for your own pictures, arrays and sizes: what you pass is checked here.
+"""The steps of `refvl.pixels.patches` for your own images, arrays and sizes, with every argument checked.
 
-patchify_image, patchify_video    picture or frames -> normalised patch rows and their grid
-patch_rows, unpatchify            pixels -> rows in merge-block order, and back
-smart_resize, count_tokens        sizes alone, without touching a pixel
+    patchify_image, patchify_video    image or frames -> normalised patch rows and their grid
+    patch_rows, unpatchify            pixels -> rows in merge-block order, and back
+    smart_resize, count_tokens        sizes alone, without touching a pixel
+
+The steps themselves trust their arguments. `plan_grid`, which is checked too, is among them.
 """
 
 import math
