@@ -239,8 +239,10 @@ class Levels:
         return torch.from_numpy(rows).flatten(1)
 
 
-def level_table(config: settings.Normalization, *, fused: bool = False) -> Tensor:
-    """(C, 256) float32: (x * rescale_factor - mean) / std of each level x of a channel.
+def level_table(config: Any, *, fused: bool = False) -> Tensor:
+    """Return (C, 256) float32: (x * rescale_factor - mean) / std of each level x of a channel.
+
+    config: anything with image_mean, image_std and rescale_factor, such as a `PatchConfig` or a `SliceConfig`.
 
     The two backends agree to about 1e-6 only, so both orders of rounding are here: the Pillow backend rescales in
     float64 first; `fused` folds the rescaling into mean and std, as the torchvision backend does.
