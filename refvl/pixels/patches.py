@@ -192,10 +192,11 @@ def resize_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | Non
 
 
 def cut_rows(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, Grid]:
-    """(T, C, H, W) -> (rows (N, C, Tp, P*P), (t, h, w)) in merge-block order; H and W are multiples of P * m.
+    """(T, C, H, W) -> (rows (N, C, Tp, P*P), (t, h, w)), rows in merge-block order.
 
-    For each t, block row and block column come the m * m patches of the block. Within a row come channel, time, patch
-    row and patch column. T is padded to a multiple of Tp by repeating the last frame.
+    For each t, block row and block column come the m * m patches of the block; within a row
+    channel, time, patch row, patch column. T is padded to a multiple of Tp by repeating the last
+    frame. H and W must be multiples of P * m.
     """
     m, P = config.merge_size, config.patch_size
     T, C, H, W = pixels.shape
