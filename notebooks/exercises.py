@@ -42,7 +42,7 @@ from refvl.paths import DATA
 from refvl.pixels.by_hand import count_tokens, patch_rows
 from refvl.pixels.crops import plan_crops
 from refvl.pixels.media import Video
-from refvl.pixels.patches import PatchConfig
+from refvl.pixels.patches import PatchConfig, cut_rows
 from refvl.pixels.slices import SliceConfig, SlicePlan, slice_grid
 from refvl.positions import (
     MediaSpan,
@@ -439,10 +439,8 @@ def check_merge_embeddings(function: Callable) -> str:
 
 def _ask_patch_rows(function: Callable) -> list[Said]:
     def ours(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, tuple[int, int, int]]:
-        whole = pixels.repeat_interleave(config.temporal_patch_size, dim=0)  # an image fills its step
-        _, grid = patch_rows(whole, config)
-        rows = function(whole, config).view(prod(grid), 3, config.temporal_patch_size, -1)
-        return rows[:, :, :Tp], grid  # the pipeline keeps one frame of a still image
+        rows = function(pixels, replace(config, temporal_patch_size=Tp))  # an image is cut with Tp = 1
+        return rows.unflatten(1, (3, Tp, -1)), cut_rows(pixels, config, Tp)[1]
 
     return _asked_with("refvl.pixels.patches.cut_rows", ours, "qwen2_5_vl", "shape")
 

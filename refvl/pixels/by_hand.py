@@ -1,12 +1,15 @@
-"""The steps of `refvl.pixels.patches` for your own pictures, arrays and sizes: what you pass is checked here.
+"""The steps of `refvl.pixels.patches` for your own images, arrays and sizes, with every argument checked.
 
-patchify_image, patchify_video    picture or frames -> normalised patch rows and their grid
-patch_rows, unpatchify            pixels -> rows in merge-block order, and back
-smart_resize, count_tokens        sizes alone, without touching a pixel
+    patchify_image, patchify_video    image or frames -> normalised patch rows and their grid
+    patch_rows, unpatchify            pixels -> rows in merge-block order, and back
+    smart_resize, count_tokens        sizes alone, without touching a pixel
+
+The steps themselves trust their arguments. `plan_grid`, which is checked too, is among them.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +18,7 @@ from torch import Tensor
 from refvl.arguments import as_grids
 from refvl.checks import Grid, check_positive_ints, check_shape
 from refvl.pixels.media import as_frames, load_image
-from refvl.pixels.patches import (
-    PatchConfig,
-    cut_rows,
-    fit_budget,
-    levels_of_frames,
-    levels_of_image,
-    plan_grid,
-    token_grid,
-)
-from refvl.pixels.settings import Normalization
+from refvl.pixels.patches import PatchConfig, cut_rows, fit_budget, levels_of_frames, levels_of_image, plan_grid
 
 
 def smart_resize(
@@ -44,7 +38,7 @@ def smart_resize(
 
 def count_tokens(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> int:
     """Return how many tokens of the language model an image or a video of this size takes, without marks around it."""
-    return math.prod(token_grid(plan_grid(height, width, config, num_frames), config.merge_size))
+    return math.prod(plan_grid(height, width, config, num_frames)) // config.merge_size**2
 
 
 def patchify_image(image, config: PatchConfig) -> tuple[Tensor, Grid]:
@@ -91,7 +85,7 @@ def unpatchify(patches: Tensor, grid: Sequence[int], config: PatchConfig) -> np.
     return denormalize(blocks.permute(0, 6, 1, 3, 7, 2, 4, 8, 5).reshape(t * Tp, h * P, w * P, 3), config)
 
 
-def denormalize(pixels: Tensor, config: Normalization) -> np.ndarray:
-    """Undo the normalisation: (..., C) float32 -> uint8."""
+def denormalize(pixels: Tensor, config: Any) -> np.ndarray:
+    """Undo the normalisation of `level_table`: (..., C) float32 -> uint8."""
     mean, std = torch.tensor(config.image_mean), torch.tensor(config.image_std)
     return ((pixels * std + mean) / config.rescale_factor).round().clamp(0, 255).to(torch.uint8).numpy()

@@ -1,7 +1,7 @@
-"""What the header of a video promises, asked when its packets or its frames do not fit.
+"""Video files whose header, packets and frames disagree, and files whose frame rate varies.
 
-`refvl.pixels.media` lists the packets of a file and decodes it. This file knows the rest: clips that are truncated,
-still images that pose as clips, rates that vary, and packets that hold no frame.
+`refvl.pixels.media` lists the packets of a file and decodes it. It asks this file only if something does not fit: the
+header promises more than there is, there are fewer than two frames, the rate varies, or packets contain no frame.
 """
 
 import warnings
@@ -15,27 +15,27 @@ from refvl.pixels.formats import readable_formats
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What the packets of a file tell about its frames before any of them is decoded."""
+    """The frames of a file as its packets list them, before any is decoded."""
 
     total: int  # frames that are shown
     rate: float  # per second; the average if it varies
     tick: float  # unit of the file's clock, in seconds
     start: int | None  # tick of the first frame if the rate varies; None: frame i is shown at i / rate
-    is_counted: bool  # the header contains the number of frames
+    is_counted: bool  # the header contains the number of frames, so a missing one is an error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packets:
-    """When the packets of a stream are shown, in ticks and in the order in which they are decoded."""
+    """The times of a stream's packets, in ticks and in decoding order."""
 
     starts: np.ndarray  # (packets,) int64
     lengths: np.ndarray  # (packets,) int64; 0: not known
     is_timed: bool  # False: the container has no times, or made-up ones
 
     def seconds(self, tick: float) -> float:
-        """Seconds from the first frame to the end of the last, 0 if not known. tick: seconds.
+        """Return the seconds from the first frame to the end of the last, 0 if not known. tick: its length in seconds.
 
-        A last frame without a length is shown for the mean of the others.
+        A last frame without a length counts as long as the others on average.
         """
         if not self.is_timed:
             return 0.0
@@ -45,9 +45,9 @@ class Packets:
 
 
 def listing_at_average_rate(container, packets: Packets, name: str) -> Listing:
-    """List a clip whose rate varies, or is not in the header: the average rate, and the tick of the first frame.
+    """List a clip whose rate varies or is not in the header, at the average rate of its packets.
 
-    Raises ValueError if neither the header nor the packets tell a rate.
+    Raises ValueError if neither the header nor the packets contain a rate.
     """
     stream = container.streams.video[0]
     total = len(packets.starts)
@@ -64,9 +64,9 @@ def listing_at_average_rate(container, packets: Packets, name: str) -> Listing:
 
 
 def listing_as_decoded(listing: Listing, decoded: int, name: str) -> Listing:
-    """List the frames again after decoding has shown fewer: some packets held no frame of their own.
+    """List the frames again after fewer were decoded, because some packets contain no frame of their own.
 
-    Raises ValueError if nothing was decoded, or the header has counted the frames: then the file is truncated.
+    Raises ValueError if nothing was decoded, or if the header counts the frames, so that the file must be truncated.
     """
     if not decoded:
         raise ValueError(f"video: {name} has no frames that can be decoded")
@@ -79,7 +79,7 @@ def listing_as_decoded(listing: Listing, decoded: int, name: str) -> Listing:
 def refuse_still_image(path: str, name: str, frames: int) -> None:
     """Raise ValueError for a still image, a video without frames, and an animation that PyAV cannot decode.
 
-    PyAV shows a still image as a clip of one frame, and an animated WebP as a clip of none.
+    PyAV opens a still image as a clip of one frame, and an animated WebP as a clip of none.
     """
     try:
         with Image.open(path, formats=readable_formats()) as image:
@@ -93,7 +93,7 @@ def refuse_still_image(path: str, name: str, frames: int) -> None:
 
 
 def check_complete(container, packets: Packets, name: str) -> None:
-    """Raise ValueError, or warn, if the header of a file promises more than its packets hold."""
+    """Raise ValueError, or warn, if the header of a file promises more than its packets contain."""
     stream = container.streams.video[0]
     frames = len(packets.starts)
     rate = float(stream.average_rate or stream.guessed_rate or 0)
@@ -119,7 +119,7 @@ def check_complete(container, packets: Packets, name: str) -> None:
 
 
 def _end_of_all_streams(path: str) -> float:
-    """Return when the last packet of any stream ends, in seconds: sound may go on after the last frame."""
+    """Return the end of the last packet of any stream, in seconds: sound may continue after the last frame."""
     import av
 
     end = 0.0

@@ -1,10 +1,10 @@
-"""The picture formats that are read: those that Pillow itself decodes here and now."""
+"""The image formats that Pillow itself decodes on this machine."""
 
 from functools import cache
 
 from PIL import Image, ImageFile
 
-_NEVER_DECODED = {"EPS", "MPEG"}  # drawn by Ghostscript, another program; Pillow only tells the size
+_NEVER_DECODED = {"EPS", "MPEG"}  # Ghostscript, another program, draws EPS; Pillow reads only the size of MPEG
 
 
 @cache
@@ -22,6 +22,6 @@ def image_suffixes() -> frozenset[str]:
     """Return the suffixes, such as ".png", of the files that `load_image` reads.
 
     Some of Pillow's formats are left out. Stubs (BUFR, GRIB, HDF5, WMF) need a handler that another package installs,
-    EPS is drawn by another program, and for MPEG Pillow only tells the size.
+    EPS is drawn by another program, and of an MPEG file Pillow reads only the size.
     """
     return frozenset(suffix for suffix, format in Image.registered_extensions().items() if format in readable_formats())

@@ -134,8 +134,8 @@ def fit_clip(
 ) -> tuple[int, int]:
     """Return `smart_resize_video` of sizes that are known to be positive integers, for at least temporal_factor frames.
 
-    As `fit_budget`, but for the frames: the area that is compared with the budget is that of whole steps of the grid,
-    and the area that is scaled is that of the frames.
+    This differs from `fit_budget` in the areas. The budget is compared with the area of all frames in whole steps of
+    the grid, and the scale comes from the area of `num_frames` frames.
     """
     old_height, old_width = height, width
     if min(height, width) < factor:

@@ -14,7 +14,7 @@ Images follow the Pillow backend of transformers (`Qwen2VLImageProcessorPil`) bi
 backend (`Qwen2VLVideoProcessor`), which is the only one there is; torchvision itself is not needed. The two backends
 round differently, so an image and a video of the same frame give slightly different values.
 
-The same steps for your own pictures and arrays, checked, are in `refvl.pixels.by_hand`.
+`refvl.pixels.by_hand` has the same steps for your own images and arrays, and checks what you pass.
 """
 
 import math
@@ -162,7 +162,7 @@ def token_grid(grid: Grid, merge_size: int) -> Grid:
 def levels_of_image(image: Image.Image, config: PatchConfig) -> tuple["Levels", Grid]:
     """Resize and cut an image that `load_image` has made; the rows are not normalised yet."""
     pixels_HWC = torch.from_numpy(np.array(resize_image(image, config)))  # uint8
-    rows, grid = cut_rows(pixels_HWC.permute(2, 0, 1)[None], config, Tp=1)  # a still picture is cut once, not Tp times
+    rows, grid = cut_rows(pixels_HWC.permute(2, 0, 1)[None], config, Tp=1)  # a still image is cut once, not Tp times
     return Levels(rows, level_table(config), config.temporal_patch_size), grid
 
 
@@ -192,10 +192,11 @@ def resize_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | Non
 
 
 def cut_rows(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, Grid]:
-    """(T, C, H, W) -> (rows (N, C, Tp, P*P), (t, h, w)) in merge-block order; H and W are multiples of P * m.
+    """(T, C, H, W) -> (rows (N, C, Tp, P*P), (t, h, w)), rows in merge-block order.
 
-    For each t, block row and block column come the m * m patches of the block. Within a row come channel, time, patch
-    row and patch column. T is padded to a multiple of Tp by repeating the last frame.
+    For each t, block row and block column come the m * m patches of the block; within a row
+    channel, time, patch row, patch column. T is padded to a multiple of Tp by repeating the last
+    frame. H and W must be multiples of P * m.
     """
     m, P = config.merge_size, config.patch_size
     T, C, H, W = pixels.shape
@@ -213,13 +214,13 @@ def cut_rows(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, Grid
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Levels:
-    """Patch rows before they are normalised: a byte for each value, and of a still image one frame for all Tp.
+    """Patch rows before they are normalised: one byte per value, and a still image has one frame for all Tp.
 
-    Normalising is a table, because a byte has only 256 levels: `level_table` computes what each level of a channel
-    becomes, and `normalize` looks all values up. An image of a megapixel has three million values, each computed in
-    float64 if transformers' rounding is to be met. On a CPU the lookup takes a third of that time, without copies in
-    float64. A GPU gets the bytes and looks them up there, so a quarter of the rows' size is sent, or an eighth for a
-    still image with Tp = 2.
+    Why a table? A byte has only 256 levels, but an image of one megapixel has three million values. `level_table`
+    normalises each level of a channel once, and `normalize` looks every value up. That gives the bits of transformers,
+    which computes every value, in a third of the time on a CPU and without copies in float64. A GPU receives the bytes
+    and does the lookup itself, so a quarter of the size of the float32 rows is copied to it. For a still image it is an
+    eighth, because its one frame is repeated Tp = 2 times there.
     """
 
     values: Tensor  # (N, C, 1 or Tp, P*P) uint8
@@ -239,8 +240,10 @@ class Levels:
         return torch.from_numpy(rows).flatten(1)
 
 
-def level_table(config: settings.Normalization, *, fused: bool = False) -> Tensor:
-    """(C, 256) float32: (x * rescale_factor - mean) / std of each level x of a channel.
+def level_table(config: Any, *, fused: bool = False) -> Tensor:
+    """Return (C, 256) float32: (x * rescale_factor - mean) / std of each level x of a channel.
+
+    config: anything with image_mean, image_std and rescale_factor, such as a `PatchConfig` or a `SliceConfig`.
 
     The two backends agree to about 1e-6 only, so both orders of rounding are here: the Pillow backend rescales in
     float64 first; `fused` folds the rescaling into mean and std, as the torchvision backend does.

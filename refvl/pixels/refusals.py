@@ -1,4 +1,4 @@
-"""What is wrong with a file or a size, in words: asked only once something is."""
+"""Errors for files and sizes that are refused; these functions run only once something is wrong."""
 
 import os
 import re
@@ -10,11 +10,11 @@ from PIL import Image
 from refvl.checks import printable
 
 URL = re.compile(r"data:|[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # Path turns :// into :/
-PLAIN = re.compile(r"[ -~]{,240}")  # a file's name that `printable` leaves as it is
+PLAIN = re.compile(r"[ -~]{,240}")  # the names of files that `printable` does not change
 
 
 def not_a_file(source: str | Path, kind: str) -> Exception:
-    """Return the error for a path that is no ordinary file: a pipe would block when opened, a device never end."""
+    """Return the error for a path that is no ordinary file: opening a pipe would block, and a device never ends."""
     name = printable(source)
     if URL.match(str(source)):
         return ValueError(f"{kind}: URLs are not read; download the file and give its path, got {name}")
@@ -40,7 +40,7 @@ def not_a_picture(name: str, error: Exception, max_image_pixels: int) -> ValueEr
 
 
 def caused(what: str, error: Exception) -> ValueError:
-    """Return the error for whatever a decoder or a converter has raised."""
+    """Return the error for anything that a decoder or a converter has raised. what: the file and what went wrong."""
     return ValueError(f"{what}: {printable(error) or type(error).__name__}")
 
 

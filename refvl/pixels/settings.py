@@ -3,22 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from refvl.checks import blame, check_positive_int, read_json
-
-
-class Normalization(Protocol):
-    """The numbers of a config that turn bytes into the encoder's floats, one mean and std per RGB channel."""
-
-    @property
-    def image_mean(self) -> tuple[float, ...]: ...
-
-    @property
-    def image_std(self) -> tuple[float, ...]: ...
-
-    @property
-    def rescale_factor(self) -> float: ...
 
 
 def check_preprocessing(config) -> None:

@@ -1,4 +1,4 @@
-"""The frames of a clip that are too many for memory lie in a file, whose pages the system may drop and read again."""
+"""Frames too large for memory: a temporary file, whose pages the system may drop and read again."""
 
 import math
 import os
@@ -8,9 +8,9 @@ import numpy as np
 
 
 def frames_on_disk(shape: tuple[int, ...], what: str) -> np.ndarray:
-    """Return (T, H, W, 3) uint8, unwritten, in a temporary file without a name. what: the clip, for the error.
+    """Return an unwritten uint8 array in a temporary file without a name. what: the clip, for the error.
 
-    Raises OSError if the disk has too little room.
+    Raises OSError if the disk has too little space.
     """
     size = math.prod(shape)
     try:

@@ -30,7 +30,7 @@ def image_config(case) -> Glm4vPatchConfig:
 class AsVllm(Glm4vPatchConfig):
     """vLLM sizes a clip of an odd number of frames before it is padded, so that its last step outgrows the budget."""
 
-    def fit(self, height, width, num_frames):
+    def target_size(self, height, width, num_frames=1):
         budgets = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         return smart_resize(max(num_frames, 2), height, width, **budgets)
 
