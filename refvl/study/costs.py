@@ -23,7 +23,6 @@ from refvl.study.report import layout_text
 
 BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the image that upstream plans with
 LARGER_THAN_ANY_CUT = 4096  # px, the side of a picture that gets as many slices or crops as a square one can
-MAX_FRAMES_PER_VIDEO = 600
 
 
 class LimitKey(NamedTuple):
@@ -111,9 +110,7 @@ def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
     return config.fit(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET)
 
 
-def frames_that_fit(
-    max_tokens: int, size: tuple[int, int], config: PatchConfig, *, limit: int = MAX_FRAMES_PER_VIDEO
-) -> int:
+def frames_that_fit(max_tokens: int, size: tuple[int, int], config: PatchConfig, *, limit: int = 600) -> int:
     """How many frames of `size` (height, width) px a video may have before its tokens exceed `max_tokens`.
 
     GLM shrinks the frames of a longer video, so that once the largest video fits, any does: `limit` is returned.
@@ -243,16 +240,13 @@ def set_pixel_limits(processor: Processor, *, min_pixels: int | None = None, max
     """
     limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     given = {name: value for name, value in limits.items() if value is not None}
-    if given and not isinstance(processor.image_config, PatchConfig):
-        raise ValueError(f"{next(iter(given))}: this family cuts pictures by other limits: {_fields(processor)}")
-    if given:
-        processor.image_config = replace(processor.image_config, **given)
-        processor.video_config = replace(processor.video_config, **given)
-
-
-def _fields(processor: Processor) -> str:
-    """The sizes in `image_config`, in words."""
-    return ", ".join(f"{name}={value}" for name, value in asdict(processor.image_config).items() if type(value) is int)
+    if not given:
+        return
+    if not isinstance(processor.image_config, PatchConfig):
+        sizes = (f"{name}={value}" for name, value in asdict(processor.image_config).items() if type(value) is int)
+        raise ValueError(f"{next(iter(given))}: this family cuts pictures by other limits: {', '.join(sizes)}")
+    processor.image_config = replace(processor.image_config, **given)
+    processor.video_config = replace(processor.video_config, **given)
 
 
 def _count(parameters: int) -> str:
