@@ -4,9 +4,9 @@ A shard is a safetensors file: one (tokens, width) tensor per image, named by th
 says of which model, and of each image what the manifest says.
 
 A lock file names the owner of the folder, and nobody has to clean it up after a crash. The owner holds the kernel's
-lock on it (`flock`), which ends with the process however that ends. So a file whose kernel lock is free was left behind,
-and is taken over. No guess from process numbers is needed, which are used again, and which containers count for
-themselves.
+lock on it (`flock`), which ends with the process however that ends. So a file whose kernel lock is free was left
+behind, and is taken over. No guess from process numbers is needed, which are used again, and which containers count
+for themselves.
 """
 
 import dataclasses

@@ -85,7 +85,9 @@ def check_attention(device: torch.device) -> Iterator[dict]:
     """
     for dtype in (*HALF, torch.float32):
         for head_dim in HEAD_DIMS:
-            q, k, v = _random_qkv(head_dim, dtype, device)
+            generator = torch.Generator().manual_seed(head_dim)
+            qkv = torch.randn(sum(LENGTHS), 3, 2, head_dim, generator=generator).to(device, dtype)
+            q, k, v = qkv.unbind(1)  # strided, as a fused projection leaves them
             exact = _exact_attention(q, k, v)
             for backend in available_backends(device, dtype, head_dim):
                 cu_seqlens = cumulative_lengths(LENGTHS).to(device)
@@ -94,13 +96,6 @@ def check_attention(device: torch.device) -> Iterator[dict]:
                 steps = 2 if dtype in HALF else max(LENGTHS) ** 0.5  # of float32, tf32 aside
                 name = f"{backend}, {str(dtype).removeprefix('torch.')}, heads of {head_dim}"
                 yield row(name, error, steps * torch.finfo(dtype).eps)
-
-
-def _random_qkv(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """q, k, v (N, 2, K) as a fused projection leaves them: strided, one beside the other."""
-    generator = torch.Generator().manual_seed(head_dim)
-    qkv = torch.randn(sum(LENGTHS), 3, 2, head_dim, generator=generator).to(device, dtype)
-    return qkv.unbind(1)
 
 
 def _exact_attention(*qkv_NHK: Tensor) -> Tensor:
@@ -122,9 +117,8 @@ def check_graphs(encoder: Qwen2_5_VisionTransformer, sides, *, compiles: bool) -
         [out] = manager.execute(pixels, grids)
         want = encoder(pixels, grids)
         error = float((out.double() - want.double()).abs().max() / want.double().abs().max())
-        allowed = (
-            2 * (12 * (encoder.config.depth + 2)) ** 0.5 * torch.finfo(out.dtype).eps
-        )  # a block: a dozen roundings
+        roundings = 12 * (encoder.config.depth + 2)  # a dozen in a block
+        allowed = 2 * roundings**0.5 * torch.finfo(out.dtype).eps
         yield row(f"graph of picture {name} against eager", error, allowed)
         yield row(f"picture {name} again, other bits", float(not torch.equal(first.setdefault(name, out), out)), 0)
     if compiles:
