@@ -186,7 +186,7 @@ def _by_name(model) -> nn.Module:
 def _adaptable(model) -> dict[str, nn.Module]:
     """Name -> layer, of all that can be adapted: linear ones that checkpoints do not store as convolutions."""
     kernels = {id(model.encoder.get_parameter(name)) for name in model.encoder.kernels}
-    found = {}
+    found = dict[str, nn.Module]()
     for name, module in _by_name(model).named_modules():
         if isinstance(module, nn.Linear) and not PEFTS_OWN.search(name) and id(module.weight) not in kernels:
             found[name.removesuffix(".base_layer")] = module

@@ -55,7 +55,7 @@ def encode_folder(
     with torchrun_ranks() as (rank, world_size), ExitStack() as until_the_end:
 
         def deal() -> list[list[MediaFile]]:
-            found = find_media(folder, videos=takes_videos(vlm))
+            found = find_media(folder, videos=vlm.processor.video_config is not None)
             until_the_end.enter_context(held_folder(out))
             finished = _finished(out, model, found)
             todo = [_measured(vlm, image) for image in found if image.name not in finished]
@@ -75,11 +75,6 @@ def encode_folder(
                     encoded = {}
                 bar.update(len(batch))
         return _finish(vlm, folder, out, model, unreadable, rank, world_size)
-
-
-def takes_videos(vlm: VLM) -> bool:
-    """Whether the model was made for videos."""
-    return vlm.processor.video_config is not None
 
 
 def describe_model(vlm: VLM) -> dict:
@@ -221,7 +216,7 @@ def _finish(vlm: VLM, folder: Path, out: Path, model: dict, unreadable: dict, ra
         dist.all_gather_object(reasons := [{}] * world_size, unreadable)
 
     def account() -> dict:
-        found = sorted(find_media(folder, videos=takes_videos(vlm)), key=attrgetter("name"))
+        found = sorted(find_media(folder, videos=vlm.processor.video_config is not None), key=attrgetter("name"))
         finished = _finished(out, model, found)
         unread = {name: why for own in reasons for name, why in own.items()}
         lacking = [file.name for file in found if file.name not in finished.keys() | unread.keys()]

@@ -122,12 +122,8 @@ def frames_that_fit(max_tokens: int, size: tuple[int, int], config: PatchConfig,
     return frames
 
 
-def weight_bytes(module: nn.Module | Encoder) -> int:
-    """Memory of the parameters as they are, a shared one counted once; of quantised ones all that they are made of."""
-    return sum(_tensor_bytes(weight) for weight in module.parameters())
-
-
 def _tensor_bytes(weight: Tensor) -> int:
+    """Memory of a parameter as it is; of a quantised one all that it is made of."""
     if not is_traceable_wrapper_subclass(weight):
         return weight.numel() * weight.dtype.itemsize
     names, _ = weight.__tensor_flatten__()  # what makes it such a subclass
@@ -175,9 +171,9 @@ def costs(
     limits = processor.image_config if isinstance(processor.image_config, PatchConfig) else None
     height, width = image_size_with_most_features(limits) if limits else (LARGER_THAN_ANY_CUT, LARGER_THAN_ANY_CUT)
     planned = [cost(plan_media(vlm, medium, pruning_rate, pruning)) for medium in media]
-    halves = {"encoder": vlm.encoder, "language_model": vlm.language_model}
+    halves: dict[str, Encoder | nn.Module] = {"encoder": vlm.encoder, "language_model": vlm.language_model}
     parameters = {name: sum(weight.numel() for weight in half.parameters()) for name, half in halves.items()}
-    stored = {name: weight_bytes(half) for name, half in halves.items()}
+    stored = {name: sum(map(_tensor_bytes, half.parameters())) for name, half in halves.items()}
     stored["language_model"] = text_bytes or stored["language_model"]
     weights = sum(stored.values())
     together = encoder_activation_bytes(vlm.encoder, sum(medium["patches"] for medium in planned))
@@ -239,7 +235,7 @@ def set_pixel_limits(processor: Processor, *, min_pixels: int | None = None, max
     Raises ValueError, naming the argument, for families that count no pixels, and for a minimum above the maximum.
     """
     limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-    given = {name: value for name, value in limits.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
     if not given:
         return
     if not isinstance(processor.image_config, PatchConfig):
