@@ -39,21 +39,9 @@ class Family:
     left_out: str = "(?!)"  # regular expression: checkpoint names that are neither vision nor text
 
 
-def _minicpmv(
-    version: str,
-    encoder: type[Encoder],
-    processor: type[Processor],
-    text_config: Callable[..., PretrainedConfig],
-    text_model: type[CausalTextModel] = MiniCPMVTextModel,
-    model_types: tuple[str, ...] = ("minicpmv",),
-) -> Family:
-    """A row of MiniCPM-V: all versions share their config class and the names of their weights."""
-    return Family(
-        f"MiniCPM-V {version}", model_types, encoder, processor, r"^(vpm|resampler)\.", text_model,
-        config=partial(MiniCPMVConfig, text_config), version=version, left_out=r"^(apm|tts|audio_\w+)\.",
-    )  # fmt: skip
-
-
+MINICPMV = partial(  # all versions share their config class and the names of their weights
+    Family, vision_prefix=r"^(vpm|resampler)\.", text_model=MiniCPMVTextModel, left_out=r"^(apm|tts|audio_\w+)\.",
+)  # fmt: skip
 FAMILIES = (
     Family("Qwen2.5-VL", ("qwen2_5_vl",), encoders.Qwen2_5_VisionTransformer, qwen2_5_vl.Qwen2_5_VLProcessor),
     Family("Qwen3-VL", ("qwen3_vl", "qwen3_vl_moe"), encoders.Qwen3VLVisionTransformer, qwen3_vl.Qwen3VLProcessor,
@@ -69,12 +57,17 @@ FAMILIES = (
            text_model=GlmOcrTextModel),
     Family("Step3-VL", ("step3_vl",), encoders.Step3VisionEncoder, step3_vl.Step3VLProcessor,
            r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.", Step3ForCausalLM),
-    _minicpmv("2.0", encoders.MiniCPMV2_0Encoder, minicpmv.MiniCPMV2_0Processor, minicpm_config, MiniCPMTextModel),
-    _minicpmv("2.5", encoders.MiniCPMV2_5Encoder, minicpmv.MiniCPMV2_5Processor, LlamaConfig),
-    _minicpmv("2.6", encoders.MiniCPMV2_6Encoder, minicpmv.MiniCPMV2_6Processor, Qwen2Config,
-              model_types=("minicpmv", "minicpmo")),  # MiniCPM-o has audio besides; images and text are the same
-    _minicpmv("4.0", encoders.MiniCPMV4_0Encoder, minicpmv.MiniCPMV4_0Processor, LlamaConfig),
-    _minicpmv("4.5", encoders.MiniCPMV4_5Encoder, minicpmv.MiniCPMV4_5Processor, Qwen3Config),
+    MINICPMV("MiniCPM-V 2.0", ("minicpmv",), encoders.MiniCPMV2_0Encoder, minicpmv.MiniCPMV2_0Processor, version="2.0",
+             text_model=MiniCPMTextModel, config=partial(MiniCPMVConfig, minicpm_config)),
+    MINICPMV("MiniCPM-V 2.5", ("minicpmv",), encoders.MiniCPMV2_5Encoder, minicpmv.MiniCPMV2_5Processor, version="2.5",
+             config=partial(MiniCPMVConfig, LlamaConfig)),
+    MINICPMV("MiniCPM-V 2.6", ("minicpmv", "minicpmo"),  # MiniCPM-o has audio besides; images and text are the same
+             encoders.MiniCPMV2_6Encoder, minicpmv.MiniCPMV2_6Processor, version="2.6",
+             config=partial(MiniCPMVConfig, Qwen2Config)),
+    MINICPMV("MiniCPM-V 4.0", ("minicpmv",), encoders.MiniCPMV4_0Encoder, minicpmv.MiniCPMV4_0Processor, version="4.0",
+             config=partial(MiniCPMVConfig, LlamaConfig)),
+    MINICPMV("MiniCPM-V 4.5", ("minicpmv",), encoders.MiniCPMV4_5Encoder, minicpmv.MiniCPMV4_5Processor, version="4.5",
+             config=partial(MiniCPMVConfig, Qwen3Config)),
 )  # fmt: skip
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # GLM-4.5V and GLM-4.6V share a model_type: the class that a folder's files name tells them apart

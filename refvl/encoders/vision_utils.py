@@ -19,7 +19,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from refvl.attention import available_backends, choose_backend
+from refvl.attention import available_backends
 from refvl.checks import check_positive_int, check_shape
 
 logger = logging.getLogger(__name__)
@@ -115,18 +115,12 @@ def get_vision_encoder_info(hf_config) -> VisionEncoderInfo:
     return ENCODER_INFOS[vision.model_type].from_hf(hf_config)
 
 
-def get_vit_attn_backend(head_size: int, dtype: torch.dtype, device, *, requested: str = "auto") -> str:
-    """Return the backend of `refvl.attention` that a tower gets; this module's logger says why, at level INFO.
-
-    requested: a backend by name, which then must run there; "auto" takes the fastest that can.
-    Raises ValueError for an unknown backend, or one that cannot run.
-    """
-    check_positive_int(head_size, "head_size")
-    backend = choose_backend(requested, device, dtype, head_size)
-    available = available_backends(device, dtype, head_size)
-    reason = f"the fastest of {available}" if requested == "auto" else f"as requested, of {available}"
-    logger.info("vision attention: %s, %s for %s heads of %d on %s", backend, reason, dtype, head_size, device)
-    return backend
+def get_vit_attn_backend(head_size: int, dtype: torch.dtype, device) -> str:
+    """Return the backend of `refvl.attention` that a tower gets; this module's logger says why, at level INFO."""
+    available = available_backends(device, dtype, check_positive_int(head_size, "head_size"))
+    found = "vision attention: %s, the fastest of %s for %s heads of %d on %s"
+    logger.info(found, available[0], available, dtype, head_size, device)
+    return available[0]
 
 
 FEATURE_SELECTORS = {

@@ -89,9 +89,8 @@ def _parts(owner: str, fuse: tuple[str, ...]) -> dict[str, str]:
 def named_tensors(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The (name, tensor) pairs of `weights`; TypeError for a dict (pass its `items()`) and whatever is not a pair."""
     if isinstance(weights, Mapping) or not isinstance(weights, Iterable):
-        raise TypeError(
-            f"weights: expected (name, tensor) pairs (of a dict its `items()`), got {type(weights).__name__}"
-        )
+        kind = type(weights).__name__
+        raise TypeError(f"weights: expected (name, tensor) pairs (of a dict its `items()`), got {kind}")
     for i, pair in enumerate(weights):
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise TypeError(f"weights[{i}]: expected a pair (name, tensor), got {type(pair).__name__}")

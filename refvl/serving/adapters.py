@@ -185,12 +185,11 @@ def _by_name(model) -> nn.Module:
 def _adaptable(model) -> dict[str, nn.Module]:
     """Name -> layer, of all that can be adapted: linear ones that checkpoints do not store as convolutions."""
     kernels = {id(model.encoder.get_parameter(name)) for name in model.encoder.kernels}
-    linear = {
-        name.removesuffix(".base_layer"): module
-        for name, module in _by_name(model).named_modules()
-        if isinstance(module, nn.Linear) and not PEFTS_OWN.search(name)
-    }
-    return {name: module for name, module in linear.items() if id(module.weight) not in kernels}
+    found = dict[str, nn.Module]()
+    for name, module in _by_name(model).named_modules():
+        if isinstance(module, nn.Linear) and not PEFTS_OWN.search(name) and id(module.weight) not in kernels:
+            found[name.removesuffix(".base_layer")] = module
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- files
@@ -254,6 +253,6 @@ def _check_weights(folder: Path, found: dict[str, dict[str, Tensor]], layers: di
     return ranks
 
 
-def _some(names: Iterable[str], most: int = 3) -> str:
+def _some(names: Iterable[str]) -> str:
     names = sorted(names)
-    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
+    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)

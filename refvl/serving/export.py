@@ -12,8 +12,8 @@ one unfinished shard per rank.
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 from operator import attrgetter, itemgetter
@@ -55,7 +55,7 @@ def encode_folder(
     with torchrun_ranks() as (rank, world_size), ExitStack() as until_the_end:
 
         def deal() -> list[list[MediaFile]]:
-            found = find_media(folder, videos=takes_videos(vlm))
+            found = find_media(folder, videos=vlm.processor.video_config is not None)
             until_the_end.enter_context(held_folder(out))
             finished = _finished(out, model, found)
             todo = [_measured(vlm, image) for image in found if image.name not in finished]
@@ -75,11 +75,6 @@ def encode_folder(
                     encoded = {}
                 bar.update(len(batch))
         return _finish(vlm, folder, out, model, unreadable, rank, world_size)
-
-
-def takes_videos(vlm: VLM) -> bool:
-    """Whether the model was made for videos."""
-    return vlm.processor.video_config is not None
 
 
 def describe_model(vlm: VLM) -> dict:
@@ -154,21 +149,29 @@ def _next_batch(waiting: deque[MediaFile], room: int) -> list[MediaFile]:
 
 def _encode_batch(vlm: VLM, images: Sequence[MediaFile], unreadable: dict[str, str]) -> Encoded:
     """What can be read and encoded; why others cannot goes to `unreadable`. A batch that fails is tried one by one."""
-    decoded = {}
+    decoded, encoded = {}, Encoded()
     for file in images:
-        try:
+        with _noted(file.name, unreadable):
             decoded[file.name] = _decode(vlm, file)
-        except Exception as error:  # whatever a decoder raises, a lack of memory too: the others go on
-            unreadable[file.name] = _reason(error)
     with suppress(Exception):  # which holds the batch's tensors; they are let go before the next attempt
         return _embed(vlm, decoded)
-    encoded: Encoded = {}
     for name, image in decoded.items():
-        try:
+        with _noted(name, unreadable):
             encoded |= _embed(vlm, {name: image})
-        except Exception as error:
-            unreadable[name] = _reason(error)
     return encoded
+
+
+@contextmanager
+def _noted(name: str, unreadable: dict[str, str]) -> Iterator[None]:
+    """Whatever goes wrong, a lack of memory too, is noted in one line of UTF-8, and the others go on.
+
+    It begins with the kind of error where that is none of those that refvl words itself.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, (ValueError, OSError)) and str(error) else f"{type(error).__name__}: "
+        unreadable[name] = " ".join(f"{kind}{error}".split()).encode(errors="backslashreplace").decode()
 
 
 def _decode(vlm: VLM, file: MediaFile) -> tuple[Image.Image | Video, dict]:
@@ -203,12 +206,6 @@ def _embed(vlm: VLM, decoded: dict[str, tuple[Image.Image | Video, dict]]) -> En
     }
 
 
-def _reason(error: Exception) -> str:
-    """One line, in UTF-8; the kind of error where it is none of those that refvl words itself."""
-    kind = "" if isinstance(error, (ValueError, OSError)) and str(error) else f"{type(error).__name__}: "
-    return " ".join(f"{kind}{error}".split()).encode(errors="backslashreplace").decode()
-
-
 def _finish(vlm: VLM, folder: Path, out: Path, model: dict, unreadable: dict, rank: int, world_size: int) -> dict:
     """When all ranks are done, rank 0 writes the manifest, and every rank returns it.
 
@@ -219,16 +216,14 @@ def _finish(vlm: VLM, folder: Path, out: Path, model: dict, unreadable: dict, ra
         dist.all_gather_object(reasons := [{}] * world_size, unreadable)
 
     def account() -> dict:
-        found = sorted(find_media(folder, videos=takes_videos(vlm)), key=attrgetter("name"))
+        found = sorted(find_media(folder, videos=vlm.processor.video_config is not None), key=attrgetter("name"))
         finished = _finished(out, model, found)
         unread = {name: why for own in reasons for name, why in own.items()}
         lacking = [file.name for file in found if file.name not in finished.keys() | unread.keys()]
         if lacking:
             shown = ", ".join(lacking[:5]) + (", ..." if len(lacking) > 5 else "")
-            raise ValueError(
-                f"folder: {len(lacking)} of {len(found)} images came or changed during the run, or their shards were "
-                f"taken away: {shown}; the same command encodes them"
-            )
+            what = "images came or changed during the run, or their shards were taken away"
+            raise ValueError(f"folder: {len(lacking)} of {len(found)} {what}: {shown}; the same command encodes them")
         manifest = model | {"images": {}, "videos": {}, "unreadable": {}}
         for file in found:
             if file.name in finished:

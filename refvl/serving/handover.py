@@ -64,10 +64,8 @@ def _read_entry(out: Path, manifest: dict, name: str) -> tuple[dict, Tensor]:
 
 def _of_grids(kind: str, entries: Sequence[dict], embeds: Sequence[Tensor]) -> dict[str, Any]:
     """All media of a kind behind each other, and their grids in patches; a clip's steps also have a length."""
-    fields: dict[str, Any] = {
-        f"{kind}_embeds": torch.cat(list(embeds)),
-        f"{kind}_grid_thw": torch.tensor([e["layout"] for e in entries]),
-    }
+    fields: dict[str, Any] = {f"{kind}_embeds": torch.cat(list(embeds))}
+    fields[f"{kind}_grid_thw"] = torch.tensor([entry["layout"] for entry in entries])
     if kind == "video":
         fields["second_per_grid_ts"] = torch.tensor([entry["second_per_grid"] for entry in entries])
     return fields

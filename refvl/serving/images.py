@@ -72,13 +72,13 @@ def find_media(source: Path, *, videos: bool = False) -> list[MediaFile]:
     folder that cannot be listed, and ValueError when nothing is found, a list names what is no picture, or a tar file
     cannot be read.
     """
-    suffixes = image_suffixes() | (VIDEO_SUFFIXES if videos else frozenset())
+    suffixes = image_suffixes() | {".tar"} | (VIDEO_SUFFIXES if videos else frozenset())
     is_list = source.is_file() and source.suffix.lower() in LIST_SUFFIXES
     root = source.parent if source.is_file() else source
     found = dict[str, MediaFile]()  # by name: a list may repeat a path, a tar file a member, of which the last counts
     for path in _listed(source) if is_list else _walk(source):
         name = media_name(path.relative_to(root) if path.is_relative_to(root) else path)
-        if path.suffix.lower() == ".tar":
+        if path.suffix.lower() == ".tar" and path.is_file():
             found |= {file.name: file for file in _members(path, name)}
         elif path.suffix.lower() in suffixes:
             found[name] = MediaFile(name, path, read_stamp(path))
@@ -116,10 +116,7 @@ def _listed(file: Path) -> Iterator[Path]:
 
 def _members(path: Path, name: str) -> Iterator[MediaFile]:
     """The pictures in a tar file, called by its name and theirs; their labels, in other files, are not read."""
-    stamp = read_stamp(path)
-    if stamp is None:
-        yield MediaFile(name, path, stamp)
-        return
+    stamp = read_stamp(path) or ()
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:

@@ -16,7 +16,7 @@ import os
 from collections.abc import Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 from math import prod
 from numbers import Real
 from typing import Any
@@ -118,18 +118,16 @@ def run_dp_sharded_mrope_vision_model(
         return ()
     rank, world_size = rank_and_world_size(group)
     order, counts, _ = get_load_balance_assignment(rows, world_size)
-    starts = [0, *accumulate(counts)]
-    items = [order[a:b] for a, b in pairwise(starts)]
+    items = [own.tolist() for own in torch.tensor(order).split(counts)]
+    lengths = [sum(tokens[i] for i in own) for own in items]
 
     device = device or pixel_values.device
     split_rows, local = pixel_values.split(rows), None
     if items[rank]:
         local_rows = torch.cat([split_rows[i] for i in items[rank]]).to(device)
         local = _encode(vision_model, local_rows, [layouts[i] for i in items[rank]], rope_type)
-        check_shape(
-            local, (("tokens", sum(tokens[i] for i in items[rank])), *["..."] * (local.ndim - 1)), "vision_model"
-        )
-    gathered = _gather_padded(local, [sum(tokens[i] for i in own) for own in items], device, group)
+        check_shape(local, (("tokens", lengths[rank]), *["..."] * (local.ndim - 1)), "vision_model")
+    gathered = _gather_padded(local, lengths, device, group)
     return tuple(restore_order(gathered, tokens, order, counts))
 
 
@@ -229,15 +227,15 @@ def rank_and_world_size(group: dist.ProcessGroup | None = None) -> tuple[int, in
 
 
 @contextmanager
-def torchrun_ranks(*, wait: timedelta = timedelta(days=7)):
+def torchrun_ranks():
     """The ranks that `torchrun` started, joined by gloo: yields (rank, ranks), (0, 1) when it started none.
 
-    gloo joins them on GPUs, too: what is exchanged here are names and counts. wait: how long a rank waits for another.
+    gloo joins them on GPUs, too: what is exchanged here are names and counts.
     """
     if "RANK" not in os.environ or dist.is_initialized():
         yield rank_and_world_size()
         return
-    dist.init_process_group("gloo", timeout=wait)
+    dist.init_process_group("gloo", timeout=timedelta(days=7))  # how long a rank waits for another
     try:
         yield rank_and_world_size()
     finally:

@@ -24,7 +24,6 @@ from refvl.study.report import layout_text
 
 BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the image that upstream plans with
 LARGER_THAN_ANY_CUT = 4096  # px, the side of a picture that gets as many slices or crops as a square one can
-MAX_FRAMES_PER_VIDEO = 600
 
 
 class LimitKey(NamedTuple):
@@ -112,9 +111,7 @@ def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
     return config.fit(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET)
 
 
-def frames_that_fit(
-    max_tokens: int, size: tuple[int, int], config: PatchConfig, *, limit: int = MAX_FRAMES_PER_VIDEO
-) -> int:
+def frames_that_fit(max_tokens: int, size: tuple[int, int], config: PatchConfig, *, limit: int = 600) -> int:
     """How many frames of `size` (height, width) px a video may have before its tokens exceed `max_tokens`.
 
     GLM shrinks the frames of a longer video, so that once the largest video fits, any does: `limit` is returned.
@@ -126,12 +123,8 @@ def frames_that_fit(
     return frames
 
 
-def weight_bytes(module: nn.Module | Encoder) -> int:
-    """Memory of the parameters as they are, a shared one counted once; of quantised ones all that they are made of."""
-    return sum(_tensor_bytes(weight) for weight in module.parameters())
-
-
 def _tensor_bytes(weight: Tensor) -> int:
+    """Memory of a parameter as it is; of a quantised one all that it is made of."""
     if not is_traceable_wrapper_subclass(weight):
         return weight.numel() * weight.dtype.itemsize
     names, _ = weight.__tensor_flatten__()  # what makes it such a subclass
@@ -179,9 +172,9 @@ def costs(
     limits = processor.image_config if isinstance(processor.image_config, PatchConfig) else None
     height, width = image_size_with_most_features(limits) if limits else (LARGER_THAN_ANY_CUT, LARGER_THAN_ANY_CUT)
     planned = [cost(plan_media(vlm, medium, pruning_rate, pruning)) for medium in media]
-    halves: dict[str, Any] = {"encoder": vlm.encoder, "language_model": vlm.language_model}
+    halves: dict[str, Encoder | nn.Module] = {"encoder": vlm.encoder, "language_model": vlm.language_model}
     parameters = {name: sum(weight.numel() for weight in half.parameters()) for name, half in halves.items()}
-    stored = {name: weight_bytes(half) for name, half in halves.items()}
+    stored = {name: sum(map(_tensor_bytes, half.parameters())) for name, half in halves.items()}
     stored["language_model"] = text_bytes or stored["language_model"]
     weights = sum(stored.values())
     together = encoder_activation_bytes(vlm.encoder, sum(medium["patches"] for medium in planned))
@@ -243,17 +236,14 @@ def set_pixel_limits(processor: Processor, *, min_pixels: int | None = None, max
     Raises ValueError, naming the argument, for families that count no pixels, and for a minimum above the maximum.
     """
     limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-    given = {name: value for name, value in limits.items() if value is not None}
-    if given and not isinstance(processor.image_config, PatchConfig):
-        raise ValueError(f"{next(iter(given))}: this family cuts pictures by other limits: {_fields(processor)}")
-    if given:
-        processor.image_config = replace(processor.image_config, **given)
-        processor.video_config = replace(processor.video_config, **given)
-
-
-def _fields(processor: Processor) -> str:
-    """The sizes in `image_config`, in words."""
-    return ", ".join(f"{name}={value}" for name, value in asdict(processor.image_config).items() if type(value) is int)
+    given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
+    if not given:
+        return
+    if not isinstance(processor.image_config, PatchConfig):
+        sizes = (f"{name}={value}" for name, value in asdict(processor.image_config).items() if type(value) is int)
+        raise ValueError(f"{next(iter(given))}: this family cuts pictures by other limits: {', '.join(sizes)}")
+    processor.image_config = replace(processor.image_config, **given)
+    processor.video_config = replace(processor.video_config, **given)
 
 
 def _count(parameters: int) -> str:

@@ -12,7 +12,7 @@ Shape suffixes: N rows, H heads, K head dimension.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,18 +33,10 @@ TWO_BLOCKS = replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,)
 SIDES = (16, 36, 74)  # patches: pictures of 224, 504 and 1036 px
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+def row(check: str, measured: float, allowed: float | None, unit: str = "") -> dict:
     """One check. measured must be at most allowed; where that is None nothing is demanded."""
-
-    check: str
-    measured: float
-    allowed: float | None
-    unit: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return self.allowed is None or self.measured <= self.allowed  # nan fails
+    passed = allowed is None or measured <= allowed  # nan fails
+    return {"check": check, "measured": measured, "allowed": allowed, "unit": unit, "passed": passed}
 
 
 def check_gpu(
@@ -65,8 +57,7 @@ def check_gpu(
     dtype = torch.bfloat16 if "varlen" in available_backends(device, torch.bfloat16) else torch.float16
     encoder = _random_tower(config, device, dtype)
     rows = [*check_attention(device), *check_graphs(encoder, sides, compiles=compiles), *measure_times(encoder, sides)]
-    found = [asdict(row) | {"passed": row.passed} for row in rows]
-    return {"device": describe_device(device), "rows": found, "passed": all(row.passed for row in rows)}
+    return {"device": describe_device(device), "rows": rows, "passed": all(row["passed"] for row in rows)}
 
 
 def describe_device(device: torch.device) -> dict:
@@ -86,7 +77,7 @@ def describe_device(device: torch.device) -> dict:
 
 
 @torch.inference_mode()
-def check_attention(device: torch.device) -> Iterator[Row]:
+def check_attention(device: torch.device) -> Iterator[dict]:
     """Each backend, dtype and head dimension against float64, as a share of the largest value.
 
     The result is a mean of values, weighted: a kernel rounds the weights, the sum and the result, each by eps / 2 at
@@ -94,7 +85,9 @@ def check_attention(device: torch.device) -> Iterator[Row]:
     """
     for dtype in (*HALF, torch.float32):
         for head_dim in HEAD_DIMS:
-            q, k, v = _random_qkv(head_dim, dtype, device)
+            generator = torch.Generator().manual_seed(head_dim)
+            qkv = torch.randn(sum(LENGTHS), 3, 2, head_dim, generator=generator).to(device, dtype)
+            q, k, v = qkv.unbind(1)  # strided, as a fused projection leaves them
             exact = _exact_attention(q, k, v)
             for backend in available_backends(device, dtype, head_dim):
                 cu_seqlens = cumulative_lengths(LENGTHS).to(device)
@@ -102,14 +95,7 @@ def check_attention(device: torch.device) -> Iterator[Row]:
                 error = float((out.double() - exact).abs().max() / v.double().abs().max())
                 steps = 2 if dtype in HALF else max(LENGTHS) ** 0.5  # of float32, tf32 aside
                 name = f"{backend}, {str(dtype).removeprefix('torch.')}, heads of {head_dim}"
-                yield Row(name, error, steps * torch.finfo(dtype).eps)
-
-
-def _random_qkv(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """q, k, v (N, 2, K) as a fused projection leaves them: strided, one beside the other."""
-    generator = torch.Generator().manual_seed(head_dim)
-    qkv = torch.randn(sum(LENGTHS), 3, 2, head_dim, generator=generator).to(device, dtype)
-    return qkv.unbind(1)
+                yield row(name, error, steps * torch.finfo(dtype).eps)
 
 
 def _exact_attention(*qkv_NHK: Tensor) -> Tensor:
@@ -120,7 +106,7 @@ def _exact_attention(*qkv_NHK: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def check_graphs(encoder: Qwen2_5_VisionTransformer, sides, *, compiles: bool) -> Iterator[Row]:
+def check_graphs(encoder: Qwen2_5_VisionTransformer, sides, *, compiles: bool) -> Iterator[dict]:
     """Replays of A, B and A against the eager tower; a replay after something was compiled; memory after `clear`."""
     budget = max(side**2 for side in sides[:2]) // encoder.config.block_size
     manager = EncoderGraphManager(encoder, budgets=[budget], max_items=4, max_frames=4, progress=False)
@@ -129,21 +115,23 @@ def check_graphs(encoder: Qwen2_5_VisionTransformer, sides, *, compiles: bool) -
     for name in "ABA":
         pixels, grids = pictures[name]
         [out] = manager.execute(pixels, grids)
-        error, eps = _distance(out, encoder(pixels, grids)), torch.finfo(encoder.dtype).eps
-        allowed = 2 * (12 * (encoder.config.depth + 2)) ** 0.5 * eps  # a block rounds a dozen times
-        yield Row(f"graph of picture {name} against eager", error, allowed)
-        yield Row(f"picture {name} again, other bits", float(not torch.equal(first.setdefault(name, out), out)), 0)
+        want = encoder(pixels, grids)
+        error = float((out.double() - want.double()).abs().max() / want.double().abs().max())
+        roundings = 12 * (encoder.config.depth + 2)  # a dozen in a block
+        allowed = 2 * roundings**0.5 * torch.finfo(out.dtype).eps
+        yield row(f"graph of picture {name} against eager", error, allowed)
+        yield row(f"picture {name} again, other bits", float(not torch.equal(first.setdefault(name, out), out)), 0)
     if compiles:
         torch.compile(lambda x: (x @ x).relu(), mode="reduce-overhead")(torch.ones(64, 64, device=encoder.device))
         [out] = manager.execute(*pictures["A"])
-        yield Row("a graph after torch.compile, other bits", float(not torch.equal(first["A"], out)), 0)
+        yield row("a graph after torch.compile, other bits", float(not torch.equal(first["A"], out)), 0)
     pool = manager._pool
     manager.clear()
-    yield Row("left in the pool after clear()", pool_bytes(pool) / 2**20, 0, "MiB")
+    yield row("left in the pool after clear()", pool_bytes(pool) / 2**20, 0, "MiB")
 
 
 @torch.inference_mode()
-def measure_times(encoder: Qwen2_5_VisionTransformer, sides) -> Iterator[Row]:
+def measure_times(encoder: Qwen2_5_VisionTransformer, sides) -> Iterator[dict]:
     """Milliseconds per picture, eager and by graph, and the floor: its products at the rate of a large one here."""
     rate = _matmul_rate(encoder)
     for side in sides:
@@ -151,9 +139,9 @@ def measure_times(encoder: Qwen2_5_VisionTransformer, sides) -> Iterator[Row]:
         manager = EncoderGraphManager(encoder, budgets=[tokens], max_items=1, max_frames=1, progress=False)
         metadata = encoder.plan(grids)
         px = f"{side * encoder.config.patch_size} px"
-        yield Row(f"{px}: floor", encoder_operations(encoder, grids) / rate * 1e3, None, "ms")
-        yield Row(f"{px}: eager", _milliseconds(partial(encoder, pixels, metadata=metadata)), None, "ms")
-        yield Row(f"{px}: graph", _milliseconds(partial(manager.execute, pixels, grids)), None, "ms")
+        yield row(f"{px}: floor", encoder_operations(encoder, grids) / rate * 1e3, None, "ms")
+        yield row(f"{px}: eager", _milliseconds(partial(encoder, pixels, metadata=metadata)), None, "ms")
+        yield row(f"{px}: graph", _milliseconds(partial(manager.execute, pixels, grids)), None, "ms")
         manager.clear()
 
 
@@ -177,11 +165,6 @@ def _random_tower(config: Qwen2_5_VisionConfig, device: torch.device, dtype: tor
 def _pixels(encoder: Qwen2_5_VisionTransformer, side: int) -> Tensor:
     generator = torch.Generator().manual_seed(side)
     return torch.randn(side**2, encoder.config.patch_values, generator=generator).to(encoder.device, encoder.dtype)
-
-
-def _distance(out: Tensor, want: Tensor) -> float:
-    """The largest difference as a share of the largest value."""
-    return float((out.double() - want.double()).abs().max() / want.double().abs().max())
 
 
 def _matmul_rate(encoder: Qwen2_5_VisionTransformer, size: int = 4096) -> float:

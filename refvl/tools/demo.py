@@ -52,8 +52,10 @@ def main(
     photo = ask(console, model, PHOTO, (PHOTO_QUESTION,), images=[PHOTO])
     film = model.trace(FILM_QUESTION, videos=[FILM], pruning_rate=PRUNING_RATE)
     console.print(f"\n{FILM.relative_to(DATA.parent)}: {FILM_QUESTION} [bold]{film.text}[/bold]")
+    from refvl.viz.overview import plot_overview  # matplotlib takes a second
+
     out.mkdir(parents=True, exist_ok=True)
-    _draw(photo, film).savefig(out / "overview.jpg", dpi=95)
+    plot_overview(photo.media[0], PatchConfig(), film).savefig(out / "overview.jpg", dpi=95)
     console.print(f"figure: {out / 'overview.jpg'}", highlight=False)
 
 
@@ -65,16 +67,6 @@ def ask(console: Console, model: VLM, medium: Path, questions: tuple[str, ...], 
     for question, trace in zip(questions, traces, strict=True):
         console.print(f"{question} [bold]{trace.text}[/bold]   (first token after {trace.ttft * 1e3:.0f} ms)")
     return traces[0]
-
-
-def _draw(photo: Trace, film: Trace):
-    """The figure of an image and a video on their way; matplotlib takes a second to import."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from refvl.viz.overview import plot_overview
-
-    return plot_overview(photo.media[0], PatchConfig(), film)
 
 
 if __name__ == "__main__":
