@@ -1,18 +1,13 @@
 """Figures of attention and states, and what the explorers of the model at work are made of."""
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import numpy as np
 import pytest
 import torch
+from shipped import shipped
 
-import refvl
 from refvl import viz
 from refvl.paths import DATA
 from refvl.study.watch import media_attention, probabilities
-from refvl.viz.attention import borders
 
 PICTURE = np.zeros((40, 60, 3), dtype=np.uint8)
 SCENE = DATA / "pictures" / "scene.png"
@@ -20,7 +15,7 @@ SCENE = DATA / "pictures" / "scene.png"
 
 @pytest.fixture(scope="module")
 def model():
-    return refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device="cpu", progress=False)
+    return shipped("tiny-qwen2_5_vl")
 
 
 def test_a_cell_is_as_dark_as_it_is_looked_at():
@@ -34,19 +29,6 @@ def test_a_cell_is_as_dark_as_it_is_looked_at():
     assert len(ax.collections[0].get_segments()) == 2
     with pytest.raises(ValueError, match="weights_HW"):
         viz.plot_attention(PICTURE, weights.flatten())
-
-
-def test_states_are_drawn_in_their_colours():
-    colors = np.arange(18, dtype=np.uint8).reshape(2, 3, 3)
-    ax = viz.plot_states(colors, patch=(1, 0), title="after block 1")
-    assert np.array_equal(ax.images[0].get_array(), colors)
-    assert ax.patches[0].get_xy() == (0, 1) and ax.get_title() == "after block 1"
-
-
-def test_borders_stand_between_segments():
-    """Oracle: the neighbours, by hand."""
-    assert borders([[0, 0], [0, 0]]) == []
-    assert borders([[0, 1], [2, 2]]) == [[(0, 1), (1, 1)], [(1, 1), (2, 1)], [(1, 0), (1, 1)]]
 
 
 def test_colours_are_principal_components():
@@ -114,6 +96,6 @@ def test_explorers_refuse_what_they_cannot_draw(model, monkeypatch):
         viz.explore_attention(model, {})
     with pytest.raises(ValueError, match=r"questions\['large'\]: its picture has 36 patches, at most 30 are drawn"):
         viz.explore_tower(model, {"large": ("Why?", SCENE)})
-    other = refvl.load(DATA / "checkpoints" / "tiny-minicpmv-4_5", device="cpu", progress=False)
+    other = shipped("tiny-minicpmv-4_5")
     with pytest.raises(ValueError, match="model: this explorer draws grids of patches, which MiniCPM-V 4.5 does not"):
         viz.explore_attention(other, {"one": ("Why?", SCENE)})

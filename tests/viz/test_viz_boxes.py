@@ -1,9 +1,5 @@
 """Figures of boxes. Oracle: the maps of `refvl.study.boxes`."""
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -13,12 +9,6 @@ from refvl import viz
 from refvl.study.boxes import from_picture, to_picture
 
 PICTURE, RESIZED, BOX = (1080, 1920), (728, 1316), (700, 1300, 950, 1700)
-
-
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
 
 
 def corners(patch):

@@ -1,8 +1,5 @@
 """Figures of families side by side. Oracle: the numbers that go in, read back from the drawn bars and lines."""
 
-from types import SimpleNamespace
-
-import matplotlib.pyplot as plt
 import pytest
 
 from refvl import viz
@@ -10,12 +7,6 @@ from refvl.study.costs import MediaPlan
 from refvl.study.report import Trace
 
 NAMES = ("Qwen2.5-VL", "Qwen3-VL", "GLM-4.1V", "MiniCPM-V 4.5", "Step3-VL")
-
-
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
 
 
 def plan(patches, tokens):
@@ -47,11 +38,6 @@ def test_stages_stand_end_to_end():
     ends = [bar.get_x() + bar.get_width() for bar in ax.patches]
     assert ends[:5] == pytest.approx([1, 2, 3, 4, 5])
     assert ends[5:] == pytest.approx([sum(trace.seconds.values()) * 1e3 for trace in traces.values()])
-
-
-def test_an_unknown_family_has_no_colour():
-    with pytest.raises(KeyError, match="Another"):
-        viz.plot_family_costs({"Another": [SimpleNamespace(patches=1, tokens=1)]})
 
 
 def test_a_race_has_a_panel_per_measure_and_a_line_per_family():

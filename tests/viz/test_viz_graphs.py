@@ -1,11 +1,5 @@
 """Figures of encoder graphs. Oracle: the recordings, buffers and plans that they show."""
 
-from dataclasses import replace
-
-import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -14,21 +8,13 @@ from matplotlib.colors import to_rgb
 
 from refvl import viz
 from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
-from refvl.graphs import Batch, TraceGraph, padding_waste, plan_batches
+from refvl.graphs import Batch, TraceGraph, padding_waste
 from refvl.graphs.buffers import fill_metadata
 from refvl.viz.style import HIGHLIGHT
-from refvl.viz.windows import sequence_colors
 
 TOKENS = [30, 200, 30, 600]
 BATCHES = [Batch((0, 2), 64), Batch((1,), 256), Batch((3,), None)]
 PLANNED_GRID = (1, 6, 10)  # 60 patches, 15 merged tokens, 6 windows of the tiny tower
-
-
-@pytest.fixture
-def ax():
-    figure, axes = plt.subplots()
-    yield axes
-    plt.close(figure)
 
 
 @pytest.fixture(scope="module")
@@ -67,21 +53,6 @@ def padding(ax) -> list[tuple[float, float]]:
     return [(bar.get_x(), bar.get_width()) for bar in ax.patches if bar.get_hatch()]
 
 
-@pytest.mark.parametrize("name", ["recording", "packing", "waste"])
-def test_draws_onto_the_axes_given_and_makes_its_own_otherwise(name, ax, toy):
-    graph, a, b = toy
-    draw = {
-        "recording": lambda ax: viz.plot_recording(graph, {"a": a, "b": b}, ax=ax),
-        "packing": lambda ax: viz.plot_packing(TOKENS, BATCHES, ax=ax),
-        "waste": lambda ax: viz.plot_waste({"greedy": {1: 0.5}}, ax=ax),
-    }[name]
-    assert draw(ax) is ax and ax.get_title()
-    figures = plt.get_fignums()
-    own = draw(None)
-    assert own is not ax and own.figure.number not in figures and own.get_title() == ax.get_title()
-    plt.close(own.figure)
-
-
 def test_recording_shows_every_operation_in_the_row_of_its_kind(ax, toy):
     graph, a, b = toy
     viz.plot_recording(graph, {"a": a, "b": b}, ax=ax)
@@ -95,12 +66,6 @@ def test_recording_shows_every_operation_in_the_row_of_its_kind(ax, toy):
     assert list(zip(reads_a.get_xdata(), reads_a.get_ydata(), strict=True)) == [(0, 0), (1, 1)]
     assert list(zip(reads_b.get_xdata(), reads_b.get_ydata(), strict=True)) == [(2, 1)]  # a view of b is b
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["reads a", "reads b"]
-
-
-def test_several_buffers_may_share_a_name(ax, toy):
-    graph, a, b = toy
-    viz.plot_recording(graph, {"a and b": (a, b)}, ax=ax)
-    assert list(ax.lines[1].get_xdata()) == [0, 1, 2]
 
 
 def test_buffers_show_their_contents_and_shade_the_padding(filled):
@@ -118,27 +83,6 @@ def test_buffers_show_their_contents_and_shade_the_padding(filled):
     plt.close("all")
 
 
-def test_buffers_default_to_all_tensors_and_take_axes(filled):
-    panels = viz.plot_buffers(*filled)
-    assert [panel.get_title().partition(":")[0] for panel in panels] == [
-        "cu_seqlens", "positions", "frequencies", "window_index", "reverse_index", "cu_window_seqlens",
-    ]  # fmt: skip
-    _, given = plt.subplots(1, 2)
-    assert viz.plot_buffers(*filled, ["positions", "cu_seqlens"], ax=given).tolist() == given.tolist()
-    with pytest.raises(ValueError, match="needs 1 x 3 axes, got 2"):
-        viz.plot_buffers(*filled, ["positions", "frequencies", "cu_seqlens"], ax=given)
-    plt.close("all")
-
-
-def test_buffers_of_nan_can_be_drawn(filled):
-    buffers, planned = filled
-    values = torch.ones(64, 2)
-    values[60:] = torch.nan
-    [panel] = viz.plot_buffers(replace(buffers, positions=values), planned, ["positions"])
-    assert panel.images[0].get_clim() == (-1, 1)
-    plt.close("all")
-
-
 def test_packing_lays_items_end_to_end_and_hatches_the_rest(ax):
     viz.plot_packing(TOKENS, BATCHES, ax=ax)
     assert items(ax) == [(0, 30, 0), (30, 30, 0), (0, 200, 1), (0, 600, 2)]
@@ -150,23 +94,6 @@ def test_packing_lays_items_end_to_end_and_hatches_the_rest(ax):
         "60 tokens, 6% padding", "200 tokens, 22% padding", "600 tokens, fits no graph",
     ]  # fmt: skip
     assert ax.get_title() == "2 replays, budgets sum to 320, 19% padding"  # 1 - 260 / 320
-
-
-def test_packing_numbers_and_colors_are_those_of_the_arrival(ax):
-    viz.plot_packing(TOKENS, BATCHES, ax=ax)
-    assert [text for text in texts(ax) if text.isdigit()] == ["0", "2", "1", "3"]
-    colors = [bar.get_facecolor()[:3] for bar in ax.patches if bar.get_facecolor()[3] and not bar.get_hatch()]
-    np.testing.assert_array_equal(colors, sequence_colors(4)[[0, 2, 1, 3]])
-
-
-def test_numbers_of_narrow_items_are_left_out(ax):
-    viz.plot_packing([1, 400], plan_batches([1, 400], [512], 8), title="greedy", ax=ax)
-    assert [text for text in texts(ax) if text.isdigit()] == ["1"]
-    assert ax.get_title().startswith("greedy: 1 replay, ")
-
-
-def test_nothing_arrived(ax):
-    assert viz.plot_packing([], [], ax=ax).get_title() == "0 replays, budgets sum to 0, 0% padding"
 
 
 def test_padding_waste_counts_replays_only():
@@ -209,20 +136,6 @@ def test_timings_are_medians_with_a_tail(ax):
     ]  # fmt: skip
     assert ax.get_title() == "1 image per call: a GPU, 2026-11-20" and ax.get_yscale() == "log"
     assert ax.get_xticks().tolist() == [112, 224]
-
-
-def test_the_floor_is_drawn_where_it_is_known(ax):
-    viz.plot_replay_timings(MEASUREMENT, ax=ax)
-    assert len(ax.get_legend().get_texts()) == 4
-    figure = viz.plot_replay_timings(MEASUREMENT | {"rows": [measured(112, 2, 0.5), measured(224, 2, 2.0)]}, images=2)
-    assert figure.get_lines()[-1].get_ydata().tolist() == [0.5, 2.0]
-    assert len(figure.get_legend().get_texts()) == 5
-    plt.close(figure.figure)
-
-
-def test_a_batch_that_was_not_measured_is_refused(ax):
-    with pytest.raises(ValueError, match=r"images: expected one of the measured \[1, 4\], got 3"):
-        viz.plot_replay_timings(MEASUREMENT, images=3, ax=ax)
 
 
 def test_stale_errors_are_drawn_by_operation_and_token():

@@ -1,9 +1,5 @@
 """Figures of MiniCPM-V's slices, queries and packed frames. Oracle: the plans and numbers that they show."""
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -18,12 +14,6 @@ from refvl.viz.style import STAGE_COLORS
 TINY = SliceConfig(scale_resolution=56, max_slice_nums=6)
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (80, 190, 3), dtype=np.uint8))
 WEIGHTS = torch.rand(5, 6, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
 
 
 def texts(ax) -> list[str]:
@@ -46,13 +36,6 @@ def test_slices_are_drawn_where_the_picture_is_cut():
     assert right.get_xlabel() == "(1 + 6) x 9 = 63 tokens of the image"
 
 
-def test_a_small_picture_is_not_cut():
-    left, right = viz.plot_slices(PICTURE.resize((50, 40)), TINY)
-    assert (list(left.patches), texts(left)) == ([], [])
-    assert left.get_title().endswith("no slices: the overview holds all")
-    assert right.get_xlabel() == "(1 + 0) x 64 = 64 tokens of the image"
-
-
 def test_heat_maps_are_the_rows_of_the_weights_on_one_scale():
     axes = viz.plot_query_attention(PICTURE, WEIGHTS, (2, 3), columns=2, title="all")
     assert axes.shape == (3, 2) and not axes[2, 1].get_visible()
@@ -61,21 +44,6 @@ def test_heat_maps_are_the_rows_of_the_weights_on_one_scale():
         np.testing.assert_array_equal(heat.get_array(), WEIGHTS[query].view(2, 3))
         assert heat.get_clim() == (0, float(WEIGHTS.max())) and heat.get_extent() == picture.get_extent()
         assert panel.get_title() == f"query {query}"
-
-
-def test_some_queries_on_the_axes_given():
-    given = plt.subplots(1, 2)[1]
-    axes = viz.plot_query_attention(PICTURE, WEIGHTS, (3, 2), queries=[4, 1], ax=given)
-    assert list(axes.flat) == list(given) and [ax.get_title() for ax in given] == ["query 4", "query 1"]
-    np.testing.assert_array_equal(given[0].images[1].get_array(), WEIGHTS[4].view(3, 2))
-    assert given[0].images[1].get_clim()[1] == float(WEIGHTS[[4, 1]].max())
-
-
-def test_weights_of_another_grid_are_refused():
-    with pytest.raises(ValueError, match="weights_QL: dimension 1 must be 8, got 6"):
-        viz.plot_query_attention(PICTURE, WEIGHTS, (2, 4))
-    with pytest.raises(ValueError, match="ax: this figure needs 1 x 5 axes, got 2"):
-        viz.plot_query_attention(PICTURE, WEIGHTS, (2, 3), ax=plt.subplots(1, 2)[1])
 
 
 @pytest.mark.parametrize(

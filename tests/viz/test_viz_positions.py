@@ -1,9 +1,5 @@
 """Figures of positions and pruning. Oracle: the functions of `refvl.positions` whose results they show."""
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -35,12 +31,6 @@ PLACES = ["left", "right"]
 AXES = mrope_axis_of_pairs((4, 2, 2), interleaved=True)
 
 
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
-
-
 def new_axes(rows: int, columns: int) -> np.ndarray:
     return plt.subplots(rows, columns, squeeze=False)[1]
 
@@ -51,47 +41,6 @@ def texts(ax) -> list[str]:
 
 def image(ax, index: int = 0) -> np.ndarray:
     return np.asarray(ax.images[index].get_array())
-
-
-SINGLE = {
-    "positions": lambda ax: viz.plot_positions(POSITIONS, [IMAGE, CLIP], ax=ax),
-    "clip": lambda ax: viz.plot_clip_positions(1.0, 3, ax=ax),
-    "mrope_axes": lambda ax: viz.plot_mrope_axes({"Qwen3-VL": AXES}, ax=ax),
-    "places": lambda ax: viz.plot_place_answers(["left"], ["right"], PLACES, ax=ax),
-    "accuracy": lambda ax: viz.plot_accuracy_curve({"motion": {0.0: 1.0}}, {"ttft": {0.0: 2.0}}, ax=ax),
-}
-STRIPS = {
-    "rotary": ((2, 3), lambda ax: viz.plot_rotary((4, 6), head_dim=12, ax=ax)),
-    "position_grid": ((3, 3), lambda ax: viz.plot_position_grid(POSITIONS, CLIP, ax=ax)),
-    "keep_mask": ((1, 3), lambda ax: viz.plot_keep_mask(FRAMES, MASK, THW, ax=ax)),
-    "dissimilarity": ((1, 3), lambda ax: viz.plot_dissimilarity(compute_dissimilarity(EMBEDS, 3), THW, ax=ax)),
-    "pruned_positions": ((1, 2), lambda ax: viz.plot_pruned_positions(POSITIONS, KEEP, [IMAGE, CLIP], ax=ax)),
-}
-
-
-@pytest.mark.parametrize("name", SINGLE)
-def test_draws_onto_the_axes_given_or_its_own(name):
-    ax = new_axes(1, 1)[0, 0]
-    assert SINGLE[name](ax) is ax
-    assert SINGLE[name](None).figure is not ax.figure
-
-
-@pytest.mark.parametrize("name", STRIPS)
-def test_strips_draw_onto_the_axes_given_or_their_own(name):
-    (rows, columns), draw = STRIPS[name]
-    given = new_axes(rows, columns)
-    drawn = draw(given)
-    assert list(drawn.flat) == list(given.flat)
-    assert all(ax.has_data() for ax in given.flat)
-    assert draw(None).shape == drawn.shape
-
-
-@pytest.mark.parametrize("name", STRIPS)
-def test_a_wrong_number_of_axes_is_named(name):
-    (rows, columns), draw = STRIPS[name]
-    count = rows * columns
-    with pytest.raises(ValueError, match=rf"ax: this figure needs .* axes, got {count + 1}"):
-        draw(new_axes(1, count + 1))
 
 
 def test_strips_have_the_colour_of_each_pair_s_axis():
@@ -114,16 +63,6 @@ def test_lines_are_the_positions_in_the_colours_of_their_axes():
     assert [text.get_text() for text in ax.get_legend().get_texts()][3:] == ["image", "video"]
 
 
-def test_kinds_name_a_clip_of_one_step():
-    ax = viz.plot_positions(POSITIONS, [IMAGE], kinds=["video"])
-    assert ax.patches[0].get_facecolor()[:3] == to_rgba(TOKEN_COLORS["video"])[:3]
-
-
-def test_positions_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match="positions_3L: dimension 0 must be 3, got 2"):
-        viz.plot_positions(POSITIONS[:2])
-
-
 def test_rotary_maps_turn_with_rows_above_and_columns_below():
     """Oracle: `vision_rotary_cos_sin` without merge blocks, which is in reading order."""
     axes = viz.plot_rotary((4, 6), head_dim=12)
@@ -137,10 +76,6 @@ def test_position_grid_writes_every_position():
     axes = viz.plot_position_grid(POSITIONS, CLIP)
     written = [[int(t) for t in texts(ax)] for ax in axes.flat]
     assert written == POSITIONS[:, 10:34].reshape(9, 8).tolist()
-
-
-def test_position_grid_shows_no_more_frames_than_asked():
-    assert viz.plot_position_grid(POSITIONS, CLIP, max_frames=2).shape == (3, 2)
 
 
 def test_place_answers_count_pairs_and_put_the_rest_aside():
@@ -160,26 +95,6 @@ def test_keep_mask_covers_what_is_pruned():
     assert axes[0].figure.get_suptitle() == "q = 0.5: 12 of 24 tokens kept"
 
 
-def test_keep_mask_outlines_kept_tokens():
-    """One kept token of a frame has four sides; a whole frame is outlined along its edge of 2 * (2 + 4)."""
-    mask = torch.zeros(24, dtype=torch.bool)
-    mask[:8], mask[8 + 5] = True, True
-    lines = [len(ax.lines) for ax in viz.plot_keep_mask(FRAMES, mask, THW)]
-    assert lines == [12, 4, 0]
-
-
-def test_long_clips_break_into_rows():
-    frames = np.zeros((7, 28, 28, 3), np.uint8)
-    axes = viz.plot_keep_mask(frames, torch.ones(7, dtype=torch.bool), (7, 1, 1), columns=5)
-    assert axes.shape == (7,) and len(axes[0].figure.axes) == 7
-    assert len({round(ax.get_position().y0, 3) for ax in axes}) == 2
-
-
-def test_a_mask_of_another_length_is_refused():
-    with pytest.raises(ValueError, match="keep_M: dimension 0 must be 24, got 23"):
-        viz.plot_keep_mask(FRAMES, MASK[:-1], THW)
-
-
 def test_dissimilarity_maps_share_a_scale_and_the_first_has_none():
     dissimilarity = compute_dissimilarity(EMBEDS, 3)
     axes = viz.plot_dissimilarity(dissimilarity, THW, title="embeddings")
@@ -188,11 +103,6 @@ def test_dissimilarity_maps_share_a_scale_and_the_first_has_none():
         np.testing.assert_array_equal(image(axes[i]).ravel(), dissimilarity[i])
         assert axes[i].images[0].get_clim() == (0, float(dissimilarity[1:].max()))
     assert axes[0].figure.get_suptitle() == "embeddings"
-
-
-def test_a_single_frame_has_no_scale():
-    axes = viz.plot_dissimilarity(torch.full((1, 8), 255.0), (1, 2, 4))
-    assert texts(axes[0]) == ["always\nkept"] and axes[0].figure.axes == list(axes)
 
 
 def test_pruned_positions_are_those_of_the_survivors():
@@ -217,11 +127,6 @@ def test_accuracy_curve_is_in_percent_and_time_relative():
     assert right.lines[0].get_xydata().tolist() == [[0.9, 0.75], [0.0, 1.0]]
     names = [text.get_text() for text in ax.get_legend().get_texts()]
     assert names == ["motion", "color", "first token (right)"]
-
-
-def test_accuracy_curve_without_times_has_one_axis():
-    ax = viz.plot_accuracy_curve({"motion": {0.0: 1.0}})
-    assert ax.figure.axes == [ax]
 
 
 def test_positions_are_explored_from_where_the_caller_says():

@@ -2,11 +2,6 @@
 
 import json
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import pytest
 
 from refvl import viz
@@ -14,12 +9,6 @@ from refvl.paths import DATA
 
 MEASURED = json.loads((DATA / "measurements" / "performance_cpu.json").read_text())
 CURVES = json.loads((DATA / "measurements" / "cost_curves_cpu.json").read_text())["rows"]
-
-
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
 
 
 def test_stage_shares_lie_end_to_end():
