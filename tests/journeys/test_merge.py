@@ -5,13 +5,13 @@ import torch
 
 from refvl.merge import (
     MediaTokens,
-    expand_placeholders,
     find_media_spans,
     keep_in_prompt,
     left_pad,
     merge_embeddings,
 )
 from refvl.positions import MediaSpan
+from refvl.processors.chat import expand_placeholders
 
 IDS = {"image": 100, "video": 200}
 IMAGE, VIDEO = MediaTokens("image", (1, 2, 2)), MediaTokens("video", (3, 1, 1), t_factor=1.5)

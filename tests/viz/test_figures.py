@@ -11,8 +11,9 @@ from PIL import Image
 
 from refvl import viz
 from refvl.graphs import Batch, TraceGraph
+from refvl.pixels.by_hand import patchify_image
 from refvl.pixels.crops import CropConfig, CropLayout
-from refvl.pixels.patches import PatchConfig, patchify_image
+from refvl.pixels.patches import PatchConfig
 from refvl.pixels.slices import SliceConfig
 from refvl.positions import (
     MediaSpan,
@@ -22,7 +23,7 @@ from refvl.positions import (
     get_window_index,
     mrope_axis_of_pairs,
 )
-from refvl.trace import Trace
+from refvl.study.report import Trace
 
 CONFIG, PICTURE = PatchConfig(), Image.new("RGB", (140, 84), "teal")
 TINY = CropConfig(image_size=84, crop_size=56, max_side=336)
