@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from refvl.merge import MediaTokens
 from refvl.pixels.media import LIMITS, MediaLimits, Video, load_image
-from refvl.pixels.patches import PatchConfig, levels_of_frames, levels_of_image, plan_grid, token_grid
+from refvl.pixels.patches import PatchConfig, grid_of, levels_of_frames, levels_of_image, token_grid
 from refvl.pixels.patches import Patches as Patches
 from refvl.processors.messages import as_messages, media_of, texts_of
 from refvl.processors.planning import PlansMedia
@@ -115,11 +115,11 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         return self.media_tokens("video", self._video_layout(video))
 
     def _image_layout(self, image: Image.Image) -> Any:
-        return plan_grid(image.height, image.width, self.image_config)
+        return grid_of(image.height, image.width, self.image_config)
 
     def _video_layout(self, video: Video) -> Any:
         _, height, width, _ = video.frames.shape
-        return plan_grid(height, width, self.video_config, len(self._frames_read(video)))
+        return grid_of(height, width, self.video_config, len(self._frames_read(video)))
 
     def media_tokens(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MediaTokens:
         """How the language model sees a medium of this layout; second_per_grid: of a video's time axis."""
