@@ -13,7 +13,7 @@ import numpy as np
 import prompts
 import pytest
 import torch
-from checkpoint_factory import glm_config, glm_transformers_model, make_glm_checkpoint
+from checkpoint_factory import glm_transformers_model, make_glm_checkpoint
 from prompts import image_part, text_part
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
@@ -30,8 +30,6 @@ from refvl.pixels.patch_configs import Glm4vPatchConfig, smart_resize_video
 from refvl.positions import MediaSpan
 from refvl.positions.timestamps import sample_video_frames
 from refvl.processors.glm4v import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor
-from refvl.study.costs import describe, plan_media
-from refvl.tools.cli import main
 
 PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")]
 CLIP = DATA / "clips" / "bigbuckbunny.mp4"
@@ -190,23 +188,6 @@ def test_a_frame_may_lose_its_tokens_but_not_its_second(dense):
     assert f"<|begin_of_video|>{first}0{empty}1{empty}2<|end_of_video|>" in read
 
 
-@pytest.mark.parametrize(
-    "media",
-    [
-        {},
-        {"images": PHOTOS},
-        pytest.param({"videos": [CLIP]}, marks=pytest.mark.slow),
-        {"images": PHOTOS[:1], "videos": [CLIP], "pruning_rate": 0.5},
-    ],
-    ids=["text", "pictures", "clip", "picture and pruned clip"],
-)
-def test_graphs_change_no_id(folder, vlm, media):
-    graphed = load(folder, graphs={"budgets": [16, 32, 64]})
-    expected, trace = (m.trace("What is it?", max_new_tokens=NEW_TOKENS, **media) for m in (vlm, graphed))
-    assert trace.token_ids == expected.token_ids
-    assert graphed.graphs.stats().misses == 0 and (graphed.graphs.stats().hits > 0) == bool(media)
-
-
 class CharacterTokenizer:
     """The golden data's: encode(s) = [1000 + ord(c) for c in s]."""
 
@@ -322,22 +303,6 @@ def test_budgets_are_of_all_frames(vlm):
         assert 2 * t * h * w * 14**2 <= area < 2 * t * (h + 2) * (w + 2) * 14**2
 
 
-def test_info_plans_what_the_run_encodes(vlm):
-    media = vlm.processor.decode(vlm.processor.messages("", [PHOTOS[0]], [CLIP]))
-    plans, patches = [plan_media(vlm, m) for m in media], vlm.processor.patchify(media)
-    assert [p.layout for p in plans] == [p.layout for p in patches]
-    assert [p.tokens for p in plans] == [len(e) for e in vlm.encode([PHOTOS[0]], [CLIP])]
-    rows = describe(vlm, media)
-    assert rows["family"].startswith("GLM") and "memory needed" in rows
-
-
-def test_a_config_alone_plans(vlm):
-    values = glm_config(vlm.config.model_type)
-    planned = refvl.load(values, weights="random", device="meta")
-    assert planned.family is vlm.family and "memory needed" in describe(planned, [load_video(MOVING)])
-    assert planned.processor.image_config.max_pixels == 28 * 28 * 15000
-
-
 @pytest.mark.parametrize(
     ("kind", "layer"), [("4.5V", 46), ("4.5V", 92), ("OCR", 16)], ids=["MoE 46", "MoE 92", "OCR 16"]
 )
@@ -407,22 +372,6 @@ def test_frames_of_a_clip_are_runs_in_the_order_of_the_media():
     assert find_media_spans(ids, media, {"image": 7, "video": 8}) == [
         MediaSpan(1, 1, 1, 2), MediaSpan(4, 1, 1, 2), MediaSpan(6, 1, 1, 1),
     ]  # fmt: skip
-
-
-def test_the_command_line_has_no_new_flags(dense_folder, dense, monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["refvl", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        assert not stop.value.code
-        return " ".join(capsys.readouterr().out.replace("│", " ").split())
-
-    question, options = "What moves?", ("--device", "cpu", "--max-new-tokens", 8)
-    answer = dense.chat(question, videos=[CLIP], max_new_tokens=8, pruning_rate=0.5)
-    out = run("chat", dense_folder, question, "--video", CLIP, "--pruning-rate", 0.5, *options)
-    assert out == " ".join(answer.split())
-    assert "5 frames" in run("trace", dense_folder, question, "--video", CLIP, *options)
-    assert "5 x 8 x 4 patches" in run("info", dense_folder, "--video", CLIP)
 
 
 def test_families_are_told_by_model_type():

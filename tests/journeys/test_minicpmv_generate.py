@@ -27,7 +27,6 @@ from checkpoint_factory_minicpmv import (
 from closeness import assert_agree, assert_differ
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig
 
 import refvl
 from refvl import families
@@ -37,7 +36,6 @@ from refvl.pixels.slices import SliceGroup
 from refvl.processors.minicpmv import MiniCPMV4_5Processor
 from refvl.processors.minicpmv_video import FrameConfig, middle_indices, patches_per_token, temporal_ids
 from refvl.study.costs import describe
-from refvl.tools.cli import main
 
 RANDOM = np.random.default_rng(0)
 CLIP = DATA / "clips" / "bigbuckbunny.mp4"
@@ -247,41 +245,6 @@ def test_turns_systems_and_strings(models, version):
     assert text.index("Hi") < text.index("Hello") < text.index("<image>") < text.index("What?")
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_batches_and_streams_are_single_answers(models, version):
-    vlm = models[version]
-    requests = [
-        {"prompt": "What is it?", "images": [LARGE]},
-        {"prompt": "Hi"},
-        {"prompt": "So?", "images": [SMALL, WIDE]},
-    ]
-    single = [vlm.chat(**request, max_new_tokens=NEW_TOKENS) for request in requests]
-    assert vlm.chat_batch(requests, max_new_tokens=NEW_TOKENS) == single
-    assert "".join(vlm.chat(**requests[0], max_new_tokens=NEW_TOKENS, stream=True)) == single[0]
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_generate_takes_tensors(models, version):
-    """Rows and layouts of all pictures of a batch, placeholders in the prompts, as `trace` makes them."""
-    vlm = models[version]
-    trace = vlm.trace("What?", images=[LARGE, SMALL], max_new_tokens=NEW_TOKENS)
-    inputs = {
-        "pixel_values": torch.cat([p.pixel_values for p in trace.patches]),
-        "image_grid_thw": trace.layouts,
-    }
-    ids = vlm.generate(trace.full_ids[None], **inputs, max_new_tokens=NEW_TOKENS)
-    assert ids[0, len(trace.full_ids) :].tolist() == trace.token_ids
-
-
-@pytest.mark.parametrize("version", VERSIONS[1:])
-def test_graphs_change_no_id(folders, models, version):
-    graphed = load(folders[version], graphs={"budgets": [QUERIES, 4 * QUERIES, 10 * QUERIES]})
-    media = {"images": [LARGE, SMALL]} | ({"videos": [MOVING]} if version in WITH_CLIPS else {})
-    expected, trace = (m.trace("What?", max_new_tokens=NEW_TOKENS, **media) for m in (models[version], graphed))
-    assert trace.token_ids == expected.token_ids
-    assert graphed.graphs.stats().hits == len(trace.patches) and graphed.graphs.stats().misses == 0
-
-
 def test_2_0_has_no_graphs(folders):
     with pytest.raises(ValueError, match=r"2\.0"):
         load(folders["2.0"], graphs=True)
@@ -340,21 +303,6 @@ def test_config_is_flat_and_no_code_is_run(folders, monkeypatch):
     for version, folder in folders.items():
         vlm = load(folder)
         assert vlm.family.name == f"MiniCPM-V {version}" and vlm.config.query_num == QUERIES
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_weight_is_needed_and_none_is_unknown(folders, tmp_path, version):
-    """One dropped in each part, one added: all named."""
-    weights = load_file(folders[version] / "model.safetensors")
-    folder = make_minicpmv_checkpoint(tmp_path / "broken", version)
-    for part in ("llm.model.norm.weight", "resampler.proj"):
-        save_file({n: t for n, t in weights.items() if n != part}, folder / "model.safetensors", {"format": "pt"})
-        with pytest.raises(ValueError, match=rf"missing \(1\): .*{part.split('.', 1)[1]}"):
-            load(folder)
-    for name in ("llm.model.extra.weight", "vpm.extra.weight", "extra.weight"):
-        save_file(weights | {name: torch.ones(2)}, folder / "model.safetensors", {"format": "pt"})
-        with pytest.raises(ValueError, match=rf"unexpected \(1\): .*{name.split('.', 1)[1]}"):
-            load(folder)
 
 
 def test_speech_is_left_out_and_said_so(folders, models, tmp_path):
@@ -495,30 +443,6 @@ def test_pruning_is_refused_by_name(models, version):
     assert models[version].chat("What?", images=[SMALL], pruning_rate=0.5, max_new_tokens=1) is not None
 
 
-def inputs_of(vlm):
-    trace = vlm.trace("go", images=[LARGE], max_new_tokens=1)
-    [patches] = trace.patches
-    return {"input_ids": trace.full_ids[None], "pixel_values": patches.pixel_values, "image_grid_thw": trace.layouts}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda i: {"image_grid_thw": [i["image_grid_thw"][0][:-1]]}, "pixel_values: dimension 0 must be"),
-        (lambda i: {"pixel_values": i["pixel_values"][:-1]}, "pixel_values: dimension 0 must be"),
-        (lambda i: {"image_grid_thw": None}, "give both or neither"),
-        (lambda i: {"image_grid_thw": [[(4, 4, 4)]]}, "image_grid_thw"),
-        (lambda i: {"input_ids": i["input_ids"][:, 12:]}, "input_ids: "),
-        (lambda i: {"input_ids": i["input_ids"].repeat(2, 1)}, "image placeholders too many"),
-    ],
-)
-@pytest.mark.parametrize("version", ["2.5", "4.5"])
-def test_rows_sizes_and_placeholders_must_fit(models, version, change, message):
-    inputs = inputs_of(models[version])
-    with pytest.raises(ValueError, match=message):
-        models[version].generate(**(inputs | change(inputs)))
-
-
 def test_a_clip_is_sampled_by_what_its_version_reads(models):
     with pytest.raises(
         ValueError, match=r"samples a video by fps, max_frames, or num_frames alone, got \['min_frames'\]"
@@ -538,39 +462,3 @@ def test_info_says_what_becomes_of_media(models, version):
     assert rows["family"] == f"MiniCPM-V {version}" and "memory needed" in rows
     assert "overview 56 x 56 px and 2 x 2 slices" in rows["image 1"] and "slices" not in rows["image 2"]
     assert version not in WITH_CLIPS or "5 sets of frames" in rows["video 3"]
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_a_config_alone_plans(version):
-    planned = refvl.load(minicpmv_config(version), weights="random", device="meta")
-    assert "memory needed" in describe(planned, [LARGE])
-    with pytest.raises(ValueError, match="device: a model on 'meta' can plan, but not run"):
-        planned.chat("What?")
-
-
-def test_the_command_line_has_no_new_flags(folders, models, monkeypatch, capsys, tmp_path):
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["refvl", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        assert not stop.value.code
-        return " ".join(capsys.readouterr().out.replace("│", " ").split())
-
-    LARGE.save(tmp_path / "large.png")
-    answer = models["4.5"].chat("What?", images=[LARGE], max_new_tokens=8)
-    out = run(
-        "chat", folders["4.5"], "What?", "--image", tmp_path / "large.png", "--max-new-tokens", 8, "--device", "cpu"
-    )
-    assert out == " ".join(answer.split())
-    assert "patches a token" in run("info", folders["4.5"], "--video", CLIP)
-    assert "2 x 2 slices" in run("info", folders["2.0"], "--image", tmp_path / "large.png")
-
-
-def test_sampling_options_reach_the_text_model(models):
-    """The released generation configs hold sampling defaults; greedy decoding ignores them."""
-    vlm = models["4.5"]
-    config = vlm.language_model.generation_config
-    assert isinstance(config, GenerationConfig)
-    torch.manual_seed(0)
-    sampled = vlm.chat("What?", images=[SMALL], max_new_tokens=8, do_sample=True, temperature=5.0)
-    assert sampled != vlm.chat("What?", images=[SMALL], max_new_tokens=8)

@@ -23,11 +23,9 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor as
 import refvl
 from refvl.paths import DATA
 from refvl.pixels.by_hand import smart_resize
-from refvl.pixels.media import load_image, load_video
+from refvl.pixels.media import load_image
 from refvl.pixels.patch_configs import Qwen3VLPatchConfig, smart_resize_video
 from refvl.processors.qwen3_vl import even_indices
-from refvl.serving.export import encode_folder, read_embeddings
-from refvl.study.costs import describe, plan_media
 
 PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")]
 CLIP = DATA / "clips" / "bigbuckbunny.mp4"
@@ -192,40 +190,6 @@ def test_evs_restricts_the_layout_and_keeps_every_second(vlm, oracle, rate):
     assert given[0, len(full.full_ids) :].tolist() == pruned.token_ids
 
 
-@pytest.mark.parametrize(
-    "media",
-    [
-        {},
-        {"images": PHOTOS},
-        pytest.param({"videos": [CLIP]}, marks=pytest.mark.slow),
-        {"images": PHOTOS[:1], "videos": [CLIP], "pruning_rate": 0.5},
-    ],
-    ids=["text", "pictures", "clip", "picture and pruned clip"],
-)
-@pytest.mark.parametrize("budgets", [[16, 32, 128], [8]], ids=["replayed", "too small"])
-def test_graphs_change_no_id(dense_folder, dense, media, budgets):
-    """Hits with padding, and the eager way for what is larger than every budget."""
-    graphed = load(dense_folder, graphs={"budgets": budgets, "max_items": 8})
-    expected, trace = (m.trace("What is it?", max_new_tokens=NEW_TOKENS, **media) for m in (dense, graphed))
-    assert trace.token_ids == expected.token_ids
-    stats = graphed.graphs.stats()
-    assert bool(stats.misses if budgets == [8] else stats.hits) == bool(media)
-
-
-def test_rows_survive_the_disk(dense, tmp_path):
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
-    (pictures / "coffee.jpg").write_bytes(PHOTOS[0].read_bytes())
-    encode_folder(dense, pictures, tmp_path / "out", progress=False)
-    rows = read_embeddings(tmp_path / "out", "coffee.jpg")
-    trace = dense.trace("What is it?", images=PHOTOS[:1], max_new_tokens=NEW_TOKENS)
-    assert torch.equal(rows, trace.embeds[0])
-    ids = dense.generate(
-        trace.full_ids[None], image_embeds=[rows], image_grid_thw=trace.layouts, max_new_tokens=NEW_TOKENS
-    )
-    assert ids[0, len(trace.full_ids) :].tolist() == trace.token_ids
-
-
 def test_without_deeper_features_the_ids_differ(dense):
     """The oracles above could not tell, if nothing came of them."""
     trace = dense.trace("What is it?", images=PHOTOS[:1], max_new_tokens=NEW_TOKENS)
@@ -326,16 +290,6 @@ def test_sizes_follow_the_budget_of_each_kind(frames):
         assert capped.fit(height, width, frames) == smart_resize_video(
             counted, height, width, max_pixels=share * counted, **budgets
         )
-
-
-@pytest.mark.parametrize("model_type", KINDS)
-def test_info_plans_what_the_run_encodes(model_type):
-    planned = refvl.load(qwen3_config(model_type), weights="random", device="meta")
-    media = [load_image(PHOTOS[0]), load_video(MOVING)]
-    plans, patches = [plan_media(planned, m) for m in media], planned.processor.patchify(media)
-    assert [p.layout for p in plans] == [p.layout for p in patches]
-    assert "memory needed" in describe(planned, media)
-    assert planned.encoder.config.deepstack_visual_indexes == (() if "3_5" in model_type else (1, 2))
 
 
 # ------------------------------------------------------------------------------------------------- weights

@@ -1,0 +1,172 @@
+"""What holds of every family from folder to text, by one line in `tests/random_models.py`.
+
+Oracle: `trace`, which each family's own file holds against transformers, its formulas or its golden prompts.
+"""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from random_models import MAKERS, WITHOUT_VIDEOS, make, random_folder, random_model
+from safetensors.torch import load_file, save_file
+
+import refvl
+from refvl.study.costs import describe, plan_media
+from refvl.tools.cli import main
+
+RANDOM = np.random.default_rng(0)
+LARGE = Image.fromarray(RANDOM.integers(0, 256, (112, 112, 3), dtype=np.uint8))  # sliced, cut into crops
+SMALL = Image.fromarray(RANDOM.integers(0, 256, (60, 70, 3), dtype=np.uint8))
+WIDE = Image.fromarray(RANDOM.integers(0, 256, (40, 120, 3), dtype=np.uint8))
+MOVING = RANDOM.integers(0, 256, (6, 90, 120, 3), dtype=np.uint8)
+NEW_TOKENS = 8
+REQUESTS = [
+    {"prompt": "What is it?", "images": [LARGE]},
+    {"prompt": "Hi"},
+    {"prompt": "And which of these?", "images": [SMALL, WIDE, LARGE]},
+]
+each_family = pytest.mark.parametrize("name", MAKERS)
+
+
+def load(folder, **options):
+    return refvl.load(folder, device="cpu", progress=False, **options)
+
+
+def media_of(name: str) -> dict:
+    return {"images": [LARGE, SMALL]} | ({} if name in WITHOUT_VIDEOS else {"videos": [MOVING]})
+
+
+@each_family
+def test_batches_and_streams_are_single_answers(name):
+    """Left padding: prompts of different lengths, with and without images."""
+    vlm = random_model(name)
+    alone = [vlm.chat(**request, max_new_tokens=NEW_TOKENS) for request in REQUESTS]
+    assert vlm.chat_batch(REQUESTS, max_new_tokens=NEW_TOKENS) == alone and len(set(alone)) == 3
+    for request, answer in zip(REQUESTS, alone, strict=True):
+        pieces = vlm.chat(**request, max_new_tokens=NEW_TOKENS, stream=True)
+        assert not isinstance(pieces, str) and "".join(pieces) == answer
+    assert vlm.chat_batch([]) == []
+
+
+def tensors_of(name: str) -> tuple[dict, list[int]]:
+    """Arguments of `generate` for two images, and the ids of the answer by `trace`."""
+    trace = random_model(name).trace("What is it?", images=[LARGE, SMALL], max_new_tokens=NEW_TOKENS)
+    rows = torch.cat([p.pixel_values for p in trace.patches])
+    return {"input_ids": trace.full_ids[None], "pixel_values": rows, "image_grid_thw": trace.layouts}, trace.token_ids
+
+
+@each_family
+def test_generate_takes_tensors(name):
+    """Rows and layouts of all images, placeholders in the prompt, as `trace` makes them."""
+    inputs, expected = tensors_of(name)
+    out = random_model(name).generate(**inputs, max_new_tokens=NEW_TOKENS)
+    assert out[0, inputs["input_ids"].shape[1] :].tolist() == expected
+
+
+REFUSED = {
+    "no layouts": (lambda i: {"image_grid_thw": None}, "pixel_values, image_grid_thw: give both or neither"),
+    "no rows": (lambda i: {"pixel_values": None}, "pixel_values, image_grid_thw: give both or neither"),
+    "a row too few": (lambda i: {"pixel_values": i["pixel_values"][:-1]}, "pixel_values: dimension 0 must be"),
+    "one image": (lambda i: {"image_grid_thw": i["image_grid_thw"][:1]}, "pixel_values: dimension 0 must be"),
+    "no placeholders": (lambda i: {"input_ids": i["input_ids"][:, :2]}, "no placeholders"),
+    "twice as many": (lambda i: {"input_ids": i["input_ids"].repeat(2, 1)}, "image placeholders too many"),
+    "a rate of 1": (lambda i: {"pruning_rate": 1.0}, r"pruning_rate: a pruning rate lies in \[0, 1\), got 1.0"),
+    "no new token": (lambda i: {"max_new_tokens": 0}, "max_new_tokens"),
+    "a short mask": (lambda i: {"attention_mask": torch.ones(1, 3)}, "attention_mask"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+@each_family
+def test_what_does_not_fit_is_refused(name, change, message):
+    inputs, _ = tensors_of(name)
+    with pytest.raises(ValueError, match=message):
+        random_model(name).generate(**(inputs | change(inputs)))
+
+
+@pytest.mark.parametrize("budgets", [[8, 16, 64, 256], [2]], ids=["replayed", "too small"])
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "MiniCPM-V 2.0"])
+def test_graphs_change_no_id(name, budgets):
+    """Hits with padding, and the eager way for what is larger than every budget."""
+    if name == "Step3-VL" and budgets == [2]:
+        pytest.skip("budgets of several paths are derived, and hold one unit of each")
+    graphed = load(random_folder(name), graphs={"max_budget": 64} if name == "Step3-VL" else {"budgets": budgets})
+    for media in ({}, media_of(name)):
+        expected, trace = (m.trace("What?", max_new_tokens=NEW_TOKENS, **media) for m in (random_model(name), graphed))
+        assert trace.token_ids == expected.token_ids
+    stats = graphed.graphs.stats()
+    assert (stats.hits > 0, stats.misses > 0) == (budgets != [2], budgets == [2])
+
+
+@each_family
+def test_a_config_alone_plans_what_a_run_encodes(name):
+    """Oracle: the layouts, tokens and embeddings of the run."""
+    vlm = random_model(name)
+    media = vlm.processor.decode(vlm.processor.messages("", **media_of(name)))
+    plans, patches = [plan_media(vlm, m) for m in media], vlm.processor.patchify(media)
+    assert [p.layout for p in plans] == [p.layout for p in patches]
+    assert [p.tokens for p in plans] == [len(rows) for rows in vlm.encode(**media_of(name))]
+
+    config = json.loads((random_folder(name) / "config.json").read_text())
+    planned = refvl.load(config, weights="random", device="meta")
+    assert planned.family is vlm.family and "memory needed" in describe(planned, media)
+    with pytest.raises(ValueError, match="device: a model on 'meta' can plan, but not run"):
+        planned.chat("What?")
+    with pytest.raises(ValueError, match="a tokenizer needs a checkpoint folder"):
+        planned.processor.tokenize([], [])
+
+
+@each_family
+def test_the_command_line_says_what_chat_says(name, monkeypatch, capsys, tmp_path):
+    def run(command, *arguments):
+        monkeypatch.setattr("sys.argv", ["refvl", command, str(random_folder(name)), *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert not stop.value.code
+        return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+    LARGE.save(tmp_path / "large.png")
+    options = ("--image", tmp_path / "large.png", "--device", "cpu", "--max-new-tokens", 8)
+    answer = random_model(name).chat("What is it?", images=[LARGE], max_new_tokens=8)
+    assert run("chat", "What is it?", *options) == " ".join(answer.split())
+    tokens = len(random_model(name).encode([LARGE])[0])
+    assert f"({tokens}, " in run("trace", "What is it?", *options)
+    assert f"{tokens} tokens" in run("info", "--image", tmp_path / "large.png")
+
+
+@each_family
+def test_every_weight_is_needed_and_none_is_unknown(name, tmp_path):
+    """One dropped in each half, one added to each, one of another shape: all named."""
+    folder = make(name, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    tower = next(key for key in weights if re.search(r"^(model\.)?(visual|vpm|vision_model)\..*norm.*weight", key))
+    text = next(key for key in weights if re.search(r"(^|\.)norm\.weight$", key) and not key.startswith(("vis", "vpm")))
+
+    def refused(changed, message):
+        save_file(changed, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            load(folder)
+
+    for key in (tower, text):
+        extra = key.split(".")[0] + ".extra.weight"
+        refused({n: t for n, t in weights.items() if n != key}, r"missing \(1\): .*norm.*weight")
+        refused(weights | {extra: torch.ones(2)}, r"unexpected \(1\): .*extra")
+        refused(weights | {key: torch.ones(7)}, r"(misshapen|mismatched) \(1\).*norm.*weight")
+
+
+@each_family
+def test_half_precision_runs_and_sampling_follows_the_seed(name):
+    vlm = load(random_folder(name), dtype="bfloat16")
+    assert vlm.encoder.dtype == vlm.language_model.dtype == torch.bfloat16
+    [rows] = vlm.encode([SMALL])
+    assert rows.dtype == torch.bfloat16 and rows.isfinite().all()
+
+    def sample(seed):
+        torch.manual_seed(seed)
+        options = {"do_sample": True, "temperature": 5.0, "top_k": 0, "max_new_tokens": NEW_TOKENS}
+        return vlm.trace("What is it?", images=[SMALL], **options).token_ids
+
+    assert sample(0) == sample(0) != sample(1)
