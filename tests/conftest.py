@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
-from tiers import no_processes, quick_tier, with_few_examples
+from tiers import COLLECTED, no_processes, quick_tier, with_few_examples
 
 from refvl.paths import DATA
 
@@ -38,7 +38,6 @@ TORCHVISION_OPERATORS = _complete_torchvision()
 
 settings.register_profile("shared machine", deadline=None)  # slow is not wrong
 settings.load_profile("shared machine")
-COLLECTED = pytest.StashKey[list[pytest.Item]]()  # the tests of both tiers
 
 
 def pytest_addoption(parser):

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import settings
 
+COLLECTED = pytest.StashKey[list[pytest.Item]]()  # the tests of both tiers
 FEW_EXAMPLES = 5
 KINDS = ("qwen2_5", "qwen3", "glm_ocr", "glm", "minicpm", "step3")  # as they stand in the names of cases
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import FEW_EXAMPLES, StartsAProcess, kind_of, no_processes, quick_tier, with_few_examples
+from tiers import COLLECTED, FEW_EXAMPLES, StartsAProcess, kind_of, no_processes, quick_tier, with_few_examples
 
 TESTS = Path(__file__).resolve().parents[1]
 EQUATIONS = ("positions", "pixels", "processors", "encoders", "language", "graphs", "contracts", "journeys")
@@ -18,8 +18,6 @@ EQUATIONS = ("positions", "pixels", "processors", "encoders", "language", "graph
 @pytest.mark.thorough  # a part of the tests says nothing about all of them
 def test_every_file_of_equations_has_quick_tests_and_no_test_is_lost(request):
     """Whatever part of the suite is run, it is looked at as collected, before a tier was chosen."""
-    from conftest import COLLECTED
-
     items = request.config.stash[COLLECTED]
     quick = quick_tier(items)
     rest = [item for item in items if item not in set(quick)]

@@ -334,7 +334,7 @@ class Processor(ChatProcessor):
     def __init__(self):
         self.image_config = PatchConfig()
 
-    def merged(self, kind, layout, second_per_grid=1.0):
+    def media_tokens(self, kind, layout, second_per_grid=1.0):
         return None
 
 
