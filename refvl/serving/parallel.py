@@ -16,7 +16,6 @@ import os
 from collections.abc import Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import islice
 from math import prod
 from numbers import Real
 from typing import Any
@@ -138,10 +137,9 @@ def restore_order(gathered: Tensor, tokens: Sequence[int], order: Sequence[int],
     each item. order, counts: the assignment.
     """
     embeds: dict[int, Tensor] = {}
-    items = iter(order)
-    for rank, count in enumerate(counts):
+    for rank, own in enumerate(torch.tensor(order).split(list(counts))):
         start = rank * (len(gathered) // len(counts))
-        for i in islice(items, count):
+        for i in own.tolist():
             embeds[i] = gathered[start : start + tokens[i]]
             start += tokens[i]
     return [embeds[i] for i in range(len(tokens))]
