@@ -16,6 +16,7 @@ import os
 from collections.abc import Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import islice
 from math import prod
 from numbers import Real
 from typing import Any
@@ -137,9 +138,10 @@ def restore_order(gathered: Tensor, tokens: Sequence[int], order: Sequence[int],
     each item. order, counts: the assignment.
     """
     embeds: dict[int, Tensor] = {}
-    for rank, own in enumerate(torch.tensor(order).split(list(counts))):
+    items = iter(order)
+    for rank, count in enumerate(counts):
         start = rank * (len(gathered) // len(counts))
-        for i in own.tolist():
+        for i in islice(items, count):
             embeds[i] = gathered[start : start + tokens[i]]
             start += tokens[i]
     return [embeds[i] for i in range(len(tokens))]
