@@ -48,7 +48,7 @@ def load_strict(
         if name not in targets:
             problems["unexpected"].append(checkpoint_name)
             continue
-        owner = owners[name]
+        owner = owners.get(name, name)
         seen = filled.setdefault(owner, set())
         if name in seen or owner in seen or (seen and name == owner):
             problems["repeated"].append(checkpoint_name)
@@ -59,10 +59,7 @@ def load_strict(
         else:
             pairs.append((targets[name], tensor))
         seen.add(name)
-    problems["missing"] = [name for name in stored if name not in filled]
-    for owner, seen in filled.items():
-        parts = {} if owner in seen else _parts(owner, fuse)
-        problems["missing"] += [f"{owner} ({part})" for part, name in parts.items() if name not in seen]
+    problems["missing"] = _missing(stored, filled, fuse)
     raise_for_weights(type(module).__name__, "model", problems)
     with torch.no_grad():
         for target, tensor in pairs:
@@ -71,12 +68,12 @@ def load_strict(
 
 
 def _targets(stored: dict[str, Tensor], fuse: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What can be filled by its name, parts of fused parameters too, and by the same names the whole parameters'."""
-    targets, owners = dict(stored), {name: name for name in stored}
+    """What can be filled, by name, parts of fused parameters too; and of each part the parameter that it belongs to."""
+    targets, owners = dict(stored), dict[str, str]()
     for owner, parameter in stored.items():
-        parts = _parts(owner, fuse)
-        targets |= zip(parts.values(), parameter.chunk(max(1, len(parts))), strict=False)
-        owners |= dict.fromkeys(parts.values(), owner)
+        if parts := _parts(owner, fuse).values():
+            targets |= zip(parts, parameter.chunk(len(fuse)), strict=True)
+            owners |= dict.fromkeys(parts, owner)
     return targets, owners
 
 
@@ -84,6 +81,15 @@ def _parts(owner: str, fuse: tuple[str, ...]) -> dict[str, str]:
     """Part -> its name, of a parameter that is fused: {"q": "attn.q.weight", ...} of "attn.qkv.weight"."""
     fused = f".{''.join(fuse)}."
     return {part: owner.replace(fused, f".{part}.") for part in fuse if fused in owner}
+
+
+def _missing(stored: dict[str, Tensor], filled: dict[str, set[str]], fuse: tuple[str, ...]) -> list[str]:
+    """Parameters that nothing fills, then the parts that others lack."""
+    missing = [name for name in stored if name not in filled]
+    for owner, names in filled.items():
+        if owner not in names:
+            missing += [f"{owner} ({part})" for part, name in _parts(owner, fuse).items() if name not in names]
+    return missing
 
 
 def named_tensors(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

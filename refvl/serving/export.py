@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from itertools import islice
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,8 +59,8 @@ def encode_folder(
             finished = _finished(out, model, found)
             todo = [_measured(vlm, image) for image in found if image.name not in finished]
             order, counts, _ = get_load_balance_assignment([image.rows for image in todo], world_size)
-            dealt = iter(order)
-            return [[todo[i] for i in islice(dealt, own)] for own in counts]
+            dealt = torch.tensor(order, dtype=torch.int64).split(counts)
+            return [[todo[i] for i in own.tolist()] for own in dealt]
 
         own = _from_rank_0(deal, rank, world_size)[rank]
         waiting, unreadable = deque(own), dict[str, str]()
