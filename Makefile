@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## answer questions about an image and a video; print every stage, write a figure
+demo: $(STAMP) ## answer questions about an image and a video; print every stage, write its figures
 	$(BIN)/python -m refvl.tools.demo --out outputs/demo
 
 lint: $(STAMP) ## style and types

@@ -1,4 +1,4 @@
-"""`make demo`: questions about a shipped picture and a shipped clip, every stage on the way, and a figure.
+"""`make demo`: questions about a shipped picture and a shipped clip, every stage on the way, and its figures.
 
 Everything shown comes from a `Trace`; `python -m refvl.tools.demo --help` lists other media and questions.
 """
@@ -29,18 +29,18 @@ Ask about the color, shape, place or motion of an object; to anything else they 
 
 @report_mistakes()
 def main(
-    out: Annotated[Path, typer.Option(help="folder for the figure")] = Path("outputs/demo"),
+    out: Annotated[Path, typer.Option(help="folder for the figures")] = Path("outputs/demo"),
     checkpoint: Annotated[str, typer.Option(help="a checkpoint folder or a hub id")] = str(CHECKPOINT),
     device: Device = "auto",
 ) -> None:
-    """Two questions about an image and two about a video, with a table of stages and a figure."""
+    """Two questions about an image and two about a video, with a table of stages and figures."""
     check_clone("the demo")
     console = Console()
     model = load(checkpoint, device=device, progress=console.is_terminal)
     console.print(f"{model.family.name} from {checkpoint}, on {model.device}")
     if checkpoint == str(CHECKPOINT):
         console.print(f"\n{TOY} hello [bold]{model.chat('hello')}[/bold]")
-    ask(console, model, PICTURE, PICTURE_QUESTIONS, images=[PICTURE])
+    picture = ask(console, model, PICTURE, PICTURE_QUESTIONS, images=[PICTURE])
     clip = ask(console, model, CLIP, CLIP_QUESTIONS, videos=[CLIP])
     pruned = model.trace(CLIP_QUESTIONS[0], videos=[CLIP], pruning_rate=PRUNING_RATE)
     before, after = (len(trace.input_ids) for trace in (clip, pruned))
@@ -52,11 +52,9 @@ def main(
     photo = ask(console, model, PHOTO, (PHOTO_QUESTION,), images=[PHOTO])
     film = model.trace(FILM_QUESTION, videos=[FILM], pruning_rate=PRUNING_RATE)
     console.print(f"\n{FILM.relative_to(DATA.parent)}: {FILM_QUESTION} [bold]{film.text}[/bold]")
-    from refvl.viz.overview import plot_overview  # matplotlib takes a second
-
-    out.mkdir(parents=True, exist_ok=True)
-    plot_overview(photo.media[0], PatchConfig(), film).savefig(out / "overview.jpg", dpi=95)
-    console.print(f"figure: {out / 'overview.jpg'}", highlight=False)
+    for path in write_figures(model, picture, clip, pruned, photo, film, out):
+        console.print(f"figure: {path}", highlight=False)
+    console.print(f"all figures are in {out}", highlight=False)
 
 
 def ask(console: Console, model: VLM, medium: Path, questions: tuple[str, ...], **media) -> Trace:
@@ -67,6 +65,39 @@ def ask(console: Console, model: VLM, medium: Path, questions: tuple[str, ...], 
     for question, trace in zip(questions, traces, strict=True):
         console.print(f"{question} [bold]{trace.text}[/bold]   (first token after {trace.ttft * 1e3:.0f} ms)")
     return traces[0]
+
+
+def write_figures(model: VLM, picture: Trace, clip: Trace, pruned: Trace, photo: Trace, film: Trace, out: Path):
+    """One PNG per stage figure, and an overview of all; returns their paths."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from refvl import viz
+    from refvl.viz.overview import plot_overview
+
+    config = model.processor.image_config
+    window_size = model.config.vision_config.window_size
+    media, (patches,) = picture.media[0], clip.patches
+    positions, keep_mask = clip.positions, pruned.keep_masks[0]
+    assert positions is not None and keep_mask is not None, "a finished run has positions, and its clip was pruned"
+    figures = {
+        "patches": lambda: viz.plot_patches(media, config),
+        "windows": lambda: viz.plot_windows(media, config, window_size=window_size),
+        "positions": lambda: viz.plot_positions(positions, clip.spans),
+        "keep_mask": lambda: viz.plot_keep_mask(clip.media[0].frames, keep_mask, patches.media_tokens.thw)[0],
+        "timings": lambda: viz.plot_stage_timings(clip),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, draw in figures.items():
+        paths.append(out / f"{name}.png")
+        draw().figure.savefig(paths[-1], dpi=120)
+    paths.append(out / "overview.jpg")
+    plot_overview(photo.media[0], PatchConfig(), film).savefig(paths[-1], dpi=95)
+    plt.close("all")
+    return paths
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import refvl
-from refvl.serving import export, shards
+from refvl.serving import export, lock, shards
 from refvl.serving.export import describe_model, encode_folder, find_media, read_embeddings
 from refvl.serving.images import media_name
-from refvl.serving.shards import LOCK, folder_lock
+from refvl.serving.lock import LOCK, folder_lock
 
 NAMES = [f"{i}.bmp" for i in range(5)]  # uncompressed: files of equal size
 
@@ -404,7 +404,7 @@ def test_a_held_folder_is_refused_in_one_line(vlm, folder, tmp_path):
 
 def test_locks_left_behind_are_taken_over(tmp_path):
     """By whomever: an owner of this machine that has ended, one whose number is used again, a file cut short."""
-    host = shards.socket.gethostname()
+    host = lock.socket.gethostname()
     owners = [json.dumps({"host": host, "pid": pid}) for pid in (2**22 + 1, os.getpid())]
     for left in (*owners, "", "{", "1"):
         (tmp_path / LOCK).write_text(left)
@@ -426,7 +426,7 @@ def test_without_kernel_locks_a_file_is_taken_at_its_word(tmp_path, monkeypatch)
     def unsupported(file, how):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(shards.fcntl, "flock", unsupported)
+    monkeypatch.setattr(lock.fcntl, "flock", unsupported)
     with folder_lock(tmp_path), pytest.raises(BlockingIOError, match="remove the file"), folder_lock(tmp_path):
         pass
     assert not (tmp_path / LOCK).exists()
@@ -435,7 +435,7 @@ def test_without_kernel_locks_a_file_is_taken_at_its_word(tmp_path, monkeypatch)
 def test_a_lock_that_goes_while_it_is_taken_is_none(tmp_path, monkeypatch):
     """Its owner removes it between our opening and locking it: what we hold then has no name, and excludes nobody."""
     (tmp_path / LOCK).touch()
-    flock = shards.fcntl.flock
+    flock = lock.fcntl.flock
     turns: list[int] = []
 
     def remove_and_lock(file, how):
@@ -444,7 +444,7 @@ def test_a_lock_that_goes_while_it_is_taken_is_none(tmp_path, monkeypatch):
         turns.append(file)
         flock(file, how)
 
-    monkeypatch.setattr(shards.fcntl, "flock", remove_and_lock)
+    monkeypatch.setattr(lock.fcntl, "flock", remove_and_lock)
     with folder_lock(tmp_path):
         assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid() and len(turns) == 2
 
