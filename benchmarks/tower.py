@@ -2,10 +2,9 @@
 
 Where vLLM is installed (`benchmarks/vllm_env.sh` makes an environment with its build for CPUs) a CPU runs its towers
 beside them. Calls alternate, so that a busy machine slows all; what counts is the ratio. Outputs are compared before
-anything is timed. Linear layers on a CPU are those that `refvl.load` takes there. Every call has new pixels of the same
-size, whose plan refvl keeps; measured beside it are planning, which a new size costs, and refvl's attention alone, a
-kernel that all share. With --write the results go to data/measurements/tower_<cpu|cuda>.json, with device, versions and
-date.
+anything is timed. Linear layers on a CPU are those that `refvl.load` takes there. Every call plans, as a call in
+transformers does; planning and refvl's attention, a kernel that all share, are also measured alone. With --write the
+results go to data/measurements/tower_<cpu|cuda>.json, with device, versions and date.
 """
 
 import importlib.metadata
