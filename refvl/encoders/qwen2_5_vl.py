@@ -154,8 +154,8 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
         frames = Segments(metadata.cu_seqlens, metadata.groups, metadata.max_seqlen)
         windows = Segments(metadata.cu_window_seqlens, metadata.window_groups, metadata.max_window_seqlen)
-        rotary = rotary_factors_of(metadata.positions, metadata.frequencies)  # for all blocks
         x_NE = self.patch_embed(patches_NC)
+        rotary = rotary_factors_of(metadata.positions, metadata.frequencies)  # for all blocks
         x_NE = x_NE.unflatten(0, (-1, self.block_size))[metadata.window_index].flatten(0, 1)  # in window order
         for i, block in enumerate(self.blocks):
             segments = frames if i in self.config.fullatt_block_indexes else windows
