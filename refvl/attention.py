@@ -114,7 +114,7 @@ class Segments:
 
 
 def plan_segments(lengths: Sequence[int], *, with_groups: bool = True) -> dict[str, Any]:
-    """The fields of `Segments`. with_groups: whether the backend reads them (`Tower.reads_groups`)."""
+    """The fields of `Segments`. with_groups: whether the backend reads them; `sdpa` alone does."""
     cu_seqlens = cumulative_lengths(lengths)
     groups = group_segments(cu_seqlens) if with_groups else None
     return {"cu_seqlens": cu_seqlens, "groups": groups, "max_seqlen": max(lengths, default=0)}

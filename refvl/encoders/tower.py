@@ -71,12 +71,6 @@ class Tower(nn.Module):
         weight = next(self.parameters())
         return choose_backend(attention or self.attention, device or weight.device, weight.dtype, self.head_dim)
 
-    @property
-    def reads_groups(self) -> bool:
-        """Whether the backend that runs unless a call asks for another reads the groups of a plan."""
-        first = available_backends(self.device, self.dtype, self.head_dim)[0]
-        return (first if self.attention == "auto" else self.attention) == "sdpa"
-
     def inputs(self, pixel_values: Tensor, grid_thw: Any, metadata: Any, attention: str | None) -> tuple:
         """The border of `forward`: (rows in the tower's dtype, metadata, backend).
 
@@ -90,10 +84,6 @@ class Tower(nn.Module):
         weight = next(self.parameters())
         check_pixel_rows(pixel_values, rows, weight.device)
         return pixel_values.to(weight.dtype), metadata, self.backend(attention, pixel_values.device)
-
-    def move(self, planned: Any) -> Any:
-        """A plan, made on the CPU, with every tensor in it on the tower's device."""
-        return to_device(planned, self.device)
 
     def check_layouts(self, layouts, *, name: str = "layouts") -> Sequence[Any]:
         """The layouts of a batch, normalised, or a ValueError or TypeError that says what is wrong."""

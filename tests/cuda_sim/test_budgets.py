@@ -16,7 +16,7 @@ from PIL import Image
 from towers import randomize
 
 from refvl.encoders import Step3VisionConfig, Step3VisionEncoder
-from refvl.encoders.tower import Tower, send_rows
+from refvl.encoders.tower import send_rows
 from refvl.graphs.buffers import metadata_tensors
 from refvl.language.step3_vl import Step3TextConfig, Step3TextModel
 from refvl.pixels.patches import PatchConfig, levels_of_frames, levels_of_image
@@ -128,8 +128,7 @@ def test_a_replay_copies_rows_and_plan_and_waits_for_nothing(machine, family):
 
 
 @pytest.mark.parametrize("family", ["Qwen2.5-VL", "GLM-OCR"])
-def test_a_million_patches_cost_twelve_bytes_each(monkeypatch, family):
+def test_a_million_patches_cost_twelve_bytes_each(family):
     """Row and column, and for Qwen two indices per merged token; the segments are few."""
-    monkeypatch.setattr(Tower, "reads_groups", False)
     plan = build(family).plan([(1, 1000, 1000)])
     assert sum(tensor.nbytes for tensor in metadata_tensors(plan).values()) < 12.3 * 10**6
