@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import refvl
+from refvl import pipeline
+from refvl.paths import DATA
+
 LIBRARY = Path(__file__).resolve().parents[2] / "refvl"
 BESIDE = ("serving", "study", "viz", "tools")  # they build on the stages, and no stage knows of them
 DOORS = {  # names that callers import: behind them stands a model with everything, or a module that has moved
@@ -128,3 +132,12 @@ def test_circles_are_found(tmp_path, files, circle):
         (house / name).parent.mkdir(parents=True, exist_ok=True)
         (house / name).write_text(text)
     assert [sorted(set(chain)) for chain in circles(imports_of(house))] == ([circle] if circle else [])
+
+
+def test_the_core_class_alone_answers_a_question():
+    """`refvl.pipeline.VLM`, without what serving adds. Oracle: the model that `refvl.load` gives."""
+    model = refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device="cpu", progress=False)
+    core = pipeline.VLM(model.config, model.processor, model.encoder, model.language_model)
+    asked = {"images": [DATA / "pictures" / "scene.png"], "max_new_tokens": 8}
+    assert core.chat("What color is the circle?", **asked) == model.chat("What color is the circle?", **asked) == "red"
+    assert type(core) is not type(model) and isinstance(model, pipeline.VLM)
