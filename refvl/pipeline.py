@@ -30,7 +30,7 @@ from refvl.graphs import EncoderGraphManager
 from refvl.language.model import CausalTextModel, TokenTimer, generate
 from refvl.merge import MediaTokens, find_media_spans, keep_in_prompt, left_pad, merge_embeddings
 from refvl.positions.mrope import restrict_positions
-from refvl.positions.pruners import PRUNERS
+from refvl.positions.pruners import PRUNERS, find_pruner
 from refvl.trace import Record
 
 
@@ -49,7 +49,7 @@ class Request:
         if not (type(self.pruning_rate) is float and 0 <= self.pruning_rate < 1):
             check_pruning_rate(self.pruning_rate, "pruning_rate")
         if not isinstance(self.pruning, str) or self.pruning not in PRUNERS:
-            raise ValueError(f"pruning: expected {' or '.join(map(repr, PRUNERS))}, got {self.pruning!r}")
+            find_pruner(self.pruning)  # says which there are
 
 
 class VLM:

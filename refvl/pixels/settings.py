@@ -64,6 +64,7 @@ def from_folder(cls, folder, kind: str = "image") -> Any:
 
 
 def check_supported(values: dict) -> None:
+    """Raise ValueError, naming the setting, for a preprocessing that this library does not have."""
     for name, wanted in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", 3)):
         if values.get(name, wanted) not in (wanted, None):
             raise ValueError(f"{name}: this preprocessing always has {name}={wanted!r}, got {values[name]!r}")

@@ -71,9 +71,7 @@ def rotary_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 def rotary_factors_of(positions_N2: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """(N, 2) rows and columns, (K/4,) frequencies -> the factors of `rotate`, (N, 1, K) each, on their device."""
-    angles = (positions_N2[..., None] * frequencies).flatten(1)  # (N, 2, K/4) -> (N, K/2)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
+    return rotary_factors(*rotary_cos_sin(positions_N2, frequencies))
 
 
 def rotate(x_NHK: Tensor, cos_N1K: Tensor, sin_N1K: Tensor) -> Tensor:
