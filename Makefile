@@ -17,13 +17,13 @@ FIRST_NOTEBOOKS := 0[0-5]_*.ipynb
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint test test-rest test-all test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean
+.PHONY: help demo lint test test-rest test-all test-claims test-slow test-portable test-browser test-cuda-sim test-shapes test-vllm lab notebooks site train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## answer questions about an image and a video; print every stage, write its figures
-	$(BIN)/python -m refvl.tools.demo --out outputs/demo
+	$(BIN)/python -m refvl demo --out outputs/demo
 
 lint: $(STAMP) ## style and types
 	$(BIN)/ruff check .
@@ -43,6 +43,11 @@ test-all: lint ## style, types, all tests with their coverage, every notebook
 	@$(BIN)/python tests/portable.py --cpu
 	$(PYTEST) --cov --cov-report= $(TESTS)
 	$(NBMAKE) notebooks
+	$(MAKE) test-claims
+
+test-claims: $(STAMP) ## notebooks with three other sets of parameters, and with those that break a claim (NB=12: one of them)
+	@$(BIN)/python -c 'import papermill' 2>/dev/null || $(PIP) -c constraints.txt -e '.[claims]'
+	OMP_NUM_THREADS=1 NB=$(NB) $(BIN)/python -m pytest -m claims tests/project/test_claims.py
 
 test-slow: $(STAMP) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
@@ -58,8 +63,9 @@ lab: $(STAMP) ## trust the shipped notebooks, so that their explorers live, and 
 	$(BIN)/jupyter trust notebooks/*.ipynb
 	$(BIN)/jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks/index.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
-test-cuda-sim: $(STAMP) ## the tests that need a GPU, on a simulated one
+test-cuda-sim: $(STAMP) ## the tests that need a GPU, on a simulated one, and how many of forty planted bugs it sees
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "gpu and not allocator" --simulated-cuda
+	OMP_NUM_THREADS=1 $(BIN)/python tests/cuda_sim/mutants.py
 
 test-shapes: ## every released config on fake CUDA tensors, in .venv-cuda: needs a CUDA build (TORCH=torch==... takes another)
 	$(PYTHON) -m venv .venv-cuda

@@ -48,8 +48,9 @@ TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 CONFIG = Qwen2_5_VisionConfig.tiny()
 WINDOWS_ONLY = replace(CONFIG, fullatt_block_indexes=())
 PICTURES_PER_REPLAY = 8
-COUNTED_TOO = {  # which torch forgets
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)
+COUNTED_TOO = {  # which torch's counter does not know
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.mkldnn._linear_pointwise: lambda x, weight, *_, **__: 2 * math.prod(x) * weight[0],
 }
 
 
@@ -165,16 +166,22 @@ def exponent(xs: list[float], ys: list[float]) -> float:
     return float(np.polyfit(np.log(xs[-FITTED:]), np.log(ys[-FITTED:]), 1)[0])
 
 
+def count_operations(call: Callable) -> int:
+    """Multiplications and additions of a call, by torch's counter."""
+    with FlopCounterMode(display=False, custom_mapping=COUNTED_TOO) as counter:
+        call()
+    return counter.get_total_flops()
+
+
 @torch.no_grad()
 def measure(curve: Curve, repeats: int) -> dict:
     """Its points, and the exponents of time and, where there are any, of operations."""
     points = []
     for size in curve.sizes:
         x, call = curve.prepare(size)
-        with FlopCounterMode(display=False, custom_mapping=COUNTED_TOO) as counter:  # warms up, too
-            call()
+        operations = count_operations(call)  # warms up, too
         times = summary([processor_seconds(call) for _ in range(repeats)])
-        points.append({"size": size, "x": x, "operations": counter.get_total_flops()} | times)
+        points.append({"size": size, "x": x, "operations": operations} | times)
     fit = {"time_exponent": exponent([p["x"] for p in points], [p["ms"] for p in points])}
     if points[-1]["operations"]:
         fit["operations_exponent"] = exponent([p["x"] for p in points], [p["operations"] for p in points])

@@ -11,19 +11,16 @@ import itertools
 import numpy as np
 import typer
 from PIL import Image
-from torch import nn
 
 from benchmarks.graphs import PEAK
 from benchmarks.report import PrintedTable, Write, write_measurement
-from refvl.language.model import CausalTextModel
-from refvl.language.step3_vl import Step3TextMoE
 from refvl.loading import load
 from refvl.paths import DATA
 from refvl.pipeline import VLM
 from refvl.pixels.media import Video
 from refvl.pixels.patches import PatchConfig
 from refvl.positions import MediaSpan
-from refvl.study.arithmetic import encoder_operations
+from refvl.study.arithmetic import encoder_operations, prefill_operations
 from refvl.study.costs import encoder_activation_bytes, kv_cache_bytes_per_token, plan_media
 
 CONFIGS = {
@@ -33,7 +30,6 @@ CONFIGS = {
 SIDES = (112, 224, 448, 672, 896, 1344, 1792, 2240, 2688, 3584)  # px
 SECONDS = (2, 5, 10, 20, 40, 80, 160)
 CLIP_SIZE = (640, 360)  # px
-EXPERTS_VISITED = {"moe_top_k": "moe_num_experts", "num_experts_per_tok": "n_routed_experts"}  # names in text configs
 
 
 def load_released(family: str) -> VLM:
@@ -75,25 +71,7 @@ def count_positions(vlm: VLM, medium) -> int:
     merged = vlm.processor.media_tokens(kind, vlm.processor.layout_of(medium), second_per_grid)
     starts = itertools.accumulate((t * h * w for t, h, w in merged.runs), initial=0)
     spans = [MediaSpan(start, *run, merged.t_factor) for start, run in zip(starts, merged.runs, strict=False)]
-    return int(vlm.language_model.positions(merged.num_tokens, spans).max()) + 1
-
-
-def prefill_operations(language_model: CausalTextModel, tokens: int) -> int:
-    """Of the layers for a prompt of so many tokens: every weight once a token, and attention over all pairs.
-
-    Of the experts, those that a token visits. Attention counts what a mask leaves out, as torch does. The head, which
-    runs for one token, is left out.
-    """
-    text, layers = language_model.config, language_model.model
-    weights = sum(m.weight.numel() for m in layers.modules() if isinstance(m, nn.Linear))
-    if experts := sum(p.numel() for p in layers.parameters() if p.ndim == 3):  # (E, out, in)
-        visited, of_all = next((k, n) for k, n in EXPERTS_VISITED.items() if hasattr(text, k))
-        weights += experts * getattr(text, visited) // getattr(text, of_all)
-        by_product = sum(isinstance(m, Step3TextMoE) for m in layers.modules())  # adds up the rows of its experts so
-        weights += by_product * getattr(text, visited) * text.hidden_size
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    pairs = 4 * tokens**2 * text.num_attention_heads * head_dim * text.num_hidden_layers
-    return 2 * tokens * weights + pairs
+    return int(vlm.language_model.positions(range(merged.num_tokens), spans).max()) + 1
 
 
 def run(write: Write = False) -> None:

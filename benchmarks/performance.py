@@ -1,13 +1,14 @@
 """Where the time of a CPU goes, and what a GPU would do with the same work: `python -m benchmarks.performance`.
 
 Measured on one thread, in processor seconds, sides taking turns: the best matrix product and copy of this machine;
-linear layers by kernel, and what a prefill and a step of training gain from it; the tower, which with its counted
+linear layers by kernel, and what a prefill gains from it; the tower, which with its counted
 operations and bytes is a point under that roof; pixels to patch rows beside transformers' Pillow processor; decoding
 with a cache of fixed size; the stages of whole answers; a fresh process up to its first answer, and what of that is
 importing torch and transformers' text model.
 
-Counted, never run: kernels, operations and bytes of the 7B tower in bfloat16, attention as the one kernel that it is on
-a GPU. The notebook makes estimates of them. With --write the results go to data/measurements/performance_cpu.json.
+Counted, never run: kernels, operations and bytes of the 7B tower in bfloat16, with RMSNorm and attention as CUDA runs
+them, in one kernel each. The notebook makes estimates of them. With --write the results go to
+data/measurements/performance_cpu.json.
 """
 
 import math
@@ -25,6 +26,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import typer
 from PIL import Image
 from torch import Tensor
@@ -44,8 +46,6 @@ from benchmarks.report import (
     side_by_side,
     write_measurement,
 )
-from data.training import train_tiny
-from data.training.tiny_family import find_family
 from refvl.attention import Segments
 from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.families import read_config
@@ -58,6 +58,7 @@ from refvl.study.arithmetic import encoder_operations
 
 NAME = "performance_cpu"
 CHECKPOINT = DATA / "checkpoints" / "tiny-qwen2_5_vl"
+NO_KERNELS = {torch.ops.aten.empty.memory_format}
 MATRIX = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 TOWERS = {
     "tiny": Qwen2_5_VisionConfig.tiny(),
@@ -93,6 +94,8 @@ class Traffic(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         read, written = _tensors((args, kwargs)), _tensors(result)
         memory = {tensor.untyped_storage()._cdata for tensor in read}
+        if function in NO_KERNELS:
+            return result
         if function._schema.is_mutable or any(tensor.untyped_storage()._cdata not in memory for tensor in written):
             self.add("matrix" if function in MATRIX else "other", [*read, *written])
         return result
@@ -106,10 +109,14 @@ def _tensors(values) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def traffic(config: Qwen2_5_VisionConfig, side: int, dtype: torch.dtype) -> dict:
-    """Of one forward on a square picture: operations, and kernels and bytes by kind; nothing is computed."""
+def traffic(config: Qwen2_5_VisionConfig, side: int, dtype: torch.dtype, *, on_gpu: bool) -> dict:
+    """Count operations, and kernels and bytes by kind, of one forward on a square picture; nothing is computed.
+
+    on_gpu: RMSNorm is one kernel, and attention also clears the state of its random numbers, as CUDA's kernels do; else
+    RMSNorm counts in its parts, as a CPU runs it. `tests/cuda_sim` compares the number of kernels.
+    """
     grid = [(1, side // config.patch_size, side // config.patch_size)]
-    with torch.device("meta"):
+    with torch.device("meta"), torch.inference_mode(False):
         tower = Qwen2_5_VisionTransformer(config, attention="sdpa").to(dtype)
         x = torch.empty(grid[0][1] * grid[0][2], config.patch_values, dtype=dtype)
     plan = tower.plan(grid)
@@ -118,9 +125,19 @@ def traffic(config: Qwen2_5_VisionConfig, side: int, dtype: torch.dtype) -> dict
     def attend(segments, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device="meta")
         counter.add("attention", [q, k, v, out])
+        if on_gpu:
+            torch.zeros(2, dtype=torch.uint64, device="meta")
         return out.flatten(1)
 
-    with torch.no_grad(), patch.object(Segments, "attend", attend), counter:
+    def fused(x: Tensor, shape, weight: Tensor, eps: float | None) -> Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        counter.add("other", [x, weight, out])
+        return out
+
+    rms_norm = fused if on_gpu else F.rms_norm
+    as_parts = torch.inference_mode(False)  # in inference mode a linear layer, or a norm, counts as one operation
+    replaced = patch.object(Segments, "attend", attend), patch.object(F, "rms_norm", rms_norm)
+    with as_parts, torch.no_grad(), replaced[0], replaced[1], counter:
         tower(x, metadata=plan)
     counted = {"kernels": dict(counter.kernels), "bytes": dict(counter.bytes)}
     return {"patches": len(x), "operations": encoder_operations(tower, grid)} | counted
@@ -169,7 +186,7 @@ def measure_towers(repeats: int) -> list[dict]:
             x = torch.randn(grid[0][1] * grid[0][2], config.patch_values)
             ways: dict[str, Callable] = {"float32": partial(tower, x, grid), "onednn": partial(onednn, x, grid)}
             ways["bfloat16"] = partial(half, x.bfloat16(), grid)
-            counted = traffic(config, side, torch.float32)
+            counted = traffic(config, side, torch.float32, on_gpu=False)
             rows.append({"tower": name, "px": side} | counted | side_by_side(ways, repeats))
     return rows
 
@@ -208,7 +225,7 @@ def prefill(language_model, embeds: Tensor) -> None:
 
 
 def measure_gains(repeats: int) -> list[dict]:
-    """What else the kernel of linear layers changes: the tiny model's prefill, and a step of its training."""
+    """What else the kernel of linear layers changes: the tiny model's prefill."""
     models = {kernel: refvl.load(CHECKPOINT, linear=kernel, progress=False).language_model for kernel in KERNELS[1:]}
     rows: list[dict] = []
     for tokens in PROMPTS:
@@ -216,18 +233,7 @@ def measure_gains(repeats: int) -> list[dict]:
         with torch.inference_mode():
             ways = {kernel: partial(prefill, model, embeds) for kernel, model in models.items()}
             rows.append({"what": f"prefill of {tokens} tokens"} | side_by_side(ways, 4 * repeats))
-    trainers = {kernel: make_trainer(CHECKPOINT.name.removeprefix("tiny-"), kernel) for kernel in KERNELS[1:]}
-    ways = {kernel: trainer.losses for kernel, trainer in trainers.items()}
-    return [*rows, {"what": "training, a step"} | side_by_side(ways, repeats)]
-
-
-def make_trainer(name: str, kernel: str) -> train_tiny.Trainer:
-    """At the first step at which the model answers."""
-    recipe = train_tiny.recipe_of(find_family(name))
-    with patch("refvl.serving.linear.choose_linear", lambda *_: kernel):
-        trainer = train_tiny.make_trainer(name, recipe, rank=0)
-    trainer.step = recipe.see
-    return trainer
+    return rows
 
 
 def measure_evs(repeats: int) -> dict:
@@ -289,7 +295,8 @@ def run(repeats: Repeats = 3, write: Write = False) -> None:
     result["start"] = measure_start(repeats)
     print({name: f"{seconds:.1f} s" for name, seconds in result["start"].items()}, flush=True)
     result["stages"] = measure_stages(repeats)
-    result["gpu"] = [{"px": side} | traffic(Qwen2_5_VisionConfig(), side, torch.bfloat16) for side in GPU_SIDES]
+    released = partial(traffic, Qwen2_5_VisionConfig(), dtype=torch.bfloat16, on_gpu=True)
+    result["gpu"] = [{"px": side} | released(side=side) for side in GPU_SIDES]
     if write:
         write_measurement(NAME, result | {"seconds": time.process_time()})
 

@@ -1,12 +1,14 @@
 """What the rules of pruning leave of a tiny model's answers: `python -m benchmarks.pruning_accuracy`.
 
 Which way does it move, and when does it change colour: held-out scenes at rates from 0 to 0.9, by every rule, for every
-tiny model whose video tokens have places and that was trained on such videos. With --write the results go to
-data/measurements/pruning_accuracy.json, where those of models that were not asked stay.
+tiny model whose video tokens have places and that was trained on such videos. A second table asks again, at rates 0 and
+0.5 of EVS, with closed-up positions (`refvl.study.releases.closed_up_positions`) in place of each model's own. With
+--write the results go to data/measurements/pruning_accuracy.json, where those of models that were not asked stay.
 """
 
 import json
 import math
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -17,6 +19,7 @@ from data.training.evaluate_tiny import evaluate, interval, requests_for, share
 from data.training.tiny_family import TinyFamily, family_names, find_family
 from refvl.paths import DATA
 from refvl.positions import PRUNERS
+from refvl.study.releases import closed_up_positions
 
 RATES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
 COLUMNS = {
@@ -28,6 +31,8 @@ COLUMNS = {
     "right": ">6",
     "95 % interval": ">16",
 }
+
+CLOSED_UP_COLUMNS = {"model": "16", "question": "9", "q": ">4", "changed": ">7", "right": ">6"}
 
 
 def prunable() -> list[TinyFamily]:
@@ -53,6 +58,23 @@ def measure(families: list[TinyFamily], count: int, table: PrintedTable) -> list
     return rows
 
 
+def close_up(families: list[TinyFamily], count: int, table: PrintedTable) -> list[dict]:
+    """How many answers change, and how many are right, if the kept tokens are numbered through."""
+    rows = []
+    for family in families:
+        model = refvl.load(family.folder, device="cpu", progress=False)
+        for kind, q in ((kind, q) for kind in family.clips for q in (0.0, 0.5)):
+            asked = requests_for(kind, count)
+            runs = [model.trace(**request.arguments, pruning_rate=q, max_new_tokens=32) for request in asked]
+            closed = [replace(run, positions=closed_up_positions(len(run.input_ids))[0]) for run in runs]
+            answers = model.answers(closed, max_new_tokens=32)
+            changed = sum(said != run.text for said, run in zip(answers, runs, strict=True))
+            right = sum(said == request.question.answer for said, request in zip(answers, asked, strict=True))
+            rows.append({"model": family.folder.name, "question": kind, "q": q, "changed": changed, "right": right})
+            table.add(*rows[-1].values())
+    return rows
+
+
 def run(
     count: Annotated[int, typer.Option(help="scenes of each kind")] = 200,
     model: Annotated[str, typer.Option(help="only the folder that contains this")] = "",
@@ -61,15 +83,18 @@ def run(
     """Accuracy on held-out videos against the pruning rate, for every rule."""
     device, families = resolve_device("cpu"), [family for family in prunable() if model in family.folder.name]
     table = PrintedTable(f"{count} videos of each kind, held out", COLUMNS)
-    rows = measure(families, count, table)
+    measured = {"rows": measure(families, count, table)}
+    table = PrintedTable(f"Closed-up positions, {count} videos of each kind", CLOSED_UP_COLUMNS)
+    measured["closed_up"] = close_up(families, count, table)
     if write:
-        file, asked = DATA / "measurements" / "pruning_accuracy.json", {row["model"] for row in rows}
-        kept = json.loads(file.read_text()) if file.is_file() else {"n": count, "rows": []}
+        file, asked = DATA / "measurements" / "pruning_accuracy.json", {row["model"] for row in measured["rows"]}
+        kept = json.loads(file.read_text()) if file.is_file() else {"n": count}
         if kept["n"] != count:
             raise SystemExit(f"{file.name} holds {kept['n']} videos of each kind: ask for as many, or remove it")
-        rows += [row for row in kept["rows"] if row["model"] not in asked]
-        rows.sort(key=lambda row: row["model"])  # stable
-        write_measurement("pruning_accuracy", environment(device) | {"n": count, "split": "test", "rows": rows})
+        for name, rows in measured.items():
+            rows += [row for row in kept.get(name, []) if row["model"] not in asked]
+            rows.sort(key=lambda row: row["model"])  # stable
+        write_measurement("pruning_accuracy", environment(device) | {"n": count, "split": "test"} | measured)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m refvl trace FOLDER "What is it?" --image a.png --save ours
     python -m benchmarks.record_vllm FOLDER "What is it?" --image a.png --save theirs
-    python -m refvl compare ours theirs
+    python -m refvl compare ours theirs --model FOLDER
 
 Needs an environment with vLLM in which refvl's requirements are met too (`benchmarks/vllm_env.sh` makes one). Clips are
 sampled by refvl, and vLLM is given their frames: by itself it samples files by its own rule.
@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 import refvl
-from benchmarks.vllm_engine import request, start, watch  # before vllm
+from benchmarks.vllm_engine import LayerWatch, request, start, watch  # before vllm
 from refvl.study.comparison import Stages
+from refvl.study.readout import margins
 
 
 def record(folder: str, prompt: str, images: list[Path], videos: list[Path], dtype: str, max_new_tokens: int):
@@ -24,7 +25,8 @@ def record(folder: str, prompt: str, images: list[Path], videos: list[Path], dty
 
     ours = refvl.load(folder, device="cpu", dtype="float32", progress=False)
     engine = start(folder, dtype=dtype, limit_mm_per_prompt={"image": len(images), "video": len(videos)})
-    seen, greedy = watch(engine), vllm.SamplingParams(temperature=0, max_tokens=max_new_tokens)
+    seen, layers = watch(engine), LayerWatch(engine)
+    greedy = vllm.SamplingParams(temperature=0, max_tokens=max_new_tokens)
     [output] = engine.generate([request(ours, prompt, images, videos)], greedy, use_tqdm=False)
     rows, grids = list[torch.Tensor](), list[tuple]()
     for given, _ in seen["embed_multimodal"]:
@@ -36,7 +38,11 @@ def record(folder: str, prompt: str, images: list[Path], videos: list[Path], dty
     tensors = {f"patchify/{i}": x for i, x in enumerate(rows)} | {f"encode/{i}": x for i, x in enumerate(embeds)}
     tensors["merge/input_ids"] = torch.tensor(output.prompt_token_ids)
     tensors["positions/ids"] = seen["get_mrope_input_positions"][0][1][0]
-    tensors["decode tokens/token_ids"] = torch.tensor(output.outputs[0].token_ids)
+    ids = torch.tensor(output.outputs[0].token_ids)
+    steps = torch.stack([logits[-1] for _, logits in seen["compute_logits"]])[: len(ids)]  # one a token, greedily
+    tensors |= {"merge/inputs_embeds": layers.inputs_embeds, "prefill/last_states": torch.stack(layers.states)}
+    tensors |= {"prefill/first_logits": steps[0], "decode tokens/token_ids": ids}
+    tensors["decode tokens/margins"] = margins(steps)
     return Stages(tensors, f"vllm {vllm.__version__}", grids), output.outputs[0].text
 
 

@@ -14,8 +14,9 @@ import torch
 import transformers
 import typer
 
-from refvl.attention import available_backends, describe_backend
+from refvl.attention import available_backends
 from refvl.paths import DATA
+from refvl.tools.check_gpu import describe_backend
 
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 Repeats = Annotated[int, typer.Option(help="timed calls; every figure is their median")]

@@ -22,6 +22,7 @@ from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
+import refvl
 from benchmarks.report import (
     Device,
     PrintedTable,
@@ -33,15 +34,15 @@ from benchmarks.report import (
     write_measurement,
 )
 from refvl.attention import Segments
-from refvl.encoders import Glm4vVisionConfig, Glm4vVisionTransformer, Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
+from refvl.encoders import Glm4vVisionConfig, Glm4vVisionTransformer, Qwen2_5_VisionConfig
 from refvl.paths import DATA
-from refvl.serving.linear import choose_linear, use_faster_linear
+from refvl.serving.linear import choose_linear
 
-CLASSES: dict[type, tuple] = {  # config -> transformers' config and tower, refvl's tower, a checkpoint of the family
+CLASSES: dict[type, tuple] = {  # config -> transformers' config and tower, model_type, a checkpoint of the family
     Qwen2_5_VisionConfig: (
-        Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VisionTransformer, "tiny-qwen2_5_vl",
+        Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel, "qwen2_5_vl", "tiny-qwen2_5_vl",
     ),
-    Glm4vVisionConfig: (HFGlm4vVisionConfig, Glm4vVisionModel, Glm4vVisionTransformer, "tiny-glm4v"),
+    Glm4vVisionConfig: (HFGlm4vVisionConfig, Glm4vVisionModel, "glm4v", "tiny-glm4v"),
 }  # fmt: skip
 TWO_BLOCKS = {
     "Qwen2.5-VL": replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,)),
@@ -76,13 +77,12 @@ WARM_UP = 2  # calls
 
 def build_pair(config, device: str, dtype: torch.dtype):
     """The same random tower twice: transformers' (SDPA attention) and refvl's."""
-    their_config, their_tower, our_tower, _ = CLASSES[type(config)]
+    their_config, their_tower, model_type, _ = CLASSES[type(config)]
     theirs = their_tower._from_config(their_config(**their_values(config)), attn_implementation="sdpa")
-    ours = our_tower(config)
+    whole = {"model_type": model_type, "vision_config": asdict(config)}
+    ours = refvl.load(whole, weights="random", text=False, device=device, dtype=dtype, progress=False).encoder
     ours.load_weights(theirs.state_dict().items())
-    theirs, ours = theirs.to(device, dtype).eval(), ours.to(device, dtype).eval()
-    use_faster_linear(ours)
-    return theirs, ours
+    return theirs.to(device, dtype).eval(), ours
 
 
 def their_values(config) -> dict:

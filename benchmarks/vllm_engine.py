@@ -26,7 +26,7 @@ from refvl.pixels.slices import plan_slices, slice_grid
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-WATCHED = ("embed_multimodal", "get_mrope_input_positions", "recompute_mrope_positions")
+WATCHED = ("embed_multimodal", "get_mrope_input_positions", "recompute_mrope_positions", "compute_logits")
 
 
 def start(folder: str | Path, **options) -> Any:
@@ -94,6 +94,31 @@ def watch(engine: Any) -> dict[str, list[tuple[dict, Any]]]:
         if hasattr(model, name):
             object.__setattr__(model, name, wrap(name, getattr(model, name)))
     return seen
+
+
+class LayerWatch:
+    """Hooks on the layers of an engine's text model: what the last prompt was given as, and its last token after each.
+
+    vLLM's layers return what they add and the residual apart, and write over both later: their sum is copied at once.
+    """
+
+    def __init__(self, engine: Any):
+        self.inputs_embeds, self.states = torch.empty(0), list[Tensor]()
+        layers = runner(engine).model.language_model.model.layers
+        layers[0].register_forward_pre_hook(self._begin)
+        for layer in layers:
+            layer.register_forward_hook(lambda _, given, output: self._keep(*output))
+
+    def _begin(self, layer: torch.nn.Module, given: tuple) -> None:
+        _, hidden_LD, *_ = given  # positions, hidden states, residual
+        self.is_prompt = len(hidden_LD) > 1
+        if self.is_prompt:
+            self.inputs_embeds = hidden_LD.clone()
+            self.states = [self.inputs_embeds[-1]]
+
+    def _keep(self, hidden_LD: Tensor, residual_LD: Tensor) -> None:
+        if self.is_prompt:
+            self.states.append(hidden_LD[-1] + residual_LD[-1])
 
 
 def request(model: refvl.VLM, prompt: str, images=(), videos=()) -> dict:

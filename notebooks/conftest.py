@@ -12,7 +12,7 @@ BEFORE = pytest.StashKey[float]()
 
 
 def pytest_collection_modifyitems(items):
-    """The last notebook first: it trains models and takes longest, and nothing else should wait for it at the end."""
+    """The last notebooks first: 13 trains models and takes longest, and nothing else should wait for it at the end."""
     items.sort(key=lambda item: item.name, reverse=True)
 
 

@@ -1,23 +1,27 @@
 """The notebooks' exercises: each check runs a reader's function on a few cases and says in one line how it went.
 
     not yet   the function is still the stub: its body is `...`
-    wrong     the first case that differs: where, what came and what was expected
+    wrong     the first case that differs: where, what came and what was expected; both as pictures
     right     in how many cases
 
 Some exercises are repairs: the stub is code that is wrong, and a small model runs with it and is asked (`ask`). Three
-hints stand behind every verdict that is not right. No check raises, so that a notebook runs through whatever is still
-to do. What was right is remembered in a folder beside the notebooks (`progress`), and forgotten when it is tried again
-and is wrong.
+hints stand behind every verdict that is not right. No check raises, and none waits for a loop that never ends, so that
+a notebook runs through whatever is still to do. What was right is remembered in a folder beside the notebooks
+(`progress`), and forgotten when it is tried again and is wrong.
 """
 
 import contextlib
+import ctypes
 import dis
 import functools
 import html
 import json
+import os
 import re
 import statistics
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -27,6 +31,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -34,7 +39,8 @@ from PIL import Image
 from torch import Tensor
 
 import refvl
-from refvl.encoders.resampler import group_segment_pairs, varlen_cross_attention
+from refvl.attention import attend
+from refvl.encoders.resampler import group_segment_pairs
 from refvl.graphs import Batch, TraceGraph, plan_batches
 from refvl.merge import merge_embeddings
 from refvl.parallel import get_load_balance_assignment, restore_order
@@ -56,8 +62,9 @@ from refvl.positions import (
 from refvl.positions.mrope import grid_positions
 from refvl.positions.timestamps import sample_video_frames
 from refvl.processors.qwen3_vl import seconds_of_steps
+from refvl.serving import media_cache
 from refvl.serving.adapters import GRIDS
-from refvl.study.costs import kv_cache_bytes_per_token
+from refvl.study.costs import kv_cache_bytes_per_token, set_pixel_limits
 
 sys.path.insert(0, str(DATA.parent))  # for data/training: the scenes that a repaired model is asked about
 from data.training import pages, scenes
@@ -67,22 +74,32 @@ Said = tuple[str, str, str]  # a question, the model's answer, the right one
 PICTURE, PACKING = "{} x {} px (width x height)", "output_tokens={}, budgets={}, max_items={}"  # names of cases
 POSITIONS = ("positions", "delta")
 NOTEBOOKS = Path(__file__).resolve().parent
+DEVICE = os.environ.get("REFVL_DEVICE", "cpu")  # of the notebooks' models; what a reader writes is tried on the CPU
 DONE = NOTEBOOKS / ".progress"  # an empty file for every exercise that is done
 MARKS = {"not yet": "\N{WHITE CIRCLE}", "wrong": "\N{BALLOT X}", "right": "\N{CHECK MARK}"}
-EMPTY = {"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}  # instructions of a body that is only `...`
+LIMIT = 10.0  # seconds that one call of a reader's function may take
+CELLS = 6, 16  # rows and columns of a picture
+MOVES, EMPTY = {"RESUME", "NOP", "RETURN_VALUE"}, {"LOAD_CONST", "RETURN_CONST"}  # of a body that is only `...`: None
 
 
 class Wrong(Exception):
-    """What differs first."""
+    """What differs first, and a picture of it."""
+
+    picture = ""
+
+
+class TooLong(BaseException):
+    """The reader's function took longer than LIMIT; not an Exception, which the function might catch."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an exercise went, shown as one line; where it is not right with three hints, each behind a click."""
+    """How an exercise went, shown as one line; if it is not right with a picture, and three hints behind clicks."""
 
     status: str  # one of MARKS
     line: str
     hints: tuple[str, ...] = ()
+    picture: str = ""  # HTML
 
     def __repr__(self) -> str:
         return f"{MARKS[self.status]} {self.status}: {self.line}"
@@ -92,7 +109,7 @@ class Verdict:
         hints = ""
         for number, hint in reversed(list(enumerate(self.hints, 1))):
             hints = f"<details><summary>hint {number}</summary>{html.escape(hint)}{hints}</details>"
-        return said + hints * (self.status != "right")
+        return said + self.picture + hints * (self.status != "right")
 
 
 def exercise(*hints: str, ask: Callable[[Callable], list[Said]] | None = None) -> Callable:
@@ -119,25 +136,103 @@ def exercise(*hints: str, ask: Callable[[Callable], list[Said]] | None = None) -
 
 
 def _judge(check: Callable, ask: Callable[[Callable], list[Said]] | None, function: Callable) -> Verdict:
-    if hasattr(function, "__code__") and {step.opname for step in dis.get_instructions(function)} <= EMPTY:
+    if hasattr(function, "__code__") and all(
+        step.opname in MOVES or (step.opname in EMPTY and step.argval is None)
+        for step in dis.get_instructions(function)
+    ):
         return Verdict("not yet", f"{function.__name__} is to be written")
+    picture, limited = "", _limited(function)
     try:
-        status, line = "right", check(function)
+        status, line = "right", check(limited)
     except Wrong as error:
-        status, line = "wrong", str(error)
+        status, line, picture = "wrong", str(error), error.picture
+    except TooLong as error:
+        late = f"{function.__name__} took longer than {LIMIT:.0f} seconds"
+        return Verdict("wrong", late + _failing_line(function, error))
     except Exception as error:  # the reader's, whatever it is: a line says enough
         raised = f"{function.__name__} raised {type(error).__name__}: {error}"
-        return Verdict("wrong", raised.splitlines()[0])
+        return Verdict("wrong", raised.splitlines()[0] + _failing_line(function, error))
     if ask is None:
-        return Verdict(status, line)
+        return Verdict(status, line, picture=picture)
     try:
-        said = ask(function)
-    except Exception as error:  # likewise, but in the model, which may choke on what the function made
-        return Verdict("wrong", f"{line}; a model with it raised {type(error).__name__}: {error}".splitlines()[0])
+        said = ask(limited)
+    except (Exception, TooLong) as error:  # likewise, but in the model, which may choke on what the function made
+        raised = f"{line}; a model with it raised {type(error).__name__}: {error}"
+        return Verdict("wrong", raised.splitlines()[0], picture=picture)
     question, answer, truth = next((row for row in said if row[1] != row[2]), said[0])
     if answer != truth:
-        return Verdict("wrong", f'{line}; asked "{question}" the model says "{answer}", right is "{truth}"')
-    return Verdict(status, f'{line}; asked "{question}" the model says "{answer}", which is right')
+        wrong = f'{line}; asked "{question}" the model says "{answer}", right is "{truth}"'
+        return Verdict("wrong", wrong, picture=picture)
+    return Verdict(status, f'{line}; asked "{question}" the model says "{answer}", which is right', picture=picture)
+
+
+def _limited(function: Callable) -> Callable:
+    """The same function, which raises TooLong when a call does not end; a loop in Python is stopped, on any system."""
+    raise_in, thread = ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.c_ulong(threading.get_ident())
+
+    @functools.wraps(function)
+    def limited(*args, **kwargs):
+        timer = threading.Timer(LIMIT, raise_in, (thread, ctypes.py_object(TooLong)))
+        timer.start()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            timer.cancel()
+            raise_in(thread, None)  # nothing is raised later
+
+    return limited
+
+
+def beside(want: Any, got: Any) -> str:
+    """Expected and yours as two grids of cells, those that differ framed, from a little before the first; HTML.
+
+    Numbers, and tensors or lists of them, are shown; of more than two dimensions the last one runs to the right.
+    """
+    grids = []
+    for value in (want, got):
+        try:
+            value = torch.as_tensor(value, dtype=torch.float64).detach()
+        except (TypeError, ValueError, RuntimeError):
+            return ""
+        grids.append(value.reshape(-1, value.shape[-1]) if value.ndim > 1 else value.reshape(1, -1))
+    if not all(grid.numel() for grid in grids):
+        return ""
+    rows, columns = (min(a, b) for a, b in zip(*(grid.shape for grid in grids), strict=True))
+    equal = torch.isclose(*(grid[:rows, :columns] for grid in grids), rtol=1e-5, atol=1e-6)
+    first = (~equal).nonzero()[0].tolist() if not equal.all() else [0, 0]
+    starts = [max(0, min(at - 2, most - shown)) for at, most, shown in zip(first, (rows, columns), CELLS, strict=True)]
+    parts = [grid[starts[0] :, starts[1] :][: CELLS[0], : CELLS[1]] for grid in grids]
+    low, high = min(part.min().item() for part in parts), max(part.max().item() for part in parts)
+    side, gap = 24, 16 + 24 * max(2, *(part.shape[1] for part in parts))
+    drawn, different = [], 0
+    for number, (title, part) in enumerate(zip(("expected", "yours"), parts, strict=True)):
+        drawn.append(f"<text x='{number * gap}' y='11'>{title}</text>")
+        for place, value in np.ndenumerate(part.numpy()):
+            y, x = 16 + side * place[0], number * gap + side * place[1]
+            there = [at + start for at, start in zip(place, starts, strict=True)]
+            differs = there[0] >= rows or there[1] >= columns or not equal[tuple(there)]
+            different += bool(number and differs)
+            share = 0.0 if high == low or not np.isfinite(value) else (value - low) / (high - low)
+            fill = "#{:02x}{:02x}{:02x}".format(*(round(235 + share * (dark - 235)) for dark in (0, 114, 178)))
+            frame = " stroke='#d95f02' stroke-width='3'" if differs else ""
+            drawn.append(f"<path d='M{x + 2} {y + 2}h20v20h-20z' fill='{fill}'{frame}/>")
+            ink = "#fff" if share > 0.6 else "#1c1c1c"
+            if abs(value) < 9999:
+                drawn.append(f"<text x='{x + 12}' y='{y + 16}' class='n' fill='{ink}'>{value:.4g}</text>")
+    width, height = 2 * gap, 18 + side * max(len(part) for part in parts)
+    style = "text{font:11px sans-serif}.n{font-size:9px;text-anchor:middle}"
+    svg = f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}'><style>{style}</style>"
+    data = quote(f"{svg}{''.join(drawn)}</svg>", safe=" '/:=.,{}()-")
+    where = f" from [{', '.join(map(str, starts))}]" if any(starts) else ""
+    alt = f"Expected beside yours{where}: {different} of the {parts[1].numel()} cells shown differ."
+    return f'<br><img alt="{alt}" src="data:image/svg+xml,{data}">'
+
+
+def _failing_line(function: Callable, error: BaseException) -> str:
+    """The last line of the reader's own code that an exception came through, if there is one."""
+    file = getattr(getattr(function, "__code__", None), "co_filename", None)
+    lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file and frame.line]
+    return f"; in the line: {lines[-1]}" if lines else ""
 
 
 @dataclass(frozen=True)
@@ -152,6 +247,7 @@ class Chapter:
     @classmethod
     def read(cls, path: Path) -> "Chapter":
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        cells = [cell for cell in cells if "head" not in cell["metadata"].get("tags", ())]  # see heads.py
         texts = {kind: ["".join(c["source"]) for c in cells if c["cell_type"] == kind] for kind in ("markdown", "code")}
         names = dict.fromkeys(re.findall(r"exercises\.check_(\w+)\(", "\n".join(texts["code"])))
         done = {name.replace("_", " "): (DONE / f"check_{name}").exists() for name in names}
@@ -231,6 +327,20 @@ def _asked_about_circles(model: refvl.VLM, runs: Sequence, embeds: Sequence[Tens
     return [("What color is the circle?", text, run.text) for text, run in zip(said, runs, strict=True)]
 
 
+def plant_fault(vlm: refvl.VLM, number: int) -> None:
+    """Change one line of a Qwen3-VL text model, for part 7 of notebook 12; guess before you read which one."""
+
+    def late(module, args: tuple, kwargs: dict) -> tuple:
+        features = kwargs.get("deepstack_visual_embeds")
+        return args, kwargs | ({"deepstack_visual_embeds": [0 * features[0], *features]} if features else {})
+
+    text = vlm.language_model.model
+    if number == 1:
+        text.register_forward_pre_hook(late, with_kwargs=True)
+    else:
+        text.rotary_emb.register_forward_pre_hook(lambda module, args: (args[0], args[1][[0, 2, 1]]))
+
+
 def _run(function: Callable, ours: Callable, cases: Mapping[str, Sequence], results: Sequence[str] = ()) -> str:
     """Both functions on the arguments of each case, the reader's on a copy; results: what the parts of a tuple are."""
     for case, arguments in cases.items():
@@ -244,7 +354,15 @@ def _named(label: str, cases: Iterable[Sequence]) -> dict[str, Sequence]:
 
 
 def _check(case: str, got, want, results: Sequence[str] = ()) -> None:
-    """Raise Wrong where `got` differs first from `want`; results: what the parts of a tuple are."""
+    """Raise Wrong where `got` differs first from `want`, with a picture; results: what the parts of a tuple are."""
+    try:
+        _compare(case, got, want, results)
+    except Wrong as error:
+        error.picture = error.picture or beside(want, got)
+        raise
+
+
+def _compare(case: str, got, want, results: Sequence[str]) -> None:
     if isinstance(want, Tensor):
         if difference := _first_difference(got, want):
             raise Wrong(f"{case}: {difference}")
@@ -257,7 +375,7 @@ def _check(case: str, got, want, results: Sequence[str] = ()) -> None:
         if not isinstance(got, Iterable):
             raise Wrong(f"{case}: expected a list, got {type(got).__name__}")
         for i, (theirs, element) in enumerate(zip(got := list(got), want, strict=False)):
-            _check(f"{case}: element [{i}]", theirs, element)
+            (_compare if isinstance(element, int | float) else _check)(f"{case}: element [{i}]", theirs, element, ())
         _check(f"{case}: number of elements", len(got), len(want))
     elif got != want:
         raise Wrong(f"{case}: should be {want}, got {got}")
@@ -273,7 +391,8 @@ def _first_difference(got, want: Tensor) -> str | None:
     if equal.all():
         return None
     place = tuple((~equal).nonzero()[0].tolist())
-    return f"element {list(place)} should be {want[place].item()}, got {got[place].item()}"
+    where = f"element {list(place)} " if place else ""
+    return f"{where}should be {want[place].item()}, got {got[place].item()}"
 
 
 def _ask_grid_positions(function: Callable) -> list[Said]:
@@ -339,16 +458,19 @@ def check_mrope_axes(function: Callable) -> str:
 
 
 @exercise(
-    "Two frames make a step, and its second is their mean.",
-    "With an odd number of frames, repeat the last time first.",
-    "zip(timestamps[::2], timestamps[1::2]) goes through the pairs.",
+    "Two frames make a step. What becomes of the last one if their number is odd?",
+    "Repeat the last timestamp first; then zip(timestamps[::2], timestamps[1::2]) goes through the pairs.",
+    'f"<{(one + other) / 2:.1f} seconds><|vision_start|>" + tokens * "<|video_pad|>" + "<|vision_end|>"',
 )
-def check_step_seconds(function: Callable) -> str:
-    """`function(timestamps) -> list` of seconds, one for each two frames."""
-    cases = _named(
-        "timestamps={}", [([0.0, 0.5, 1.0, 1.5],), ([0.0, 0.5, 1.0],), ([2.0],), ([8.0, 8.5, 3.0, 3.5, 29.0],)]
-    )
-    return _run(function, seconds_of_steps, cases)
+def check_video_steps(function: Callable) -> str:
+    """`function(timestamps, tokens) -> list` of texts, one for each two frames."""
+
+    def ours(timestamps: list[float], tokens: int) -> list[str]:
+        step = f"<|vision_start|>{tokens * '<|video_pad|>'}<|vision_end|>"
+        return [f"<{second:.1f} seconds>{step}" for second in seconds_of_steps(timestamps)]
+
+    cases = [([0.0, 0.5, 1.0, 1.5], 2), ([0.0, 0.5, 1.0], 1), ([2.0], 1), ([8.0, 8.5, 3.0, 3.5, 29.0], 3)]
+    return _run(function, ours, _named("timestamps={}, tokens={}", cases))
 
 
 @exercise(
@@ -677,10 +799,8 @@ def check_read_sets(function: Callable) -> str:
     def ours(q: Tensor, k: Tensor, v: Tensor, patches: list[int]) -> Tensor:
         cu_k = torch.tensor([0, *patches]).cumsum(0)
         cu_q = 5 * torch.arange(len(patches) + 1)
-        return varlen_cross_attention(
-            q.repeat(len(patches), 1, 1), k, v, cu_q, cu_k, 5, max(patches), backend="sdpa",
-            groups=group_segment_pairs(cu_q, cu_k),
-        )  # fmt: skip
+        groups = group_segment_pairs(cu_q, cu_k)
+        return attend(q.repeat(len(patches), 1, 1), k, v, cu_q, cu_k, 5, max(patches), "sdpa", groups)
 
     generator = torch.Generator().manual_seed(0)
     sets = {"one slice": [6], "two slices": [4, 6], "a packed set and a short one": [12, 4], "sets alike": [3, 3, 3]}
@@ -892,6 +1012,7 @@ def check_times_as_fast(function: Callable) -> str:
         "a slow warm-up": ([50.0, 3.0, 3.0, 3.3], [1.0, 2.0, 2.0, 2.2]),
         "one slow moment": ([1.0, 2.0, 2.0, 2.0, 40.0, 2.0], [1.0, 1.0, 1.0, 1.0, 20.0, 1.0]),
         "it meets one side": ([1.0, 3.0, 3.0, 3.0, 3.0, 3.0], [1.0, 2.0, 2.0, 30.0, 2.0, 2.0]),
+        "rounds unlike each other": ([9.0, 10.0, 2.0, 10.0, 10.0], [9.0, 10.0, 1.0, 5.0, 20.0]),
         "busier all the time": ([1.0, 1.0, 2.0, 4.0, 8.0, 16.0], [1.0, 0.8, 1.6, 3.2, 6.4, 12.8]),
     }
     return _run(_as_number(function), ratio, cases)
@@ -953,3 +1074,108 @@ def check_adapter_name(function: Callable) -> str:
         [f"visual.{layers[2]}", f"model.visual.{layers[2]}"],
     )
     return _run(function, GRIDS.rename, _named("{!r}", [(name,) for name in (*text, *tower, *connector, "lm_head")]))
+
+
+def _ask_media_key(function: Callable) -> list[Said]:
+    """Scenes of one size, one after the other, to a model whose media cache uses the reader's key."""
+    plain, requests = _tiny("qwen2_5_vl"), requests_for("color", 6, split="demo")
+    parts = plain.config, plain.processor, plain.encoder, plain.language_model
+    model = media_cache.CachedVLM(*parts, media_cache.MediaCache(4096))
+    key = lambda rows, layout, *read: function(rows.values, layout, repr(read))  # noqa: E731
+    with mock.patch.object(media_cache, "content_key", key):
+        said = [model.chat(**r.arguments, max_new_tokens=8) for r in requests]
+    return [(r.question.text, text, r.question.answer) for r, text in zip(requests, said, strict=True)]
+
+
+@exercise(
+    "Two pictures of one size have one layout. What is different about them?",
+    "All of the pixels, the layout and the weights decide what comes out; and 4 bytes are too few to tell many apart.",
+    "hashlib.sha256(repr((values.shape, layout, weights)).encode() + values.numpy().tobytes()).digest()",
+    ask=_ask_media_key,
+)
+def check_media_key(function: Callable) -> str:
+    """`function(values uint8, layout, weights) -> bytes`: equal where all three are, else not, in 16 bytes at least."""
+    values = torch.arange(4 * 3 * 2, dtype=torch.uint8).view(4, 3, 1, 2)
+    same = values, (1, 2, 2), "3"
+    other = {
+        "one other level": (values.clone().index_fill_(0, torch.tensor([3]), 7), *same[1:]),
+        "the same levels in another layout": (values, (1, 1, 4), "3"),
+        "the same levels in another shape": (values.view(2, 3, 2, 2), (1, 2, 2), "3"),
+        "other weights": (*same[:2], "4"),
+    }
+    key = function(*deepcopy(same))
+    if not isinstance(key, bytes):
+        raise Wrong(f"expected bytes, got {type(key).__name__}")
+    if function(*deepcopy(same)) != key:
+        raise Wrong("the same values, layout and weights: should give one key, gave two")
+    for case, arguments in other.items():
+        if function(*arguments) == key:
+            raise Wrong(f"{case}: should give another key, gave the same")
+    if len(key) < 16:
+        raise Wrong(f"{len(key)} bytes: should be 16 at least, or media will share a key by chance")
+    return f"in {len(other) + 1} cases"
+
+
+@exercise(
+    "A medium counts in a block if one of its tokens lies there: when does it begin, and when does it end?",
+    "It begins before the block's end, and ends after the block's start.",
+    "[(name, offset - start) for name, offset, length in media if offset < stop and offset + length > start]",
+)
+def check_extra_keys(function: Callable) -> str:
+    """`function(start, stop, media)`: (name, where it begins, from the block's first token) of all in the block."""
+    media = [("cat", 15, 9), ("cup", 26, 4), ("cat", 40, 20)]
+    cases = _named("tokens {} to {}", [(i, i + 12, media) for i in range(0, 72, 12)])
+
+    def ours(start: int, stop: int, media: list) -> list:
+        return [(name, offset - start) for name, offset, length in media if offset < stop and offset + length > start]
+
+    return _run(function, ours, cases)
+
+
+def _ask_max_pixels(function: Callable) -> list[Said]:
+    """Scenes of 84 x 84 px, to a model that may take as many pixels as the reader's function allows nine tokens."""
+    folder, requests = DATA / "checkpoints/tiny-qwen2_5_vl", requests_for("color", 6, split="demo")
+    model = refvl.load(folder, device="cpu", progress=False)
+    config = model.processor.image_config
+    most = function(9, config.patch_size, config.merge_size)
+    set_pixel_limits(model.processor, min_pixels=min(most, config.min_pixels), max_pixels=most)
+    said = model.chat_batch([r.arguments for r in requests], max_new_tokens=16, progress=False)
+    return [(r.question.text, text, r.question.answer) for r, text in zip(requests, said, strict=True)]
+
+
+@exercise(
+    "A patch is a square of patch_size px. How many patches become one token?",
+    "A token is a block of merge_size x merge_size patches.",
+    "tokens * (patch_size * merge_size) ** 2",
+    ask=_ask_max_pixels,
+)
+def check_max_pixels(function: Callable) -> str:
+    """`function(tokens, patch_size, merge_size) -> int`: the area in pixels that so many tokens cover."""
+    cases = _named("tokens={}, patch_size={}, merge_size={}", [(9, 14, 2), (1280, 14, 2), (1280, 16, 2), (64, 14, 4)])
+    return _run(function, lambda tokens, patch, merge: tokens * (patch * merge) ** 2, cases)
+
+
+def split_thought(text: str) -> tuple[str, str]:
+    """A thinking model's text as (thought, answer), without tags."""
+    thought, closed, answer = text.rpartition("</think>")
+    if not closed:
+        thought, answer = (text, "") if text.lstrip().startswith("<think>") else ("", text)
+    answer = answer.replace("<answer>", "").replace("</answer>", "")
+    return thought.strip().removeprefix("<think>").strip(), answer.strip()
+
+
+@exercise(
+    "What comes before the last </think> is thought, what comes after it is the answer.",
+    "str.rpartition gives three parts; the middle one is empty if the mark is not there.",
+    "Without </think> all is thought if the text starts with <think>, else answer. Then remove the tags, and strip.",
+)
+def check_split_thought(function: Callable) -> str:
+    """`function(text) -> (thought, answer)`, both without tags and stripped."""
+    cases = {
+        "both tags": ("<think>\nA cup.\n</think>\n\nIt is a cup.",),
+        "the template opened it": ("A cup.</think>It is a cup.",),
+        "with <answer>": ("<think>A cup.</think><answer>It is a cup.</answer>",),
+        "the budget ran out": ("<think>A cup, or perhaps",),
+        "no thought": (" It is a cup.",),
+    }
+    return _run(function, split_thought, cases, ("thought", "answer"))

@@ -3,11 +3,13 @@
     notebooks/*.ipynb -> notebooks/*.html     outputs as they were saved, explorers live, one file each
     GALLERY           -> explorers/*.html
     SHIPPED           -> journeys/*.html      one answer of each model, line by line
+    LIVE              -> live*.html           a model that runs in the page
+    reference.py      -> reference.html       every public name
     STATIONS          -> index.html           the journey from pixels to an answer, and where to read on
     *.py, *.md        -> files/*.html         what the stations and the notebooks link
 
 `make site` checks all of it and writes it to site/: links lead somewhere, no page loads anything, images say what they
-show, sizes stay below MAX_NOTEBOOK, MAX_EXPLORER and MAX_JOURNEY.
+show, sizes stay below MAX_NOTEBOOK, MAX_EXPLORER, MAX_JOURNEY and MAX_LIVE.
 """
 
 import base64
@@ -23,15 +25,17 @@ from typing import Annotated, Any
 from urllib.parse import unquote
 
 import nbformat
+import reference
 import typer
 from PIL import Image
 
 ROOT, STYLE = Path(__file__).resolve().parents[1], Path(__file__).with_suffix(".css")
-MAX_NOTEBOOK, MAX_EXPLORER, MAX_JOURNEY = 600_000, 150_000, 600_000  # bytes
+MAX_NOTEBOOK, MAX_EXPLORER, MAX_JOURNEY, MAX_LIVE = 600_000, 150_000, 600_000, 3_000_000  # bytes
 MIN_WORDS = 3  # of an alt text
 STATE, VIEW = "application/vnd.jupyter.widget-state+json", "application/vnd.jupyter.widget-view+json"
 FORMULA = re.compile(r"(?<![\w$\\])\$([^$\n]+)\$(?![\w$])")
 LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
+BADGE = re.compile(r"!\[([^\]]*)\]\(https:[^)]*\)")
 CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.S)
 
 
@@ -52,9 +56,9 @@ STATIONS = [
             ("timeline", "slices", "families")),
     Station("Patches", "cut into rows, in blocks and windows", ("01",),
             ("pixels/patches.py", "positions/windows.py"), ("windows",)),
-    Station("Tower", "a vision transformer reads the rows", ("01", "06", "10", "12"),
+    Station("Tower", "a vision transformer reads the rows, once", ("01", "06", "10", "12", "14"),
             ("encoders/qwen2_5_vl.py", "encoders/qwen3_vl.py", "encoders/glm4v.py", "encoders/step3_vl.py",
-             "attention.py"),
+             "attention.py", "serving/media_cache.py"),
             ("tower", "attention")),
     Station("Tokens", "merged, resampled or projected", ("00", "07"),
             ("encoders/grid.py", "encoders/resampler.py"), ("slices",)),
@@ -66,9 +70,15 @@ STATIONS = [
             ("positions/mrope.py", "positions/rotary.py"), ("positions", "mrope")),
     Station("Answer", "embeddings into the prompt, words out of it", ("00", "10"),
             ("merge.py", "pipeline.py", "trace.py"), ("attention", "families")),
-    Station("Yours", "what it costs, and how to teach it more", ("11", "13"),
-            ("study/costs.py", "serving/linear.py", "serving/adapters.py"), ()),
+    Station("Yours", "what it costs, how to teach it more, and a released checkpoint", ("11", "13", "15"),
+            ("study/costs.py", "study/shallow.py", "serving/linear.py", "serving/adapters.py"), ()),
 ]  # fmt: skip
+
+# in the order of the course, with the notebook that each belongs to
+EXPLORERS = {
+    "windows": "01", "tower": "01", "positions": "02", "mrope": "02", "attention": "02", "evs": "03", "graph": "04",
+    "packing": "05", "timeline": "06", "slices": "07", "assignment": "09", "families": "10",
+}  # fmt: skip
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -89,9 +99,11 @@ def build(out: Path) -> dict[str, int]:
 
     paths = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
     pages = {f"notebooks/{path.stem}.html": notebook_page(path) for path in paths}
-    pages |= {f"explorers/{name}.html": explorer_page(make()) for name, make in GALLERY.items()}
+    made = {name: GALLERY[name]() for name in EXPLORERS}
+    pages |= {f"explorers/{name}.html": explorer_page(name, made, paths) for name in EXPLORERS}
     pages |= {f"journeys/{name}.html": journey_page(name) for name in SHIPPED}
-    pages["index.html"] = index_page(paths, {name: explorer_title(pages, name) for name in GALLERY})
+    pages |= live_pages() | {"reference.html": document("refvl: API reference", reference.body(), style=reference.LOOK)}
+    pages["index.html"] = index_page(paths, made)
     named = sorted(
         {match for text in pages.values() for match in re.findall(r'href="(?:\.\./)*files/([^"#]+)\.html', text)}
     )
@@ -110,11 +122,22 @@ def document(title: str, body: str, *, style: str = "") -> str:
     return PAGE.format(title=html.escape(title), body=body, style=STYLE.read_text() + style)
 
 
-def explorer_page(explorer) -> str:
-    """An explorer as a page of its own that leads back to the index."""
+def explorer_page(name: str, made: dict[str, Any], notebooks: list[Path]) -> str:
+    """An explorer as a page of its own, with links to its neighbours, its notebook and the index."""
     from refvl.viz.explorers import page
 
-    return page(explorer, foot='<p><a href="../index.html">All notebooks and explorers</a></p>')
+    names = list(made)
+    place = names.index(name)
+    [notebook] = [path for path in notebooks if path.name.startswith(EXPLORERS[name])]
+    before, after = names[place - 1], names[(place + 1) % len(names)]
+    links = [
+        (f"{before}.html", f"← {made[before].title}"),
+        (f"../notebooks/{notebook.stem}.html", f"Notebook: {title_of(nbformat.read(notebook, as_version=4))}"),
+        ("../index.html", "All notebooks and explorers"),
+        (f"{after}.html", f"{made[after].title} →"),
+    ]
+    foot = "".join(f'<a href="{address}">{html.escape(text)}</a>' for address, text in links)
+    return page(made[name], foot=f"<nav>{foot}</nav>")
 
 
 def journey_page(name: str) -> str:
@@ -130,9 +153,14 @@ def journey_page(name: str) -> str:
     return page(journey, title=asked.checkpoint, links=links, index="../index.html", files=files)
 
 
-def explorer_title(pages: dict[str, str], name: str) -> str:
-    """The title of an explorer's page, as text."""
-    return html.unescape(re.search(r"<title>(.*?)</title>", pages[f"explorers/{name}.html"])[1])  # type: ignore[index]
+def live_pages() -> dict[str, str]:
+    """The page of each model that runs in the browser, with a link to the others and to the index."""
+    from refvl.viz.live.page import LIVE, SITE, page
+
+    def others(checkpoint: str) -> dict[str, str]:
+        return {f"the same with {LIVE[name]}": SITE[name] for name in LIVE if name != checkpoint}
+
+    return {SITE[name]: page(name, index="index.html", links=others(name)) for name in LIVE}
 
 
 def notebook_page(path: Path) -> str:
@@ -140,8 +168,7 @@ def notebook_page(path: Path) -> str:
     notebook = nbformat.read(path, as_version=4)
     prepare(notebook, path.parent)
     body, _ = exporter().from_notebook_node(notebook)
-    top = '<p><a href="../index.html">All notebooks and explorers</a></p>'
-    return document(title_of(notebook), f"{top}<main>{body}</main>", style=highlighting())
+    return document(title_of(notebook), f"<main>{body}</main>", style=highlighting())
 
 
 @cache
@@ -165,6 +192,7 @@ def highlighting() -> str:
 
 def prepare(notebook: Any, folder: Path) -> None:
     """Change a notebook in place into what a page can show: see `notebook_page`."""
+    notebook.cells = [cell for cell in notebook.cells if "remove-cell" not in cell.metadata.get("tags", ())]
     models = notebook.metadata.pop("widgets", {}).get(STATE, {}).get("state", {})
     said = title_of(notebook)
     for cell in notebook.cells:
@@ -203,8 +231,8 @@ def lighter(encoded: str, kind: str) -> str:
 
 
 def as_page(source: str, folder: Path) -> str:
-    """Markdown whose links lead to pages, and whose formulas are italic text; code stays as it is."""
-    parts = CODE.split(source)  # text, code, text, ...
+    """Markdown whose links lead to pages, and whose formulas and badges are text; code stays as it is."""
+    parts = CODE.split(BADGE.sub(r"\1", source))  # text, code, text, ...
     for i in range(0, len(parts), 2):
         parts[i] = FORMULA.sub(lambda match: formula(match[1]), LINK.sub(lambda m: page_link(m[1], folder), parts[i]))
     return "".join(parts)
@@ -234,7 +262,7 @@ def file_page(name: str) -> str:
 
     text = (ROOT / name).read_text(encoding="utf-8")
     back = "../" * (name.count("/") + 1)
-    body = highlight(text, get_lexer_for_filename(name), HtmlFormatter())
+    body = highlight(text, get_lexer_for_filename(name), HtmlFormatter(lineanchors="L"))
     return document(name, f'<p><a href="{back}index.html">Index</a></p><h1>{name}</h1>{body}', style=highlighting())
 
 
@@ -250,27 +278,45 @@ def first_sentence(source: str) -> str:
     return re.split(r"(?<=[.?!:])\s", plain.strip())[0].rstrip(":")
 
 
-def index_page(paths: list[Path], explorers: dict[str, str]) -> str:
-    """The journey, the answers line by line, the notebooks with their questions, the explorers."""
+def index_page(paths: list[Path], made: dict[str, Any]) -> str:
+    """The journey, the answers line by line, the notebooks and the explorers with their questions."""
     from refvl.viz.journey import SHIPPED, TITLE
+
+    explorers = {name: explorer.title for name, explorer in made.items()}
 
     notebooks = {path.stem: nbformat.read(path, as_version=4) for path in paths}
     titles = {stem: title_of(notebook) for stem, notebook in notebooks.items()}
     body = [
         "<main><h1>From pixels to an answer</h1>",
         "<p>How an image or a video becomes tokens of a language model: notebooks that were run, explorers to touch, "
-        "and the files that do the work. No page loads anything.</p>",
-        "<h2>The journey</h2><ol class=journey>",
+        "and the files that do the work. No page loads anything.</p>"
+        '<p><a href="reference.html">API reference</a>: every public name, with source, test and notebook.</p>',
+        f"<h2>Start here</h2>{live_item()}<h2>The journey</h2><ol class=journey>",
         *(station_item(station, titles, explorers) for station in STATIONS),
         f"</ol><h2>{TITLE}</h2><p>The code that ran for one answer, in call order, with what each stage made.</p><ul>",
         *(f'<li><a href="journeys/{name}.html">{html.escape(a.name)}</a></li>' for name, a in SHIPPED.items()),
         "</ul><h2>Notebooks</h2><div class=course>",
         *(course_item(stem, notebook) for stem, notebook in notebooks.items()),
-        "</div><h2>Explorers</h2><ul>",
-        *(f'<li><a href="explorers/{name}.html">{html.escape(title)}</a></li>' for name, title in explorers.items()),
-        "</ul></main>",
+        "</div><h2>Explorers</h2><div class=course>",
+        *(explorer_item(name, explorer) for name, explorer in made.items()),
+        "</div></main>",
     ]
     return document("refvl: from pixels to an answer", "\n".join(body))
+
+
+def live_item() -> str:
+    """The page that people are sent to first, with a still of it."""
+    from refvl.viz.live.page import LIVE, SITE
+    from refvl.viz.live.widget import STILL
+
+    still = base64.b64encode(STILL.read_bytes()).decode()
+    picture = f'<img alt="A painted scene and the answer of the model" src="{lighter(still, "image/png")}">'
+    names = " ".join(f'<a href="{SITE[name]}">{family}</a>' for name, family in LIVE.items())
+    return (
+        f'<div class=course>{picture}<div><h3><a href="live.html">Paint a scene, ask, follow it</a></h3>'
+        "<p>A model that runs in the page. Follow your image to its word, and break what is on the way.</p>"
+        f"<p><small>8 minutes; {names}</small></p></div></div>"
+    )
 
 
 def station_item(station: Station, titles: dict[str, str], explorers: dict[str, str]) -> str:
@@ -294,17 +340,31 @@ def course_item(stem: str, notebook: Any) -> str:
     )
 
 
+def explorer_item(name: str, explorer: Any) -> str:
+    """An explorer's picture, title and question."""
+    from refvl.viz.style import png_of
+
+    picture = small(png_of(explorer.figure()), f"The explorer {explorer.title}")
+    link = f'<a href="explorers/{name}.html">{html.escape(explorer.title)}</a>'
+    return f"{picture}<div><h3>{link}</h3><p>{html.escape(explorer.asks)}</p></div>"
+
+
 def thumbnail(notebook: Any) -> str:
     """The largest picture among a notebook's outputs, small."""
     shown = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
     found = [data[kind] for data in shown for kind in ("image/png", "image/jpeg") if kind in data]
     if not found:
         return "<span></span>"
-    picture, buffer = Image.open(io.BytesIO(base64.b64decode(max(found, key=len)))).convert("RGB"), io.BytesIO()
+    return small(base64.b64decode(max(found, key=len)), f"A figure of {title_of(notebook)}")
+
+
+def small(encoded: bytes, alt: str) -> str:
+    """An image as a thumbnail."""
+    picture, buffer = Image.open(io.BytesIO(encoded)).convert("RGB"), io.BytesIO()
     picture.thumbnail((288, 288))
     picture.save(buffer, "webp", quality=70)
-    alt = html.escape(f"A figure of {title_of(notebook)}")
-    return f'<img alt="{alt}" src="data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
+    address = f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return f'<img alt="{html.escape(alt)}" src="{address}">'
 
 
 class Names(HTMLParser):
@@ -331,6 +391,7 @@ def check(pages: dict[str, str]) -> Iterator[str]:
         read[name].feed(text)
     for name, found in read.items():
         limit = {"explorers": MAX_EXPLORER, "journeys": MAX_JOURNEY}.get(name.split("/")[0], MAX_NOTEBOOK)
+        limit = MAX_LIVE if name.startswith("live") else limit
         if (size := len(pages[name].encode())) > limit:
             yield f"{name}: {size:,} bytes, allowed are {limit:,}"
         yield from (f"{name}: loads {address[:60]}" for address in found.loads if not address.startswith("data:"))

@@ -1,7 +1,9 @@
-"""What callers pass by hand - grids, sizes, ids, masks, seconds - as plain Python numbers, or a clear error."""
+"""What callers pass by hand - grids, sizes, ids, masks, seconds, names - as plain Python numbers, or a clear error."""
 
+import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,30 +20,24 @@ from refvl.checks import (
 )
 
 MAX_SECONDS = 10**6  # eleven days between two grid steps
+MAX_PLAN_BYTES = 2**30  # of vectors, one for each patch, in what is planned at once
 
 
-class CheckedGrids(list[Grid]):
-    """What `as_grids` returns. An encoder's plan hands it on, and nothing on the way checks the same grids again."""
-
-    spatial_merge_size: int  # that h and w are multiples of
-
-
-def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw") -> list[Grid]:
+def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw", size: int = 0) -> list[Grid]:
     """Normalise `grid_thw` to a list of (t, h, w) tuples of Python ints, in patches.
 
     Accepts a sequence of (t, h, w) or an integer tensor/array of shape (items, 3).
     Raises TypeError for a wrong kind and ValueError for a wrong shape or value; h and w must be
     multiples of `spatial_merge_size`, because a merged token needs its whole block of patches.
+    size: the bytes that are planned for each patch, see `check_room`.
     """
     m = check_positive_int(spatial_merge_size, "spatial_merge_size")
-    if isinstance(grid_thw, CheckedGrids) and grid_thw.spatial_merge_size % m == 0:
-        return grid_thw
-    grids = CheckedGrids()
+    grids = list[Grid]()
     for i, (t, h, w) in enumerate(as_integer_rows(grid_thw, "(t, h, w)", name)):
         if h % m or w % m:
             raise ValueError(f"{name}[{i}]: h and w must be multiples of spatial_merge_size={m}, got {(t, h, w)}")
         grids.append((t, h, w))
-    grids.spatial_merge_size = m
+    check_room([sum(map(math.prod, grids))], size, name)
     return grids
 
 
@@ -68,11 +64,39 @@ def as_integer_rows(values, row: str, name: str, *, items: str = "items", least:
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise TypeError(f"{name}: expected a sequence of {row}, got {type(values).__name__}")
-    return [as_integers(value, row, f"{name}[{i}]", least) for i, value in enumerate(values)]
+    rows = [as_integers(value, row, f"{name}[{i}]", least) for i, value in enumerate(values)]
+    if (patches := sum(map(math.prod, rows))) > MAX_PATCHES:
+        raise ValueError(f"{name}: at most {MAX_PATCHES:,} patches are planned at once, got {patches:,} in {items}")
+    return rows
 
 
-def as_integers(values, row: str, name: str, least: int = 1) -> tuple[int, ...]:
-    """`values` as Python ints of at least `least`, as many as `row` names, for example "(t, h, w)"."""
+def check_room(extents: Sequence[int], size: int, name: str) -> Sequence[int]:
+    """Return `extents` if a vector of `size` bytes for each place in them needs less than `MAX_PLAN_BYTES`.
+
+    Raises ValueError naming `name`.
+    """
+    if (needed := math.prod(extents) * size) >= MAX_PLAN_BYTES:
+        vectors = f"vectors for {math.prod(extents):,} patches take {needed / 2**30:.1f} GiB"
+        raise ValueError(f"{name}: {vectors}; less than {MAX_PLAN_BYTES / 2**30:.0f} GiB are planned at once")
+    return extents
+
+
+def check_plan(encoder: Any, layouts: list) -> list:
+    """Return the layouts of a batch; ValueError if it has more patches than are planned at once.
+
+    Parts of an encoder (`config` None) plan sizes that are checked already.
+    """
+    if encoder.config is not None:
+        patches = sum(encoder.item_size(layout)[0] for layout in layouts)
+        if patches > MAX_PATCHES:
+            raise ValueError(f"layouts: at most {MAX_PATCHES:,} patches are planned at once, got {patches:,}")
+        check_room([patches], encoder.config.hidden_size * encoder.dtype.itemsize, "layouts")
+    return layouts
+
+
+def as_integers(values, row: str, name: str, least: int = 1, most: int = MAX_PATCHES) -> tuple[int, ...]:
+    """`values` as Python ints, as many as `row` names, for example "(t, h, w)": each at least `least`, no more than
+    `most` multiplied."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(row.split()):
         raise ValueError(f"{name}: expected {row}, got {values!r}")
@@ -81,8 +105,8 @@ def as_integers(values, row: str, name: str, least: int = 1) -> tuple[int, ...]:
     integers = tuple(map(int, values))
     if min(integers) < least:
         raise ValueError(f"{name}: every extent must be at least {least}, got {integers}")
-    if math.prod(integers) > MAX_PATCHES:
-        raise ValueError(f"{name}: at most {MAX_PATCHES:,} patches are planned at once, got {integers}")
+    if math.prod(integers) > most:
+        raise ValueError(f"{name}: at most {most:,} patches are planned at once, got {integers}")
     return integers
 
 
@@ -119,6 +143,7 @@ def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
 
 def as_seconds(values, count: int, name: str) -> list[float]:
     """One positive number for each of `count` videos, as floats; a sequence or a tensor (videos,)."""
+    values = check_values(values, name) if isinstance(values, Tensor) else values
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise TypeError(f"{name}: expected a sequence of numbers, got {type(values).__name__}")
@@ -129,3 +154,18 @@ def as_seconds(values, count: int, name: str) -> list[float]:
         if not 0 < check_number(value, f"{name}[{i}]") <= MAX_SECONDS:  # also refuses nan
             raise ValueError(f"{name}[{i}]: expected a positive number of seconds, got {value} (at most {MAX_SECONDS})")
     return [float(value) for value in values]
+
+
+def is_grid(layout: object) -> bool:
+    """Whether a layout is (t, h, w), as Qwen's and GLM's are."""
+    return isinstance(layout, (list, tuple)) and len(layout) == 3 and all(type(x) is int and x > 0 for x in layout)
+
+
+def check_names(given: Iterable[str], allowed: Sequence[str], what: str, error: type[Exception] = TypeError) -> None:
+    """Raise `error` for the first name that is not allowed, with the nearest one that is."""
+    for name in given:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1)
+            short = f"; allowed: {', '.join(allowed)}" if len(allowed) < 12 else ""
+            hint = f"; did you mean {near[0]!r}?" if near else short
+            raise error(f"{name}: {what} takes no such argument{hint}")

@@ -6,6 +6,7 @@ the resampler's cross-attention uses the same backends. Only `masked` builds a m
 
 - `varlen`: flash-attn 2 as torch has it (CUDA from compute capability 8.0 on, half precision)
 - `flash`:  flash-attn 2, when installed and asked for (the same)
+- `cudnn`:  cuDNN, where torch has it for variable lengths (from 2.14 on, Hopper and Blackwell); only if asked for
 - `sdpa`:   every device and dtype: segments of equal length form one batch, one SDPA call per distinct length
 - `masked`: every device and dtype: for captured graphs where varlen cannot run; see `refvl.masked_attention`
 
@@ -24,10 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from refvl import cudnn
 from refvl.checks import check_shape
 from refvl.masked_attention import is_padding, masked_sdpa
 
-BACKENDS = ("varlen", "flash", "sdpa", "masked")
+BACKENDS = ("varlen", "flash", "cudnn", "sdpa", "masked")
 HALF = (torch.float16, torch.bfloat16)
 AMPERE = (8, 0)  # the compute capability from which on a GPU computes in bfloat16 and flash-attn 2 runs
 SegmentPairs = Sequence[tuple[Tensor, Tensor]]  # per group: token indices of its queries (G, S) and of its keys (G, T)
@@ -37,20 +39,11 @@ def available_backends(device, dtype: torch.dtype, head_dim: int = 64) -> list[s
     """The backends that can run on `device` with `dtype`, fastest first; `sdpa` and `masked` always can.
 
     The flash kernels behind `varlen` and `flash` run from Ampere on (not on a T4 or V100), and take head dimensions up
-    to 256 that are multiples of 8.
+    to 256 that are multiples of 8. `cudnn` takes those up to 128; it stands last, so that "auto" never chooses it.
     """
     fits = dtype in HALF and head_dim % 8 == 0 and head_dim <= 256 and is_ampere(device)
-    return [*(name for name, where in KERNELS.items() if fits and _find(*where)), "sdpa", "masked"]
-
-
-def describe_backend(backend: str) -> str:
-    """Which kernel a backend runs, with the version of the package that has it: for tables."""
-    match backend:
-        case "varlen":
-            return f"varlen: flash-attn 2 of torch {torch.__version__}"
-        case "flash":
-            return f"flash: flash-attn {importlib.import_module('flash_attn').__version__}"
-    return f"{backend}: scaled_dot_product_attention of torch {torch.__version__}"
+    kernels = [name for name, where in KERNELS.items() if fits and _find(*where)]
+    return [*kernels, "sdpa", "masked", *["cudnn"] * (fits and cudnn.can_run(device, head_dim))]
 
 
 def is_ampere(device) -> bool:
@@ -155,7 +148,7 @@ def zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
 
     An encoder does without: nothing reads these rows, and four kernels in every layer are many.
     """
-    if backend not in KERNELS or not len(out_MHK):
+    if backend in ("sdpa", "masked") or not len(out_MHK):
         return out_MHK
     return out_MHK.masked_fill(is_padding(cu_seqlens, len(out_MHK))[:, None, None], 0)
 
@@ -170,6 +163,8 @@ def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_se
         case "flash":
             kernel = _find(*KERNELS["flash"])
             return kernel(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        case "cudnn":
+            return cudnn.attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         case "sdpa":
             return _grouped_sdpa(q_MHK, k_NHK, v_NHK, groups)
         case "masked":

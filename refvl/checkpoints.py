@@ -12,7 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from refvl.checks import printable, read_json
+from refvl.checks import read_json
+from refvl.paths import DATA
+from refvl.printing import printable
 
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -21,21 +23,36 @@ JSON_FILES = (  # what transformers and the tokenizer read: their own errors do 
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "chat_template.json", "processor_config.json",
 )  # fmt: skip
-MAX_LAYERS = 1000
+MOST = {  # sizes in a config.json -> the largest that is built: products of a few of them stay below 2**63
+    "num_hidden_layers num_layers depth layers": 1000,
+    "temporal_patch_size spatial_merge_size in_channels in_chans num_channels understand_projector_stride": 64,
+    "patch_size num_experts n_routed_experts moe_num_experts": 2**10,
+    "num_heads heads num_attention_heads num_key_value_heads num_attention_groups query_num head_dim crop_size": 2**14,
+    "hidden_size intermediate_size moe_intermediate_size out_hidden_size output_hidden_size embed_dim width": 2**17,
+    "share_q_dim share_expert_dim image_size img_size window_size": 2**17,
+    "vocab_size num_position_embeddings": 2**24,
+}
+SIZES = {name: most for names, most in MOST.items() for name in names.split()}
+LISTED = 12  # weights of a kind that an error names
 
 
 def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> Path:
-    """The local folder of a checkpoint; a hub id (`owner/name`) is downloaded into the hub's cache first.
+    """Return the local folder of a checkpoint. A hub id (`owner/name`) is downloaded into the hub's cache first.
+
+    path_or_id: a folder, a hub id, or the name of a shipped model, such as "tiny-qwen2_5_vl".
 
     weights=False downloads configs and tokenizer only. hub: `revision`, `cache_dir`, `token`, `local_files_only` of
     `huggingface_hub.snapshot_download`.
     Raises FileNotFoundError for a path that does not exist or holds no config.json, ValueError for a revision of a
     local folder or a JSON file that is not an object.
     """
-    folder = Path(path_or_id).expanduser()
+    folder, shipped = Path(path_or_id).expanduser(), DATA / "checkpoints"
+    if not os.path.exists(folder) and (names := sorted(os.listdir(shipped))).count(str(path_or_id)):
+        folder = shipped / path_or_id
     if not os.path.exists(folder):  # False, too, for a path that is too long or holds a zero byte
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path_or_id)):
-            raise FileNotFoundError(f"path_or_id: no folder {printable(folder)} (a hub id has the form owner/name)")
+            known = f"a hub id has the form owner/name, and {', '.join(names)} are shipped"
+            raise FileNotFoundError(f"path_or_id: no folder {printable(folder)} ({known})")
         folder = download(str(path_or_id), CONFIG_FILES + WEIGHT_FILES * weights, hub)
     elif hub.get("revision") is not None:
         raise ValueError(f"revision: {folder} is a local folder; only hub ids have revisions")
@@ -58,25 +75,46 @@ def download(repo_id: str, patterns: list[str], hub: dict, *, name: str = "path_
         raise FileNotFoundError(f"{name}: {repo_id!r} is no local folder, and the hub said: {reason}") from error
 
 
-def check_layer_counts(values: dict, name: str) -> None:
-    """Raise ValueError where a config asks for more than `MAX_LAYERS` layers: building them would never end."""
+def download_tower(path_or_id: Any, folder: Path, vision_prefix: str, hub: dict) -> None:
+    """Of a hub id whose configs are in `folder`, download the shards that hold the vision tower, and no other."""
+    if not os.path.exists(Path(path_or_id).expanduser()):
+        shards = shards_of(folder, vision_prefix) if (folder / INDEX).is_file() else [WEIGHTS]
+        download(str(path_or_id), shards, hub)
+
+
+def check_sizes(values: Mapping, name: str) -> None:
+    """Raise ValueError, naming the key, for sizes in a config from which nothing could be built, or nothing ends."""
     for key, value in values.items():
-        if isinstance(value, dict):
-            check_layer_counts(value, f"{name}: {key}")
-        elif key in ("num_hidden_layers", "num_layers", "depth") and isinstance(value, int) and value > MAX_LAYERS:
-            raise ValueError(f"{name}: {key} is {value}, at most {MAX_LAYERS} layers are built")
+        if isinstance(value, Mapping):
+            check_sizes(value, f"{name}: {key}")
+        elif key in ("vision_config", "text_config") and value is not None:
+            raise ValueError(f"{name}: {key} must be an object, got {printable(repr(value))}")
+        elif key in ("torch_dtype", "dtype") and isinstance(value, (bool, float, int, list)):
+            raise ValueError(f"{name}: {key} must be the name of a dtype, got {printable(repr(value))}")
+        elif key in SIZES and value is not None and not (type(value) is int and 1 <= value <= SIZES[key]):
+            got = printable(repr(value))
+            raise ValueError(f"{name}: {key} must be an integer from 1 to {SIZES[key]:,}, got {got}")
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path, pattern: str = "") -> list[Path]:
     """The safetensors files of a checkpoint: model.safetensors, or else the shards of its index, as transformers reads.
 
-    Raises FileNotFoundError when there are none or some lack, and ValueError for an index that is not one, or that
-    names a file outside the folder.
+    pattern: a regular expression; shards that hold no weight of such a name need not be there. Raises FileNotFoundError
+    when there are none or some lack, and ValueError for an index that is not one, or that names a file outside the
+    folder.
     """
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
         raise FileNotFoundError(f"{folder}: no *.safetensors file to read, neither {WEIGHTS} nor one named by {INDEX}")
+    files = [folder / file for file in shards_of(folder, pattern)]
+    if lacking := [file.name for file in files if not file.is_file()]:
+        raise FileNotFoundError(f"{folder}: the index names shards that are not there: {lacking}")
+    return files
+
+
+def shards_of(folder: Path, pattern: str = "") -> list[str]:
+    """The shards that hold weights with names like `pattern`, by the index; errors as in `weight_files`."""
     index = read_json(folder / INDEX)
     for key in ("weight_map", "metadata"):  # transformers reads both
         if not isinstance(index.get(key), dict):
@@ -88,17 +126,17 @@ def weight_files(folder: Path) -> list[Path]:
         path = PureWindowsPath(file)  # reads both kinds of slashes
         if path.anchor or ".." in path.parts:
             raise ValueError(f"{folder / INDEX}: {weight!r} must name a file inside the folder, got {file!r}")
-    files = [folder / file for file in sorted(set(weight_map.values()))]
-    if not files:
+    if not weight_map:
         raise ValueError(f"{folder / INDEX}: 'weight_map' names no *.safetensors file to read")
-    if lacking := [file.name for file in files if not file.is_file()]:
-        raise FileNotFoundError(f"{folder}: the index names shards that are not there: {lacking}")
-    return files
+    return sorted({file for weight, file in weight_map.items() if re.search(pattern, weight)})
 
 
 def raise_for_weights(where: object, part: str, problems: Mapping[str, Sequence[str]]) -> None:
-    """Raise one ValueError that lists, kind by kind, all weights that do not fit, if there are any."""
-    lines = [f"  {kind} ({len(names)}): {', '.join(names)}" for kind, names in problems.items() if names]
+    """Raise one ValueError that counts, kind by kind, the weights that do not fit, and lists the first of them."""
+    lines = []
+    for kind, names in problems.items():
+        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+        lines += [f"  {kind} ({len(names)}): {', '.join(names[:LISTED])}{more}"] if names else []
     if lines:
         raise ValueError(f"{where}: the weights do not match the {part}\n" + "\n".join(lines))
 
@@ -113,17 +151,18 @@ def open_shard(file: Path) -> Any:
 
 def iterate_weights(folder: Path, pattern: str, *, progress: bool = True) -> Iterator[tuple[str, Tensor]]:
     """(checkpoint name, tensor) of every weight whose name matches `pattern`, shard by shard, one tensor at a time."""
-    for file in tqdm(weight_files(folder), desc="vision weights", unit="shard", disable=not progress, leave=False):
+    files = weight_files(folder, pattern)
+    for file in tqdm(files, desc="vision weights", unit="shard", disable=not progress, leave=False):
         with open_shard(file) as shard:
             for name in shard.keys():  # noqa: SIM118
                 if re.search(pattern, name):
                     yield name, shard.get_tensor(name)
 
 
-def weight_headers(folder: Path) -> dict[str, TensorInfo]:
-    """Shape, dtype and place in its file of every weight by its checkpoint name; reads no tensor."""
+def weight_headers(folder: Path, pattern: str = "") -> dict[str, TensorInfo]:
+    """Shape, dtype and place in its file of every weight whose checkpoint name matches `pattern`; reads no tensor."""
     headers = dict[str, TensorInfo]()
-    for file in weight_files(folder):
+    for file in weight_files(folder, pattern):
         with open_shard(file):  # refuses a file that is cut short
             headers |= parse_local_safetensors_file_metadata(file).tensors
-    return headers
+    return {name: header for name, header in headers.items() if re.search(pattern, name)}

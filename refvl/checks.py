@@ -1,9 +1,8 @@
 """Clear errors at the public border: name the argument, what came, what is allowed."""
 
-import difflib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
@@ -11,8 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from refvl.printing import printable
+
 Grid = tuple[int, int, int]
-MAX_PATCHES = 2**26  # of one medium, and tokens of one prompt: far more than any model takes, and no memory bomb
+MAX_PATCHES = 2**22  # of one medium, and tokens of one prompt: more than any model takes, and plans stay below 2 GB
 WORDED = (ValueError, OSError, ImportError)  # errors whose messages stand for themselves
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 means nothing without its scale
 
@@ -138,16 +139,6 @@ def _holds_integers(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized or tensor.dtype == torch.bool)
 
 
-def check_names(given: Iterable[str], allowed: Sequence[str], what: str, error: type[Exception] = TypeError) -> None:
-    """Raise `error` for the first name that is not allowed, with the nearest one that is."""
-    for name in given:
-        if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=1)
-            short = f"; allowed: {', '.join(allowed)}" if len(allowed) < 12 else ""
-            hint = f"; did you mean {near[0]!r}?" if near else short
-            raise error(f"{name}: {what} takes no such argument{hint}")
-
-
 def read_json(path: Path) -> dict:
     """The object in a JSON file. Raises ValueError, naming the file, for anything else."""
     try:
@@ -168,9 +159,3 @@ def blame(what: object, passed: tuple[type[Exception], ...] = ()) -> Iterator[No
         raise
     except Exception as error:  # values of a wrong type or size run into all kinds of errors
         raise ValueError(f"{what}: {printable(error) or type(error).__name__}") from error
-
-
-def printable(text: object) -> str:
-    """A path or message in a line: shortened, and without what a terminal cannot show, such as lone surrogates."""
-    text = str(text).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0").replace("\n", " ")
-    return text if len(text) <= 240 else f"{text[:120]}...{text[-100:]}"

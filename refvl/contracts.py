@@ -57,10 +57,6 @@ class GraphEncoder(PlansAndEncodes, Protocol):
     """
 
     @property
-    def plan_reads_weights(self) -> bool:
-        """True: a plan holds values of the weights and is stale when they change; do not keep it across a change."""
-
-    @property
     def graph_attention(self) -> str:
         """The backend to capture: "varlen", "masked", or "sdpa" where all segments are equally long.
 

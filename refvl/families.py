@@ -2,26 +2,48 @@
 
 import re
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from refvl import encoders
 from refvl.attention import choose_backend
-from refvl.checkpoints import check_layer_counts, iterate_weights, weight_headers
+from refvl.checkpoints import check_sizes, iterate_weights, weight_headers
 from refvl.checks import blame, read_json
 from refvl.contracts import Encoder, Processor
 from refvl.language.glm4v import Glm4vMoeTextModel, GlmOcrTextModel
+from refvl.language.kimi_k25 import VISION as KIMI_VISION
+from refvl.language.kimi_k25 import KimiK25TextModel
 from refvl.language.minicpmv import MiniCPMTextModel, MiniCPMVConfig, MiniCPMVTextModel, minicpm_config
+from refvl.language.minicpmv4_6 import VISION as FOLDED_VISION
+from refvl.language.minicpmv4_6 import MiniCPMV4_6TextModel, MiniCPMV4_7TextModel
 from refvl.language.model import CausalTextModel
-from refvl.language.qwen3_vl import Qwen3_5TextModel, Qwen3VLTextModel
+from refvl.language.qwen3_5 import Qwen3_5TextModel
+from refvl.language.qwen3_vl import Qwen3VLTextModel
 from refvl.language.step3_vl import Step3ForCausalLM
-from refvl.processors import glm4v, minicpmv, qwen2_5_vl, qwen3_vl, step3_vl
+from refvl.language.step_vl import VISION, Step37TextModel, StepVLTextModel
+from refvl.positions.canvas import CanvasMarks
+from refvl.processors import glm4v, kimi_k25, minicpmv, minicpmv4_6, qwen2_5_vl, qwen3_vl, step3_vl
 from refvl.processors.tokenizers import TOKENIZER_FILES
+
+CAPABILITIES = {  # what a family may be asked for, and the argument that asks
+    "drafts": "prompt_lookup_num_tokens",
+    "assistant": "assistant_model",
+    "chunks": "prefill_chunk",
+    "chunked_beams": "num_beams",  # with prefill_chunk
+    "static_cache": "cache_implementation",
+    "attentions": "attentions",
+    "pruning": "pruning_rate",
+    "graphs": "graphs",
+    "embeds": "image_embeds",
+    "adapters": "adapter",
+    "quantised": "quantization_config",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +59,31 @@ class Family:
     config: Callable[..., PretrainedConfig] | None = None  # that reads config.json, where transformers has none
     version: str | None = None  # see `minicpmv_version`, where families share a model_type
     left_out: str = "(?!)"  # regular expression: checkpoint names that are neither vision nor text
+    cannot: Mapping[str, str] = field(default_factory=dict, hash=False)  # capability -> why not; the others it has
+
+    @property
+    def can(self) -> Mapping[str, bool]:
+        """Whether this family has each of `CAPABILITIES`."""
+        return {capability: capability not in self.cannot for capability in CAPABILITIES}
+
+    def require(self, capability: str) -> None:
+        """Raise ValueError, naming the argument and the family, if it does not have this one of `CAPABILITIES`."""
+        if capability in self.cannot:
+            raise ValueError(f"{CAPABILITIES[capability]}: not with {self.name}, {self.cannot[capability]}")
 
 
+NO_PLACES = {"pruning": "whose tokens stand for no fixed place in a frame"}
+NO_VIDEOS = {"pruning": "which takes no videos"}
 MINICPMV = partial(  # all versions share their config class and the names of their weights
     Family, vision_prefix=r"^(vpm|resampler)\.", text_model=MiniCPMVTextModel, left_out=r"^(apm|tts|audio_\w+)\.",
+    cannot=NO_PLACES,
 )  # fmt: skip
 FAMILIES = (
     Family("Qwen2.5-VL", ("qwen2_5_vl",), encoders.Qwen2_5_VisionTransformer, qwen2_5_vl.Qwen2_5_VLProcessor),
     Family("Qwen3-VL", ("qwen3_vl", "qwen3_vl_moe"), encoders.Qwen3VLVisionTransformer, qwen3_vl.Qwen3VLProcessor,
            text_model=Qwen3VLTextModel),
-    Family("Qwen3.5", ("qwen3_5", "qwen3_5_moe"), encoders.Qwen3_5VisionTransformer, qwen3_vl.Qwen3VLProcessor,
-           text_model=Qwen3_5TextModel),
+    Family("Qwen3.5, Qwen3.6, Qwen3.8", ("qwen3_5", "qwen3_5_moe"), encoders.Qwen3_5VisionTransformer,
+           qwen3_vl.Qwen3VLProcessor, text_model=Qwen3_5TextModel),
     Family("GLM-4.1V, GLM-4.6V-Flash", ("glm4v",), encoders.Glm4vVisionTransformer, glm4v.Glm4vProcessor),
     Family("GLM-4.5V, GLM-4.6V", ("glm4v_moe",), encoders.Glm4vVisionTransformer, glm4v.Glm4vProcessor,
            text_model=Glm4vMoeTextModel),
@@ -56,9 +92,14 @@ FAMILIES = (
     Family("GLM-OCR", ("glm_ocr",), encoders.GlmOcrVisionTransformer, glm4v.Glm46VProcessor,
            text_model=GlmOcrTextModel),
     Family("Step3-VL", ("step3_vl",), encoders.Step3VisionEncoder, step3_vl.Step3VLProcessor,
-           r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.", Step3ForCausalLM),
+           r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\.", Step3ForCausalLM, cannot=NO_VIDEOS),
+    Family("Step3-VL-10B", ("step_robotics",), encoders.StepVLEncoder, step3_vl.Step3VLProcessor, VISION,
+           StepVLTextModel, cannot=NO_VIDEOS),
+    Family("Step-3.7", ("step3p7",), encoders.StepVLEncoder, step3_vl.Step3VLProcessor, VISION, Step37TextModel,
+           cannot=NO_VIDEOS),
     MINICPMV("MiniCPM-V 2.0", ("minicpmv",), encoders.MiniCPMV2_0Encoder, minicpmv.MiniCPMV2_0Processor, version="2.0",
-             text_model=MiniCPMTextModel, config=partial(MiniCPMVConfig, minicpm_config)),
+             text_model=MiniCPMTextModel, config=partial(MiniCPMVConfig, minicpm_config),
+             cannot=NO_PLACES | {"graphs": "whose encoder has no graph path (load it with graphs=None)"}),
     MINICPMV("MiniCPM-V 2.5", ("minicpmv",), encoders.MiniCPMV2_5Encoder, minicpmv.MiniCPMV2_5Processor, version="2.5",
              config=partial(MiniCPMVConfig, LlamaConfig)),
     MINICPMV("MiniCPM-V 2.6", ("minicpmv", "minicpmo"),  # MiniCPM-o has audio besides; images and text are the same
@@ -68,6 +109,12 @@ FAMILIES = (
              config=partial(MiniCPMVConfig, LlamaConfig)),
     MINICPMV("MiniCPM-V 4.5", ("minicpmv",), encoders.MiniCPMV4_5Encoder, minicpmv.MiniCPMV4_5Processor, version="4.5",
              config=partial(MiniCPMVConfig, Qwen3Config)),
+    Family("MiniCPM-V 4.6", ("minicpmv4_6",), encoders.MiniCPMV4_6Encoder, minicpmv4_6.MiniCPMV4_6Processor,
+           FOLDED_VISION, MiniCPMV4_6TextModel, cannot=NO_PLACES),
+    Family("MiniCPM-V 4.7", ("minicpmv4_7",), encoders.MiniCPMV4_7Encoder, minicpmv4_6.MiniCPMV4_7Processor,
+           FOLDED_VISION, MiniCPMV4_7TextModel, cannot=NO_PLACES),
+    Family("Kimi K2.5, Kimi K2.6", ("kimi_k25",), encoders.KimiK25Encoder, kimi_k25.KimiK25Processor, KIMI_VISION,
+           KimiK25TextModel),
 )  # fmt: skip
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # GLM-4.5V and GLM-4.6V share a model_type: the class that a folder's files name tells them apart
@@ -107,6 +154,7 @@ def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfi
     """
     if isinstance(source, PretrainedConfig):
         find_family(source)
+        check_sizes(source.to_dict(), "config")
         return source
     name, values = "config", source
     if not isinstance(values, dict):
@@ -114,36 +162,55 @@ def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfi
         path = path / "config.json" if path.is_dir() else path
         name, values = str(path), read_json(path)
     family = find_family(values)
-    check_layer_counts(values, name)
-    values = dict(values)
+    check_sizes(values, name)
+    values = _without_code(values)
     model_type = values.pop("model_type")
+    if not family.config and model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"model_type: {model_type!r} needs transformers 5.23 or later, {transformers.__version__} is here"
+        )
     with blame(name):
         return family.config(**values) if family.config else AutoConfig.for_model(model_type, **values)
+
+
+def _without_code(values: dict) -> dict:
+    """A config without names of kernels, at any level: transformers would fetch those from the hub and run them."""
+    kept = {key: value for key, value in values.items() if not re.search(r"_implementation(_internal)?$", str(key))}
+    return {key: _without_code(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
     """The text config, with what is said one level up or beside it.
 
     In older configs that is whether embedding and head share their weights; with deepstack, how many layers add to what
-    they are given.
+    they are given; with a canvas, the ids of its marks.
     """
     text_config = config.get_text_config()
-    text_config.tie_word_embeddings = bool(config.tie_word_embeddings)
+    if hasattr(config, "tie_word_embeddings"):
+        text_config.tie_word_embeddings = bool(config.tie_word_embeddings)
     if (deeper := getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)) is not None:
         text_config.deepstack_layers = len(deeper)
+    for name in CanvasMarks._fields:
+        if hasattr(config, f"{name}_id"):
+            setattr(text_config, f"{name}_id", getattr(config, f"{name}_id"))
     return text_config
 
 
 def load_encoder(folder: Path, config: PretrainedConfig, *, dtype, device, attention: str, progress: bool = True):
-    """The vision tower of the checkpoint in `folder`, loaded strictly, on `device` in `dtype`."""
-    family = find_family(config)
-    encoder = empty_encoder(config, dtype=dtype, device=device, attention=attention)
-    encoder.load_weights(iterate_weights(folder, family.vision_prefix, progress=progress))
+    """The vision tower of the checkpoint in `folder`, loaded strictly, on `device` in `dtype`; reads nothing else."""
+    prefix = find_family(config).vision_prefix
+    there = sum(header.parameter_count for header in weight_headers(folder, prefix).values())
+    encoder = empty_encoder(config, dtype=dtype, device=device, attention=attention, stored=there)
+    encoder.load_weights(iterate_weights(folder, prefix, progress=progress))
+    return encoder
+
+
+def warn_of_left_out(folder: Path, family: Family) -> None:
+    """Name the parts of a whole checkpoint that are neither vision nor text."""
     skipped = [name.split(".")[0] for name in weight_headers(folder) if re.search(family.left_out, name)]
     if skipped:
         parts = ", ".join(sorted(set(skipped)))
         warnings.warn(f"{folder}: {len(skipped)} weights of {parts} skipped: no audio here", stacklevel=2)
-    return encoder
 
 
 def random_encoder(config: PretrainedConfig, *, dtype, device, attention: str, seed: int = 0):
@@ -161,10 +228,16 @@ def random_encoder(config: PretrainedConfig, *, dtype, device, attention: str, s
     return encoder
 
 
-def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str):
-    """The tower with unwritten memory on `device` (none on `meta`)."""
+def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str, stored: int | None = None):
+    """The tower with unwritten memory on `device` (none on `meta`).
+
+    stored: how many values there are to fill it; ValueError, before memory is taken, where it has twice as many.
+    """
     with torch.device("meta"):
         encoder = find_family(config).encoder.from_config(config, attention=attention)
+    values = sum(weight.numel() for weight in encoder.parameters())
+    if stored is not None and values > 2 * stored:  # a few that are missing or misshapen are listed by name later
+        raise ValueError(f"vision_config: its tower has {values:,} values, the weights are {stored:,}")
     choose_backend(attention, torch.device(device), dtype, encoder.config.head_dim)  # refuses what cannot run later
     return encoder.to(dtype).to_empty(device=device).eval()
 

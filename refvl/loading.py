@@ -3,6 +3,7 @@
 import inspect
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,21 @@ from tqdm.auto import tqdm
 from transformers import PretrainedConfig
 
 from refvl import checkpoints, families
+from refvl.arguments import check_names
 from refvl.attention import is_ampere
-from refvl.checks import WORDED, blame, check_flag, check_names
+from refvl.checks import WORDED, blame, check_flag, check_positive_int
 from refvl.contracts import Encoder
 from refvl.graphs import EncoderGraphManager
 from refvl.graphs.manager import MIN_BUDGET
 from refvl.language.loading import load_language_model, random_language_model
-from refvl.language.model import CausalTextModel
-from refvl.pipeline import Request
+from refvl.serving.adapters import CONFIG as ADAPTER
+from refvl.serving.adapters import attach
 from refvl.serving.linear import choose_linear, use_onednn
+from refvl.serving.media_cache import CachedVLM, MediaCache
 from refvl.serving.model import VLM
 from refvl.serving.options import check_runnable
+from refvl.serving.provenance import sources
+from refvl.serving.tower import NoText
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PLACEMENT = (  # of transformers' `from_pretrained`, for the text model
@@ -40,8 +45,12 @@ def load(
     attention: str = "auto",
     linear: str = "auto",
     weights: str = "checkpoint",
+    text: bool = True,
     graphs: bool | dict | None = None,
+    media_cache: int | MediaCache | None = None,
     compile: bool = False,
+    max_cache_len: int | None = None,
+    adapters: Sequence[str | Path] | None = None,
     revision: str | None = None,
     cache_dir: str | Path | None = None,
     token: str | bool | None = None,
@@ -57,15 +66,22 @@ def load(
     do not compute in bfloat16: they get float16, and a warning says so. attention: backend of the vision tower
     (`refvl.attention`). linear: kernel of the linear layers in float32 on a CPU, "torch", "onednn", or the faster one
     of them on this machine (`refvl.serving.linear`). weights: "checkpoint", or "random" to build the true shape from a
-    config alone (a folder, a JSON file, a dict) - on device "meta" it costs no memory. graphs: True captures the
-    encoder in graphs now (CUDA graphs, or their stand-in elsewhere); a dict gives the options of
-    `EncoderGraphManager`. compile: answers are decoded with a cache of fixed size, for which transformers compiles the
-    step on CUDA (the first answer then takes longer, the others less), and where the tower runs varlen attention, its
-    blocks are compiled now, while a bar shows the seconds. Elsewhere it is the cache alone. revision, cache_dir, token,
-    local_files_only: for a hub id, as in `huggingface_hub.snapshot_download`. torch_dtype: `dtype`, as transformers
-    called it. model_kwargs go to transformers' text model: `attn_implementation`; `device_map="auto"` or a map, to
-    spread its layers over devices, memory and disk (needs accelerate); `tp_plan="auto"`, to split every layer among the
-    processes that torchrun started. The vision tower stays whole, on `device`.
+    config alone (a folder, a JSON file, a dict) - on device "meta" it costs no memory. text: False leaves the language
+    model out: only the vision tower's weights are read, or downloaded, and `encode` and `feature_map` run
+    (`refvl.serving.tower`). graphs: True captures the encoder in graphs now (CUDA graphs, or their stand-in elsewhere);
+    a dict gives the options of `EncoderGraphManager`. media_cache: how many tokens of embeddings are kept, so that no
+    medium is encoded twice, or a `MediaCache` (`refvl.serving.media_cache`). compile: answers are decoded with a cache
+    of fixed size, for which transformers compiles the step on CUDA (the first answer then takes longer, the others
+    less), and where the tower runs varlen attention, its blocks are compiled now, while a bar shows the seconds.
+    Elsewhere it is the cache alone. max_cache_len: tokens of prompt and answer that this cache has room for at least;
+    None is as many as the longest call so far needed, so each longer one makes transformers compile again. adapters:
+    folders or hub ids of LoRA adapters to attach, which add up (`refvl.serving.adapters`); an adapter beside the
+    weights is refused unless this is given, if only as []. revision, cache_dir, token, local_files_only: for a hub id,
+    as in `huggingface_hub.snapshot_download`. torch_dtype: `dtype` as transformers called it. model_kwargs go to
+    transformers' text model: `attn_implementation`; `device_map="auto"` or a map, to spread its layers over devices,
+    memory and disk (needs accelerate); `distributed_config=DistributedConfig(tp_plan="auto")` of
+    `transformers.distributed`, to split every layer among the processes that torchrun started. The vision tower stays
+    whole, on `device`.
 
     Raises FileNotFoundError when nothing is there, TypeError for arguments that do not exist, ValueError for an unknown
     family, files that are malformed or weights that do not fit.
@@ -73,28 +89,45 @@ def load(
     if weights not in ("checkpoint", "random"):
         raise ValueError(f"weights: expected 'checkpoint' or 'random', got {weights!r}")
     stored = weights == "checkpoint"
-    _check_arguments(path_or_id, graphs, model_kwargs, stored)
+    if max_cache_len is not None and not (compile and text and check_positive_int(max_cache_len, "max_cache_len")):
+        raise ValueError("max_cache_len: expected compile=True with a text model, whose cache it sizes; got neither")
+    _check_arguments(path_or_id, graphs, model_kwargs, stored, check_flag(text, "text"))
+    cache = media_cache if isinstance(media_cache, MediaCache | None) else MediaCache(media_cache)
     hub = {"revision": revision, "cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
-    folder, processor_folder = _find_folders(path_or_id, stored, hub)
+    folder, processor_folder = _find_folders(path_or_id, stored and text, hub)
     config = families.read_config(folder or path_or_id)
+    family = families.find_family(config)
+    if graphs:
+        family.require("graphs")
+    if model_kwargs.get("quantization_config") or getattr(config, "quantization_config", None):
+        family.require("quantised")
+    if stored and folder is not None and not text:
+        checkpoints.download_tower(path_or_id, folder, family.vision_prefix, hub)
     if isinstance(graphs, dict):
         check_names(graphs, list(inspect.signature(EncoderGraphManager).parameters), "graphs")
     if stored and folder is None:
         raise ValueError("weights: a config alone has none; give a checkpoint folder, or weights='random'")
 
+    _check_adapters(adapters, folder if stored else None)
     device = _resolve_device(device)
+    provenance = sources(folder, weights=stored, pattern="" if text else family.vision_prefix)
     place: dict[str, Any] = {"dtype": _resolve_dtype(dtype, torch_dtype, config, device), "device": device}
     kernel = choose_linear(linear, device, place["dtype"])
-    models = _load_models(folder if stored else None, config, attention, progress, place, model_kwargs)
+    models = _load_models(folder if stored else None, config, attention, progress, place, model_kwargs, text)
     if kernel == "onednn":
-        for model in models:
-            use_onednn(model)  # type: ignore[arg-type]  # both are modules
+        for model in filter(None, models):
+            use_onednn(model)
     with blame(f"{processor_folder}: tokenizer or processor files cannot be read", WORDED):
-        vlm = VLM(config, families.load_processor(processor_folder, config), *models)
-    _add_stop_tokens(vlm)
+        processor = families.load_processor(processor_folder, config)
+    vlm = VLM(config, processor, *models) if cache is None else CachedVLM(config, processor, *models, cache)
+    if text:
+        _add_stop_tokens(vlm)
+    vlm.provenance = provenance
+    if adapters:
+        _attach_adapters(vlm, adapters)
 
     if check_flag(compile, "compile"):
-        _compile(vlm, progress)
+        _compile(vlm, max_cache_len, progress)
     if graphs:
         vlm.graphs = _capture_graphs(vlm, {} if graphs is True else graphs, progress)
     return vlm
@@ -115,7 +148,7 @@ def _find_folders(path_or_id, stored: bool, hub: dict) -> tuple[Path | None, Pat
     return folder, folder
 
 
-def _check_arguments(path_or_id, graphs, model_kwargs: dict, stored: bool) -> None:
+def _check_arguments(path_or_id, graphs, model_kwargs: dict, stored: bool, text: bool) -> None:
     """Raise TypeError for arguments of a wrong kind, and for names that nobody reads."""
     if not isinstance(path_or_id, (str, Path, dict, PretrainedConfig)):
         kind = f"{type(path_or_id).__name__} {path_or_id!r}"
@@ -128,21 +161,45 @@ def _check_arguments(path_or_id, graphs, model_kwargs: dict, stored: bool) -> No
     check_names(model_kwargs, [*own, *MODEL_KWARGS], "load")
     if not stored and (placed := [name for name in model_kwargs if name in PLACEMENT]):
         raise TypeError(f"{placed[0]}: places the weights of a checkpoint; weights='random' has none")
+    if model_kwargs and not text:
+        raise TypeError(f"{next(iter(model_kwargs))}: is for the language model, which text=False leaves out")
+
+
+def _check_adapters(adapters: Any, folder: Path | None) -> None:
+    """Raise TypeError for what is no list, and ValueError for an adapter beside the weights that nobody asked for."""
+    if adapters is None:
+        if folder and (folder / ADAPTER).is_file():
+            ways = f"attach it by adapters=[{str(folder)!r}] (--adapter), or leave it out by adapters=[]"
+            raise ValueError(f"adapters: {folder} holds an adapter beside its weights ({ADAPTER}); {ways}")
+    elif isinstance(adapters, (str, Path)) or not isinstance(adapters, Sequence):
+        raise TypeError(f"adapters: expected a list of folders or hub ids, got {type(adapters).__name__} {adapters!r}")
+
+
+def _attach_adapters(vlm: VLM, adapters: Sequence[str | Path]) -> None:
+    """Attach adapters by their folders or hub ids, and let all of them act."""
+    for adapter in adapters:
+        attach(vlm, adapter, name=str(adapter).replace(".", "_"))
+    vlm.adapters.base_model.set_adapter(list(vlm.adapters.peft_config))
 
 
 def _load_models(
-    folder: Path | None, config: PretrainedConfig, attention: str, progress: bool, place: dict, model_kwargs: dict
-) -> tuple[Encoder, CausalTextModel]:
-    """Encoder and text model with the weights in `folder`, strictly; without a folder with random ones."""
+    folder: Path | None, config: PretrainedConfig, attention: str, progress: bool, place: dict, model_kwargs: dict,
+    text: bool,
+) -> tuple[Encoder, Any]:  # fmt: skip
+    """Encoder and text model (or `NoText`), with the weights in `folder`, strictly; without a folder random ones."""
     text_config = families.text_config_of(config)
     if (how := getattr(config, "quantization_config", None)) is not None:  # written beside text_config, read inside it
         text_config.quantization_config = how
     options = {"model_class": families.find_family(config).text_model, **place, **model_kwargs}
     if folder is None:
-        encoder = families.random_encoder(config, attention=attention, **place)
-        return encoder, random_language_model(text_config, **options)
+        with blame("config: it makes no encoder and no text model", WORDED):
+            encoder = families.random_encoder(config, attention=attention, **place)
+            return encoder, random_language_model(text_config, **options) if text else NoText()
     with blame(f"{folder}: config.json makes no encoder", WORDED):
         encoder = families.load_encoder(folder, config, attention=attention, progress=progress, **place)
+    if not text:
+        return encoder, NoText()
+    families.warn_of_left_out(folder, families.find_family(config))
     with blame(f"{folder}: config.json and generation_config.json make no text model", WORDED):
         return encoder, load_language_model(folder, text_config, progress=progress, **options)
 
@@ -155,13 +212,15 @@ def _add_stop_tokens(vlm: VLM) -> None:
         config.eos_token_id = list(dict.fromkeys(i for i in (*own, *stop) if i is not None))
 
 
-def _compile(vlm: VLM, progress: bool) -> None:
+def _compile(vlm: VLM, max_cache_len: int | None, progress: bool) -> None:
     """A cache of fixed size, and compiled blocks: an empty picture is encoded, because torch compiles what runs."""
-    vlm.language_model.generation_config.cache_implementation = "static"
+    if vlm.language_model:
+        vlm.language_model.generation_config.cache_implementation = "static"
+        vlm.language_model.generation_config.max_cache_len = max_cache_len
     if vlm.encoder.backend(None, vlm.device) == "varlen":
         vlm.encoder.compile_blocks()
         with tqdm(total=1, desc="compile the tower's blocks", disable=not progress) as bar:
-            vlm.read(Request("", images=[Image.new("RGB", (448, 448))]))
+            vlm.encode([Image.new("RGB", (448, 448))])
             bar.update()
 
 

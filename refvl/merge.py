@@ -32,9 +32,6 @@ class MediaTokens:
         """Extents of each run of consecutive placeholders that the medium fills: one run, everything."""
         return [self.thw]
 
-    def check_pruning(self, q: float) -> None:
-        """Raise ValueError, before anything is encoded, where this medium cannot be pruned at rate q."""
-
     def keep_mask(self, embeds_MD: Tensor, q: float, pruning: str = "evs") -> Tensor | None:
         """(M,) bool: which embeddings stay at rate q, by the row of `PRUNERS`; None: all. Images are never pruned."""
         return find_pruner(pruning).mask(embeds_MD, self.thw, 1, q) if self.kind == "video" and q > 0 else None

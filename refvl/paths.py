@@ -1,11 +1,28 @@
-"""Where the repository keeps its data: pictures, clips, the tiny checkpoints, configs, measurements."""
+"""Where images, videos, tiny checkpoints, configs and notebooks are: in a clone, or inside an installed package."""
 
+import shutil
 from pathlib import Path
 
-DATA = Path(__file__).resolve().parents[1] / "data"
+PACKAGE = Path(__file__).resolve().parent
+CLONE = PACKAGE.parent
+ROOT = CLONE if (CLONE / "pyproject.toml").is_file() else PACKAGE / "course"  # which setup.py puts into a wheel
+DATA = ROOT / "data"
 
 
 def check_clone(what: str) -> None:
-    """Raise FileNotFoundError where the package is installed without the repository around it."""
-    if not (DATA.parent / "pyproject.toml").is_file():
-        raise FileNotFoundError(f"{what} needs a clone of the repository, whose data an installed package is without")
+    """Raise FileNotFoundError if the package is installed without the repository around it."""
+    if ROOT != CLONE:
+        raise FileNotFoundError(f"{what} needs a clone of the repository: an installed package holds no benchmarks")
+
+
+def copy_course(folder: Path) -> Path:
+    """Copy the notebooks and the data that they use into `folder`. Returns the folder of the notebooks.
+
+    Raises FileExistsError if `folder` has one of them already.
+    """
+    for name in ("notebooks", "data"):
+        if (folder / name).exists():
+            raise FileExistsError(f"folder: {folder / name} is there already; name a folder without it")
+    for name in ("notebooks", "data"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+    return folder / "notebooks"

@@ -74,6 +74,8 @@ class VLM:
 
     def read(self, request: Request) -> Any:
         """Turn media and question into the language model's inputs; each stage fills its fields of the record."""
+        if request.pruning_rate > 0:
+            self.family.require("pruning")
         trace = self.record(device=self.encoder.device)
         messages = self.processor.messages(request.prompt, request.images, request.videos)
         with trace.stage("decode media"):
@@ -81,9 +83,6 @@ class VLM:
         with trace.stage("patchify"):
             trace.patches = self.processor.patchify(trace.media)
             media = [patches.media_tokens for patches in trace.patches]
-        if request.pruning_rate > 0:
-            for medium in media:
-                medium.check_pruning(request.pruning_rate)
         self.encode_rows(trace, [p.rows for p in trace.patches], [p.layout for p in trace.patches])
         with trace.stage("prune"):
             pairs = zip(media, trace.embeds, strict=True)
@@ -128,7 +127,7 @@ class VLM:
 
     def position(self, trace: Any) -> None:
         """Positions of the full layout, restricted to the tokens that are kept: at q = 0 nothing changes."""
-        trace.full_positions = self.language_model.positions(len(trace.full_ids), trace.spans)
+        trace.full_positions = self.language_model.positions(trace.full_ids, trace.spans)
         trace.positions, trace.delta = restrict_positions(trace.full_positions, trace.keep)
 
     def answer(self, trace: Any, max_new_tokens: int, *, streamer: Any = None, **options) -> GenerateOutput:

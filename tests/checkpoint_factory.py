@@ -9,9 +9,15 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from data.training.tiny_qwen2_5_vl import FAMILY as TINY_QWEN
 from data.training.tiny_qwen3_vl import FAMILY as TINY_QWEN3
@@ -293,6 +299,11 @@ def make_step3_checkpoint(folder: Path, *, seed: int = 0, naming=lambda name: na
                 parameter = parameter.unflatten(1, (3, 14, 14))
             weights[naming(name)] = parameter.to(torch.bfloat16).contiguous()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return write_step3_files(folder, config)
+
+
+def write_step3_files(folder: Path, config: dict) -> Path:
+    """config.json, tokenizer and template."""
     step3_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(STEP3_TEMPLATE)
     ends = {name: config["text_config"][name] for name in ("bos_token_id", "pad_token_id", "eos_token_id")}
@@ -302,6 +313,209 @@ def make_step3_checkpoint(folder: Path, *, seed: int = 0, naming=lambda name: na
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin_of_sentence|>",
             "eos_token": "<|EOT|>", "pad_token": "<|end_of_sentence|>",
+        },
+    }  # fmt: skip
+    for file, values in files.items():
+        (folder / file).write_text(json.dumps(values, indent=2))
+    return folder
+
+
+def step_vl_config(model_type: str) -> dict:
+    """The dict of config.json of Step3-VL-10B ("step_robotics") or Step-3.7 ("step3p7"), under the released names."""
+    token = step3_tokenizer().token_to_id
+    text = {
+        "vocab_size": -(-step3_tokenizer().get_vocab_size() // 64) * 64, "hidden_size": 96, "intermediate_size": 128,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+        "max_position_embeddings": 2048, "rope_theta": 100.0, "bos_token_id": token("<|begin_of_sentence|>"),
+        "eos_token_id": token("<|EOT|>"), "pad_token_id": token("<|end_of_sentence|>"),
+    }  # fmt: skip
+    if model_type == "step3p7":
+        text |= {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 16,
+            "attention_other_setting": {"num_attention_heads": 6}, "moe_layers_enum": "1,2", "moe_num_experts": 4,
+            "moe_top_k": 2, "moe_intermediate_size": 32, "share_expert_dim": 48,
+        }  # fmt: skip
+    vision = {
+        "width": 48, "layers": 3, "heads": 4, "mlp_ratio": 80 / 48, "image_size": 112, "crop_size": 56, "max_side": 336,
+        "patch_size": 14, "ls_init_value": 0.1, "hidden_act": "quick_gelu",
+    }  # fmt: skip
+    return {
+        "model_type": model_type, "image_token_id": token("<im_patch>"), "projector_bias": False, "text_config": text,
+        "vision_config": vision,
+    }  # fmt: skip
+
+
+def make_step_vl_checkpoint(folder: Path, model_type: str, *, seed: int = 0) -> Path:
+    """Write a random checkpoint in the released layout, which is how transformers saves Step-3.7: rotary neighbours.
+
+    Step3-VL-10B is Step-3.7's tower with Qwen3 as its text model.
+    """
+    save_random_model(folder, step_vl_config("step3p7"), seed)
+    if model_type == "step_robotics":
+        file = folder / "model.safetensors"
+        tower = {name: tensor for name, tensor in load_file(file).items() if name.startswith("vi")}
+        text = Qwen3ForCausalLM(Qwen3Config(**step_vl_config(model_type)["text_config"])).state_dict()
+        generator = torch.Generator().manual_seed(seed + 1)
+        for name, weight in text.items():
+            std = 0.3 if weight.ndim > 1 else 1.0
+            tower[name] = (std * torch.randn(weight.shape, generator=generator)).to(torch.bfloat16)
+        save_file(tower, file, metadata={"format": "pt"})
+    return write_step3_files(folder, step_vl_config(model_type))
+
+
+def step_vision_model(folder: Path):
+    """The oracle: the tower in `folder`, read by transformers, and the weight of the projector."""
+    from transformers.models.step3p7.modeling_step3p7 import Step3p7VisionConfig, Step3p7VisionModel
+
+    weights = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    tower = {name.removeprefix("vision_model."): w for name, w in weights.items() if name.startswith("vision_model.")}
+    config = Step3p7VisionConfig(**json.loads((folder / "config.json").read_text())["vision_config"])
+    return Step3p7VisionModel.from_pretrained(None, config=config, state_dict=tower).eval(), weights[
+        "vit_large_projector.weight"
+    ]
+
+
+FOLDED_MARKS = ("<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>")
+
+
+@cache
+def folded_tokenizer():
+    made = train_tokenizer()
+    made.add_special_tokens(list(FOLDED_MARKS))
+    return made
+
+
+def folded_config(model_type: str, mode: str = "16x") -> dict:
+    """The dict of config.json of MiniCPM-V 4.6 ("minicpmv4_6") or 4.7: Qwen3.5's text model, a small SigLIP."""
+    config, token = qwen3_config("qwen3_5"), folded_tokenizer().token_to_id
+    text = config["text_config"] | {"vocab_size": -(-folded_tokenizer().get_vocab_size() // 64) * 64}
+    names = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id")
+    marks = dict(zip(names, map(token, FOLDED_MARKS), strict=False)) | {
+        "newline_id": folded_tokenizer().encode("\n").ids[0]
+    }
+    return {
+        "model_type": model_type, "image_token_id": token("<|image_pad|>"), "video_token_id": token("<|video_pad|>"),
+        "tie_word_embeddings": False, "insert_layer_id": 1, "downsample_mode": mode, "text_config": text,
+        "vision_config": {
+            "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "image_size": 98, "patch_size": 14,
+        },
+        **(marks if model_type == "minicpmv4_7" else {}),
+    }  # fmt: skip
+
+
+def make_folded_checkpoint(folder: Path, model_type: str, *, mode: str = "16x", seed: int = 0) -> Path:
+    """Write a random MiniCPM-V 4.6 or 4.7 checkpoint to `folder`, as transformers saves it, which is the release's."""
+    config = folded_config(model_type, mode)
+    save_random_model(folder, config, seed)
+    folded_tokenizer().save(str(folder / "tokenizer.json"))
+    template = TINY_QWEN3.chat_template.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+    (folder / "chat_template.jinja").write_text(template)
+    settings = {"max_slice_nums": 4, "scale_resolution": 112, "patch_size": 14, "downsample_mode": mode}
+    names = ("image_start_token", "image_end_token", "slice_start_token", "slice_end_token")
+    marks = dict(zip((*names, "image_id_start_token", "image_id_end_token"), FOLDED_MARKS, strict=True))
+    extra = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"} | marks
+    ends = {name: config["text_config"][name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    files = {
+        "config.json": config,
+        "generation_config.json": ends,
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+            "extra_special_tokens": extra,
+        },
+        "preprocessor_config.json": {"image_processor_type": "MiniCPMV4_6ImageProcessor", **settings},
+        "video_preprocessor_config.json": {"video_processor_type": "MiniCPMV4_6VideoProcessor", **settings},
+    }  # fmt: skip
+    for file, values in files.items():
+        (folder / file).write_text(json.dumps(values, indent=2))
+    return folder
+
+
+KIMI_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_' + message.role + '|>' + message.role + '<|im_middle|>' -}}
+{%- if message.content is string -%}
+{{- message.content -}}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}
+{{- '<|media_begin|>image<|media_content|><|media_pad|><|media_end|>' -}}
+{%- elif part.type == 'video' -%}
+{{- '<|kimi_k25_video_placeholder|>' -}}
+{%- elif part.type == 'text' -%}
+{{- part.text -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_assistant|>assistant<|im_middle|>' -}}
+{%- endif -%}
+"""
+KIMI_SPECIAL_TOKENS = (
+    "[BOS]", "[EOS]", "[PAD]", "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>",
+    "<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>", "<|kimi_k25_video_placeholder|>",
+)  # fmt: skip
+
+
+@cache
+def kimi_tokenizer():
+    made = train_tokenizer()
+    made.add_special_tokens(list(KIMI_SPECIAL_TOKENS))
+    return made
+
+
+def kimi_config() -> dict:
+    """The dict of a Kimi K2.5 config.json. As in the release, the id of a video's tokens lies behind the vocabulary."""
+    token = kimi_tokenizer().token_to_id
+    ends = {"bos_token_id": token("[BOS]"), "eos_token_id": token("[EOS]"), "pad_token_id": token("[PAD]")}
+    return {
+        "model_type": "kimi_k25", "tie_word_embeddings": False, "projection_hidden_size": 64,
+        "image_token_id": token("<|media_pad|>"), "video_token_id": token("<|kimi_k25_video_placeholder|>"),
+        "text_config": {
+            "model_type": "deepseek_v3", "vocab_size": token("<|kimi_k25_video_placeholder|>"), "hidden_size": 96,
+            "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+            "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+            "first_k_dense_replace": 1, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_shared_experts": 1,
+            "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
+            "max_position_embeddings": 4096, "tie_word_embeddings": False, **ends,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        "vision_config": {
+            "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "pos_emb_height": 6, "pos_emb_width": 6,
+        },
+    }  # fmt: skip
+
+
+def make_kimi_checkpoint(folder: Path, *, seed: int = 0) -> Path:
+    """Write a random Kimi K2.5 checkpoint to `folder`, under the released names.
+
+    transformers 5.23 gives the released names back but for two, when it saves: the layers of the text model are called
+    blocks there, and one norm keeps transformers' prefix.
+    """
+    config, file = kimi_config(), folder / "model.safetensors"
+    save_random_model(folder, config, seed)
+    released = {"language_model.model.blocks.": "language_model.model.layers.", "model.mm_projector.": "mm_projector."}
+    weights = load_file(file)
+    for saved, name in released.items():
+        weights = {key.replace(saved, name): weight for key, weight in weights.items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    kimi_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(KIMI_TEMPLATE)
+    ends = {name: config["text_config"][name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    sides = {"patch_size": 14, "merge_size": 2, "size": {"max_height": 16, "max_width": 16}}
+    files = {
+        "config.json": config,
+        "generation_config.json": ends,
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "[BOS]", "eos_token": "[EOS]",
+            "pad_token": "[PAD]",
+        },
+        "preprocessor_config.json": {"image_processor_type": "Kimi_K25ImageProcessor", "max_patches": 64, **sides},
+        "video_preprocessor_config.json": {
+            "video_processor_type": "Kimi_K25VideoProcessor", "max_patches": 36, "temporal_patch_size": 4, **sides,
         },
     }  # fmt: skip
     for file, values in files.items():

@@ -109,3 +109,17 @@ def torchvision_processor():
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
     return Qwen2VLVideoProcessor
+
+
+@pytest.fixture
+def shell(monkeypatch, capsys):
+    """Run `refvl ARGUMENTS` in this process; returns (exit status, stdout, stderr)."""
+    from refvl.tools.cli import main
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["refvl", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return stop.value.code or 0, *capsys.readouterr()
+
+    return run

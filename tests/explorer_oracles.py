@@ -251,8 +251,8 @@ def segments_of(trace, block: int) -> torch.Tensor:
     return numbers
 
 
-def of_head(weights: torch.Tensor, head) -> torch.Tensor:
-    return (255 * (weights.mean(0) if head == "mean" else weights[head])).round().int()
+def of_head(weights: torch.Tensor, head, steps: int) -> torch.Tensor:
+    return (steps * (weights.mean(0) if head == "mean" else weights[head])).round().int()
 
 
 def attention(explorer, state: tuple) -> dict:
@@ -267,8 +267,8 @@ def attention(explorer, state: tuple) -> dict:
     return {
         "question": list(explorer.watched).index(question), "token": token - 1,
         "layer": layer, "head": 0 if head == "mean" else 1 + head,
-        "weights": of_head(trace.attentions[layer][:, read - 1, :read], head), "tower": of_head(tower, tower_head),
-        "segments": segments_of(trace, block),
+        "weights": of_head(trace.attentions[layer][:, read - 1, :read], head, 65535),
+        "tower": of_head(tower, tower_head, 255), "segments": segments_of(trace, block),
     }  # fmt: skip
 
 

@@ -1,15 +1,18 @@
 """Every family that graphs capture, with small random weights: encoder, manager, and layouts of mixed batches."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from towers import randomize
 
 from refvl.encoders import (
     Glm4vVisionConfig,
     Glm4vVisionTransformer,
     GlmOcrVisionConfig,
     GlmOcrVisionTransformer,
+    MiniCPMV4_6Encoder,
+    MiniCPMV4_6VisionConfig,
     Qwen2_5_VisionConfig,
     Qwen2_5_VisionTransformer,
     Qwen3VLVisionConfig,
@@ -17,9 +20,12 @@ from refvl.encoders import (
     SliceGroup,
     Step3VisionConfig,
     Step3VisionEncoder,
+    StepVLEncoder,
+    StepVLVisionConfig,
 )
 from refvl.families import FAMILIES
 from refvl.graphs import EncoderGraphManager
+from refvl.graphs.buffers import metadata_tensors
 
 ENCODERS = {family.version: family.encoder for family in FAMILIES if family.version}
 
@@ -29,6 +35,8 @@ GRIDS = {
     "GLM-4.1V": (Glm4vVisionTransformer, Glm4vVisionConfig),
     "GLM-OCR": (GlmOcrVisionTransformer, GlmOcrVisionConfig),
 }
+SQUARES = {"Step3-VL": (Step3VisionEncoder, Step3VisionConfig), "Step3-VL-10B": (StepVLEncoder, StepVLVisionConfig)}
+FOLDED = {"MiniCPM-V 4.6": (MiniCPMV4_6Encoder, MiniCPMV4_6VisionConfig)}
 MINICPMV = {
     "hidden_size": 48, "query_num": 4, "scale_resolution": 56,
     "vision_config": {
@@ -36,23 +44,33 @@ MINICPMV = {
         "image_size": 98, "patch_size": 14,
     },
 }  # fmt: skip
-FAMILIES = [*GRIDS, "MiniCPM-V 2.5", "MiniCPM-V 2.6", "MiniCPM-V 4.0", "MiniCPM-V 4.5", "Step3-VL"]
+FAMILIES = [*GRIDS, "MiniCPM-V 2.5", "MiniCPM-V 2.6", "MiniCPM-V 4.0", "MiniCPM-V 4.5", *FOLDED, *SQUARES]
 
 
 def build(family: str, seed: int = 0):
-    """The encoder with wide random weights, so that a wrong row or a stale one is far off."""
-    if family in GRIDS:
-        tower, config = GRIDS[family]
+    """The encoder with wide random weights, so that a wrong row or a stale one is far off.
+
+    Attention is sharp, and positions weigh as much as pixels: `test_every_position_counts` holds that.
+    """
+    if tiny := (GRIDS | SQUARES | FOLDED).get(family):
+        tower, config = tiny
         encoder = tower(config.tiny())
-    elif family == "Step3-VL":
-        encoder = Step3VisionEncoder(Step3VisionConfig.tiny())
     else:
         encoder = ENCODERS[family.split()[-1]].from_config(MINICPMV)
-    generator = torch.Generator().manual_seed(seed)
+    encoder = randomize(encoder, 0.2, seed)
     with torch.no_grad():
-        for parameter in encoder.parameters():
-            parameter.normal_(std=0.1, generator=generator)
-    return encoder.eval()
+        for name, parameter in encoder.named_parameters():
+            if "patch_embed" in name:
+                parameter /= 0.2 * parameter[0].numel() ** 0.5
+            elif "pos_embed" in name or "position_embedding" in name:
+                parameter *= 10
+            elif name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter *= 1.5
+            elif name.endswith("attn.in_proj_weight"):  # of a resampler
+                parameter *= 2
+            elif name.endswith("ln_kv.weight"):  # its positions are added behind it
+                parameter *= 0.3
+    return encoder
 
 
 def manager_of(encoder, **options):
@@ -72,8 +90,10 @@ def draw_layouts(family: str, draw: random.Random) -> list:
 def _draw_layout(family: str, draw: random.Random):
     if family in GRIDS:
         return draw.choice([1, 1, 2]), 2 * draw.randint(1, 4), 2 * draw.randint(1, 5)
-    if family == "Step3-VL":
+    if family in SQUARES:
         return draw.choice([(0, 0), (1, 1), (1, 2), (2, 2), (2, 4)])
+    if family in FOLDED:
+        return tuple((4 * draw.randint(1, 3), 4 * draw.randint(1, 3)) for _ in range(draw.choice([1, 2, 3])))
     slices = tuple((draw.randint(1, 5), draw.randint(1, 5)) for _ in range(draw.choice([1, 2, 3, 5])))
     if family == "MiniCPM-V 4.5" and draw.random() < 0.5:
         return (SliceGroup(slices, tuple(draw.randint(0, 300) for _ in slices)),)
@@ -103,3 +123,24 @@ def distance(outputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     pairs = [(out.double(), want.double()) for out, want in zip(outputs, wanted, strict=True)]
     assert all(out.shape == want.shape for out, want in pairs)
     return max(((out - want).norm() / want.norm()).item() for out, want in pairs)
+
+
+@torch.inference_mode()
+def poison(manager) -> None:
+    """NaN in every pixel buffer and in everything that the graphs compute; integers and masks get a wrong value."""
+    for captured in manager.captured.values():
+        captured.pixel_values.fill_(float("nan"))
+        for out in (out for operation in captured.graph.operations for out in operation.outputs):
+            out.fill_(float("nan") if out.is_floating_point() else 1)
+
+
+def position_fields(metadata) -> list[str]:
+    """The names of the plan's tensors that say where a patch is, or when; a dot leads to a part of the plan."""
+    return [name for name in metadata_tensors(metadata) if "position" in name or name.endswith(".times")]
+
+
+def without(metadata, field: str):
+    """The plan with zeros in one of its tensors."""
+    name, _, rest = field.partition(".")
+    value = getattr(metadata, name)
+    return replace(metadata, **{name: without(value, rest) if rest else torch.zeros_like(value)})

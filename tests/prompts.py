@@ -3,6 +3,10 @@
 import torch
 from torch import Tensor
 
+from refvl.paths import DATA
+
+PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")]
+
 
 def image_part(path) -> dict:
     return {"type": "image", "image": str(path)}
@@ -10,6 +14,16 @@ def image_part(path) -> dict:
 
 def text_part(text: str) -> dict:
     return {"type": "text", "text": text}
+
+
+CONTENTS = {  # of a user's turn
+    "text only": [text_part("Where is the circle?")],
+    "one image": [image_part(PHOTOS[0]), text_part("What is it?")],
+    "several images": [*map(image_part, PHOTOS), text_part("What are they?")],
+    "images between text": [
+        text_part("First"), image_part(PHOTOS[2]), text_part("then"), image_part(PHOTOS[1]), text_part("which is red?"),
+    ],
+}  # fmt: skip
 
 
 def hf_inputs(trace, ids: Tensor, types: Tensor) -> dict[str, Tensor]:
@@ -23,3 +37,12 @@ def hf_inputs(trace, ids: Tensor, types: Tensor) -> dict[str, Tensor]:
             inputs[names[0]] = torch.cat([p.pixel_values for p in patches])
             inputs[names[1]] = torch.tensor([p.layout for p in patches])
     return inputs
+
+
+def inputs_of(vlm, trace) -> dict[str, Tensor]:
+    """The same for a model on grids. transformers (5.17 to 5.23) writes GLM's frames with the image's token."""
+    placeholders = vlm.processor.placeholders(trace.full_ids)
+    is_image, is_video = (placeholders == vlm.token_ids[kind] for kind in ("image", "video"))
+    is_exchanged = is_video & vlm.family.name.startswith("GLM")
+    ids = torch.where(is_exchanged, vlm.token_ids["image"], trace.full_ids)
+    return hf_inputs(trace, ids, is_image.int() + 2 * is_video.int())

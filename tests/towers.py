@@ -24,9 +24,9 @@ CLASSES: dict[str, type[GridEncoder]] = {
 }
 
 
-def randomize(module: nn.Module, std: float) -> nn.Module:
+def randomize(module: nn.Module, std: float, seed: int = 0) -> nn.Module:
     """Normal weights, biases and norms too, so that each of them counts; scales of norms lie around one."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     for name, parameter in module.named_parameters():
         is_scale = name.endswith("weight") and ("norm" in name or "ln_" in name)
         nn.init.normal_(parameter, mean=float(is_scale), std=std)

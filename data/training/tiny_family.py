@@ -35,7 +35,7 @@ def find_family(name: str = DEFAULT) -> "TinyFamily":
 
 
 def family_names() -> list[str]:
-    shared = {"family", "model", "step3"}  # step3 is trained by train_step3.py
+    shared = {"family", "model", "step3", "minicpmv4_7"}  # step3: by train_step3.py; 4.7 has not been trained yet
     return sorted({file.stem.removeprefix("tiny_") for file in Path(__file__).parent.glob("tiny_*.py")} - shared)
 
 

@@ -1,10 +1,12 @@
 """Sizes of a tower that follow from other sizes, and how a config.json is read."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from math import prod
 from types import MappingProxyType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
+from refvl.checkpoints import check_sizes
 from refvl.encoders.weights import config_values
 
 
@@ -25,10 +27,16 @@ class TowerConfig:
     patch_size: int
 
     def __post_init__(self):
+        self.check_sizes()
         if self.hidden_size % self.num_heads:
             width, heads = map(self._theirs, ("hidden_size", "num_attention_heads"))
             raise ValueError(f"{width}: must be a multiple of {heads}={self.num_heads}, got {self.hidden_size}")
         self.check_image_size()
+
+    def check_sizes(self) -> None:
+        """Raise ValueError, naming the field, for sizes from which no tower can be built."""
+        own: Any = self  # a dataclass
+        check_sizes({field.name: getattr(self, field.name) for field in fields(own)}, type(self).__name__)
 
     def check_image_size(self) -> None:
         """Raise ValueError where the images of the position table are smaller than a patch."""

@@ -30,12 +30,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from refvl.attention import Segments, cumulative_lengths, group_segments, segment_capacity
+from refvl.attention import Segments, plan_segments, segment_capacity
 from refvl.checks import Grid
 from refvl.encoders.glm4v import PatchMerger, SwiGLU
 from refvl.encoders.grid import GridEncoder, GridVisionConfig
 from refvl.encoders.tower import to_device
-from refvl.positions.rotary import block_positions, rotary_cos_sin, rotary_factors_of, rotary_frequencies, rotate
+from refvl.positions.rotary import block_positions, rotary_factors_of, rotary_frequencies, rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class GlmOcrVisionConfig(GridVisionConfig):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class VisionMetadata:
-    """What one forward needs besides pixels. `pad` says how a captured graph fills the rest of its buffer.
+class VisionMetadata(Segments):
+    """What one forward needs besides pixels; segments are frames. `pad` says how a graph fills the rest of its buffer.
 
     Fixed addresses, changing contents: the contract of a captured graph. Integers are baked in by a capture: there they
     are capacities, and a replay must not exceed them. Rotary angles are computed from rows and columns where the tower
@@ -70,15 +70,8 @@ class VisionMetadata:
     `.to(torch.bfloat16)`.
     """
 
-    cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (frames + 1,) int32, patches, leading 0
-    groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # frames of equal length; for sdpa alone
-    max_seqlen: int  # patches of the largest frame
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch
     frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
-
-    def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the rotary angles, each (N, K/2) float32."""
-        return rotary_cos_sin(self.positions, self.frequencies)
 
     @property
     def summary(self) -> str:
@@ -107,13 +100,9 @@ class GlmOcrVisionTransformer(GridEncoder):
         grids: (t, h, w) per item, in patches, images and videos mixed. `plan` accepts tensors as well, and checks
         them.
         """
-        needs_groups = self.backend() == "sdpa"
         frames = [h * w for t, h, w in grids for _ in range(t)]  # patches of each
-        cu_seqlens = cumulative_lengths(frames)
         metadata = VisionMetadata(
-            cu_seqlens=cu_seqlens,
-            groups=group_segments(cu_seqlens) if needs_groups else None,
-            max_seqlen=max(frames, default=0),
+            **plan_segments(frames, with_groups=self.backend() == "sdpa"),
             positions=block_positions(grids, self.config.spatial_merge_size).int(),
             frequencies=rotary_frequencies(self.head_dim),
         )
@@ -134,11 +123,10 @@ class GlmOcrVisionTransformer(GridEncoder):
         hold no floating-point numbers.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
-        frames = Segments(metadata.cu_seqlens, metadata.groups, metadata.max_seqlen)
         rotary = rotary_factors_of(metadata.positions, metadata.frequencies)  # for all blocks
         x_NE = self.patch_embed(patches_NC)
         for block in self.blocks:
-            x_NE = block(x_NE, rotary, frames, backend)
+            x_NE = block(x_NE, rotary, metadata, backend)
         x_MBE = self.post_layernorm(x_NE).unflatten(0, (-1, self.block_size))
         x_MD = self.downsample(x_MBE.transpose(1, 2).flatten(1))  # channel first, as the kernel is flattened
         return self.merger(x_MD)

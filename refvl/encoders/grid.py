@@ -33,6 +33,7 @@ class GridVisionConfig(TowerConfig):
     out_hidden_size: int
 
     def __post_init__(self):
+        self.check_sizes()
         if self.hidden_size % self.num_heads or self.head_dim % 4:
             raise ValueError(
                 "hidden_size: must be num_heads times a head dimension that is a multiple of 4, "

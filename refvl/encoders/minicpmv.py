@@ -96,10 +96,6 @@ class MiniCPMVEncoderConfig:
         return self.vision.head_dim
 
     @property
-    def patch_size(self) -> int:
-        return self.vision.patch_size
-
-    @property
     def patch_values(self) -> int:
         """Values in one patch row: 3 * P * P."""
         return self.vision.patch_values
@@ -131,12 +127,9 @@ class MiniCPMVEncoder(Tower):
 
     def __init__(self, config: MiniCPMVEncoderConfig, *, attention: str = "auto"):
         super().__init__(config)
-        c = config
-        queries = self.resampler_queries(c)
-        self.vpm = self.vpm_class(c.vision, drop_last_layer=c.drop_vision_last_layer, attention=attention)
-        self.resampler = self.resampler_class(
-            queries, c.hidden_size, c.resampler_heads, c.vision.hidden_size, attention=attention
-        )
+        vision, sizes = config.vision, (config.hidden_size, config.resampler_heads, config.vision.hidden_size)
+        self.vpm = self.vpm_class(vision, drop_last_layer=config.drop_vision_last_layer, attention=attention)
+        self.resampler = self.resampler_class(self.resampler_queries(config), *sizes, attention=attention)
 
     @classmethod
     def from_config(cls, config, *, attention: str = "auto") -> "MiniCPMVEncoder":  # type: ignore[override]  # no extra
@@ -204,7 +197,7 @@ class MiniCPMVEncoder(Tower):
         A slice has the area of S x S patches, S = scale_resolution / P, but its sides are rounded to whole patches:
         a x b with ab = S * S becomes at most (a + 1/2)(b + 1/2), so 2 S more suffice for shapes up to 12 to 1.
         """
-        side = self.config.scale_resolution // self.config.patch_size
+        side = self.config.scale_resolution // self.config.vision.patch_size
         return side**2 + 2 * side
 
     def max_rows(self, max_tokens: int) -> int:
@@ -247,7 +240,6 @@ class MiniCPMV2_0Encoder(MiniCPMVEncoder):
     vpm_class = SiglipViT
     resampler_class = Resampler2
     skipped_parts = r"resampler\.pos_embed$"  # a formula
-    plan_reads_weights = True  # the tower's position table
 
     def resampler_queries(self, config: MiniCPMVEncoderConfig) -> int:
         """Return the side of the queries' grid."""

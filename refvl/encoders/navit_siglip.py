@@ -9,8 +9,9 @@
     (N, E)
 
 Upstream pads all slices of a batch to the longest and masks; here they are stored end to end, and `cu_seqlens` holds
-where each begins. `encode` is that tower; `forward` takes and returns the padded form of `refvl.encoders.padded`. Which
-entry a patch reads depends on sizes alone, so it is planned: `encode` reads no value back and branches on no tensor.
+where each begins. `encode` is that tower; `forward` takes and returns the padded form, see
+`refvl.encoders.slice_layouts`. Which entry a patch reads depends on sizes alone, so it is planned: `encode` reads no
+value back and branches on no tensor.
 
 Shape suffixes: N patches of all slices, E tower width, H heads, K head dimension.
 Upstream: `Idefics2VisionTransformer` (vLLM, transformers).
@@ -26,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.arguments import as_sizes
-from refvl.attention import Segments, cumulative_lengths, group_segments, segment_capacity
+from refvl.attention import Segments, plan_segments, segment_capacity
 from refvl.checks import check_pixel_rows
 from refvl.encoders.config import TowerConfig
-from refvl.encoders.padded import encode_strips
+from refvl.encoders.slice_layouts import encode_strips
 from refvl.encoders.tower import Tower, to_device
 
 
@@ -103,16 +104,10 @@ class NaVitSiglip(Tower):
 
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> NaVitMetadata:
         """Plan slices whose sizes are known to be good. layouts: the (h, w) of each, as the position table sees it."""
-        patches = [h * w for h, w in layouts]
-        cu_seqlens = cumulative_lengths(patches)
+        segments = plan_segments([h * w for h, w in layouts], with_groups=self.backend() == "sdpa")
         places = [place_in_table(h, w, self.table_side) for h, w in layouts]
-        metadata = NaVitMetadata(
-            cu_seqlens=cu_seqlens,
-            groups=group_segments(cu_seqlens) if self.backend() == "sdpa" else None,
-            max_seqlen=max(patches, default=0),
-            position_ids=torch.cat([torch.zeros(0, dtype=torch.long), *places]),
-        )
-        return to_device(metadata, self.device)
+        position_ids = torch.cat([torch.zeros(0, dtype=torch.long), *places])
+        return to_device(NaVitMetadata(**segments, position_ids=position_ids), self.device)
 
     def plan_capacity(self, max_patches: int, max_slices: int) -> NaVitMetadata:
         """Plan as much as any batch within these limits can need: one slice holds all patches."""
@@ -124,9 +119,9 @@ class NaVitSiglip(Tower):
         """(N, C*P*P) patch rows of all slices -> (N, E); `attention` overrides the tower's backend."""
         weight = next(self.parameters())
         check_pixel_rows(patches_NC, (len(metadata.position_ids), self.patch_values), weight.device)
-        backend = self.backend(attention, patches_NC.device)
+        backend = self.backend(attention)
         positions_NE = self.embeddings["position_embedding"](metadata.position_ids)
-        x_NE = self.embeddings["patch_embedding"](patches_NC.to(weight.dtype)) + positions_NE
+        x_NE = self.embeddings["patch_embedding"](patches_NC.to(weight)) + positions_NE
         for layer in self.encoder["layers"].children():
             x_NE = layer(x_NE, metadata, backend)
         return self.post_layernorm(x_NE)

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.attention import Segments, cumulative_lengths, group_segments, segment_capacity
+from refvl.attention import Segments, group_segments, plan_segments, segment_capacity
 from refvl.checks import Grid
 from refvl.encoders.grid import GridEncoder, GridVisionConfig
 from refvl.encoders.tower import to_device
@@ -68,8 +68,8 @@ class Qwen2_5_VisionConfig(GridVisionConfig):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class VisionMetadata:
-    """What one forward needs besides pixels. `pad` says how a captured graph fills the rest of its buffer.
+class VisionMetadata(Segments):
+    """What one forward needs besides pixels; segments are frames. `pad` says how a graph fills the rest of its buffer.
 
     Fixed addresses, changing contents: the contract of a captured graph. Integers are baked in by a capture: there they
     are capacities, and a replay must not exceed them. Rotary angles are computed from rows and columns where the tower
@@ -77,9 +77,6 @@ class VisionMetadata:
     `.to(torch.bfloat16)`.
     """
 
-    cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (frames + 1,) int32, patches, leading 0
-    groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # frames of equal length; for sdpa alone
-    max_seqlen: int  # patches of the largest frame
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch, in window order
     frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
     window_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64: x[window_index] is in window order
@@ -118,16 +115,12 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         """
         m, side = self.config.spatial_merge_size, self.config.window_side
         needs_groups = self.backend() == "sdpa"
-        frames = [h * w for t, h, w in grids for _ in range(t)]  # patches of each
-        cu_seqlens = cumulative_lengths(frames)
-        groups = group_segments(cu_seqlens) if needs_groups else None
+        frames = plan_segments([h * w for t, h, w in grids for _ in range(t)], with_groups=needs_groups)
         window_index, cu_window_seqlens = window_order(grids, m, side)
         window_groups = group_segments(cu_window_seqlens) if needs_groups else None
         positions = block_positions(grids, m).int().unflatten(0, (-1, self.block_size))
         metadata = VisionMetadata(
-            cu_seqlens=cu_seqlens,
-            groups=groups,
-            max_seqlen=max(frames, default=0),
+            **frames,
             positions=positions[window_index].flatten(0, 1),
             frequencies=rotary_frequencies(self.head_dim),
             window_index=window_index,
@@ -152,13 +145,12 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         (a capture asks for one with static shapes). In float16 the last blocks can overflow: see `clamp_overflow`.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
-        frames = Segments(metadata.cu_seqlens, metadata.groups, metadata.max_seqlen)
         windows = Segments(metadata.cu_window_seqlens, metadata.window_groups, metadata.max_window_seqlen)
         x_NE = self.patch_embed(patches_NC)
         rotary = rotary_factors_of(metadata.positions, metadata.frequencies)  # for all blocks
         x_NE = x_NE.unflatten(0, (-1, self.block_size))[metadata.window_index].flatten(0, 1)  # in window order
         for i, block in enumerate(self.blocks):
-            segments = frames if i in self.config.fullatt_block_indexes else windows
+            segments = metadata if i in self.config.fullatt_block_indexes else windows
             x_NE = block(x_NE, rotary, segments, backend)
         x_MD = self.merger(clamp_overflow(x_NE))
         return x_MD[metadata.reverse_index]  # in reading order

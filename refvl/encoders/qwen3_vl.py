@@ -33,11 +33,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refvl.attention import Segments, cumulative_lengths, group_segments, segment_capacity
+from refvl.attention import Segments, plan_segments, segment_capacity
 from refvl.checks import Grid, check_shape
 from refvl.encoders.grid import GridEncoder, GridVisionConfig
 from refvl.encoders.tower import to_device
-from refvl.positions.rotary import block_positions, rotary_cos_sin, rotary_factors_of, rotary_frequencies, rotate
+from refvl.positions.rotary import block_positions, rotary_factors_of, rotary_frequencies, rotate
 from refvl.positions.tables import sample_position_table
 
 
@@ -79,8 +79,8 @@ class Qwen3VLVisionConfig(GridVisionConfig):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class VisionMetadata:
-    """What one forward needs besides pixels. `pad` says how a captured graph fills the rest of its buffer.
+class VisionMetadata(Segments):
+    """What one forward needs besides pixels; segments are frames. `pad` says how a graph fills the rest of its buffer.
 
     Fixed addresses, changing contents: the contract of a captured graph. Integers are baked in by a capture: there they
     are capacities, and a replay must not exceed them. Rotary angles are computed from rows and columns where the tower
@@ -88,16 +88,9 @@ class VisionMetadata:
     `.to(torch.bfloat16)`.
     """
 
-    cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (frames + 1,) int32, patches, leading 0
-    groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # frames of equal length; for sdpa alone
-    max_seqlen: int  # patches of the largest frame
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch
     frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: values of the table
-
-    def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the rotary angles, each (N, K/2) float32."""
-        return rotary_cos_sin(self.positions, self.frequencies)
 
     @property
     def summary(self) -> str:
@@ -110,7 +103,6 @@ class Qwen3VLVisionTransformer(GridEncoder):
 
     config_class = Qwen3VLVisionConfig
     config: Qwen3VLVisionConfig
-    plan_reads_weights = True  # the position table: plan again after loading
 
     def __init__(self, config: Qwen3VLVisionConfig, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
@@ -131,13 +123,9 @@ class Qwen3VLVisionTransformer(GridEncoder):
         """
         m = self.config.spatial_merge_size
         table = self.pos_embed.weight
-        needs_groups = self.backend() == "sdpa"
         frames = [h * w for t, h, w in grids for _ in range(t)]  # patches of each
-        cu_seqlens = cumulative_lengths(frames)
         metadata = VisionMetadata(
-            cu_seqlens=cu_seqlens,
-            groups=group_segments(cu_seqlens) if needs_groups else None,
-            max_seqlen=max(frames, default=0),
+            **plan_segments(frames, with_groups=self.backend() == "sdpa"),
             positions=block_positions(grids, m).int(),
             frequencies=rotary_frequencies(self.head_dim),
             position_embeds=sample_position_table(table, grids, m, mode="bilinear", align_corners=True),
@@ -159,13 +147,12 @@ class Qwen3VLVisionTransformer(GridEncoder):
         hold no floating-point numbers.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
-        frames = Segments(metadata.cu_seqlens, metadata.groups, metadata.max_seqlen)
         rotary = rotary_factors_of(metadata.positions, metadata.frequencies)  # for all blocks
         mergers = dict(zip(self.config.deepstack_visual_indexes, self.deepstack_merger_list, strict=True))
         deeper = list[Tensor]()  # k of (M, D)
         x_NE = self.patch_embed(patches_NC) + metadata.position_embeds
         for i, block in enumerate(self.blocks):
-            x_NE = block(x_NE, rotary, frames, backend)
+            x_NE = block(x_NE, rotary, metadata, backend)
             if i in mergers:
                 deeper.append(mergers[i](x_NE))
         return torch.cat([self.merger(x_NE), *deeper], dim=1)

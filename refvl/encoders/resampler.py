@@ -13,7 +13,7 @@
 
 Upstream keeps tables of sines and cosines and lets them grow; a formula has no size, so a grid of 4 x 227 or a frame
 two hours into a video needs nothing special. There are no padded keys here: `resample` reads slices that are stored end
-to end, and `forward` takes the padded form of `refvl.encoders.padded`. `Resampler2` has a file of its own.
+to end, and `forward` takes the padded form of `refvl.encoders.slice_layouts`. `Resampler2` has a file of its own.
 
 Shape suffixes: N patches of all slices, D the language model's width, Q queries, H heads, K head dimension.
 Upstream: `Resampler2`, `Resampler2_5`, `Resampler4_5` (vLLM).
@@ -29,10 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.arguments import as_size, as_sizes
-from refvl.attention import SegmentPairs, attend, cumulative_lengths, zero_padding
+from refvl.attention import attend, cumulative_lengths, zero_padding
 from refvl.checks import check_floats, check_positive_int, check_shape
-from refvl.encoders.padded import resample_slices
-from refvl.encoders.slice_layouts import as_temporal_groups
+from refvl.encoders.slice_layouts import as_temporal_groups, resample_slices
 from refvl.encoders.tower import Tower, to_device
 from refvl.pixels.slices import NO_TIME
 from refvl.positions.tables import sincos, sincos_frequencies
@@ -245,12 +244,13 @@ class CrossAttention(nn.Module):
     def forward(self, query_QD: Tensor, keys_ND: Tensor, values_ND: Tensor, metadata, backend: str) -> Tensor:
         """(Q, D) queries, the same for every set -> (sets * Q, D)."""
         q_QHK, k_NHK, v_NHK = self.project(query_QD, keys_ND, values_ND)
-        out_MHK = varlen_cross_attention(
-            q_QHK.repeat(len(metadata.cu_seqlens_q) - 1, 1, 1), k_NHK, v_NHK,
-            metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.max_seqlen_q, metadata.max_seqlen_k,
-            backend=backend, groups=metadata.set_groups,
-        )  # fmt: skip
-        return self.out_proj(out_MHK.flatten(1))
+        cu_seqlens_q, cu_seqlens_k, groups = metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.set_groups
+        if groups is None and backend == "sdpa":
+            groups = group_segment_pairs(cu_seqlens_q, cu_seqlens_k)
+        q_MHK = q_QHK.repeat(len(cu_seqlens_q) - 1, 1, 1)
+        longest = metadata.max_seqlen_q, metadata.max_seqlen_k
+        out_MHK = attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, *longest, backend, groups)
+        return self.out_proj(zero_padding(out_MHK, cu_seqlens_q, backend).flatten(1))
 
     def project(self, *query_keys_values: Tensor) -> tuple[Tensor, ...]:
         """Queries (Q, D), keys (N, D) and values (N, D) -> (Q, H, K), (N, H, K), (N, H, K)."""
@@ -296,32 +296,3 @@ def group_segment_pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tup
 def _spans(starts: np.ndarray, length: int) -> Tensor:
     """(G, length) int64: the indices from each start on."""
     return torch.from_numpy(starts[:, None] + np.arange(length))
-
-
-def varlen_cross_attention(
-    q_MHK: Tensor,
-    k_NHK: Tensor,
-    v_NHK: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    backend: str,
-    groups: SegmentPairs | None = None,
-) -> Tensor:
-    """Non-causal attention of every query of a segment over all keys of that segment, scaled by 1 / sqrt(K).
-
-    q: (M, H, K). k, v: (N, H, K). cu_seqlens_q, cu_seqlens_k: (segments + 1,) int32, leading 0; the same number of
-    segments. groups: `group_segment_pairs(cu_seqlens_q, cu_seqlens_k)` from the plan, used by `sdpa`.
-    Returns (M, H, K), zero in rows behind the last segment; queries of a segment need at least one key. Raises
-    ValueError for an unknown backend or when the shapes differ.
-    """
-    check_shape(q_MHK, ("M", "H", "K"), "q_MHK")
-    check_shape(k_NHK, ("N", *q_MHK.shape[1:]), "k_NHK")
-    check_shape(v_NHK, k_NHK.shape, "v_NHK")
-    check_shape(cu_seqlens_k, tuple(cu_seqlens_q.shape), "cu_seqlens_k")
-    if groups is None and backend == "sdpa":
-        groups = group_segment_pairs(cu_seqlens_q, cu_seqlens_k)
-    out_MHK = attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups)
-    return zero_padding(out_MHK, cu_seqlens_q, backend)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refvl.arguments import as_size
+from refvl.arguments import as_size, check_room
 from refvl.checks import check_positive_int, check_shape
 from refvl.encoders.resampler import Resampler, SetMetadata
 from refvl.encoders.tower import to_device
@@ -55,6 +55,7 @@ class Resampler2(Resampler):
 
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> FixedGridMetadata:
         """Compute everything that depends on sizes on the CPU, and move it. layouts: the (h, w) of each slice."""
+        check_room([sum(h * w for h, w in layouts)], 4 * self.embed_dim, "tgt_sizes")
         queries_QD = sincos_2d(self.embed_dim, (self.grid_size, self.grid_size)).flatten(0, 1)
         if self.adaptive:
             keys = [sincos_2d(self.embed_dim, size).flatten(0, 1) for size in layouts]

@@ -28,8 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from refvl.arguments import check_room
 from refvl.attention import Segments, plan_segments
-from refvl.checks import check_pixel_rows, check_shape
+from refvl.checks import check_pixel_rows, check_positive, check_shape
 from refvl.encoders.navit_siglip import NaVitSiglip, NaVitSiglipConfig
 from refvl.encoders.tower import to_device
 from refvl.encoders.weights import config_dict, config_values
@@ -73,7 +74,7 @@ class SiglipViTConfig(NaVitSiglipConfig):
                 raise ValueError(f"vision_encoder: expected {KNOWN_ENCODER!r}, got {whole['vision_encoder']!r}")
             return cls()  # a whole config uses these names for other sizes
         values = config_values(whole, cls, activation=None, aliases=cls.aliases)
-        ratio = whole.get("vision_config", whole).get("mlp_ratio", MLP_RATIO)
+        ratio = check_positive(whole.get("vision_config", whole).get("mlp_ratio", MLP_RATIO), "mlp_ratio")
         return cls(**(values | {"intermediate_size": int(values.get("hidden_size", 1152) * ratio)}))
 
 
@@ -88,13 +89,13 @@ class SiglipViT(NaVitSiglip):
     """Pixels in, one vector per patch out; equal to timm's tower on the same weights."""
 
     config_class = SiglipViTConfig
-    plan_reads_weights = True  # the position table
 
     def plan_checked(  # type: ignore[override]  # other metadata
         self, layouts: Sequence[tuple[int, int]]
     ) -> SiglipViTMetadata:
         """Compute everything that depends on sizes, and resize the table, for images of (h, w) patches each."""
         table = self.get_parameter(TABLE)
+        check_room([sum(h * w for h, w in layouts)], 4 * table.shape[1], "tgt_sizes")
         positions = [table[:0], *(resize_position_table(table, size, antialias=True) for size in layouts)]
         segments = plan_segments([h * w for h, w in layouts], with_groups=self.backend() == "sdpa")
         return to_device(SiglipViTMetadata(**segments, position_embeds=torch.cat(positions)), self.device)
@@ -103,8 +104,8 @@ class SiglipViT(NaVitSiglip):
         """(N, C*P*P) patch rows of all images -> (N, E); `attention` overrides the tower's backend."""
         weight = next(self.parameters())
         check_pixel_rows(patches_NC, (len(metadata.position_embeds), self.patch_values), weight.device)
-        backend = self.backend(attention, patches_NC.device)
-        x_NE = self.embeddings["patch_embedding"](patches_NC.to(weight.dtype)) + metadata.position_embeds
+        backend = self.backend(attention)
+        x_NE = self.embeddings["patch_embedding"](patches_NC.to(weight)) + metadata.position_embeds
         for layer in self.encoder["layers"].children():
             x_NE = layer(x_NE, metadata, backend)
         return self.post_layernorm(x_NE)

@@ -8,7 +8,7 @@ A layout of a path is (squares, n, n), in patches. `refvl.graphs` packs and capt
 """
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from refvl.checks import Grid, check_pixel_rows
 class StackMetadata:
     """What a stack of equal squares needs besides pixels: the rest follows from its shape."""
 
-    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (1 + n^2, E), the same for every stack of a path
+    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (1 + n^2 or n^2, E), the same for every stack of a path
 
 
 class SquarePath:
@@ -29,8 +29,6 @@ class SquarePath:
 
     Every square of a path has the same size, so there is nothing to pad but whole squares, which nothing else sees.
     """
-
-    plan_reads_weights: ClassVar[bool] = True  # as the whole encoder's
 
     def __init__(self, encoder: Any, side: int, tokens: int):
         """encoder: a `Step3VisionEncoder`. side: patches per side of a square. tokens: output tokens of a square."""
@@ -71,8 +69,7 @@ class SquarePath:
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> StackMetadata:
         """Room for them, whatever the capacity."""
-        width = self.encoder.config.hidden_size
-        return StackMetadata(torch.zeros(1 + self.side**2, width, dtype=self.dtype, device=self.device))
+        return StackMetadata(torch.zeros_like(self.encoder.position_embeds(self.side)))
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
         """(patch rows, C*P*P) zeros for all the squares whose outputs fit into `max_tokens`."""

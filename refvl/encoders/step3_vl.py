@@ -81,7 +81,7 @@ class Step3VisionConfig(TowerConfig):
         hidden_size: the language model's. What is None is read from the whole model's config, if that was given.
         Unknown keys are ignored.
         """
-        values = config_values(config, cls, activation=cls.activation)
+        values = config_values(config, cls, activation=cls.activation, aliases=cls.aliases)
         whole = config_dict(config)
         given = {
             "understand_projector_stride": understand_projector_stride,
@@ -134,8 +134,8 @@ class VisionMetadata:
     @property
     def summary(self) -> str:
         """One line for tables."""
-        crops = len(self.local_rows) // (len(self.local_position_embeds) - 1)
-        overviews = len(self.global_rows) // (len(self.global_position_embeds) - 1)
+        crops = len(self.local_rows) // math.isqrt(len(self.local_position_embeds)) ** 2
+        overviews = len(self.global_rows) // math.isqrt(len(self.global_position_embeds)) ** 2
         return f"{crops} crops, {overviews} overviews"
 
 
@@ -144,7 +144,6 @@ class Step3VisionEncoder(Tower):
 
     config_class = Step3VisionConfig
     config: Step3VisionConfig
-    plan_reads_weights = True  # the position table: a plan is stale when the weights change
 
     def __init__(self, config: Step3VisionConfig, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
@@ -222,8 +221,8 @@ class Step3VisionEncoder(Tower):
         """(B * n^2, C*P*P) rows of equal squares, (1 + n^2, E) positions -> (B, M, D). Reads no value back."""
         backend = self.backend(attention, rows_NC.device)
         x_BTE = self.vision_model(rows_NC, position_embeds, backend)
-        side = math.isqrt(len(position_embeds) - 1)
-        x_BEnn = x_BTE[:, CLASS_TOKENS:].transpose(1, 2).unflatten(2, (side, side))
+        side = math.isqrt(len(position_embeds))
+        x_BEnn = x_BTE.transpose(1, 2).unflatten(2, (side, side))
         x_BEmm = self.vit_downsampler2(self.vit_downsampler(x_BEnn))
         return self.vit_large_projector(x_BEmm.flatten(2).transpose(1, 2))  # (B, M, D)
 
@@ -251,7 +250,7 @@ class Step3VisionEncoder(Tower):
         extra: what a vision config lacks, see `Step3VisionConfig.from_hf`. attention: a backend of `refvl.attention`,
         or "auto" for the best one on the device the pixels come from.
         """
-        config = config if isinstance(config, Step3VisionConfig) else Step3VisionConfig.from_hf(config, **extra)
+        config = config if isinstance(config, cls.config_class) else cls.config_class.from_hf(config, **extra)
         return cls(config, attention=attention)
 
     @property
@@ -289,7 +288,7 @@ class Step3VisionEncoder(Tower):
 
 
 class VisionTransformer(nn.Module):
-    """Embeddings, then layers; the result still has the four class tokens."""
+    """Embeddings, then layers; the four class tokens are dropped."""
 
     def __init__(self, config: Step3VisionConfig):
         super().__init__()
@@ -305,7 +304,7 @@ class VisionTransformer(nn.Module):
         x_NE = x_BTE.flatten(0, 1)  # from here on N counts the tokens of all squares
         for layer in self.transformer["layers"].children():
             x_NE = layer(x_NE, segments, backend)
-        return x_NE.unflatten(0, (B, T))
+        return x_NE.unflatten(0, (B, T))[:, CLASS_TOKENS:]
 
 
 class VisionEmbeddings(nn.Module):

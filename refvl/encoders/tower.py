@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from refvl.arguments import check_plan
 from refvl.attention import available_backends, choose_backend
 from refvl.checks import check_pixel_rows
 from refvl.encoders.weights import load_strict
@@ -23,8 +24,9 @@ class Tower(nn.Module):
     """Patch rows in, embeddings out. An encoder adds its modules, `plan`, and what computes."""
 
     config_class: ClassVar[Any]
-    plan_reads_weights: ClassVar[bool] = False  # True: a plan holds values of the weights and is stale when they change
     config: Any  # of config_class
+    check_layouts: Any  # (layouts, *, name) -> the layouts of a batch, normalised, or an error that says what is wrong
+    plan_checked: Any  # (layouts) -> the plan of layouts that are known to be good: a processor made them
 
     def __init__(self, config, *, attention: str = "auto"):
         super().__init__()
@@ -72,7 +74,7 @@ class Tower(nn.Module):
         return choose_backend(attention or self.attention, device or weight.device, weight.dtype, self.head_dim)
 
     def inputs(self, pixel_values: Tensor, grid_thw: Any, metadata: Any, attention: str | None) -> tuple:
-        """The border of `forward`: (rows in the tower's dtype, metadata, backend).
+        """The border of `forward`: (rows in the tower's dtype and on its device, metadata, backend).
 
         Plans where only `grid_thw` is given. Raises ValueError when the rows do not match, TypeError when they hold no
         floating-point numbers.
@@ -83,19 +85,14 @@ class Tower(nn.Module):
         rows = (("patches", len(metadata.positions)), ("values (C*Tp*P*P)", self.patch_values))
         weight = next(self.parameters())
         check_pixel_rows(pixel_values, rows, weight.device)
-        return pixel_values.to(weight.dtype), metadata, self.backend(attention, pixel_values.device)
-
-    def check_layouts(self, layouts, *, name: str = "layouts") -> Sequence[Any]:
-        """The layouts of a batch, normalised, or a ValueError or TypeError that says what is wrong."""
-        raise NotImplementedError
+        return pixel_values.to(weight), metadata, self.backend(attention)
 
     def plan(self, layouts) -> Any:
-        """Everything that depends on sizes, computed on the CPU and moved to the tower's device."""
-        return self.plan_checked(self.check_layouts(layouts))
+        """Everything that depends on sizes, computed on the CPU and moved to the tower's device.
 
-    def plan_checked(self, layouts: Sequence[Any]) -> Any:
-        """`plan` of layouts that are known to be good: a processor made them."""
-        return self.plan(layouts)
+        Raises ValueError, before memory is taken, for more patches than are planned at once (`check_plan`).
+        """
+        return self.plan_checked(check_plan(self, self.check_layouts(layouts)))
 
     def block_rows(self, metadata: Any) -> list[Tensor]:
         """For each time that a forward runs the blocks, the patch row at each place of their input; -1: none."""
@@ -199,6 +196,5 @@ def _send_to_gpu(rows: Levels | Tensor, device: torch.device, dtype: torch.dtype
     table, levels = sent[: len(table)].view(dtype).view(C, -1), sent[len(table) :].view(rows.values.shape)
     patches = torch.empty(N, C, rows.frames, values, dtype=dtype, device=device)
     for channel in range(C):
-        looked_up = table[channel].index_select(0, levels[:, channel].flatten().int())
-        patches[:, channel] = looked_up.view(N, -1, values)
+        patches[:, channel] = table[channel].index_select(0, levels[:, channel].flatten().int()).view(N, -1, values)
     return patches.flatten(1)

@@ -116,7 +116,10 @@ def get_vision_encoder_info(hf_config) -> VisionEncoderInfo:
 
 
 def get_vit_attn_backend(head_size: int, dtype: torch.dtype, device) -> str:
-    """Return the backend of `refvl.attention` that a tower gets; this module's logger says why, at level INFO."""
+    """Return the backend of `refvl.attention` that a tower gets; this module's logger says why, at level INFO.
+
+    Raises ValueError for a head_size below 1.
+    """
     available = available_backends(device, dtype, check_positive_int(head_size, "head_size"))
     found = "vision attention: %s, the fastest of %s for %s heads of %d on %s"
     logger.info(found, available[0], available, dtype, head_size, device)

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from refvl.checks import check_positive_int
-from refvl.graphs.packing import Capacity, greedy
-from refvl.graphs.search import pack
+from refvl.graphs.packing import Capacity, greedy, pack
 
 PACKERS = {"greedy": greedy, "optimal": pack}
 POLICIES = tuple(PACKERS)
@@ -48,6 +47,8 @@ class Limits:
 
 def generate_budgets(min_budget: int, max_budget: int) -> list[int]:
     """Return budgets that double from `min_budget` while they stay below `max_budget`, which is always the last.
+
+    Raises ValueError for budgets below 1.
 
     >>> generate_budgets(64, 600)
     [64, 128, 256, 512, 600]
@@ -161,6 +162,8 @@ def plan_paired_batches(
 
     path_tokens: per item, its output tokens on each path. budgets: per path. An item too large for a path is a batch of
     its own: that path runs eagerly, the others replay. Upstream: the greedy plan of vLLM's dual path.
+
+    Raises ValueError for max_items below 1.
 
     >>> plan_paired_batches([{"local": 162, "global": 169}, {"local": 0, "global": 169}],
     ...                     {"local": [81, 162, 324], "global": [169, 338]}, 8)

@@ -2,7 +2,8 @@
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,14 +40,19 @@ class CudaGraph:
         with ONE_CAPTURE, torch.inference_mode():
             current = torch.cuda.current_stream(self.stream.device)
             self.stream.wait_stream(current)
-            with torch.cuda.stream(self.stream):
-                function()
-                _check_capturable(function)
-                with torch.cuda.graph(
-                    self.graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
-                ):
-                    output = function()
-            current.wait_stream(self.stream)
+            try:
+                with torch.cuda.stream(self.stream):
+                    function()
+                    _check_capturable(function)
+                    with (
+                        _own_workspaces(),
+                        torch.cuda.graph(
+                            self.graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+                        ),
+                    ):
+                        output = function()
+            finally:  # after a failure, too, what the warm-up reads may be freed
+                current.wait_stream(self.stream)
         self.output = output
         return output
 
@@ -56,6 +62,21 @@ class CudaGraph:
             raise CaptureError("replay: nothing has been captured")
         self.graph.replay()
         return self.output
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Let a capture allocate the workspaces of its matrix products in its own pool.
+
+    Up to 2.14 torch keeps one per stream, and a graph its address. That of the warm-up is not the graph's: whoever
+    clears the workspaces, as code compiled with "reduce-overhead" does, would leave replays writing to freed memory.
+    Upstream: `clear_cublas_manager` (torch), pytorch issue 193402.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def pool_bytes(pool: Pool) -> int:

@@ -34,7 +34,7 @@ from refvl.graphs.buffers import fill_metadata, fill_padded, metadata_tensors
 from refvl.graphs.cuda import CudaGraph, Pool, pool_bytes
 from refvl.graphs.packing import Capacity
 from refvl.graphs.recorder import TraceGraph
-from refvl.graphs.weights import baked_in
+from refvl.graphs.weights import baked_in, has_hooks
 
 BACKENDS = ("cuda", "trace")
 MIN_BUDGET = 64  # tokens: a picture of 224 px
@@ -113,6 +113,7 @@ class GraphPlan:
 class EncoderGraphManager:
     """Graphs of one encoder. Outputs are clones: the next replay overwrites what a graph returned.
 
+    While the encoder has forward hooks, items run eagerly, so that hooks are called. Copies begin without graphs.
     Weights may change at any time between calls. New values in the same memory are read by the next replay; where the
     weights lie elsewhere or have another dtype (`load_state_dict(assign=True)`, `.to(...)`), the next call captures
     again. Threads may share a manager: each call gets its own embeddings, one replay after the other.
@@ -164,6 +165,16 @@ class EncoderGraphManager:
         self._pool: Pool | None = None
         self._last_stream: torch.cuda.Stream | None = None
         self._stats = {name: GraphStats() for name in self.paths}
+        self._lock, self._of_thread = RLock(), local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle takes along: no graphs, which belong to the memory of this process."""
+        with self._lock:
+            kept = {name: value for name, value in vars(self).items() if name not in ("_lock", "_of_thread")}
+            return kept | {"captured": {}, "_weights": (), "_pool": None, "_last_stream": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
         self._lock, self._of_thread = RLock(), local()
 
     def _choose_backend(self) -> str:
@@ -229,9 +240,13 @@ class EncoderGraphManager:
             if not self.captured:
                 self.capture()  # `run` notices when the weights have moved since, and plans again
             weights = self._weights
-        batches = self._pack(sizes, len(layouts))
+        batches = self._without_hooks(self._pack(sizes, len(layouts)))
         metadata = [self.paths[batch.path].plan([parts[i, batch.path] for i in batch.indices]) for batch in batches]
         return GraphPlan(layouts, sizes, batches, metadata, weights)
+
+    def _without_hooks(self, batches: list[Batch]) -> list[Batch]:
+        """The batches; eager ones while the encoder has hooks on its forwards, which a replay would not call."""
+        return [replace(batch, budget=None) for batch in batches] if has_hooks(self.encoder) else batches
 
     def _split(self, layout: Hashable) -> list[tuple[str, Hashable]]:
         """(path, what it is given of an item) for each path that is given anything, in the order of the item's rows."""
@@ -269,14 +284,15 @@ class EncoderGraphManager:
             if plan.weights is not self._weights:  # captured again since it was made
                 plan = self.plan(plan.layouts)
             self._wait_for_other_streams()
-            for batch, metadata in zip(plan.batches, plan.metadata, strict=True):
+            batches = self._without_hooks(plan.batches)
+            for batch, metadata in zip(batches, plan.metadata, strict=True):
                 parts = [(i, batch.path) for i in batch.indices]
                 embeds = self._encode(batch, torch.cat([rows[part] for part in parts]), metadata)
                 tokens = [plan.sizes[part][1] for part in parts]
                 outputs |= zip(parts, embeds.split(tokens), strict=True)
-            for batch in plan.batches:
+            for batch in batches:
                 self._stats[batch.path].count(batch)
-        self._of_thread.batches = plan.batches
+        self._of_thread.batches = batches
         return [self._join(outputs, i) for i in range(len(plan.layouts))]
 
     def _encode(self, batch: Batch, rows: Tensor, metadata) -> Tensor:

@@ -1,6 +1,7 @@
-"""How a change of the weights is noticed: a graph has their addresses and dtypes baked in."""
+"""How a change of the encoder is noticed: a graph holds addresses and dtypes of its weights, and calls no hooks."""
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 ADAPTER_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # of PEFT's layers
 
@@ -10,12 +11,30 @@ def baked_in(encoder: nn.Module) -> tuple:
 
     That is where each parameter lies and as what dtype, and which adapters act, how strongly, and which are merged.
     """
+    modules = _modules(encoder)
+    weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
+    # a list: twice as fast as a generator
+    return (*[(weight.data_ptr(), weight.dtype) for weight in weights], *_switches(modules))
+
+
+def adapter_switches(module: nn.Module) -> list[str]:
+    """Of every layer that PEFT has put into `module`: which adapters act, how strongly, and which are merged."""
+    return _switches(_modules(module))
+
+
+def _switches(modules: list[nn.Module]) -> list[str]:
+    adapters = [own for module in modules if "merged_adapters" in (own := module.__dict__)]
+    return [str([own.get(switch) for switch in ADAPTER_SWITCHES]) for own in adapters]
+
+
+def has_hooks(encoder: nn.Module) -> bool:
+    """Whether a forward of `encoder` calls hooks: functions in Python, which are no part of a graph."""
+    of_all = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    return bool(of_all) or any(module._forward_hooks or module._forward_pre_hooks for module in _modules(encoder))
+
+
+def _modules(encoder: nn.Module) -> list[nn.Module]:
     modules = [encoder]
     for module in modules:  # grows meanwhile; `Module.modules` takes five times as long
         modules += [child for child in module._modules.values() if child is not None]
-    weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
-    adapters = [own for module in modules if "merged_adapters" in (own := module.__dict__)]
-    return (
-        *[(weight.data_ptr(), weight.dtype) for weight in weights],  # a list: twice as fast as a generator
-        *[str([own.get(switch) for switch in ADAPTER_SWITCHES]) for own in adapters],
-    )
+    return modules

@@ -27,6 +27,7 @@ KEY_MAPPING = {
     r"^llm\.": "",  # MiniCPM-V
 }
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # in the words of safetensors
+NO_ADAPTER = "no adapter"  # a folder that is not there: transformers attaches an adapter that it finds beside weights
 PART = "text model"  # as errors call it
 PLACED_BY = {"device_map", "tp_plan", "tp_size", "distributed_config"}  # then transformers puts the weights in place
 
@@ -43,9 +44,9 @@ def load_language_model(
 ) -> CausalTextModel:
     """The text part of the checkpoint in `folder`, strictly.
 
-    kwargs (`device_map`, `tp_plan`, `attn_implementation`, ...) go to transformers' `from_pretrained`; those that place
-    the weights win over `device`. On CUDA the weights go straight to the device where accelerate is installed, else
-    through host memory. Raises ValueError that lists missing, unexpected and misshapen weights, those that
+    kwargs (`device_map`, `distributed_config`, `attn_implementation`, ...) go to transformers' `from_pretrained`;
+    those that place the weights win over `device`. On CUDA the weights go straight to it where accelerate is installed,
+    else through host memory. Raises ValueError that lists missing, unexpected and misshapen weights, those that
     are no plain floats (unless a `quantization_config` says how to read them), and those that hold nan or inf. Sizes
     and dtypes are compared with the headers of the files before memory is taken.
     """
@@ -62,6 +63,7 @@ def load_language_model(
             dtype=dtype,
             key_mapping=KEY_MAPPING,
             use_safetensors=True,
+            adapter_kwargs={"subfolder": NO_ADAPTER},
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they can be listed together with the missing ones
             **kwargs,

@@ -6,12 +6,12 @@ instead of ids, and with (3, B, L) M-RoPE positions that it did not compute - in
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModel, Cache, GenerationMixin, PreTrainedModel
+from transformers import AutoModel, Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -31,6 +31,7 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
+    cache_class: ClassVar[type[DynamicCache]] = DynamicCache  # of prompts that are read ahead of `generate`
 
     def __init__(self, config):
         super().__init__(config)
@@ -52,9 +53,9 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         text_LD = self.get_input_embeddings()(ids_L.to(self.device))
         return F.pad(text_LD, (0, self.row_width - text_LD.shape[1]))
 
-    def positions(self, num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
+    def positions(self, ids_L: Tensor, spans: Sequence[MediaSpan]) -> Tensor:
         """(3, L) int64 positions of a prompt with media at `spans`: M-RoPE."""
-        return mrope_positions(num_tokens, spans)
+        return mrope_positions(len(ids_L), spans)
 
     def prepare_inputs_for_generation(  # type: ignore[override]  # transformers calls it by names
         self,
@@ -67,19 +68,14 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """transformers', which would hand the prompt's deeper features to the decode steps as well.
 
-        transformers looks for the names of the arguments, to know what a model takes. Of a prompt that is in the cache
-        already, only what is not goes through the model: transformers' assisted decoding would run it twice.
+        transformers looks for the names of the arguments, to know what a model takes. Tokens that are in the cache do
+        not go through the model again: transformers' assisted decoding would run the prompt twice.
         """
         base: Any = super()
-        if kwargs.get("is_first_iteration") and inputs_embeds is None and past_key_values is not None:
-            kwargs["next_sequence_length"] = input_ids.shape[1] - past_key_values.get_seq_length()
-        inputs = base.prepare_inputs_for_generation(
-            input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
+        if inputs_embeds is None and past_key_values is not None:
+            kwargs["next_sequence_length"] = input_ids.shape[1] - int(past_key_values.get_seq_length())
+        kwargs |= {"attention_mask": attention_mask, "inputs_embeds": inputs_embeds, "past_key_values": past_key_values}
+        inputs = base.prepare_inputs_for_generation(input_ids, **kwargs)
         if kwargs.get("is_first_iteration") and deepstack_embeds is not None:
             inputs["deepstack_embeds"] = deepstack_embeds
         return inputs
@@ -130,9 +126,9 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
 class SequentialTextModel(CausalTextModel):
     """A text model that counts tokens one by one, media included: the three axes are the same."""
 
-    def positions(self, num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
+    def positions(self, ids_L: Tensor, spans: Sequence[MediaSpan]) -> Tensor:
         """(3, L) int64: 0, 1, 2, ... on every axis."""
-        return torch.arange(num_tokens).expand(3, -1)
+        return torch.arange(len(ids_L)).expand(3, -1)
 
     def model_positions(self, position_ids: Tensor | None) -> Tensor | None:
         """(B, L): one of the axes."""

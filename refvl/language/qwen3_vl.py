@@ -1,4 +1,4 @@
-"""Qwen3-VL's and Qwen3.5's text models are transformers'; here is what their checkpoints and deeper features need."""
+"""Qwen3-VL's text models are transformers'; here is what their checkpoints and deeper features need."""
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
@@ -20,12 +20,6 @@ class Qwen3VLTextModel(CausalTextModel):
             features = deepstack_embeds[visual_BL].split(self.config.hidden_size, dim=-1)
             kwargs |= {"visual_pos_masks": visual_BL, "deepstack_visual_embeds": features}
         return super().forward(*args, **kwargs)
-
-
-class Qwen3_5TextModel(CausalTextModel):
-    """Dense or with experts; the layer that predicts several tokens at once is skipped, as in transformers."""
-
-    _keys_to_ignore_on_load_unexpected = [r"^(model\.)?visual\.", r"^mtp\."]  # noqa: RUF012
 
 
 # released experts lie transposed, in one tensor: transformers maps them for the whole model only

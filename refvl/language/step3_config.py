@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from transformers import AutoConfig, PretrainedConfig
 
 from refvl.checks import check_positive_int
+from refvl.printing import printable
 
 
 class Step3TextConfig(PretrainedConfig):
@@ -52,7 +53,10 @@ class Step3TextConfig(PretrainedConfig):
             return frozenset(range(1, self.num_hidden_layers))
         listed = self.moe_layers_enum
         numbers = listed.split(",") if isinstance(listed, str) else listed
-        return frozenset(int(n) for n in numbers if str(n).strip())
+        try:
+            return frozenset(int(n) for n in numbers if str(n).strip())
+        except (ValueError, TypeError):
+            raise ValueError(f"moe_layers_enum: expected numbers of layers, got {printable(repr(listed))}") from None
 
 
 class Step3VisionEncoderConfig(PretrainedConfig):

@@ -1,16 +1,29 @@
 """Video files whose header, packets and frames disagree, and files whose frame rate varies.
 
 `refvl.pixels.media` lists the packets of a file and decodes it. It asks this file only if something does not fit: the
-header promises more than there is, there are fewer than two frames, the rate varies, or packets contain no frame.
+header promises more than there is, there are fewer than two frames, the rate varies, packets contain no frame, or a
+display matrix is there. It also says which formats are opened at all.
 """
 
 import warnings
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from refvl.pixels.formats import readable_formats
+from refvl.printing import printable
+
+FORMATS = (  # FFmpeg's names of formats whose frames are in the file itself; playlists read other files, and are none
+    "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi", "flv", "live_flv", "mpeg", "mpegts", "mpegvideo", "mjpeg",
+    "mjpeg_2000", "m4v", "h261", "h263", "h264", "hevc", "vvc", "av1", "obu", "ivf", "vc1", "ogg", "asf", "mxf", "gxf",
+    "nut", "rm", "dv", "wtv", "swf", "yuv4mpegpipe", "dirac", "dnxhd", "cavsvideo", "flic", "gif", "apng",
+    "ico", "fits", "bmp_pipe", "exr_pipe", "gif_pipe", "j2k_pipe", "jpeg_pipe", "jpegxl_pipe", "pam_pipe", "pbm_pipe",
+    "pcx_pipe", "pgm_pipe", "png_pipe", "ppm_pipe", "psd_pipe", "qoi_pipe", "sgi_pipe", "tiff_pipe", "webp_pipe",
+    "wav", "mp3", "aac", "flac",  # images and sounds are opened for the sake of their error messages
+)  # fmt: skip
+OPENING: Any = {"metadata_errors": "replace", "options": {"format_whitelist": ",".join(FORMATS)}}  # of `av.open`
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +55,32 @@ class Packets:
         last = self.starts.argmax()
         shown = int(self.starts[last] - self.starts.min())
         return (shown + (int(self.lengths[last]) or shown / max(1, len(self.starts) - 1))) * tick
+
+
+def not_a_video(name: str, error: Exception) -> ValueError:
+    """Return the error for a file that FFmpeg cannot open or decode, or may not."""
+    import av
+
+    if isinstance(error, av.error.ArgumentError):
+        return ValueError(f"video: {name} is damaged, or not in a format that is read; playlists of files are not read")
+    return ValueError(f"video: {name} is truncated or not a video ({printable(error)})")
+
+
+def upright(image: np.ndarray, side_data, name: str) -> np.ndarray:
+    """Return a decoded frame (H, W, 3) as its display matrix shows it: rotated by quarter turns, mirrored, or both.
+
+    side_data: 3 x 3 int32 [a b u; c d v; x y w], by which (x, y) becomes (a x + c y, b x + d y). Scale and offset are
+    not applied. Raises ValueError for an angle that is more than a degree from a quarter turn. FFmpeg's programs do the
+    same by their filters transpose, hflip and vflip.
+    """
+    (a, b, _), (c, d, _), _ = np.frombuffer(side_data, np.int32).reshape(3, 3).astype(float)
+    is_turned = abs(b) + abs(c) > abs(a) + abs(d)
+    to_x, to_y = (c, b) if is_turned else (a, d)  # what the axes of the result are multiplied by
+    others = (a, d) if is_turned else (b, c)
+    if max(map(abs, others)) > np.sin(np.radians(1)) * min(abs(to_x), abs(to_y)):
+        raise ValueError(f"video: {name} has a display matrix that is no quarter turn; rotate the video itself")
+    image = image.swapaxes(0, 1) if is_turned else image
+    return image[:: -1 if to_y < 0 else 1, :: -1 if to_x < 0 else 1]
 
 
 def listing_at_average_rate(container, packets: Packets, name: str) -> Listing:
@@ -123,7 +162,7 @@ def _end_of_all_streams(path: str) -> float:
     import av
 
     end = 0.0
-    with av.open(path, metadata_errors="replace") as container:
+    with av.open(path, **OPENING) as container:
         for packet in container.demux():
             if packet.pts is not None:
                 end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))

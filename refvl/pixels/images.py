@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageFile
 
-from refvl.checks import check_positive_ints, printable
+from refvl.checks import check_positive_ints
 from refvl.pixels import refusals
 from refvl.pixels.formats import readable_formats
 from refvl.pixels.levels import as_uint8, channels_last, grey_levels
+from refvl.printing import printable
 
 _TO_UPRIGHT = {  # by how the camera was held, as EXIF counts; 1 is upright
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,

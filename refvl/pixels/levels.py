@@ -22,8 +22,13 @@ def channels_last(source) -> np.ndarray:
 
 
 def grey_levels(image: Image.Image, name: str) -> np.ndarray:
-    """Mode "I" as 8 or 16 bits, by the rule of `load_image`; the other wide modes are what they say."""
+    """Mode "I" as 8 or 16 bits, by the rule of `load_image`; the other wide modes are what they say.
+
+    The grey that a PNG file calls transparent becomes white.
+    """
     levels = np.asarray(image)
+    if (transparent := image.info.get("transparency")) is not None:
+        levels = np.where(levels == transparent, 65535, levels).astype(levels.dtype)
     if image.mode != "I":
         return levels
     low, high = int(levels.min()), int(levels.max())

@@ -25,13 +25,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from refvl.checks import check_positive, check_positive_int, check_positive_ints, printable
+from refvl.checks import check_positive, check_positive_int, check_positive_ints
 from refvl.pixels import containers, refusals
 from refvl.pixels.containers import Listing, Packets
-from refvl.pixels.formats import image_suffixes as image_suffixes
 from refvl.pixels.images import LIMITS, MediaLimits, load_image
-from refvl.pixels.images import open_image as open_image
 from refvl.pixels.spill import frames_on_disk
+from refvl.printing import printable
 
 DEFAULT_FPS = 2.0
 FRAMES_IN_MEMORY = 2**24  # bytes of a clip's frames; more lie in a file
@@ -124,14 +123,15 @@ def load_video(
 
     The times of a file are those of its packets. If they are index / rate (within a tick of the file's clock) the clip
     is what its header says. If the rate varies, source_fps is the average that the rule samples by, and the timestamps
-    of the chosen frames are true. The rotation that phones write into a file is applied (transformers' PyAV reader
-    ignores it).
+    of the chosen frames are true. The rotation or mirroring in a file's display matrix, as phones write it, is applied
+    (transformers' PyAV reader ignores it).
 
     A truncated file is an error if its header says how many frames there should be (MP4, AVI). Others (Matroska,
     WebM, FLV) are read as far as they go, with a warning if the header says that they go on for 10 % longer.
 
     Raises FileNotFoundError for a missing file, TypeError for another kind of source, ValueError for a URL, a file that
-    is damaged, truncated, larger than `limits`, a still image or without video frames, and for frames of unequal size.
+    is damaged, truncated, larger than `limits`, a still image, a playlist of other files or without video frames, and
+    for frames of unequal size.
     """
     if isinstance(source, Video):
         return source
@@ -155,17 +155,15 @@ def _read_clip(
     source: str | Path, sample: Callable[[int, float], Sequence[int]], source_fps: float | None, limits: MediaLimits
 ) -> Video:
     """Read a file's frames that `sample` chooses. source_fps: a rate that overrides the file's own times."""
-    try:
-        import av
-    except ImportError as error:
-        raise ImportError("video: reading a clip from a file needs PyAV: pip install av") from error
+    import av  # here, because its libraries take a while to load
+
     name = str(source)
     if not os.path.isfile(source) or refusals.URL.match(name):
         raise refusals.not_a_file(source, "video")
     if not refusals.PLAIN.fullmatch(name):
         name = printable(name)
     # absolute, because FFmpeg takes what stands before a colon for a protocol; titles may be in any encoding
-    open_clip = partial(av.open, str(Path(source).absolute()), metadata_errors="replace")
+    open_clip = partial(av.open, str(Path(source).absolute()), **containers.OPENING)
     try:
         with open_clip() as container:
             listing = _list_frames(container, name, limits)
@@ -179,7 +177,7 @@ def _read_clip(
                 break
             listing = containers.listing_as_decoded(listing, decoded, name)
     except (av.error.FFmpegError, UnicodeError) as error:
-        raise ValueError(f"video: {name} is truncated or not a video ({printable(error)})") from error
+        raise containers.not_a_video(name, error) from error
 
     video = replace(_make_video(frames, indices, listing.total, listing.rate), source=name)
     times = sorted(tick for tick in ticks if tick is not None)
@@ -246,7 +244,9 @@ def _decode_forward(
     container.streams.video[0].thread_type = "AUTO"
     for decoded, frame in enumerate(container.decode(video=0), 1):
         if decoded - 1 in wanted:
-            image = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+            image = frame.to_ndarray(format="rgb24")
+            if "DISPLAYMATRIX" in frame.side_data:
+                image = containers.upright(image, frame.side_data["DISPLAYMATRIX"], name)
             frames = _put(image, len(ticks), frames, len(indices), f"video: {name}", limits)
             ticks.append(frame.pts)
         if decoded > indices[-1]:

@@ -153,12 +153,6 @@ def grid_of(height: int, width: int, config: PatchConfig, num_frames: int = 1) -
     return t, new_height // config.patch_size, new_width // config.patch_size
 
 
-def token_grid(grid: Grid, merge_size: int) -> Grid:
-    """(t, h, w) in tokens of the language model, each of merge_size x merge_size patches of the `grid`."""
-    t, h, w = grid
-    return t, h // merge_size, w // merge_size
-
-
 def levels_of_image(image: Image.Image, config: PatchConfig) -> tuple["Levels", Grid]:
     """Resize and cut an image that `load_image` has made; the rows are not normalised yet."""
     pixels_HWC = torch.from_numpy(np.array(resize_image(image, config)))  # uint8

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from refvl.checks import printable
+from refvl.printing import printable
 
 URL = re.compile(r"data:|[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # Path turns :// into :/
 PLAIN = re.compile(r"[ -~]{,240}")  # the names of files that `printable` does not change

@@ -1,5 +1,6 @@
 """Preprocessing as the files of a checkpoint say it: read, and refused where this library has no such thing."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -7,15 +8,30 @@ from typing import Any
 
 from refvl.checks import blame, check_positive_int, read_json
 
+LARGEST_SETTING = 2**40  # of any integer: a float holds its square, and a program that multiplies it still ends
+AREAS = (  # fields whose product is the area of an image that is made, whatever is given
+    ("min_pixels",), ("image_size",) * 2, ("crop_size", "crop_size", "max_crops"),
+    ("scale_resolution", "scale_resolution", "max_slice_nums"), ("patch_size", "patch_size", "max_slice_nums"),
+    ("patch_size", "merge_size", "patch_size", "merge_size", "temporal_patch_size"),
+    ("patch_size", "merge_size", "patch_expand_factor") * 2,
+)  # fmt: skip
+LARGEST_IMAGE = 2**26  # px that settings alone may require; an image from a file is limited by `MediaLimits`
+
 
 def check_preprocessing(config) -> None:
     """Raise TypeError or ValueError unless integer fields are positive and there is one mean and std per channel."""
     for field in fields(config):
         value = getattr(config, field.name)
         if field.type is int:
-            check_positive_int(value, field.name)
+            if check_positive_int(value, field.name) > LARGEST_SETTING:
+                raise ValueError(f"{field.name}: expected at most 2**40, got {value}")
         elif field.name in ("image_mean", "image_std") and (not isinstance(value, Sequence) or len(value) != 3):
             raise ValueError(f"{field.name}: expected one value per RGB channel, got {value!r}")
+    for names in AREAS:
+        values = {name: getattr(config, name, 0) for name in names}
+        if (pixels := math.prod(values[name] for name in names)) > LARGEST_IMAGE:
+            given = ", ".join(f"{name}={value}" for name, value in values.items())
+            raise ValueError(f"{names[0]}: expected images of at most {LARGEST_IMAGE:,} px, got {pixels:,} by {given}")
 
 
 def known_fields(config_class, values: dict) -> dict:
@@ -30,7 +46,9 @@ def from_dict(cls, values: dict, kind: str = "image") -> Any:
     The pixel budget may be `min_pixels` and `max_pixels`, at the top or inside `size`, or the areas that `size`
     calls `shortest_edge` and `longest_edge`. Raises ValueError for a preprocessing this library does not have.
     """
-    check_supported(values)
+    for name, wanted in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", 3)):
+        if values.get(name, wanted) not in (wanted, None):
+            raise ValueError(f"{name}: this preprocessing always has {name}={wanted!r}, got {values[name]!r}")
     size = values.get("size") or {}
     if not isinstance(size, dict):
         raise ValueError(f"size: expected an object such as {{'longest_edge': ...}}, got {size!r}")
@@ -61,10 +79,3 @@ def from_folder(cls, folder, kind: str = "image") -> Any:
             with blame(path):
                 return cls.from_dict(values, kind)
     raise FileNotFoundError(f"folder: {folder} has no {kind} settings (looked for {', '.join(names)})")
-
-
-def check_supported(values: dict) -> None:
-    """Raise ValueError, naming the setting, for a preprocessing that this library does not have."""
-    for name, wanted in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", 3)):
-        if values.get(name, wanted) not in (wanted, None):
-            raise ValueError(f"{name}: this preprocessing always has {name}={wanted!r}, got {values[name]!r}")

@@ -14,7 +14,7 @@ stays near scale_resolution ** 2.
 The checkpoints' code lays each slice out as a strip, (3, P, L * P) for L patches; here patches travel as rows, because
 rows of different slices can be put one after another.
 Paper: LLaVA-UHD, arXiv 2403.11703. Upstream: `MiniCPMVImageProcessor`, in transformers `MiniCPMV4_6ImageProcessorPil`,
-which rounds sides to four patches where versions 2.0 to 4.5 round to one.
+which rounds sides to four patches (`multiple`) where versions 2.0 to 4.5 round to one.
 """
 
 import math
@@ -45,6 +45,7 @@ class SliceConfig:
     max_slice_nums: int = 9
     scale_resolution: int = 448  # the side of the square whose area a slice has
     patch_size: int = 14
+    multiple: int = 1  # sides are multiples of so many patches; 2 or 4 where patches are merged
     max_aspect_ratio: int = 10_000  # a thinner strip is rounded up to a patch, and its area grows without limit
     use_image_id: bool = False
     image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
@@ -169,11 +170,10 @@ def best_grid(width: int, height: int, config: SliceConfig) -> Size | None:
 
 
 def fit_area(width: int, height: int, config: SliceConfig) -> Size:
-    """Return sides of the same ratio whose area is scale_resolution ** 2, rounded to whole patches, in pixels."""
-    ratio = width / height
-    new_height = int(config.scale_resolution / math.sqrt(ratio))
-    new_width = int(new_height * ratio)
-    P = config.patch_size
+    """Return sides of the same ratio whose area is scale_resolution ** 2, rounded to `multiple` patches, in pixels."""
+    new_height = int(config.scale_resolution / math.sqrt(width / height))
+    new_width = int(new_height * (width / height))
+    P = config.patch_size * config.multiple
     return max(round(new_width / P), 1) * P, max(round(new_height / P), 1) * P
 
 
@@ -218,13 +218,11 @@ def levels_of_slices(images: Iterable[Image.Image], plan: SlicePlan, config: Sli
 def slice_rows(pixels: Tensor, patch_size: int) -> Tensor:
     """(3, H, W) -> (H/P * W/P, 3*P*P): a row per patch, row by row; within it channel, patch row, patch column.
 
-    Raises ValueError when H or W is no multiple of P.
+    H and W must be multiples of P.
     """
     P = patch_size
-    _, H, W = check_shape(pixels, (3, "H", "W"), "pixels").shape
-    if H % P or W % P or not H * W:
-        raise ValueError(f"pixels: sides must be multiples of patch_size={P}, got {H} x {W}")
-    return pixels.reshape(3, H // P, P, W // P, P).permute(1, 3, 0, 2, 4).reshape(-1, 3 * P * P)
+    blocks = pixels.unflatten(2, (-1, P)).unflatten(1, (-1, P))  # (3, h, P, w, P)
+    return blocks.permute(1, 3, 0, 2, 4).reshape(-1, 3 * P * P)
 
 
 def image_of_rows(rows: Tensor, tgt_size: Sequence[int], config: SliceConfig) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import torch
 
+from refvl.positions.canvas import CanvasMarks, canvas_positions
 from refvl.positions.evs import (
     compute_dissimilarity,
     compute_mrope_for_media,
@@ -16,6 +17,7 @@ from refvl.positions.mrope import (
     mrope_delta,
     restrict_positions,
 )
+from refvl.positions.packed import PackingCollator, pack, truncate
 from refvl.positions.pruners import PRUNERS, find_pruner
 from refvl.positions.rotary import apply_rotary, merge_block_coordinates, vision_rotary_cos_sin
 from refvl.positions.tables import interpolate_position_table, sincos_1d, sincos_2d
@@ -35,10 +37,10 @@ for function in (torch.cos, torch.sin):
 del function
 
 __all__ = [
-    "PRUNERS", "FrameSample", "MediaSpan", "apply_rotary", "compute_dissimilarity", "compute_mrope_for_media",
-    "compute_retained_tokens_count", "compute_retention_mask", "find_pruner", "get_mrope_input_positions",
-    "get_window_index", "interpolate_position_table", "invert_permutation", "merge_block_coordinates",
-    "mrope_axis_of_pairs", "mrope_delta", "recompute_mrope_positions", "restrict_positions", "sample_video_frames",
-    "sincos_1d", "sincos_2d", "vidcom2_frame_budgets", "vidcom2_retained_tokens_count", "vidcom2_retention_mask",
-    "vidcom2_similarities", "vision_rotary_cos_sin",
+    "PRUNERS", "CanvasMarks", "FrameSample", "MediaSpan", "PackingCollator", "apply_rotary", "canvas_positions",
+    "compute_dissimilarity", "compute_mrope_for_media", "compute_retained_tokens_count", "compute_retention_mask",
+    "find_pruner", "get_mrope_input_positions", "get_window_index", "interpolate_position_table", "invert_permutation",
+    "merge_block_coordinates", "mrope_axis_of_pairs", "mrope_delta", "pack", "recompute_mrope_positions",
+    "restrict_positions", "sample_video_frames", "sincos_1d", "sincos_2d", "truncate", "vidcom2_frame_budgets",
+    "vidcom2_retained_tokens_count", "vidcom2_retention_mask", "vidcom2_similarities", "vision_rotary_cos_sin",
 ]  # fmt: skip

@@ -27,6 +27,8 @@ def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
 
     It depends on the sizes alone, so one function serves the prompt's placeholders and the mask.
 
+    Raises ValueError for counts below 1 and a q outside [0, 1).
+
     >>> compute_retained_tokens_count(tokens_per_frame=64, num_frames=8, q=0.5)
     256
     """
@@ -61,6 +63,7 @@ def compute_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_s
     video_embeds: (M, D) merged embeddings of one video, frame-major. video_size_thw: (t, h, w) in patches.
     spatial_merge_size: patches along each side of a token, 1 where the size counts tokens. q: the share of tokens that
     go, in [0, 1). The first frame stays, whatever the embeddings hold.
+    Raises ValueError for embeddings of another shape than (M, D), or with nan.
     """
     t, num_tokens = num_tokens_of(video_size_thw, spatial_merge_size)
     check_values(check_shape(video_embeds, (num_tokens, "D"), "video_embeds"), "video_embeds")
@@ -78,6 +81,7 @@ def compute_mrope_for_media(
 
     The extent is 1 + the largest position of the *whole* medium over all axes: it is what later text has to
     skip, and a survivor must know it even when the tokens that reached it are pruned. Images use the defaults.
+    Raises ValueError for rates that are no finite numbers.
     """
     t, h, w = _one_grid(video_size_thw, spatial_merge_size)
     t_factor = check_number(tokens_per_second, "tokens_per_second")

@@ -110,7 +110,7 @@ def mrope_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
 
 
 def mrope_delta(positions_3L: Tensor) -> int:
-    """1 + the largest position on any axis - the number of tokens."""
+    """1 + the largest position on any axis - the number of tokens. positions: (3, L)."""
     return int(positions_3L.max()) + 1 - positions_3L.shape[1]
 
 

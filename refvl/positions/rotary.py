@@ -38,6 +38,7 @@ def vision_rotary_cos_sin(
 
     head_dim must be a multiple of 4, theta finite and above 0. Upstream: `rotary_pos_emb_thw`; transformers repeats
     each half once more to head_dim columns before it applies them.
+    Raises ValueError for a head_dim that 4 does not divide.
     """
     if check_positive_int(head_dim, "head_dim") % 4:
         raise ValueError(
@@ -47,9 +48,9 @@ def vision_rotary_cos_sin(
     return rotary_cos_sin(merge_block_coordinates(grid_thw, spatial_merge_size=spatial_merge_size), frequencies)
 
 
-def rotary_frequencies(head_dim: int, *, theta: float = 10000.0) -> Tensor:
+def rotary_frequencies(head_dim: int, *, theta: float = 10000.0, device: torch.device | None = None) -> Tensor:
     """(K/4,) float32: radians that a step of one patch turns each plane, for rows and columns alike."""
-    exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
+    exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
     return 1.0 / theta**exponents
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.arguments import as_grids
-from refvl.checks import Grid, check_floats, check_positive_int, check_shape
+from refvl.arguments import as_grids, check_room
+from refvl.checks import Grid, check_floats, check_positive_int, check_positive_ints, check_shape
 from refvl.positions.rotary import block_positions
 
 MODES = ("bicubic", "bilinear", "nearest")
@@ -38,7 +38,7 @@ def interpolate_position_table(
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {MODES}, got {mode!r}")
     _square_side(table)
-    grids = as_grids(grid_thw, spatial_merge_size=spatial_merge_size)
+    grids = as_grids(grid_thw, spatial_merge_size=spatial_merge_size, size=4 * table.shape[1])
     return sample_position_table(table, grids, spatial_merge_size, mode=mode, align_corners=align_corners)
 
 
@@ -52,7 +52,7 @@ def sample_position_table(table: Tensor, grids: Sequence[Grid], m: int, *, mode:
         sampled_1DN1 = F.grid_sample(
             table_1DSS, place_N2[None, :, None], mode=mode, padding_mode="border", align_corners=align_corners
         )
-        pieces.append(sampled_1DN1[0, :, :, 0].T.to(table.dtype).repeat(t, 1))
+        pieces += [sampled_1DN1[0, :, :, 0].T.to(table.dtype)] * t
     return torch.cat(pieces)
 
 
@@ -62,10 +62,8 @@ def _place_on_table(h: int, w: int, m: int, align_corners: bool) -> Tensor:
     -1 and 1 are the table's edges, or with `align_corners` its first and last places.
     """
     row_column = block_positions([(1, h, w)], m).numpy().astype(np.float32)
-    if align_corners:
-        place = row_column / np.array([max(h - 1, 1), max(w - 1, 1)], np.float32) * 2 - 1
-    else:
-        place = (row_column + 0.5) / np.array([h, w], np.float32) * 2 - 1
+    first, sides = (0, (max(h - 1, 1), max(w - 1, 1))) if align_corners else (0.5, (h, w))
+    place = (row_column + first) / np.array(sides, np.float32) * 2 - 1
     return torch.from_numpy(place[:, ::-1].copy())
 
 
@@ -89,10 +87,13 @@ def sincos(position: Tensor, frequencies: Tensor) -> Tensor:
 def sincos_1d(embed_dim: int, length: int) -> Tensor:
     """(length, embed_dim) float32: the positions 0, 1, ..., length - 1. Upstream: `Resampler4_5` (MiniCPM-V), time.
 
+    Raises ValueError for a length below 1.
+
     >>> sincos_1d(4, 2).tolist()[0]
     [0.0, 0.0, 1.0, 1.0]
     """
-    return sincos(torch.arange(check_positive_int(length, "length")), sincos_frequencies(embed_dim))
+    [length] = check_room(check_positive_ints(length=length), 4 * check_positive_int(embed_dim, "embed_dim"), "length")
+    return sincos(torch.arange(length), sincos_frequencies(embed_dim))
 
 
 def sincos_2d(embed_dim: int, size: tuple[int, int]) -> Tensor:
@@ -103,23 +104,25 @@ def sincos_2d(embed_dim: int, size: tuple[int, int]) -> Tensor:
     """
     if check_positive_int(embed_dim, "embed_dim") % 4:
         raise ValueError(f"embed_dim: must be a multiple of 4, got {embed_dim}")
-    height, width = size
-    column = sincos_1d(embed_dim // 2, check_positive_int(width, "width"))
-    row = sincos_1d(embed_dim // 2, check_positive_int(height, "height"))
+    height, width = check_room(check_positive_ints(height=size[0], width=size[1]), 4 * embed_dim, "size")
+    column = sincos_1d(embed_dim // 2, width)
+    row = sincos_1d(embed_dim // 2, height)
     return torch.cat([column.expand(height, -1, -1), row[:, None].expand(-1, width, -1)], dim=-1)
 
 
-def resize_position_table(table: Tensor, size: tuple[int, int], *, antialias: bool) -> Tensor:
-    """(S * S, D) positions of a square, row by row -> (height * width, D), resized bicubically as an image would be.
+def resize_position_table(table: Tensor, size: Sequence[int], *, antialias: bool, mode: str = "bicubic") -> Tensor:
+    """(S * S, D) positions of a square, row by row -> (height * width, D), resized as an image would be.
 
     Computed in float32, returned in the table's dtype; a table of that size already is returned as it is. Upstream:
-    timm's `resample_abs_pos_embed` (antialias=True), `get_abs_pos` of MiniCPM-V 2.0 (antialias=False).
+    timm's `resample_abs_pos_embed` (antialias=True), `get_abs_pos` of MiniCPM-V 2.0 (antialias=False), and Perception
+    Encoder's table in Step3-VL-10B (mode="bilinear").
     """
     side = _square_side(table)
     if tuple(size) == (side, side):
         return table
+    size = check_room(size, 4 * table.shape[1], "size")
     table_1DSS = table.float().view(side, side, -1).permute(2, 0, 1)[None]
-    resized_1DHW = F.interpolate(table_1DSS, size=tuple(size), mode="bicubic", align_corners=False, antialias=antialias)
+    resized_1DHW = F.interpolate(table_1DSS, size=tuple(size), mode=mode, align_corners=False, antialias=antialias)
     return resized_1DHW[0].flatten(1).T.to(table.dtype)
 
 

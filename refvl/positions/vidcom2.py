@@ -29,6 +29,8 @@ TEMPERATURE = 0.01  # of the softmax over frames; similarities of frames differ 
 def vidcom2_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: float) -> int:
     """Tokens kept of a video at pruning rate q in [0, 1): at least as many as it has frames, never more than all.
 
+    Raises ValueError for counts below 1 and a q outside [0, 1).
+
     >>> vidcom2_retained_tokens_count(tokens_per_frame=64, num_frames=8, q=0.99)
     8
     """
@@ -62,6 +64,7 @@ def vidcom2_frame_budgets(similarity_to_video: Tensor, q: float) -> Tensor:
     """(t,) int64: how many tokens each frame may keep before their sum is reconciled; at least one.
 
     similarity_to_video: (t, n), the first of `vidcom2_similarities`.
+    Raises ValueError for a matrix of another shape than (t, n) and a q outside [0, 1).
     """
     num_tokens = check_shape(similarity_to_video, ("t", "n"), "similarity_to_video").shape[1]
     prominence = (-similarity_to_video.mean(dim=1) / TEMPERATURE).softmax(dim=0)
@@ -73,6 +76,7 @@ def vidcom2_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_s
     """(M,) bool: the tokens that stay. Arguments as of `compute_retention_mask`, vLLM's `vidcom2`.
 
     At q = 0 all stay. Equal tokens tie, and the earlier stays.
+    Raises ValueError for embeddings of another shape than (M, D), or with nan.
     """
     t, num_tokens = num_tokens_of(video_size_thw, spatial_merge_size)
     check_values(check_shape(video_embeds, (num_tokens, "D"), "video_embeds"), "video_embeds")

@@ -27,6 +27,8 @@ def get_window_index(
     Upstream: `Qwen2_5_VisionTransformer.get_window_index_thw`, which pads each frame to whole windows
     (an exact multiple gains a whole empty one) and drops the padding again; sorting needs no padding.
 
+    Raises ValueError for sizes below 1.
+
     >>> get_window_index([(1, 4, 12)])[0].tolist()     # 2 x 6 merged tokens, windows of 4 x 4
     [0, 1, 2, 3, 6, 7, 8, 9, 4, 5, 10, 11]
     """

@@ -10,15 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jinja2 import TemplateError
 from PIL import Image
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from refvl.merge import MediaTokens
+from refvl.merge import FramewiseMedia, MediaTokens
 from refvl.pixels.media import LIMITS, MediaLimits, Video, load_image
-from refvl.pixels.patches import PatchConfig, grid_of, levels_of_frames, levels_of_image, token_grid
-from refvl.pixels.patches import Patches as Patches
+from refvl.pixels.patches import PatchConfig, Patches, grid_of, levels_of_frames, levels_of_image
 from refvl.processors.messages import as_messages, media_of, texts_of
 from refvl.processors.planning import PlansMedia
 from refvl.processors.special_tokens import SpecialTokensAsText
@@ -105,14 +103,14 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
 
     def _patchify_video(self, video: Video) -> Patches:
         rows, grid = levels_of_frames(video.frames[self._frames_read(video)], self.video_config)
-        return Patches(video, rows, grid, self._video_extents(video))
+        return Patches(video, rows, grid, self._video_extents(video, grid))
 
     def _frames_read(self, video: Video) -> Any:
         """Which of a sampled video's frames become patch rows, in order: all of them."""
         return range(len(video.frames))
 
-    def _video_extents(self, video: Video) -> MediaTokens:
-        return self.media_tokens("video", self._video_layout(video))
+    def _video_extents(self, video: Video, layout: Any) -> MediaTokens:
+        return self.media_tokens("video", layout)
 
     def _image_layout(self, image: Image.Image) -> Any:
         return grid_of(image.height, image.width, self.image_config)
@@ -122,8 +120,13 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         return grid_of(height, width, self.video_config, len(self._frames_read(video)))
 
     def media_tokens(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MediaTokens:
-        """How the language model sees a medium of this layout; second_per_grid: of a video's time axis."""
-        return MediaTokens(kind, token_grid(layout, self.merge_size))
+        """How the language model sees a medium of this layout: a video's frames stand apart, with text between them.
+
+        second_per_grid: of a video's time axis, for families whose prompts do not say the time.
+        """
+        t, h, w = layout
+        thw = (t, h // self.merge_size, w // self.merge_size)
+        return FramewiseMedia(kind, thw) if kind == "video" else MediaTokens(kind, thw)
 
     def expand(self, token: int, medium: Any) -> list[int]:
         """What stands in the prompt for a medium whose placeholder is `token`."""
@@ -141,22 +144,34 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         allow_special_tokens: special tokens in the caller's strings count as such, placeholders included. Raises
         ValueError when placeholders and media do not match, or when the chat template refuses the messages.
         """
+        text, flag = self.render(messages, allow_special_tokens)
+        begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # by the template itself
+        ids = self.encode(text, flag, add_special_tokens=not begun)
+        return expand_placeholders(ids, media, self.token_ids, self.expand)
+
+    def render(self, messages: Sequence[dict], allow_special_tokens: bool = False) -> tuple[str, str]:
+        """The prompt as text, and its flag: a character before each place where no special token may begin.
+
+        The flag is empty where the caller's strings hold no special token, or may hold them.
+        """
         if self.tokenizer is None:
             raise ValueError("prompt: this model was built from a config alone; a tokenizer needs a checkpoint folder")
-        text = self.apply_template(messages)
-        begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # by the template itself
         written = "".join(texts_of(messages))  # joined, because a token may begin in one part and end in the next
         if allow_special_tokens or not any(token in written for token in self.reserved_texts):
-            ids = self.tokenizer(text, add_special_tokens=not begun)["input_ids"]
-        else:
-            ids = self.encode_as_text(messages)
-        return expand_placeholders(ids, media, self.token_ids, self.expand)
+            return self.apply_template(messages), ""
+        return self.render_flagged(messages, written)
+
+    def encode(self, text: str, flag: str = "", *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text; special tokens that begin after the flag are spelled as ordinary text."""
+        if flag:
+            return self.encode_flagged(text, flag, add_special_tokens)
+        return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
 
     def apply_template(self, messages: Sequence[dict], **options) -> str:
         """The chat template's text. Raises ValueError with the template's reason where it refuses the messages."""
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # a template may raise anything
             raise ValueError(f"prompt: the chat template of this checkpoint cannot write it ({error})") from error
 
     def text(self, token_ids) -> str:

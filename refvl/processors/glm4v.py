@@ -87,20 +87,11 @@ class Glm4vProcessor(ChatProcessor):
         places = {index: place for place, index in enumerate(video.indices)}
         return [places[index] for index in distinct_and_even(video.indices)]
 
-    def _video_extents(self, video: Video) -> MediaTokens:
+    def _video_extents(self, video: Video, layout: Grid) -> MediaTokens:
         timestamps = video.timestamps  # true ones, also where the rate varies
         seconds = tuple(int(timestamps[place]) for place in self._frames_read(video)[::2])
-        thw = self.media_tokens("video", self._video_layout(video)).thw
+        thw = self.media_tokens("video", layout).thw
         return FramewiseMedia("video", thw, timestamps=seconds)
-
-    def media_tokens(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MediaTokens:
-        """Return how the language model sees a medium of this layout: a video is t images.
-
-        second_per_grid is not read, because the prompt says the time.
-        """
-        t, h, w = layout
-        thw = (t, h // self.merge_size, w // self.merge_size)
-        return FramewiseMedia(kind, thw) if kind == "video" else MediaTokens(kind, thw)
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
         """Return the ids of a medium: an image's token repeated; all that lies between begin and end of a video."""

@@ -5,7 +5,7 @@ prompt [{"role": "user", "content": "Hi"},
         {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Why?"}]}]
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from refvl.pixels.media import Video
 
+MAX_CHARACTERS = 2**21  # of a request: more than any context holds, and tokenized in seconds
 SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # what a video part may say besides its source
 KEYS = {"text": {"text"}, "image": {"image", "path", "url"}, "video": {"video", "path", "url", *SAMPLING}}
 
@@ -34,9 +35,7 @@ def as_messages(prompt: str | Sequence[dict], images: Iterable = (), videos: Ite
         raise ValueError("prompt: expected a string or a non-empty list of messages, got an empty one")
     if media:
         raise ValueError("prompt: a list of messages carries its own media; give no images or videos beside it")
-    for i, message in enumerate(prompt):
-        _check_message(message, f"prompt[{i}]")
-    return list(prompt)
+    return _check_messages(prompt)
 
 
 def media_of(messages: Sequence[dict]) -> list[tuple[str, Any, dict]]:
@@ -62,17 +61,6 @@ def texts_of(messages: Sequence[dict]) -> list[str]:
     return texts
 
 
-def map_texts(messages: Sequence[dict], change: Callable[[str], Any]) -> list[dict]:
-    """Copies of checked messages with `change` of every string that the caller wrote, roles included, in its place."""
-
-    def changed(content):
-        if isinstance(content, str):
-            return change(content)
-        return [part | {"text": change(part["text"])} if part["type"] == "text" else part for part in content]
-
-    return [{"role": change(message["role"]), "content": changed(message["content"])} for message in messages]
-
-
 def _media_parts(kind: str, media: Iterable) -> list[dict]:
     """A single path, image or video is a list of one; a bare array is refused, because its axes could be media too."""
     name = f"{kind}s"
@@ -83,6 +71,14 @@ def _media_parts(kind: str, media: Iterable) -> list[dict]:
     if not isinstance(media, Iterable) or isinstance(media, (Mapping, bytes)):
         raise TypeError(f"{name}: expected a list of media, got {type(media).__name__}")
     return [{"type": kind, kind: item} for item in media]
+
+
+def _check_messages(messages: Sequence) -> list[dict]:
+    for i, message in enumerate(messages):
+        _check_message(message, f"prompt[{i}]")
+    if (length := sum(map(len, texts_of(messages)))) > MAX_CHARACTERS:
+        raise ValueError(f"prompt: expected at most {MAX_CHARACTERS:,} characters in all messages, got {length:,}")
+    return list(messages)
 
 
 def _check_message(message, name: str) -> None:
@@ -121,6 +117,8 @@ def _check_part(part, name: str) -> None:
 def _check_text(text, name: str) -> str:
     if not isinstance(text, str):
         raise TypeError(f"{name}: expected a string, got {text!r}")
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"{name}: expected at most {MAX_CHARACTERS:,} characters, got {len(text):,}")
     try:
         text.encode()
     except UnicodeEncodeError as error:

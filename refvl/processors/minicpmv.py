@@ -28,9 +28,9 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from refvl.merge import MediaTokens
+from refvl.pixels.patches import Patches
 from refvl.pixels.slices import SliceConfig, SliceLayout, count_sets, levels_of_slices, slices_of_size
-from refvl.processors.chat import ChatProcessor, Patches
-from refvl.processors.messages import texts_of
+from refvl.processors.chat import ChatProcessor
 from refvl.processors.minicpmv_video import FrameConfig, PacksFrames, TakesVideos
 from refvl.processors.minicpmv_vocabulary import MARKS, TERMINATORS, TEXT_ID, ids_of_marks, marks_in, slicing_of
 from refvl.processors.tokenizers import load_tokenizer
@@ -50,12 +50,6 @@ class SlicedMedia(MediaTokens):
     def runs(self) -> list[tuple[int, int, int]]:
         sets, _, query_num = self.thw
         return [(1, 1, query_num)] * sets
-
-    def check_pruning(self, q: float) -> None:
-        """Raise ValueError if a video should be pruned."""
-        if self.kind == "video" and q > 0:
-            reason = "pruning drops places of a frame, and query tokens have none"
-            raise ValueError(f"pruning_rate: must be 0 for MiniCPM-V's videos, got {q}: {reason}")
 
 
 class MiniCPMVProcessor(ChatProcessor):
@@ -116,15 +110,8 @@ class MiniCPMVProcessor(ChatProcessor):
         self, messages: Sequence[dict], media: Sequence[Any], *, allow_special_tokens: bool = False
     ) -> list[int]:
         """Return the (L,) prompt ids of checked messages, with media written out; see `ChatProcessor.tokenize`."""
-        if self.tokenizer is None:
-            raise ValueError("prompt: this model was built from a config alone; a tokenizer needs a checkpoint folder")
-        written = "".join(texts_of(messages))  # joined, because a token may begin in one part and end in the next
-        if allow_special_tokens or not any(token in written for token in self.reserved_texts):
-            text = self.write_media(self.apply_template(messages), media)
-            ids = self.tokenizer(text)["input_ids"]
-        else:
-            text, flag = self.render(messages)
-            ids = self.encode(self.write_media(text, media), flag, add_special_tokens=True)
+        text, flag = self.render(messages, allow_special_tokens)
+        ids = self.encode(self.write_media(text, media), flag, add_special_tokens=True)
         bos = self.tokenizer.bos_token_id
         if bos is None or not self.writes_bos:
             return ids

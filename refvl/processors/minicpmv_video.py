@@ -18,9 +18,9 @@ from PIL import Image
 
 from refvl.checks import check_positive_int, read_json
 from refvl.pixels.media import Video, load_video
-from refvl.pixels.patches import Levels
+from refvl.pixels.patches import Levels, Patches
 from refvl.pixels.slices import SliceGroup, SliceLayout, SlicePlan, count_sets, levels_of_slices, slices_of_size
-from refvl.processors.chat import ChatProcessor, Patches
+from refvl.processors.chat import ChatProcessor
 
 TENTHS = 10  # temporal ids per second
 

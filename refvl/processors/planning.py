@@ -3,7 +3,7 @@
 The answer to a question does without: planning, costs and long prompts ask for it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from PIL import Image
@@ -11,25 +11,14 @@ from torch import Tensor
 
 from refvl.merge import MediaTokens
 from refvl.pixels.media import Video
-from refvl.pixels.patches import Levels, Patches, levels_of_frames
+from refvl.pixels.patches import Levels, levels_of_frames
 
 
 class PlansMedia:
     """A part of every `ChatProcessor`."""
 
-    image_config: Any
-    video_config: Any
-    media_tokens: Any
-    _each: Callable
-    _check_takes_videos: Callable
-    _patchify_image: Callable[..., Patches]
-    _frames_read: Callable
-    _image_layout: Callable
-    _video_layout: Callable
-    _video_extents: Callable
-
     @property
-    def largest_picture(self) -> int:
+    def largest_picture(self: Any) -> int:
         """Tokens of the largest image that the limits allow."""
         return self.image_config.max_image_tokens
 
@@ -38,18 +27,20 @@ class PlansMedia:
         """How a video file is sampled, in words; empty where there is no more to say than `video_config` does."""
         return ""
 
-    def extents(self, media: Sequence[Image.Image | Video]) -> list[MediaTokens]:
+    def extents(self: Any, media: Sequence[Image.Image | Video]) -> list[MediaTokens]:
         """How the language model sees each medium: what `patchify` says of it, without touching a pixel."""
-        return self._each(media, self._image_extents, self._video_extents)
+        return self._each(
+            media, self._image_extents, lambda video: self._video_extents(video, self._video_layout(video))
+        )
 
-    def layout_of(self, medium: Image.Image | Video) -> Any:
+    def layout_of(self: Any, medium: Image.Image | Video) -> Any:
         """The layout that `patchify` gives a decoded medium, from its size alone; ValueError for a video too many."""
         if not isinstance(medium, Video):
             return self._image_layout(medium)
         self._check_takes_videos()
         return self._video_layout(medium)
 
-    def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Levels | Tensor]]:
+    def pieces(self: Any, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Levels | Tensor]]:
         """(layout, patch rows) of a medium's consecutive parts, made one by one; encoded, they follow each other.
 
         A part of a video has at most max_tokens tokens, or is a single step. An image is one part.
@@ -60,14 +51,14 @@ class PlansMedia:
             patches = self._patchify_image(medium)
             yield patches.layout, patches.rows
 
-    def _video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[Any, Levels]]:
+    def _video_pieces(self: Any, video: Video, max_tokens: int) -> Iterator[tuple[Any, Levels]]:
         frames, config = list(self._frames_read(video)), self.video_config
-        _, h, w = self._video_extents(video).thw
+        _, h, w = self.media_tokens("video", self._video_layout(video)).thw
         at_once = config.temporal_patch_size * max(1, max_tokens // (h * w))
         for start in range(0, len(frames), at_once):
             part = video.frames[frames[start : start + at_once]]
             rows, grid = levels_of_frames(part, config, len(frames))
             yield grid, rows
 
-    def _image_extents(self, image: Image.Image) -> MediaTokens:
+    def _image_extents(self: Any, image: Image.Image) -> MediaTokens:
         return self.media_tokens("image", self._image_layout(image))

@@ -28,8 +28,8 @@ class Qwen2_5_VLProcessor(ChatProcessor):
         limits = {"min_frames": config.min_frames, "max_frames": config.max_frames}
         return load_video(source, **(rate | limits | options), limits=self.limits)
 
-    def _video_extents(self, video: Video) -> MediaTokens:
-        return self.media_tokens("video", self._video_layout(video), self.video_config.temporal_patch_size / video.fps)
+    def _video_extents(self, video: Video, layout: Grid) -> MediaTokens:
+        return self.media_tokens("video", layout, self.video_config.temporal_patch_size / video.fps)
 
     def media_tokens(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MediaTokens:
         """Only a video's time axis is scaled."""

@@ -44,19 +44,10 @@ class Qwen3VLProcessor(ChatProcessor):
         rule = {name: getattr(self.video_config, name) for name in RULE} if "num_frames" not in options else {}
         return even_indices(total, source_fps, **(rule | options))
 
-    def _video_extents(self, video: Video) -> MediaTokens:
+    def _video_extents(self, video: Video, layout: Grid) -> MediaTokens:
         seconds = tuple(seconds_of_steps(video.timestamps))
-        thw = self.media_tokens("video", self._video_layout(video)).thw
+        thw = self.media_tokens("video", layout).thw
         return FramewiseMedia("video", thw, timestamps=seconds)
-
-    def media_tokens(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MediaTokens:
-        """Return how the language model sees a medium of this layout: a video is t images.
-
-        second_per_grid is not read, because the prompt says the time.
-        """
-        t, h, w = layout
-        thw = (t, h // self.merge_size, w // self.merge_size)
-        return FramewiseMedia(kind, thw) if kind == "video" else MediaTokens(kind, thw)
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
         """Return the ids of a medium: an image's token repeated; a video's frames, each after its second."""

@@ -1,4 +1,4 @@
-"""Step3-VL's prompts: an image is its crops, row by row, and then the overview.
+"""Step3-VL's prompts, and Step-3.7's: an image is its crops, row by row, and then the overview.
 
     <patch_start> 81 x <im_patch> <patch_end>  <patch_start> 81 x <im_patch> <patch_end> <patch_newline>
     <patch_start> 81 x <im_patch> <patch_end>  <patch_start> 81 x <im_patch> <patch_end>
@@ -19,7 +19,8 @@ from transformers import PretrainedConfig
 
 from refvl.merge import MediaTokens
 from refvl.pixels.crops import CropConfig, CropLayout, plan_crops, rows_of_crops
-from refvl.processors.chat import ChatProcessor, Patches
+from refvl.pixels.patches import Patches
+from refvl.processors.chat import ChatProcessor
 from refvl.processors.tokenizers import load_tokenizer
 
 MARKS = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")

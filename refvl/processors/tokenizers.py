@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from refvl.checks import read_json
+from refvl.processors.templates import is_plain, render_in_child
 
 READ_TOKENIZER = partial(AutoTokenizer.from_pretrained, trust_remote_code=False)
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
@@ -17,8 +18,8 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 def load_tokenizer(folder: Path, read: Callable[[Path], Any] = READ_TOKENIZER, template: str | None = None) -> Any:
     """The tokenizer of a checkpoint folder, by `read`, and its chat template; `template`: for a folder without one.
 
-    None where the folder has no tokenizer. Code beside the weights is never run. Raises ValueError naming the file or
-    folder.
+    None where the folder has no tokenizer. Code beside the weights is never run, and a chat template that may take long
+    is rendered in a child process (`refvl.processors.templates`). Raises ValueError naming the file or folder.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
@@ -35,4 +36,7 @@ def load_tokenizer(folder: Path, read: Callable[[Path], Any] = READ_TOKENIZER, t
     tokenizer.chat_template = tokenizer.chat_template or older or template
     if not str(tokenizer.chat_template or "").strip():
         raise ValueError(f"{folder}: has no chat template (chat_template.jinja, or in tokenizer_config.json)")
+    written_here = template is not None and tokenizer.chat_template == template
+    if not (written_here or (isinstance(tokenizer.chat_template, str) and is_plain(tokenizer.chat_template))):
+        tokenizer.apply_chat_template = partial(render_in_child, tokenizer.apply_chat_template)
     return tokenizer

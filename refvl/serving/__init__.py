@@ -5,6 +5,7 @@ options.py       what `generate` is asked for, refused before anything is encode
 batches.py       chat_batch: many requests, decoded together; requests.py reads them from a file
 tensors.py       generate: transformers' call, on tensors
 long_prompts.py  prefill_chunk: a prompt N tokens at a time; drafts.py: tokens guessed ahead
+tower.py         the tower alone, and images as grids of features; media_cache.py encodes nothing twice
 adapters.py      LoRA on text model, connector and tower
 parallel.py      one encoder on many devices
 export.py        a folder of media to embeddings on disk; handover.py gives them to an engine

@@ -4,7 +4,8 @@
     Qwen          model.language_model, lm_head   model.visual.merger, .deepstack_merger_list  model.visual     all
     GLM           model.language_model, lm_head   model.visual.merger, .downsample             model.visual     all
     MiniCPM-V     llm                             resampler                                    vpm              text
-    Step3-VL      model, lm_head                  vit_downsampler*, vit_large_projector        vision_model     none
+    ... 4.6, 4.7  model.language_model, lm_head   model.merger.mlp.0                           .vision_tower    none
+    Step          model, lm_head                  vit_downsampler*, vit_large_projector        vision_model     none
 
 The names are the rows of `LayerNames` below. PEFT is given one module that holds the parts of a model under these
 names, so that what it saves is read by transformers + PEFT and by serving engines, and what they saved is read here.
@@ -20,17 +21,20 @@ quantisation makes of it. Convolutions (patch embedding, GLM's downsampling) and
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from refvl.checkpoints import download
-from refvl.checks import blame, check_number, read_json
+from refvl.checks import FLOATS, blame, check_number, read_json
+from refvl.serving.provenance import Source, source
 
 PARTS = ("language_model", "connector", "tower")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -66,7 +70,7 @@ GRIDS = LayerNames(
     {"model.visual": "encoder", "model.language_model": "language_model.model", "lm_head": "language_model.lm_head"},
     ("model.visual.merger", "model.visual.deepstack_merger_list", "model.visual.downsample"),
     {  # before transformers 4.52, in vLLM, and of a text model that was trained alone
-        r"^model\.(?=visual\.|language_model\.)": "model.",
+        r"^model\.(?=visual\.|vision_tower\.|merger\.|language_model\.)": "model.",
         r"^visual\.": "model.visual.",
         r"^language_model\.lm_head\b": "lm_head",
         r"^language_model\.(model\.)?": "model.language_model.",
@@ -77,6 +81,12 @@ MINICPMV = LayerNames(
     {"llm": "language_model", "vpm": "encoder.vpm", "resampler": "encoder.resampler"},
     ("resampler",),
     {r"^(?=model\.|lm_head\b)": "llm."},
+)
+FOLDED = LayerNames(  # MiniCPM-V 4.6 and 4.7; what folds the windows is left alone
+    {name: home for name, home in GRIDS.places.items() if name != "model.visual"}
+    | {"model.vision_tower.encoder": "encoder.encoder", "model.merger.mlp.0": "encoder.merger"},
+    ("model.merger",),
+    GRIDS.renamed,
 )
 STEP3_CONNECTOR = ("vit_downsampler", "vit_downsampler2", "vit_large_projector")
 STEP3 = LayerNames(
@@ -89,14 +99,14 @@ STEP3 = LayerNames(
 
 def layer_names(family: Any) -> LayerNames:
     """Return how transformers calls the parts of `family`."""
-    rows = {"MiniCPM-V": MINICPMV, "Step3-VL": STEP3}
+    rows = {"MiniCPM-V 4.6": FOLDED, "MiniCPM-V 4.7": FOLDED, "MiniCPM-V": MINICPMV, "Step": STEP3}
     return next((names for name, names in rows.items() if family.name.startswith(name)), GRIDS)
 
 
 def layers(model, *parts: str) -> list[str]:
     """Names of all layers of some `PARTS` that can be adapted, for `LoraConfig(target_modules=...)`; none: of all.
 
-    Without the output head, as PEFT's "all-linear".
+    Without the output head, as PEFT's "all-linear". Raises ValueError for unknown parts.
     """
     if unknown := [part for part in parts if part not in PARTS]:
         raise ValueError(f"parts: expected some of {', '.join(PARTS)}, got {unknown[0]!r}")
@@ -125,25 +135,52 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
         import peft
     except ImportError as error:
         raise ImportError("adapters: need PEFT: pip install 'refvl[adapters]'") from error
+    model.family.require("adapters")
     if not name or "." in name:
         raise ValueError(f"name: expected one without dots, got {name!r}")
     if model.adapters is not None and name in model.adapters.peft_config:
         raise ValueError(f"name: there is an adapter {name!r} already; have: {', '.join(model.adapters.peft_config)}")
-    weights = None
+    weights, files = None, list[Source]()
     if isinstance(adapter, (str, Path)):
-        adapter, weights = _read(model, adapter, hub, peft.LoraConfig)
+        folder = _find(adapter, hub)
+        files = [source("adapter", folder / file) for file in (CONFIG, WEIGHTS)]
+        adapter, weights = _read(model, folder, peft.LoraConfig)
     elif not isinstance(adapter, peft.LoraConfig):
         raise TypeError(f"adapter: expected a folder, a hub id or a peft.LoraConfig, got {type(adapter).__name__}")
-    if model.adapters is None:
-        model.adapters = peft.PeftModel(_by_name(model), adapter, name)
-    else:
-        model.adapters.add_adapter(name, adapter)
-        model.adapters.set_adapter(name, inference_mode=adapter.inference_mode)
-    if weights is not None:
-        filled = peft.set_peft_model_state_dict(model.adapters, weights, adapter_name=name)
-        if filled.unexpected_keys:
-            raise ValueError(f"adapter: weights without a place: {_some(filled.unexpected_keys)}")
-    return model.adapters.eval()
+    with _as_before_on_error(model):
+        if model.adapters is None:
+            model.adapters = peft.PeftModel(_by_name(model), adapter, name)
+        else:
+            model.adapters.add_adapter(name, adapter)
+            model.adapters.set_adapter(name, inference_mode=adapter.inference_mode)
+        if weights is not None:
+            filled = peft.set_peft_model_state_dict(model.adapters, weights, adapter_name=name)
+            if filled.unexpected_keys:
+                raise ValueError(f"adapter: weights without a place: {_some(filled.unexpected_keys)}")
+        model.provenance = [*model.provenance, *files]
+        return model.adapters.eval()
+
+
+@contextmanager
+def _as_before_on_error(model) -> Iterator[None]:
+    """Whatever goes wrong inside, the model is then as it was: modules, their settings, and where their weights lie."""
+    attached = model.adapters
+    parts = [part for part in (model.encoder, model.language_model, attached) if part is not None]
+    modules = {module for part in parts for module in part.modules()}
+    settings = [settings for module in modules for settings in (module.__dict__, *module.__dict__.values())]
+    before = [(own, own.copy()) for own in settings if isinstance(own, (dict, list))]
+    weights = {weight: (weight.data, weight.requires_grad) for part in parts for weight in part.parameters()}
+    try:
+        yield
+    except BaseException:
+        for own, values in before:
+            own.clear()
+            own.update(values) if isinstance(own, dict) else own.extend(values)
+        for weight, (data, requires_grad) in weights.items():
+            weight.data = data
+            weight.requires_grad = requires_grad
+        model.adapters = attached
+        raise
 
 
 # ------------------------------------------------------------------------------------------- names and modules
@@ -195,14 +232,19 @@ def _adaptable(model) -> dict[str, nn.Module]:
 # ------------------------------------------------------------------------------------------------------- files
 
 
-def _read(model, adapter: str | Path, hub: dict, config_class: Any) -> tuple[Any, dict[str, Tensor]]:
-    """PEFT's config and the weights of a saved adapter in this model's names; all is checked before PEFT is asked."""
+def _find(adapter: str | Path, hub: dict) -> Path:
+    """The folder of a saved adapter."""
     folder = Path(adapter).expanduser()
     if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(adapter)):
         folder = download(str(adapter), [CONFIG, WEIGHTS], hub, name="adapter")
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
             raise FileNotFoundError(f"adapter: {folder} holds no {file}")
+    return folder
+
+
+def _read(model, folder: Path, config_class: Any) -> tuple[Any, dict[str, Tensor]]:
+    """PEFT's config and the weights of a saved adapter in this model's names; all is checked before PEFT is asked."""
     values = read_json(folder / CONFIG)
     if (kind := values.get("peft_type")) != "LORA":
         raise ValueError(f"adapter: {folder} is of the kind {kind!r}; LoRA on linear layers is read")
@@ -218,6 +260,11 @@ def _read(model, adapter: str | Path, hub: dict, config_class: Any) -> tuple[Any
         saved, alphas = tuple(config.modules_to_save or ()), dict(config.alpha_pattern or {})
         if config.bias not in ("none", "all", "lora_only"):
             raise ValueError(f"bias: expected none, all or lora_only, got {config.bias!r}")
+    layers = _adaptable(model)
+    weights = {key: tensor for key, tensor in weights.items() if not _is_copy(key, tensor, layers)}
+    no_numbers = [f"{key} holds {tensor.dtype}" for key, tensor in weights.items() if tensor.dtype not in FLOATS]
+    if no_numbers := no_numbers or [key for key, tensor in weights.items() if not tensor.isfinite().all()]:
+        raise ValueError(f"adapter: {folder / WEIGHTS}: expected finite floats, got others in {_some(no_numbers)}")
     of_layers: dict[str, dict[str, Tensor]] = {}
     for key, tensor in weights.items():
         layer, *which = OF_LORA.split(key)
@@ -225,12 +272,22 @@ def _read(model, adapter: str | Path, hub: dict, config_class: Any) -> tuple[Any
             of_layers.setdefault(layer, {})[which[0]] = tensor
         elif not any(layer.rpartition(".")[0].endswith(module) for module in saved):
             of_layers.setdefault(layer, {})
-    ranks = _check_weights(folder, of_layers, _adaptable(model))
+    ranks = _check_weights(folder, of_layers, layers)
     config.target_modules, config.exclude_modules, config.layers_to_transform = set(ranks), None, None
     config.rank_pattern = {layer: rank for layer, rank in ranks.items() if rank != config.r}
     config.alpha_pattern = {names.rename(layer): alpha for layer, alpha in alphas.items()}
     config.inference_mode = True
     return config, {f"base_model.model.{key}": tensor for key, tensor in weights.items()}
+
+
+def _is_copy(key: str, tensor: Tensor, layers: dict[str, nn.Module]) -> bool:
+    """Whether this is the model's own weight once more, which PEFT saves of an output head that is adapted."""
+    layer, _, rest = key.rpartition(".base_layer.weight")
+    own = getattr(layers.get(layer), "weight", None)
+    if own is None or rest or own.shape != tensor.shape:
+        return False
+    own, tensor = own.detach().cpu(), tensor.cpu()
+    return torch.equal(own.to(tensor.dtype), tensor) or torch.equal(own, tensor.to(own.dtype))
 
 
 def _check_weights(folder: Path, found: dict[str, dict[str, Tensor]], layers: dict[str, nn.Module]) -> dict[str, int]:
@@ -246,8 +303,6 @@ def _check_weights(folder: Path, found: dict[str, dict[str, Tensor]], layers: di
         ranks[name] = rank = 0 if a is None else len(a)
         if shapes != [(rank, layer.in_features), (layer.out_features, rank)]:
             misfits.append(f"{name} is {layer.in_features} -> {layer.out_features}, its matrices are {shapes}")
-        elif not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-            misfits.append(f"{name} holds nan or inf")
     if misfits:
         raise ValueError(f"adapter: {folder / WEIGHTS}: these do not fit: {_some(misfits)}")
     return ranks

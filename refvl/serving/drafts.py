@@ -12,7 +12,7 @@ from transformers import Cache
 from refvl.checks import check_positive_int
 from refvl.language.model import CausalTextModel
 from refvl.pipeline import Request
-from refvl.serving.long_prompts import new_cache, prefill, read_in_chunks
+from refvl.serving.long_prompts import prefill, read_in_chunks
 from refvl.serving.options import copies_wanted, draft_option
 from refvl.study.report import Trace
 
@@ -22,6 +22,10 @@ def read_ahead(model: Any, request: Request, prefill_chunk: int | None, options:
 
     Raises ValueError for an assistant that writes the prompt in other tokens.
     """
+    if prefill_chunk is not None:
+        model.family.require("chunks")
+        if copies_wanted(model.language_model, options) > 1:
+            model.family.require("chunked_beams")
     if prefill_chunk is None:
         trace = model.read(request)
     else:
@@ -47,17 +51,17 @@ def with_cache(language_model: CausalTextModel, traces: Sequence[Trace], options
     if draft is None and traces[0].cache is None:
         return options
     [trace] = traces
-    cache = trace.cache or _prefilled(language_model, trace)
+    cache: Any = trace.cache or _prefilled(language_model, trace)
     trace.cache = None  # it grows with the answer from here on
     copies = copies_wanted(language_model, options)
-    if copies > 1:
-        cache.batch_repeat_interleave(copies)
+    if copies > 1:  # `batch_repeat_interleave` knows no linear attention
+        cache.reorder_cache(torch.zeros(copies, dtype=torch.int64))
     return options | {"past_key_values": cache}
 
 
 def _prefilled(language_model: CausalTextModel, trace: Trace) -> Cache:
     """Keys and values of all tokens but the last, in one forward."""
-    cache = new_cache(language_model)
+    cache = language_model.cache_class(config=language_model.config)
     embeds = trace.inputs_embeds[None, :-1]
     if embeds.shape[1]:
         prefill(language_model, embeds, trace.deepstack[None, :-1], trace.positions[:, None, :-1], cache)
@@ -67,8 +71,9 @@ def _prefilled(language_model: CausalTextModel, trace: Trace) -> Cache:
 class Assistant:
     """A text model that has read the prompt, media included, where transformers takes a model that drafts from ids."""
 
-    def __init__(self, language_model: Any, cache: Cache):
+    def __init__(self, language_model: Any, cache: Any):
         self.language_model, self.cache = language_model, cache
+        cache.activate_past_recording()  # transformers does so for the caches that it makes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.language_model, name)

@@ -25,6 +25,7 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from refvl.checks import check_positive_int
+from refvl.graphs.weights import adapter_switches
 from refvl.pipeline import VLM
 from refvl.pixels.media import Video, load_image
 from refvl.serving.handover import MANIFEST
@@ -38,16 +39,23 @@ T = TypeVar("T")
 
 
 def encode_folder(
-    vlm: VLM, folder: str | Path, out: str | Path, *, shard_size: int = 64, progress: bool = True
+    vlm: VLM,
+    folder: str | Path,
+    out: str | Path,
+    *,
+    shard_size: int = 64,
+    force: bool = False,
+    progress: bool = True,
 ) -> dict:
     """Encode every image and clip in `folder` that `out` does not hold yet; returns the manifest, on every rank.
 
     folder: or a .tar file, or a text file that lists paths, see `find_media`; clips count where the model takes videos.
-    shard_size: media per shard. Called in processes that torchrun started (`torchrun_ranks`), they share the work.
-    An image that cannot be read or encoded is left out and listed under "unreadable" with the reason. Raises
-    ValueError when `out` holds embeddings of another model or dtype or a shard that cannot be read, when the folder
-    holds no image, or when images came or changed during the run; BlockingIOError while another process writes to
-    `out`; OSError where `out` cannot be written.
+    shard_size: media per shard. force: rename files of others that have a name which refvl writes. Called in processes
+    that torchrun started (`torchrun_ranks`), they share the work. An image that cannot be read or encoded is left out
+    and listed under "unreadable" with the reason. Raises ValueError when `out` holds embeddings of another
+    model or dtype or a shard that cannot be read, when the folder holds no image, or when images came or changed during
+    the run; BlockingIOError while another process writes to `out`; FileExistsError for files of others, see
+    `held_folder`; OSError where `out` cannot be written.
     """
     check_positive_int(shard_size, "shard_size")
     folder, out, model = Path(folder), Path(out), describe_model(vlm)
@@ -55,7 +63,7 @@ def encode_folder(
 
         def deal() -> list[list[MediaFile]]:
             found = find_media(folder, videos=vlm.processor.video_config is not None)
-            until_the_end.enter_context(held_folder(out))
+            until_the_end.enter_context(held_folder(out, force=force))
             finished = _finished(out, model, found)
             todo = [_measured(vlm, image) for image in found if image.name not in finished]
             order, counts, _ = get_load_balance_assignment([image.rows for image in todo], world_size)
@@ -77,17 +85,19 @@ def encode_folder(
 
 
 def describe_model(vlm: VLM) -> dict:
-    """What must be equal for embeddings to be continued: family, dtype, and a digest of configs and all weights.
+    """What must be equal for embeddings to be continued: family, dtype, and a digest of configs, adapters and weights.
 
-    The digest reads every byte of the encoder: about a second per GB where the processor has instructions for SHA-256.
+    The text model's files shape no embedding, so they may change. The digest reads every byte of the encoder: about a
+    second per GB where the processor has instructions for SHA-256.
     """
-    settings = f"{vlm.processor.image_config} {vlm.processor.video_config} {vlm.encoder.config}"
-    digest = hashlib.sha256(settings.encode())
-    tensors = [*vlm.encoder.named_parameters(), *vlm.encoder.named_buffers()]
+    encoder: Any = vlm.encoder
+    settings = f"{vlm.processor.image_config} {vlm.processor.video_config} {encoder.config}"
+    digest = hashlib.sha256("".join([settings, *adapter_switches(encoder)]).encode())
+    tensors = [*encoder.named_parameters(), *encoder.named_buffers()]
     for name, tensor in sorted(tensors, key=itemgetter(0)):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    dtype = str(vlm.encoder.dtype).removeprefix("torch.")
+    dtype = str(encoder.dtype).removeprefix("torch.")
     return {"family": vlm.family.name, "dtype": dtype, "weights": digest.hexdigest()}
 
 

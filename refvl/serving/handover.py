@@ -11,18 +11,21 @@ refuses them. Field names are those of vLLM's `Qwen2_5_VLImageEmbeddingInputs`, 
 `MiniCPMVImageEmbeddingInputs`.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from refvl.checks import read_json
+from refvl.arguments import is_grid
+from refvl.checkpoints import open_shard
+from refvl.checks import blame, read_json
 
 MANIFEST = "manifest.json"
 ACCEPTED = ("Qwen2.5-VL", "MiniCPM-V 2.6", "MiniCPM-V 4.0", "MiniCPM-V 4.5")  # families of vLLM 0.32
+PATCHES = 4  # of one embedding, in every Qwen2.5-VL
 
 
 def vllm_inputs(folder: str | Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -30,7 +33,7 @@ def vllm_inputs(folder: str | Path, names: Sequence[str]) -> dict[str, dict[str,
 
     folder: what `refvl encode` wrote; names: of its manifest. Raises FileNotFoundError for another folder, KeyError for
     a name that it does not hold, TypeError for a bare string, and ValueError for a family that vLLM takes no embeddings
-    for, and MiniCPM-V's clips.
+    for, MiniCPM-V's clips, and a manifest that leads out of the folder or does not fit the embeddings.
     """
     folder = Path(folder)
     if isinstance(names, str) or not names:
@@ -54,16 +57,31 @@ def read_embeddings(out: str | Path, name: str) -> Tensor:
 
 
 def _read_entry(out: Path, manifest: dict, name: str) -> tuple[dict, Tensor]:
-    """What the manifest says of an image or clip, and its (tokens, width) embeddings; KeyError where it has none."""
-    entry = (manifest["images"] | manifest["videos"]).get(name)
-    if entry is None:
+    """What the manifest says of an image or clip, and its (tokens, width) embeddings; KeyError where it has none.
+
+    Raises ValueError where the two contradict each other, and for a shard outside the folder.
+    """
+    with blame(f"folder: {out / MANIFEST} was not written by `refvl encode`"):
+        entry = (manifest["images"] | manifest["videos"]).get(name, {"shard": None, "tokens": 0})
+        shard, tokens = entry["shard"], entry["tokens"]
+        path = out / (shard or "")
+    if shard is None:
         raise KeyError(f"{name} is not in {out / MANIFEST}")
-    with safe_open(out / entry["shard"], framework="pt") as shard:
-        return entry, shard.get_tensor(name)
+    if not path.resolve().is_relative_to(out.resolve()):
+        raise ValueError(f"folder: {out / MANIFEST}: {name} must lie inside the folder, not in {shard}")
+    with open_shard(path) as stored:
+        embeds = stored.get_tensor(name)
+    if len(embeds) != tokens:
+        raise ValueError(f"folder: {name} has {len(embeds)} embeddings, and {out / MANIFEST} says {tokens}")
+    return entry, embeds
 
 
 def _of_grids(kind: str, entries: Sequence[dict], embeds: Sequence[Tensor]) -> dict[str, Any]:
     """All media of a kind behind each other, and their grids in patches; a clip's steps also have a length."""
+    for entry in entries:
+        grid = entry["layout"]
+        if not is_grid(grid) or math.prod(grid) != PATCHES * entry["tokens"]:
+            raise ValueError(f"folder: {entry['tokens']} embeddings are {PATCHES} patches each, the grid is {grid}")
     fields: dict[str, Any] = {f"{kind}_embeds": torch.cat(list(embeds))}
     fields[f"{kind}_grid_thw"] = torch.tensor([entry["layout"] for entry in entries])
     if kind == "video":
@@ -75,4 +93,7 @@ def _of_slices(kind: str, entries: Sequence[dict], embeds: Sequence[Tensor]) -> 
     """A tensor per picture, and its (width, height), from which vLLM counts the slices again."""
     if kind == "video":
         raise ValueError("names: vLLM packs no frames of MiniCPM-V's clips, so their embeddings have no place there")
+    for entry in entries:
+        if not entry["layout"] or entry["tokens"] % len(entry["layout"]):
+            raise ValueError(f"folder: {len(entry['layout'])} slices do not share {entry['tokens']} embeddings evenly")
     return {"image_embeds": list(embeds), "image_sizes": torch.tensor([entry["size"] for entry in entries])}

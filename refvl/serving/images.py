@@ -18,7 +18,8 @@ from urllib.parse import quote_from_bytes
 
 from PIL import Image
 
-from refvl.pixels.media import MediaLimits, image_suffixes, open_image
+from refvl.pixels.formats import image_suffixes
+from refvl.pixels.images import MediaLimits, open_image
 
 STAMP = ("bytes", "mtime_ns", "ctime_ns")
 VIDEO_SUFFIXES = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"))
@@ -67,10 +68,10 @@ def find_media(source: Path, *, videos: bool = False) -> list[MediaFile]:
     """What `source` holds, sorted by name: pictures that Pillow can open, and with `videos` clips, by their suffix.
 
     source: a folder with all below it, a .tar file, or a text file with a path in each line, from where it lies. In
-    tar files only pictures are found. Links to folders are not followed. What a list names and is not there has no
-    stamp. Raises FileNotFoundError or NotADirectoryError where there is no source, or nothing of a list, OSError for a
-    folder that cannot be listed, and ValueError when nothing is found, a list names what is no picture, or a tar file
-    cannot be read.
+    tar files only pictures are found. Links to folders are not followed. A path of a list that is not there has no
+    stamp, nor has a symbolic link in a tar file. Raises FileNotFoundError or NotADirectoryError if there is no source,
+    or nothing of a list, OSError for a folder that cannot be listed, and ValueError if nothing is found, a list names a
+    file that is no picture, or a tar file cannot be read.
     """
     suffixes = image_suffixes() | {".tar"} | (VIDEO_SUFFIXES if videos else frozenset())
     is_list = source.is_file() and source.suffix.lower() in LIST_SUFFIXES
@@ -115,17 +116,29 @@ def _listed(file: Path) -> Iterator[Path]:
 
 
 def _members(path: Path, name: str) -> Iterator[MediaFile]:
-    """The pictures in a tar file, called by its name and theirs; their labels, in other files, are not read."""
+    """The pictures in a tar file, called by its name and theirs; their labels, in other files, are not read.
+
+    A hard link is read as the file that it means. A link that is no such thing has no stamp.
+    """
     stamp = read_stamp(path) or ()
+    places = dict[PurePath, tuple[int, int] | None]()  # where the bytes of each file begin, and how many there are
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                if member.isreg() and PurePath(member.name).suffix.lower() in image_suffixes():
-                    called = media_name(PurePath(f"{name}/{member.name}"))
-                    own = (member.size, *stamp[1:])
-                    yield MediaFile(called, path, own, begin=member.offset_data, size=member.size)
+                if member.isreg() and not member.issparse():
+                    places[PurePath(member.name)] = member.offset_data, member.size
+                elif member.islnk() or member.issym() or member.isreg():
+                    places[PurePath(member.name)] = places.get(PurePath(member.linkname)) if member.islnk() else None
     except (tarfile.TarError, OSError) as error:
         raise ValueError(f"folder: {path} cannot be read as an uncompressed tar file ({error})") from error
+    for file, place in places.items():
+        if file.suffix.lower() in image_suffixes():
+            called = media_name(PurePath(name, file))
+            if place is None:
+                yield MediaFile(called, path / file, None)
+            else:
+                begin, size = place
+                yield MediaFile(called, path, (size, *stamp[1:]), begin=begin, size=size)
 
 
 def media_name(path: PurePath) -> str:

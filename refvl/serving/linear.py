@@ -9,9 +9,7 @@ torch: where a release lacks it, or takes other arguments, torch's default stays
 import time
 import timeit
 import warnings
-from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,42 +22,16 @@ FASTER = 1.3  # how many times as fast oneDNN has to be: the choice must not han
 
 
 class OneDnnLinear(nn.Linear):
-    """nn.Linear with oneDNN's kernel where that can run: float32 on a CPU, several rows; gradients likewise."""
+    """nn.Linear with oneDNN's kernel where that can run: float32 on a CPU, several rows, no gradients."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)"""
         weight, rows = self.weight, input.numel() // max(self.in_features, 1)
-        suits = rows > 1 and rows * weight.numel() >= MIN_WORK
-        suits = suits and not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
+        other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
+        suits = not other and rows > 1 and rows * weight.numel() >= MIN_WORK
         if suits and input.dtype == weight.dtype == torch.float32 and input.device == weight.device == CPU:
-            product: Callable = _OneDnnProduct.apply if torch.is_grad_enabled() else _onednn
-            return product(input, weight, self.bias)
+            return _onednn(input, weight, self.bias)
         return super().forward(input)
-
-
-class _OneDnnProduct(torch.autograd.Function):
-    """The gradients are two products and a sum; where those are to be differentiated again, torch's kernel runs."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _onednn(x, weight, bias)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:2])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), rows = ctx.saved_tensors, gradients[0].flatten(0, -2)
-        product = F.linear if torch.is_grad_enabled() else _onednn
-        of_x, of_weight, of_bias = ctx.needs_input_grad
-        return (
-            product(gradients[0], weight.t(), None) if of_x else None,
-            product(rows.t(), x.flatten(0, -2).t(), None) if of_weight else None,
-            rows.sum(0) if of_bias else None,
-        )
 
 
 def choose_linear(requested: str, device: torch.device, dtype: torch.dtype) -> str:

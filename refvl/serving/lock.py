@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-LOCK = "encode.lock"
+LOCK = ".refvl-lock"
 
 
 @contextmanager
@@ -34,12 +34,21 @@ def folder_lock(folder: Path) -> Iterator[None]:
         os.close(file)
 
 
+def is_lock(path: Path) -> bool:
+    """Whether the file at `path` is a lock, or what a crash left of one: no link, and nothing of another program."""
+    begin = b'{"host": '
+    if path.is_symlink() or not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return begin.startswith(file.read(len(begin)))
+
+
 def _take(path: Path) -> int | None:
     """The lock file, held; None when it came or vanished on the way."""
-    is_new = not path.exists()
+    is_new = not os.path.lexists(path)
     overtaken = FileExistsError if is_new else FileNotFoundError
     try:
-        file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL) * is_new, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL) * is_new, 0o644)
     except overtaken:
         return None
     with ExitStack() as unless_held:

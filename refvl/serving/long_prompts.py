@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from refvl.language.model import CausalTextModel
 from refvl.merge import MediaTokens, find_media_spans
@@ -32,20 +32,20 @@ def read_in_chunks(model: Any, chunk: int, request: Request) -> Trace:
     """Every stage up to the last token of the prompt, `chunk` tokens at a time."""
     q, pruning = request.pruning_rate, request.pruning
     check_runnable(model)
+    if q > 0:
+        model.family.require("pruning")
     trace = model.record(device=model.device)
     messages = model.processor.messages(request.prompt, request.images, request.videos)
     with trace.stage("decode media"):
         trace.media = model.processor.decode(messages)
     with trace.stage("tokenize"):
         merged = model.processor.extents(trace.media)
-        for medium in merged:
-            medium.check_pruning(q)
         ids = model.processor.tokenize(messages, merged, allow_special_tokens=request.allow_special_tokens)
         trace.full_ids = torch.as_tensor(ids)
         ids_L = model.processor.placeholders(trace.full_ids)
         trace.spans = find_media_spans(ids_L, merged, model.processor.token_ids)
     with trace.stage("positions"):
-        trace.full_positions = model.language_model.positions(len(trace.full_ids), trace.spans)
+        trace.full_positions = model.language_model.positions(trace.full_ids, trace.spans)
     spans, media = iter(trace.spans), list[MediumRows]()
     trace.keep_masks = [None] * len(merged)
     for number, medium in enumerate(merged):
@@ -70,6 +70,8 @@ def _encode_pieces(
         encoded = model.record()
         with trace.stage("encode"):
             model.encode_rows(encoded, [patches], [layout])
+            trace.cached += encoded.cached
+            trace.seconds_saved += encoded.seconds_saved
         [rows] = encoded.embeds
         check_width([rows], model.language_model.row_width)
         if medium.kind == "video" and q:
@@ -84,11 +86,7 @@ def _encode_pieces(
         yield rows, trace.keep_masks[number]
 
 
-def new_cache(language_model: CausalTextModel) -> Cache:
-    """An empty cache, which grows."""
-    return DynamicCache(config=language_model.config)
-
-
+@torch.inference_mode()
 def prefill(
     language_model: CausalTextModel, inputs_embeds: Tensor, deepstack_embeds: Tensor, positions: Tensor, cache: Cache
 ) -> None:
@@ -131,7 +129,7 @@ def prefill_in_chunks(
 
     trace: with full_ids and full_positions. Raises ValueError when the tokens kept do not fit max_context.
     """
-    cache, last = new_cache(language_model), len(trace.full_ids) - 1
+    cache, last = language_model.cache_class(config=language_model.config), len(trace.full_ids) - 1
     trace.keep = torch.ones(len(trace.full_ids), dtype=torch.bool)
     for start in range(0, last, chunk):
         stop = min(start + chunk, last)

@@ -1,25 +1,29 @@
 """The `VLM` that `refvl.load` gives: the journey of `refvl.pipeline`, and what a service adds to it.
 
-options.py        what `generate` is asked for, refused before anything is encoded
+options.py        what `generate` is asked for, refused before anything is encoded (rehearsal.py tries it)
 long_prompts.py   prefill_chunk: a prompt N tokens at a time
 drafts.py         tokens that are guessed, and checked several at once
 batches.py        chat_batch: many requests, decoded together
 tensors.py        generate: transformers' call, on tensors
+tower.py          feature_map: an image as a grid of features
+
+`refvl.study.watch` adds `trace`: the same run with every stage kept.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from transformers import StoppingCriteriaList
 
 from refvl import pipeline
-from refvl.checks import check_flag, check_positive_int
+from refvl.checks import check_positive_int
 from refvl.pipeline import Request
-from refvl.serving import batches, tensors
+from refvl.serving import batches, tensors, tower
 from refvl.serving.drafts import read_ahead
-from refvl.serving.options import NOT_ON_META, USUAL, Wanted, check_unusual
-from refvl.serving.streaming import FanOut, stream_text
+from refvl.serving.options import NOT_ON_META, USUAL, Wanted, check_unusual, is_static
+from refvl.serving.streaming import FanOut, of_a_thread, stream_text
 from refvl.study import watch
+from refvl.study.costs import overview
 from refvl.study.report import Trace
 
 
@@ -27,9 +31,13 @@ class VLM(pipeline.VLM):
     """The journey of `refvl.pipeline`, with options checked first, streams, chunks, drafts, batches and tensors."""
 
     record: ClassVar = Trace
+    provenance: Sequence = ()  # `Source`s: the files that shaped it; of a config alone none
+    media_cache: Any = None  # a `MediaCache`, where `refvl.load` was asked for one
     adapters: Any = None  # PEFT's model, once `refvl.adapters.attach` has put layers in these parts
     chat_batch, answer_each, answers = batches.chat_batch, batches.answer_each, batches.answers
     generate = tensors.generate
+    feature_map: ClassVar[Callable] = tower.feature_map  # type: ignore[has-type]  # mypy meets it too early
+    trace, __repr__ = watch.trace, overview
 
     def chat(
         self,
@@ -70,55 +78,6 @@ class VLM(pipeline.VLM):
         answer(trace, max_new_tokens, **generate_kwargs)
         return trace.text
 
-    def trace(
-        self,
-        prompt: str | Sequence[dict],
-        *,
-        images: Sequence = (),
-        videos: Sequence = (),
-        max_new_tokens: int = 128,
-        pruning_rate: float = 0.0,
-        pruning: str = "evs",
-        allow_special_tokens: bool = False,
-        attentions: bool = False,
-        hidden_states: bool = False,
-        prefill_chunk: int | None = None,
-        **generate_kwargs,
-    ) -> Trace:
-        """The same run as `chat` with every stage kept, and the seconds each took.
-
-        attentions, hidden_states: keep the weights of all heads, and what passes between blocks, of tower and language
-        model (see `Trace`). Both run eagerly for it, on the same weights, also where graphs are captured; for long
-        prompts that is much memory: layers * heads * tokens^2.
-        With `prefill_chunk` pixels and embeddings are let go on the way. With beams, prefill and decoding are one
-        stage. Raises FileNotFoundError for missing files and ValueError or TypeError, naming the argument, for media
-        that cannot be read, placeholders that do not match the media, a pruning rate outside [0, 1), a prompt longer
-        than the context, and options of `generate` that do not exist or do not lead to one answer in text.
-        """
-        wanted = self.check_options("trace", generate_kwargs, max_new_tokens)
-        watched = {
-            "attentions": check_flag(attentions, "attentions"),
-            "hidden_states": check_flag(hidden_states, "hidden_states"),
-        }
-        request = Request(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
-        is_ahead = prefill_chunk is not None or wanted.draft is not None
-        answer = self.answer if wanted.num_beams == 1 else self.answer_with_beams
-        if any(watched.values()):
-            if is_ahead:
-                raise ValueError("attentions, hidden_states: not with prefill_chunk or drafted tokens")
-            if wanted.num_beams != 1:
-                raise ValueError(f"num_beams: must be 1 with attentions or hidden_states, got {wanted.num_beams}")
-            return watch.watched_run(self, request, max_new_tokens, generate_kwargs, **watched)
-        if is_ahead:
-            trace, generate_kwargs = read_ahead(self, request, prefill_chunk, generate_kwargs)
-            answer(trace, max_new_tokens, **generate_kwargs)
-            return trace
-        with watch.largest_values(self, with_prefill=wanted.num_beams == 1) as largest:
-            trace = self.read(request)
-            answer(trace, max_new_tokens, **generate_kwargs)
-        watch.keep_largest(trace, largest)
-        return trace
-
     def check_options(self, method: str, options: dict, max_new_tokens: int, stream: bool = False) -> Wanted:
         """Refuse, before anything is encoded, options that do not exist or whose results `method` cannot return."""
         check_positive_int(max_new_tokens, "max_new_tokens")
@@ -139,6 +98,7 @@ class VLM(pipeline.VLM):
     def _stream(self, trace: Trace, max_new_tokens: int, options: dict) -> Iterator[str]:
         listener = options.pop("streamer", None)
         criteria = options.pop("stopping_criteria", None) or ()
+        options = (of_a_thread() if is_static(self.language_model, options) else {}) | options
 
         def run(text_streamer, stop) -> None:
             both = FanOut(text_streamer, listener)
@@ -146,24 +106,3 @@ class VLM(pipeline.VLM):
             self.decode([trace], max_new_tokens, streamer=both, stopping_criteria=stops, **options)
 
         return stream_text(run, self.processor.tokenizer)
-
-    def __repr__(self) -> str:
-        """Family, device and dtype; the parts and their sizes."""
-        text = self.language_model.config
-        sizes = f"{text.num_hidden_layers} layers of {text.hidden_size}, vocabulary of {text.vocab_size}"
-        lines = [
-            f"VLM of the family {self.family.name} on {self.device}, {self.encoder.dtype}",
-            f"  encoder         {type(self.encoder).__name__}, {_parameters(self.encoder)}",
-            f"  language_model  {type(self.language_model).__name__}, {sizes}, {_parameters(self.language_model)}",
-            f"  processor       {type(self.processor).__name__}",
-            f"  graphs          {type(self.graphs).__name__ if self.graphs else 'none: the encoder runs eagerly'}",
-        ]
-        if self.adapters is not None:
-            lines.append(f"  adapters        {', '.join(self.adapters.peft_config)}")
-        return "\n".join(lines)
-
-
-def _parameters(module: Any) -> str:
-    """How many values the parameters of a module have, in words."""
-    count = sum(parameter.numel() for parameter in module.parameters())
-    return f"{count / 1e9:.2f} billion parameters" if count >= 1e9 else f"{count / 1e6:.2f} million parameters"

@@ -5,11 +5,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
 
 from refvl import pipeline
-from refvl.checks import check_flag, check_names, check_positive, check_positive_int, check_pruning_rate
+from refvl.arguments import check_names
+from refvl.checks import check_flag, check_positive, check_positive_int, check_pruning_rate
 from refvl.language.model import CausalTextModel
 from refvl.positions.pruners import find_pruner
+from refvl.serving.rehearsal import check_kinds, rehearse
 
 MAX_BEAMS = 1024  # every beam is a copy of the prompt
 LOSE_MEDIA = (  # with these transformers goes back to the prompt's ids, in which the media are placeholders
@@ -40,6 +43,7 @@ def check_unusual(model: Any, method: str, options: dict, stream: bool) -> Wante
     check_flag(stream, "stream")
     own = [name for name in inspect.signature(getattr(model, method)).parameters if name != "generate_kwargs"]
     check_generate_options(model.language_model, options, own)
+    rehearse(model.language_model, model.processor.tokenizer, options)
     num_beams = option(model.language_model, options, "num_beams")
     if (assistant := options.get("assistant_model")) is not None:
         if method not in ("chat", "trace"):
@@ -50,6 +54,10 @@ def check_unusual(model: Any, method: str, options: dict, stream: bool) -> Wante
         if num_beams != 1 and (stream if name == "stream" else options.get(name)):
             raise ValueError(f"{name}: must be {off} with num_beams: the last token decides which beam wins")
     wanted = Wanted(num_beams, draft_option(model.language_model, options))
+    if wanted.draft:
+        model.family.require("assistant" if wanted.draft == "assistant_model" else "drafts")
+    if is_static(model.language_model, options):
+        model.family.require("static_cache")
     if method == "generate":
         return wanted
     if (count := option(model.language_model, options, "num_return_sequences")) != 1:
@@ -60,6 +68,11 @@ def check_unusual(model: Any, method: str, options: dict, stream: bool) -> Wante
     return wanted
 
 
+def is_static(language_model: CausalTextModel, options: dict) -> bool:
+    """Whether `generate` will decode with a cache of fixed size."""
+    return option(language_model, options, "cache_implementation") in ALL_STATIC_CACHE_IMPLEMENTATIONS
+
+
 def check_generate_options(language_model: CausalTextModel, options: dict, own: Sequence[str] = ()) -> None:
     """Raise ValueError, naming the option, that transformers' `generate` has not, or that loses the media.
 
@@ -67,6 +80,7 @@ def check_generate_options(language_model: CausalTextModel, options: dict, own: 
     """
     if not options.keys() <= GENERATE_OPTIONS:
         check_names(options, [*own, *sorted(GENERATE_OPTIONS)], "generate", ValueError)
+    check_kinds(options)
     for name in ("num_beams", "num_return_sequences"):
         if name in options and check_positive_int(options[name], name) > MAX_BEAMS:
             raise ValueError(f"{name}: must be at most {MAX_BEAMS}, got {options[name]}")
@@ -82,7 +96,7 @@ def check_generate_options(language_model: CausalTextModel, options: dict, own: 
         for name, alone in (("num_beams", 1), ("num_return_sequences", 1), ("cache_implementation", None)):
             if (value := option(language_model, options, name)) != alone:
                 raise ValueError(f"{name}: must be {alone} with {draft}, got {value!r}")
-    if options.get("use_cache") is False:
+    if options.get("use_cache") not in (None, True):
         raise ValueError("use_cache: must be True: without a cache placeholders would be read as text")
 
 

@@ -45,6 +45,8 @@ def get_load_balance_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assi
     Returns (shuffle_indices, sample_counts, grouped_sizes): the items rank by rank, how many each rank has, and their
     summed sizes.
 
+    Raises ValueError for num_gpus below 1 and sizes that are no numbers of tokens.
+
     >>> get_load_balance_assignment([1000, 100, 200, 50], num_gpus=2)
     ([0, 2, 1, 3], [1, 3], [1000, 350])
     """
@@ -58,7 +60,10 @@ def get_load_balance_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assi
 
 
 def get_count_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assignment:
-    """What balancing is measured against: equally many consecutive items to every rank, whatever their size."""
+    """What balancing is measured against: equally many consecutive items to every rank, whatever their size.
+
+    Raises ValueError for num_gpus below 1 and sizes that are no numbers of tokens.
+    """
     share = -(-len(_check_sizes(sizes)) // _check_ranks(num_gpus))
     items = [range(len(sizes))[rank * share : (rank + 1) * share] for rank in range(num_gpus)]
     return list(range(len(sizes))), [len(own) for own in items], [sum(sizes[i] for i in own) for own in items]
@@ -135,7 +140,7 @@ def restore_order(gathered: Tensor, tokens: Sequence[int], order: Sequence[int],
     """From what an all-gather leaves to one tensor per item, in the caller's order; padding is dropped.
 
     gathered: (ranks * longest, ...), the rows of all ranks, each rank's padded to the longest. tokens: output tokens of
-    each item. order, counts: the assignment.
+    each item. order, counts: the assignment. Returns a list of (tokens, D) tensors.
     """
     embeds: dict[int, Tensor] = {}
     items = iter(order)
@@ -149,7 +154,7 @@ def restore_order(gathered: Tensor, tokens: Sequence[int], order: Sequence[int],
 
 def _encoder(vision_model):
     """What knows the sizes: of a graph manager its encoder."""
-    return getattr(vision_model, "encoder", vision_model)
+    return vision_model if hasattr(vision_model, "item_size") else getattr(vision_model, "encoder", vision_model)
 
 
 def _item_sizes(vision_model, grids: Sequence, rope_type: str) -> tuple[list, list[int], list[int]]:
@@ -206,6 +211,7 @@ def run_dp_sharded_vision_model(image_input: Tensor, vision_model, *, group: dis
 
     image_input: (B, ...), the same on every rank. vision_model: (b, ...) -> (b, ...) on the device of the pictures.
     Where the ranks do not divide B, the last ones encode zeros, whose results are dropped.
+    Raises ValueError for an input that is no tensor (B, ...).
     """
     if not isinstance(image_input, Tensor) or image_input.ndim < 2:
         raise ValueError(f"image_input: expected a tensor (B, ...), got {getattr(image_input, 'shape', image_input)!r}")

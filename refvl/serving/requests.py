@@ -1,25 +1,29 @@
 """A file of requests to a file of answers: `python -m refvl chat CHECKPOINT --jsonl FILE`.
 
 Each answer is a line, in the order of the requests: {"line": number of the request's line, "request": digest of that
-line, "by": digest of the model and the settings, "answer": text}, or "error" in the place of "answer"; empty lines are
-no requests. Lines are written whole, as their batches are done. A run that was stopped is continued by the same
-command: a line that was cut off is removed, and what is answered is not asked again.
+line and of its media, "by": digest of the model and the settings, "answer": text}, or "error" in the place of "answer";
+empty lines are no requests. Lines are written whole, as their batches are done. A run that was stopped is continued by
+the same command: a line that was cut off is removed, and what is answered is not asked again. It is refused after a
+change of any file that shaped the model (`provenance.py`) or of a picture: one file holds answers to one thing.
 """
 
 import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedRandom
 from pathlib import Path
+from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 
+from refvl.processors.messages import as_messages, media_of
 from refvl.serving.batches import BATCH_TOKENS
 from refvl.serving.model import VLM
+from refvl.serving.provenance import digest_of
 from refvl.serving.shards import speaking_of
 
 
@@ -36,17 +40,27 @@ def answer_file(
     if not file.is_file():
         raise FileNotFoundError(f"jsonl: no such file: {file}")
     lines = [(number, line) for number, line in enumerate(file.read_bytes().splitlines(), 1) if line.strip()]
-    by = _digest_of(vlm, common | options)
-    asked = [{"line": number, "request": _digest(line), "by": by} for number, line in lines]
+    by = digest_of(vlm, common | options)
+
+    def asked(number: int) -> dict:
+        line, request = lines[number]
+        return {"line": line, "request": _identity(request), "by": by}
+
     with speaking_of(out), _held(out) as answers:
-        done = _read_answers(answers, out, asked)
-        todo = (_parse(line) for _, line in lines[len(done) :])
+        done = _read_answers(answers, out, asked, len(lines))
+        begun = deque[dict]()  # of the requests whose media are being read, so that theirs are the bytes that count
+
+        def todo() -> Iterator[dict | Exception]:
+            for number in range(len(done), len(lines)):
+                begun.append(asked(number))
+                yield _parse(lines[number][1])
+
         bar = tqdm(total=len(lines), initial=len(done), desc="answer", unit="request", disable=not progress)
         with bar:
-            for answer in vlm.answer_each(todo, common, batch_tokens, **options):
+            for answer in vlm.answer_each(todo(), common, batch_tokens, **options):
                 failed = isinstance(answer, Exception)
                 said = {"error": str(answer) or type(answer).__name__} if failed else {"answer": answer}
-                done.append(asked[len(done)] | said)
+                done.append(begun.popleft() | said)
                 answers.write(json.dumps(done[-1]).encode() + b"\n")
                 answers.flush()
                 bar.update()
@@ -58,17 +72,25 @@ def _digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def _digest_of(vlm: VLM, settings: dict) -> str:
-    """Of the settings, the configs and up to 1,000 numbers of every weight, so that any training shows."""
-    adapters = vlm.adapters.active_adapters if vlm.adapters else []
-    said = [f"{settings} {adapters} {vlm.config} {vlm.processor.image_config} {vlm.processor.video_config}".encode()]
-    for part in (vlm.encoder, vlm.language_model):
-        for name, weight in part.named_parameters():
-            said.append(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-            if type(weight) is torch.nn.Parameter and not weight.is_meta:  # not packed by a quantiser, not on a disk
-                every = max(1, weight.numel() // 1000)
-                said.append(weight.detach().reshape(-1)[::every].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+def _identity(line: bytes) -> str:
+    """Digest of a request: of its line, and of the bytes of its media."""
+    request: Any = _parse(line)
+    said = [line]
+    with suppress(AttributeError, TypeError, ValueError, OSError):  # its answer is an error
+        messages = as_messages(*(request.get(key, ()) for key in ("prompt", "images", "videos")))
+        for source in _files(source for _, source, _ in media_of(messages)):
+            with open(source, "rb") as file:
+                said.append(hashlib.file_digest(file, "sha256").digest())
     return _digest(b"\n".join(said))
+
+
+def _files(media: Iterable) -> Iterator[str]:
+    """The files among the media of a request, a clip given as a list of frames included."""
+    for medium in media:
+        if isinstance(medium, list):
+            yield from _files(medium)
+        elif isinstance(medium, str) and os.path.isfile(medium):
+            yield medium
 
 
 def _parse(line: bytes) -> dict | Exception:
@@ -92,7 +114,7 @@ def _held(out: Path) -> Iterator[BufferedRandom]:
         yield answers
 
 
-def _read_answers(answers: BufferedRandom, out: Path, asked: list[dict]) -> list[dict]:
+def _read_answers(answers: BufferedRandom, out: Path, asked: Callable[[int], dict], count: int) -> list[dict]:
     """What is answered; a last line that was cut off is removed from the file. Nothing else is, see `answer_file`."""
     answers.seek(0)
     *whole, cut = answers.read().split(b"\n")
@@ -100,13 +122,14 @@ def _read_answers(answers: BufferedRandom, out: Path, asked: list[dict]) -> list
     for line in whole:
         try:
             entry = json.loads(line)
-            differing = {key for key, value in asked[len(done)].items() if entry.get(key) != value}
-        except (ValueError, IndexError, AttributeError):
+            wanted = asked(len(done)) if len(done) < count else {"line": None}
+            differing = {key for key, value in wanted.items() if entry.get(key) != value}
+        except (ValueError, AttributeError):
             raise _not_ours(out, len(done)) from None
         if differing:
             raise _not_ours(out, len(done), by_another=differing == {"by"})
         done.append(entry)
-    begin = json.dumps(asked[len(done)])[:-1].encode() if len(done) < len(asked) else b""
+    begin = json.dumps(asked(len(done)))[:-1].encode() if cut and len(done) < count else b""
     if cut and (not begin or cut[: len(begin)] != begin[: len(cut)]):
         raise _not_ours(out, len(done))
     answers.truncate(sum(len(line) + 1 for line in whole))
@@ -115,5 +138,5 @@ def _read_answers(answers: BufferedRandom, out: Path, asked: list[dict]) -> list
 
 def _not_ours(out: Path, number: int, by_another: bool = False) -> ValueError:
     other = "was answered by another model or with other settings"
-    what = other if by_another else "is no answer to that line of the requests"
+    what = other if by_another else "is no answer to that line of the requests, or its media have changed"
     return ValueError(f"out: {out}, line {number + 1}: {what}; move it away")

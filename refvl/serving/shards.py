@@ -7,9 +7,9 @@ says of which model, and of each image what the manifest says.
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
 
@@ -18,30 +18,70 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from refvl.serving.lock import folder_lock
+from refvl.checks import read_json
+from refvl.serving.handover import MANIFEST
+from refvl.serving.lock import LOCK, folder_lock, is_lock
 
-SHARDS, UNFINISHED = "embeds-*.safetensors", "unfinished"
+SHARDS, UNFINISHED = "embeds-*.safetensors", ".refvl-unfinished"
+PARTIAL = (SHARDS, MANIFEST, ".tmp*")  # in that folder: what is being written here, and by safetensors
 Encoded = dict[str, tuple[Tensor, dict]]  # name -> embeddings, manifest entry
 
 
 @contextmanager
-def held_folder(out: Path) -> Iterator[None]:
+def held_folder(out: Path, *, force: bool = False) -> Iterator[None]:
     """`out`, made where it is missing, for this process alone, with an empty folder for files that are being written.
 
-    What a killed run has left there is removed. Under torchrun rank 0 holds `out` for all ranks.
+    Files that a killed run has left there are removed. Under torchrun rank 0 holds `out` for all ranks. Raises
+    FileExistsError for what refvl did not write, under a name that it writes; with `force` that is renamed.
     """
     with ExitStack() as lock:
         with speaking_of(out):
             if out.exists() and not out.is_dir():
                 raise NotADirectoryError(f"out: {out} is a file, not a folder")
             out.mkdir(parents=True, exist_ok=True)
+            for name, is_ours in {LOCK: is_lock, MANIFEST: _is_manifest, UNFINISHED: _is_unfinished}.items():
+                if os.path.lexists(path := out / name) and not is_ours(path):
+                    _make_room(path, force)
             lock.enter_context(folder_lock(out))
-            shutil.rmtree(out / UNFINISHED, ignore_errors=True)
+            _remove_unfinished(out)
             (out / UNFINISHED).mkdir()
         try:
             yield
         finally:
-            shutil.rmtree(out / UNFINISHED, ignore_errors=True)
+            with suppress(OSError):  # somebody put a file there
+                _remove_unfinished(out)
+
+
+def _is_manifest(path: Path) -> bool:
+    try:
+        return path.is_file() and not path.is_symlink() and read_json(path).keys() >= {"family", "weights", "images"}
+    except ValueError:
+        return False
+
+
+def _is_unfinished(path: Path) -> bool:
+    """A folder that holds nothing but files that a run has left."""
+    return path.is_dir() and not path.is_symlink() and all(map(_is_partial, os.scandir(path)))
+
+
+def _is_partial(entry: os.DirEntry) -> bool:
+    return entry.is_file(follow_symlinks=False) and any(fnmatch(entry.name, pattern) for pattern in PARTIAL)
+
+
+def _make_room(path: Path, force: bool) -> None:
+    """Rename what stands at `path`, or refuse it."""
+    if not force:
+        raise FileExistsError(f"out: {path} was not written by refvl; move it away, or give --force to rename it")
+    names = (path.with_name(f"{path.name}.before{number or ''}") for number in count())
+    path.rename(next(name for name in names if not os.path.lexists(name)))
+
+
+def _remove_unfinished(out: Path) -> None:
+    """Remove the files that were being written, no others, and their folder if that leaves it empty."""
+    if (out / UNFINISHED).is_dir():
+        for entry in filter(_is_partial, os.scandir(out / UNFINISHED)):
+            os.unlink(entry)
+        (out / UNFINISHED).rmdir()
 
 
 @contextmanager
@@ -61,7 +101,7 @@ def write_shard(out: Path, model: dict, rank: int, encoded: Encoded) -> None:
     header = {"format": "pt", "model": json.dumps(model), "images": images}
     tensors = {name: x.clone(memory_format=torch.contiguous_format) for name, (x, _) in encoded.items()}
     paths = (out / f"embeds-{rank:03}-{number:05}.safetensors" for number in count())
-    with written_whole(next(path for path in paths if not path.exists())) as partial:
+    with written_whole(next(path for path in paths if not os.path.lexists(path))) as partial:
         save_file(tensors, partial, header)
 
 

@@ -5,8 +5,16 @@ from threading import Event, Thread
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TextIteratorStreamer
+from transformers import CompileConfig, PreTrainedTokenizerBase, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
+
+
+def of_a_thread() -> dict:
+    """Options of a decode step that is compiled and runs in a thread of its own.
+
+    Until torch 2.13 it takes no graphs, because one thread alone could record them (pytorch issue 123177).
+    """
+    return {"compile_config": CompileConfig(mode="default")} if torch.__version__ < "2.13" else {}
 
 
 class FanOut(BaseStreamer):

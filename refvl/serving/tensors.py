@@ -46,11 +46,15 @@ def generate(
     """
     q = check_pruning(pruning, pruning_rate)
     check_runnable(model)
+    if q > 0:
+        model.family.require("pruning")
+    if image_embeds is not None or video_embeds is not None:
+        model.family.require("embeds")
     mask = check_prompts(input_ids, attention_mask, model.language_model.config.vocab_size)
     generate_kwargs.pop("mm_token_type_ids", None)  # transformers' processors add it; the ids say the same
     model.check_options("generate", generate_kwargs, max_new_tokens)
-    images = _items(model, "image", q, pixel_values, image_grid_thw, image_embeds)
-    videos = _items(model, "video", q, pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)
+    images = _items(model, "image", pixel_values, image_grid_thw, image_embeds)
+    videos = _items(model, "video", pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)
     prompts = _prompts(model, input_ids.cpu(), mask, images, videos, q, pruning)
     options = with_cache(model.language_model, prompts, generate_kwargs)
     output: Any = model.decode(prompts, max_new_tokens, **options)
@@ -61,7 +65,7 @@ def generate(
 
 
 def _items(
-    model: Any, kind: str, q: float, pixel_values, layouts, embeds, second_per_grid_ts=None
+    model: Any, kind: str, pixel_values, layouts, embeds, second_per_grid_ts=None
 ) -> list[tuple[MediaTokens, Tensor]]:
     """(merged extents, embeddings) of every image or video of a batch."""
     pixels_name = "pixel_values" if kind == "image" else "pixel_values_videos"
@@ -78,12 +82,10 @@ def _items(
     if not given:
         return []
     merged = [model.processor.media_tokens(kind, layout, s) for layout, s in zip(layouts, seconds, strict=True)]
-    for medium in merged:
-        medium.check_pruning(q)
     if embeds is None:
         rows = [model.encoder.item_size(layout)[0] for layout in layouts]
         shape = ((f"patches of {layouts_name}", sum(rows)), "values")
-        check_pixel_rows(pixel_values, shape, model.device, pixels_name)
+        _check_finite(check_pixel_rows(pixel_values, shape, model.device, pixels_name), pixels_name)
         encoded = Trace()
         model.encode_rows(encoded, pixel_values.split(rows), layouts)
         embeds = encoded.embeds
@@ -103,9 +105,15 @@ def _split_embeds(model: Any, embeds, tokens: list[int], layouts_name: str, name
         raise ValueError(f"{name}: expected one tensor for each of {len(tokens)} items, got {got}")
     for i, (item, count) in enumerate(zip(embeds, tokens, strict=True)):
         check_pixel_rows(item, (("tokens", count), width), model.device, f"{name}[{i}]")
-        if not item.isfinite().all():
-            raise ValueError(f"{name}[{i}]: holds nan or inf")
+        _check_finite(item, f"{name}[{i}]")
     return list(embeds)
+
+
+def _check_finite(tensor: Tensor, name: str) -> Tensor:
+    """Return `tensor` if it holds no nan and no inf; raise ValueError naming `name`."""
+    if not tensor.isfinite().all():
+        raise ValueError(f"{name}: holds nan or inf")
+    return tensor
 
 
 def _prompts(

@@ -1,9 +1,14 @@
-"""How many multiplications and additions a tower takes, counted from sizes: nothing is computed."""
+"""How many multiplications and additions a tower and a prefill take, counted from sizes: nothing is computed."""
 
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from refvl.contracts import Encoder
+from refvl.language.model import CausalTextModel
+from refvl.language.step3_vl import Step3TextMoE
+
+EXPERTS_VISITED = {"moe_top_k": "moe_num_experts", "num_experts_per_tok": "n_routed_experts"}  # names in text configs
 
 
 def encoder_operations(encoder: Encoder, layouts: list) -> int:
@@ -14,3 +19,22 @@ def encoder_operations(encoder: Encoder, layouts: list) -> int:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         shadow(rows, layouts)
     return counter.get_total_flops()
+
+
+def prefill_operations(language_model: CausalTextModel, tokens: int) -> int:
+    """Count the layers of a text model on a prompt: every weight once a token, and attention over all pairs.
+
+    tokens: the length of the prompt. Of the experts, only those that a token visits count. Pairs that the causal mask
+    leaves out count too, as in torch's counter. The head, which runs for one token, does not.
+    """
+    text, layers = language_model.config, language_model.model
+    weights = sum(m.weight.numel() for m in layers.modules() if isinstance(m, nn.Linear))
+    if experts := sum(p.numel() for p in layers.parameters() if p.ndim == 3):  # (E, out, in)
+        visited, of_all = next((k, n) for k, n in EXPERTS_VISITED.items() if hasattr(text, k))
+        weights += experts * getattr(text, visited) // getattr(text, of_all)
+        by_product = sum(isinstance(m, Step3TextMoE) for m in layers.modules())  # adds up the rows of its experts so
+        weights += by_product * getattr(text, visited) * text.hidden_size
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    key_value = getattr(text, "qk_head_dim", head_dim) + getattr(text, "v_head_dim", head_dim)  # dimensions of both
+    pairs = 2 * tokens**2 * text.num_attention_heads * key_value * text.num_hidden_layers
+    return 2 * tokens * weights + pairs

@@ -3,13 +3,13 @@
 What a coordinate counts differs from family to family, and nothing in an answer says it:
 
     Qwen2.5-VL                            pixels of the *resized* picture, as the processor made it
-    Qwen2-VL, Qwen3-VL, Qwen3.5           0 to 1000 of each side
+    Qwen2-VL, Qwen3-VL, Qwen3.5 to 3.8    0 to 1000 of each side
     GLM-4.1V, GLM-4.5V, GLM-4.6V          0 to 1000 of each side
     MiniCPM-V and -o 2.6, MiniCPM-V 4.x   0 to 1000 of each side
 
 The makers say so: QwenLM/Qwen3-VL#676, #866 and #1486, zai-org/GLM-V#114 and #161, OpenBMB/MiniCPM-V#772 and #982.
-Assumed, for want of a maker's word: that Qwen3.5 does as Qwen3-VL, and MiniCPM-V 4.0 as 2.6 and 4.5. Of the others
-(GLM-OCR, GLM-GA, MiniCPM-V 2.0 and 2.5, Step3-VL) we found no documentation, and they are refused.
+Assumed, for want of a maker's word: that Qwen3.5 to 3.8 do as Qwen3-VL, and MiniCPM-V 4.0, 4.6 and 4.7 as 2.6 and 4.5.
+Of the others (GLM-OCR, GLM-GA, MiniCPM-V 2.0 and 2.5, Step3-VL, Step-3.7) we found no documentation; they are refused.
 
 Sizes are (width, height), boxes x1, y1, x2, y2, points x, y, all from the upper left corner. A picture's size is that
 after its EXIF orientation, as `refvl.pixels.media.load_image` returns it.
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from refvl.arguments import as_integers
-from refvl.checks import check_values, printable
+from refvl.checks import check_values
+from refvl.printing import printable
 
 __all__ = [
     "CONVENTIONS", "Convention", "Region", "find_convention", "find_regions", "from_picture", "parse", "rescale",
@@ -56,7 +57,7 @@ CONVENTIONS = (
     Convention("Qwen2-VL", r"qwen2vl.*", "round"),
     Convention("Qwen2.5-VL", r"qwen25vl.*", "json", None),
     Convention("Qwen3-VL", r"qwen3vl.*", "json"),
-    Convention("Qwen3.5", r"qwen35.*", "json"),
+    Convention("Qwen3.5, Qwen3.6, Qwen3.8", r"qwen3[568].*", "json"),
     Convention("GLM-4.1V, GLM-4.5V, GLM-4.6V", r"glm4[1-6]v.*|glm4v(moe|text)?", "json"),
     Convention("MiniCPM-V 2.6 or later", r"minicpm[vo]((26|4).*)?", "tags"),
 )
@@ -82,6 +83,7 @@ def space_of(family: str, resized: Sequence[int] | None = None) -> tuple[int, in
 
     resized: (width, height) of the picture as the tower got it, for a grid (1, h, w) of patches of 14 px (14 * w,
     14 * h). Needed for Qwen2.5-VL, not read for others.
+    Raises ValueError if the family counts pixels of the resized image and `resized` is None.
     """
     convention = find_convention(family)
     if convention.space is not None:
@@ -117,7 +119,7 @@ def rescale(boxes, size: Sequence[int], new_size: Sequence[int]) -> Tensor:
 
 
 def _size(size, name: str) -> tuple[int, int]:
-    width, height = as_integers(size, "(width, height)", name)
+    width, height = as_integers(size, "(width, height)", name, most=2**60)  # px, not patches
     return width, height
 
 
@@ -169,7 +171,7 @@ def find_regions(text: str, family: str) -> list[Region]:
 
     Marks may be special tokens, which `chat` leaves out: `processor.tokenizer.decode(trace.token_ids)` keeps them.
     MiniCPM-V's boxes need theirs, Qwen2-VL's labels too; between GLM's is the answer, and what was thought before does
-    not count.
+    not count. Raises TypeError for an answer that is no text.
     """
     if not isinstance(text, str):
         raise TypeError(f"text: expected the text of an answer, got {type(text).__name__}")

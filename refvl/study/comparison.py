@@ -8,10 +8,11 @@ the same folders (`refvl.study.recording`, `benchmarks/record_vllm.py`), with as
 """
 
 import html
+import itertools
 import json
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isqrt, prod
 from pathlib import Path
 from typing import Any
@@ -20,25 +21,36 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from refvl.arguments import is_grid
 from refvl.checkpoints import open_shard
 from refvl.checks import check_number, read_json
 from refvl.positions.rotary import merge_block_coordinates
+from refvl.study.text_causes import explain
+from refvl.study.tower_causes import explain_tower
 
 FORMAT, TENSORS, MANIFEST = "refvl stages 1", "stages.safetensors", "manifest.json"
-STAGES = {"patchify": 2, "encode": 2, "prune": 1, "merge": None, "positions": 2, "decode tokens": 1}  # dimensions
+STAGES = {  # dimensions; None: 1 or 2
+    "patchify": 2, "encode": 2, "prune": 1, "merge": None, "positions": 2, "prefill": None, "decode tokens": 1,
+}  # fmt: skip
+STATES, LOGITS, MARGINS = "prefill/last_states", "prefill/first_logits", "decode tokens/margins"
+NEW_TOKENS = "decode tokens/token_ids"
 ROUNDING = 0.03  # of the norm: what a tower in bfloat16 is off by, and hardly a wrong one
+RTOL = 1e-3  # of the stages of media: lets float32 round in a tower and sees bfloat16
+GROWTH = 8  # times that a text model may magnify how far its inputs are apart; measured: at most 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stages:
     """What each stage of a run made: tensors by "stage/what", in order of the path.
 
-    source: which software. layouts: of each medium, (t, h, w) in patches, or None where it is no grid.
+    source: which software. layouts: of each medium, (t, h, w) in patches, or None where it is no grid. files:
+    digests of the files that shaped the model, where they are known.
     """
 
     tensors: dict[str, Tensor]
     source: str
     layouts: list = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
 
     def save(self, folder: str | Path) -> None:
         """Write `folder`, which must not exist or be empty, in one step: other readers see nothing or everything.
@@ -51,6 +63,7 @@ class Stages:
         folder.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in self.tensors.items()}
         about = {"format": FORMAT, "source": self.source, "layouts": self.layouts, "tensors": _shapes(tensors)}
+        about["files"] = self.files
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
             unfinished = Path(temporary, folder.name)
             unfinished.mkdir()
@@ -81,17 +94,18 @@ class Stages:
             if x.ndim not in ((STAGES[stage],) if STAGES[stage] else (1, 2)) or x.is_complex():
                 raise ValueError(f"{file}: {name!r} cannot be a {x.dtype} of shape {tuple(x.shape)}")
         grids = [tuple(x) if is_grid(x) else None for x in layouts]
-        return cls({name: found[name] for name in promised}, str(about.get("source")), grids)
+        files = about.get("files")
+        return cls(
+            {name: found[name] for name in promised},
+            str(about.get("source")),
+            grids,
+            files if isinstance(files, dict) else {},
+        )
 
 
 def _shapes(tensors: dict[str, Tensor]) -> dict[str, list]:
     """Dtype and shape of each, as a manifest says them."""
     return {name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in tensors.items()}
-
-
-def is_grid(layout: Any) -> bool:
-    """Whether a layout is (t, h, w), as Qwen's and GLM's are."""
-    return isinstance(layout, (list, tuple)) and len(layout) == 3 and all(type(x) is int and x > 0 for x in layout)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +117,9 @@ class Difference:
     largest: float = 0.0
     scale: float = 0.0  # largest magnitude in b
     beyond: str = ""  # how many rows, and where the first is
-    cause: str = ""  # what usually makes such a difference
+    cause: str = ""  # what usually makes such a difference, or what was found to make it
+    row: int = 0  # the first beyond tolerance
+    tried: bool = False  # the cause was found by running the model with it
 
     def __str__(self) -> str:
         if not self.differs:
@@ -119,6 +135,7 @@ class Comparison:
     b: str
     rows: list[Difference]
     not_in_both: list[str]
+    files: list[str] = field(default_factory=list)  # that shaped both models, and differ
 
     @property
     def first(self) -> Difference | None:
@@ -134,7 +151,8 @@ class Comparison:
         """The answer in a sentence."""
         if self.first is None:
             return "the same, as far as both were recorded"
-        return f"first difference: {self.first.name}; usual cause: {self.first.cause}"
+        kind = "cause" if self.first.tried else "usual cause"
+        return f"first difference: {self.first.name}; {kind}: {self.first.cause}"
 
     def __repr__(self) -> str:
         lines = [f"  {name:<24}{found}" for name, found in self._cells()]
@@ -146,7 +164,8 @@ class Comparison:
 
     def _cells(self) -> list[tuple[str, str]]:
         alone = [(name, "not recorded by both") for name in self.not_in_both]
-        return [(row.name, str(row)) for row in self.rows] + alone
+        differing = [("files that differ", ", ".join(self.files))] if self.files else []
+        return [(row.name, str(row)) for row in self.rows] + alone + differing
 
 
 def html_table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -159,16 +178,21 @@ def html_table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[str]
     return f"<table><caption>{html.escape(caption)}</caption>{row(titles, 'th')}{body}</table>"
 
 
-def compare(a: Any, b: Any, *, rtol: float = 1e-3, atol: float = 0.0) -> Comparison:
+def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, model: Any = None) -> Comparison:
     """Two runs, each a `Trace`, `Stages` or a folder saved by either: where they first differ, and what does that.
 
-    A value differs when |a - b| > atol + rtol * the largest magnitude of its tensor in b: the default lets float32
-    round and sees bfloat16. Integers and masks must be equal, nan and inf stand in the same places. What only one side
-    recorded is listed, not judged. Raises TypeError or ValueError naming the argument, also where nothing is shared.
+    A value differs when |a - b| > atol + rtol * the largest magnitude of its tensor in b. Without rtol that is 1e-3 up
+    to the positions, and in the text model what rounding explains: see `rounding`. Integers and masks must be equal,
+    nan and inf stand in the same places. What only one side recorded is listed, not judged.
+    model: the `VLM` of one of the runs. With it, causes inside the text model and the tower are tried, one after the
+    other, where the first difference is theirs (`refvl.study.text_causes`): some hundred forwards of the layers before
+    it. Raises TypeError or ValueError naming the argument, also where nothing is shared.
     """
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
-        if not check_number(tolerance, name) >= 0:
+        if tolerance is not None and not check_number(tolerance, name) >= 0:
             raise ValueError(f"{name}: must be 0 or more, got {tolerance}")
+    if model is not None and not hasattr(model, "language_model"):
+        raise TypeError(f"model: expected a VLM, as refvl.load returns, got {type(model).__name__}")
     ours, theirs = _stages(a, "a"), _stages(b, "b")
     names = [name for name in ours.tensors if name in theirs.tensors]
     if not names:
@@ -176,7 +200,34 @@ def compare(a: Any, b: Any, *, rtol: float = 1e-3, atol: float = 0.0) -> Compari
     order = list(STAGES)
     names.sort(key=lambda name: order.index(name.split("/")[0]))  # stable: within a stage as they were recorded
     rows = [_difference(name, ours, theirs, rtol, atol) for name in names]
-    return Comparison(ours.source, theirs.source, rows, sorted(ours.tensors.keys() ^ theirs.tensors.keys()))
+    alone = sorted(ours.tensors.keys() ^ theirs.tensors.keys())
+    known = sorted(ours.files.keys() | theirs.files.keys()) if ours.files and theirs.files else []
+    files = [name for name in known if ours.files.get(name) != theirs.files.get(name)]
+    found = Comparison(ours.source, theirs.source, rows, alone, files)
+    if model is not None and found.first is not None:
+        rows[rows.index(found.first)] = _tried(found.first, model, ours, theirs)
+    return found
+
+
+def _tried(first: Difference, model: Any, ours: Stages, theirs: Stages) -> Difference:
+    """The first difference with the cause that explains it, where one of those that are tried does."""
+    if "nan" in f"{first.largest} {first.scale}":  # shapes differ, and so did what the model was given
+        return first
+    stage, what = first.name.split("/", 1)
+    explained = None
+    if stage == "prefill":
+        row = first.row if first.name == STATES else len(ours.tensors.get(STATES, ()))
+        explained = explain(model.language_model, ours.tensors, theirs.tensors, row)
+    elif stage == "encode" and (rows := ours.tensors.get(f"patchify/{what}")) is not None and ours.layouts[int(what)]:
+        embeds = ours.tensors[first.name], theirs.tensors[first.name]
+        explained = explain_tower(model.encoder, rows, ours.layouts, int(what), *embeds)
+    if explained is None:
+        return first
+    side, cause = explained
+    where = f"in {side} ({(ours if side == 'a' else theirs).source})"
+    if not cause:
+        return replace(first, cause=f"{first.cause}; {where}, and no cause that can be tried")
+    return replace(first, cause=f"{cause}, {where}", tried=True)
 
 
 def _stages(run: Any, name: str) -> Stages:
@@ -188,43 +239,95 @@ def _stages(run: Any, name: str) -> Stages:
     return stages
 
 
-def _difference(name: str, ours: Stages, theirs: Stages, rtol: float, atol: float) -> Difference:
+def _difference(name: str, ours: Stages, theirs: Stages, rtol: float | None, atol: float) -> Difference:
     a, b = ours.tensors[name], theirs.tensors[name]
     if a.shape != b.shape:
         shapes = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
         return Difference(name, True, float("nan"), float("nan"), shapes, CAUSES_OF_SHAPES[name.split("/")[0]])
+    if name == MARGINS:
+        a, b = (x[: _same_tokens(ours, theirs) + 1] for x in (a, b))  # behind it each has answered something else
     exact = not a.is_floating_point() and not b.is_floating_point()
     x, y = (a.double(), b.double()) if exact else (a.float(), b.float())
     same = (x == y) | (x.isnan() & y.isnan())  # also inf
     apart = torch.where(same, 0.0, (x - y).abs().nan_to_num(nan=torch.inf))
     largest = float(apart.max()) if apart.numel() else 0.0
     scale = float(torch.where(y.isfinite(), y, 0.0).abs().max()) if y.numel() else 0.0
-    wrong = apart > (0 if exact else atol + rtol * scale)
+    wrong = apart > (0 if exact else atol + _allowed(name, ours, theirs, rtol, y, scale))
     if not wrong.any():
         return Difference(name, False, largest, scale)
     by_row = wrong.T if name.startswith("positions/") else wrong
     rows = by_row.reshape(len(by_row), -1).any(1)
-    place = _place(name, int(rows.int().argmax()), ours.layouts, len(rows))
-    beyond = f"{int(rows.sum())} of {len(rows)} rows, the first at {place}"
-    return Difference(name, True, largest, scale, beyond, _cause(name, a, b))
+    row = int(rows.int().argmax())
+    beyond = f"{int(rows.sum())} of {len(rows)} rows, the first {_place(name, row, ours.layouts, len(rows))}"
+    cause = _cause_in_text(name, row, ours, theirs) if name in (STATES, LOGITS, NEW_TOKENS, MARGINS) else ""
+    return Difference(name, True, largest, scale, beyond, cause or _cause(name, a, b), row)
+
+
+def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Tensor, scale: float) -> Tensor | float:
+    """How far values may be apart: one number, or of the states (layers + 1, 1)."""
+    if name == STATES:
+        scales = y.abs().nan_to_num(nan=0.0, posinf=0.0).amax(1, keepdim=True)
+        shares = [rounding(ours, theirs, layer) if rtol is None else rtol for layer in range(len(y))]
+        return torch.tensor(shares)[:, None] * scales
+    if name in (LOGITS, MARGINS):
+        logits = theirs.tensors.get(LOGITS)
+        scale = scale if logits is None else float(logits.float().abs().max())
+        return scale * (rounding(ours, theirs) if rtol is None else rtol)
+    return scale * (RTOL if rtol is None else rtol)
+
+
+def rounding(ours: Stages, theirs: Stages, layers: int | None = None) -> float:
+    """Return the share of the largest value that rounding explains after `layers` layers; None: after the head.
+
+    2 * sqrt(n) * eps, where n values are rounded one after the other, each by at most eps / 2, and the largest of some
+    10^5 values counts (`tests/closeness.py` derives it). eps is that of the coarser run. Float32 rounds every term of a
+    layer's sums, which are about ten times as long as the model is wide. Half precisions are summed in float32, so only
+    the ten or so results of a layer are rounded. What the inputs are apart is added `GROWTH` times.
+    """
+    runs = [run.tensors[name] for run in (ours, theirs) for name in (STATES, LOGITS) if name in run.tensors]
+    states = [x for x in runs if x.ndim == 2]
+    width, depth = (states[0].shape[1], len(states[0]) - 1) if states else (1024, 32)
+    eps = max(torch.finfo(x.dtype).eps for x in runs) if runs else torch.finfo(torch.float32).eps
+    steps = ((depth if layers is None else layers) + 1) * 10 * (width if eps < 1e-4 else 1)
+    return 2 * steps**0.5 * eps + GROWTH * _inputs_apart(ours, theirs)
+
+
+def _inputs_apart(ours: Stages, theirs: Stages) -> float:
+    """The largest distance of two rows that the text model was given, as a share of the row's norm; 0 if not known."""
+    x, y = (run.tensors.get("merge/inputs_embeds") for run in (ours, theirs))
+    if x is None or y is None or x.shape != y.shape or not x.numel():
+        return 0.0
+    norms = y.float().norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+    return float(((x.float() - y.float()).norm(dim=1) / norms).nan_to_num(nan=0.0).max())
+
+
+def _same_tokens(ours: Stages, theirs: Stages) -> int:
+    """How many new tokens are the same before the first that is not."""
+    x, y = (run.tensors.get(NEW_TOKENS) for run in (ours, theirs))
+    if x is None or y is None:
+        return 0
+    count = min(len(x), len(y))
+    return int((x[:count] == y[:count]).int().cumprod(0).sum())
 
 
 def _place(name: str, row: int, layouts: list, rows: int) -> str:
-    """Which patch or token a row is."""
+    """Which patch, token or layer a row is."""
     stage, what = name.split("/", 1)
-    unit = "patch" if stage == "patchify" else "token"
+    if name == STATES:
+        return f"after layer {row - 1}" if row else "into layer 0"
+    unit = {"patchify": "patch", "prefill": "token id", "decode tokens": "new token"}.get(stage, "token")
     if not what.isdecimal():
-        return f"{unit} {row}"
+        return f"at {unit} {row}"
     grid = layouts[int(what)] if int(what) < len(layouts) else None
     m = isqrt(prod(grid) // rows) if grid else 0  # patches along a side of a row's square
     if not grid or not m or m * m * rows != prod(grid) or any(side % 2 for side in grid[1:]):
-        return f"medium {int(what) + 1}, {unit} {row}"
+        return f"at medium {int(what) + 1}, {unit} {row}"
     t, within = divmod(row, rows // grid[0])
     if m == 1:
         h, w = merge_block_coordinates([(1, *grid[1:])])[within].tolist()
     else:
         h, w = divmod(within, grid[2] // m)
-    return f"medium {int(what) + 1}, {unit} (t {t}, row {h}, column {w})"
+    return f"at medium {int(what) + 1}, {unit} (t {t}, row {h}, column {w})"
 
 
 CAUSES_OF_SHAPES = {
@@ -233,6 +336,7 @@ CAUSES_OF_SHAPES = {
     "prune": "another number of tokens before pruning",
     "merge": "tokens: chat template, tokenizer, number of placeholders, or pruning",
     "positions": "tokens: another prompt",
+    "prefill": "another text model",
     "decode tokens": "another number of new tokens",
 }
 
@@ -246,8 +350,6 @@ def _cause(name: str, a: Tensor, b: Tensor) -> str:
         return f"precision: {a.dtype} beside {b.dtype}".replace("torch.", "")
     if stage == "prune":
         return "pruning: another rule or rate, or embeddings that almost tie"
-    if stage == "decode tokens":
-        return "weights or kernels of the text model; two tokens that almost tie"
     if what == "input_ids":
         return "tokens: chat template or tokenizer"
     if stage == "positions":
@@ -286,6 +388,34 @@ def _cause_of_pixels(x: Tensor, y: Tensor) -> str:
 def _cause_of_positions(x: Tensor, y: Tensor) -> str:
     """(3, L) each: where all axes are moved by the same, what stands behind a medium is."""
     moved = x - y
-    if (moved == moved[:1]).all():
+    uneven = (moved != moved[:1]).any(0)
+    if not uneven.any():
         return "positions: what a medium costs the text behind it (max(h, w), or its largest position + 1)"
+    for order in itertools.permutations(range(3)):
+        if torch.equal(x[list(order)], y):
+            return f"positions: order of the axes ({', '.join('thw'[axis] for axis in order)} in place of t, h, w)"
+    if torch.equal(moved[1, uneven], moved[2, uneven]):
+        return "positions: seconds between frames, as axis t alone differs inside a medium"
     return "positions: order of the axes, seconds between frames, or text numbered without media"
+
+
+def _cause_in_text(name: str, row: int, ours: Stages, theirs: Stages) -> str:
+    """What usually parts two text models here; `explain` tries which of it is true."""
+    if name == STATES:
+        parts = "its norms, rotary, attention or weights" if row else "the embedding of the last token"
+        deeper = row > 1 and "merge/deepstack" in {**ours.tensors, **theirs.tensors}
+        return f"layer {max(row - 1, 0)}: {parts}" + f", or deepstack of layer {row - 2}" * deeper
+    if name == LOGITS:
+        return "head: the final norm, or the weights of the output"
+    margins = [run.tensors[MARGINS] for run in (ours, theirs) if MARGINS in run.tensors]
+    if name == MARGINS:
+        return "decoding: positions of new tokens, or their cache" if row else "head: the output's weights or scale"
+    if len(margins) < 2 or LOGITS not in theirs.tensors:
+        return "weights or kernels of the text model; two tokens that almost tie"
+    margin = min(float(x[row]) for x in margins if row < len(x))
+    tie = 2 * rounding(ours, theirs) * float(theirs.tensors[LOGITS].float().abs().max())
+    if margin <= tie:
+        return f"two tokens that almost tie: {margin:.2g} between their logits, of which rounding explains {tie:.2g}"
+    if row == 0:
+        return "decoding: the same logits, another choice (sampling, a penalty, suppressed tokens)"
+    return f"decoding: positions of new tokens, or their cache; no tie, as {margin:.2g} is between the best two"

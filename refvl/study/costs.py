@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from refvl.checkpoints import weight_headers
 from refvl.contracts import Encoder, Processor
+from refvl.encoders import StepVLEncoder
+from refvl.encoders.grid import GridEncoder
 from refvl.pipeline import VLM
 from refvl.pixels.by_hand import count_tokens
 from refvl.pixels.crops import CropConfig, plan_crops
@@ -47,6 +48,18 @@ def limit_table() -> str:
 LIMIT_KEYS = [LimitKey(*row.strip("| ").split(" | ")) for row in limit_table().replace("`", "").splitlines()[2:]]
 
 
+class Blank(NamedTuple):
+    """The size of an image without its pixels, which may be more than fit into memory."""
+
+    width: int  # px
+    height: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height), as Pillow has it."""
+        return self.width, self.height
+
+
 @dataclass(frozen=True, slots=True)
 class MediaPlan:
     """What an image or a video becomes. `patches` go through the encoder, `kept` of `tokens` the language model."""
@@ -61,7 +74,12 @@ class MediaPlan:
 
 
 def plan_media(vlm: VLM, medium, pruning_rate: float = 0.0, pruning: str = "evs") -> MediaPlan:
-    """Plan a decoded image (PIL) or a `Video`, pruned by a rule of `PRUNERS`. Raises ValueError where it cannot be."""
+    """Plan a decoded image (PIL, or a `Blank`) or a `Video`, pruned by a rule of `PRUNERS`.
+
+    Raises ValueError if the family, the processor or the pruner does not accept it.
+    """
+    if pruning_rate > 0:
+        vlm.family.require("pruning")
     if isinstance(medium, Video):
         frames, height, width = medium.frames.shape[:3]
         kind, size = "video", f"{frames} frames of {width} x {height} px"
@@ -71,7 +89,6 @@ def plan_media(vlm: VLM, medium, pruning_rate: float = 0.0, pruning: str = "evs"
     patches, tokens, _ = vlm.encoder.item_size(layout)
     becomes = describe_layout(vlm.processor, medium, layout, tokens)
     merged = vlm.processor.media_tokens(kind, layout)
-    merged.check_pruning(pruning_rate)
     t, h, w = merged.thw
     kept = find_pruner(pruning).count(h * w, t, pruning_rate) if kind == "video" and pruning_rate else tokens
     return MediaPlan(kind, size, becomes, layout, patches, tokens, kept)
@@ -138,22 +155,40 @@ def stored_text_bytes(folder: Path, vision_prefix: str) -> int:
 
 
 def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
-    """Keys and values of all layers for one token."""
+    """Keys and values of all layers for one token; layers of linear attention keep a state of fixed size instead.
+
+    Latent attention (DeepSeek-V3's) keeps what the keys and values of all heads are made of.
+    """
+    if latent := getattr(text_config, "kv_lora_rank", None):
+        return text_config.num_hidden_layers * (latent + text_config.qk_rope_head_dim) * dtype.itemsize
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-    return 2 * text_config.num_hidden_layers * text_config.num_key_value_heads * head_dim * dtype.itemsize
+    kinds = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
+    layers = sum(kind != "linear_attention" for kind in kinds)
+    return 2 * layers * text_config.num_key_value_heads * head_dim * dtype.itemsize
 
 
 def encoder_activation_bytes(encoder, patches: int) -> int:
-    """An estimate of the tower's peak: residual, normed input, q, k, v and output, and what is inside the MLP."""
+    """An estimate of the tower's peak, in the MLP of a block or where its queries and keys are rotated.
+
+    Pixel rows, residual and normed input are there in both; the rotation takes two float32 copies of queries and keys,
+    and one with the halves of each head swapped.
+    """
     mlp = next(module for name, module in encoder.named_modules() if name.endswith("mlp"))
-    width = sum(layer.out_features for layer in mlp.modules() if isinstance(layer, nn.Linear))  # counts the output, too
-    return patches * (5 * encoder.config.num_heads * encoder.config.head_dim + width) * encoder.dtype.itemsize
+    widths = [layer.out_features for layer in mlp.modules() if isinstance(layer, nn.Linear)]
+    E, size = encoder.config.num_heads * encoder.config.head_dim, encoder.dtype.itemsize
+    in_mlp = (sum(widths[:-1]) + max(widths)) * size
+    rotates = isinstance(encoder, GridEncoder | StepVLEncoder)
+    in_attention = 3 * E * size + (2 * E * (4 + size + 4) + 8 * encoder.config.head_dim if rotates else E * size)
+    pixels = getattr(encoder.config, "vision", encoder.config).patch_values
+    return patches * ((pixels + 2 * E) * size + max(in_mlp, in_attention))
 
 
 def costs(
     vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning: str = "evs", text_bytes: int | None = None
 ) -> dict[str, Any]:
     """Every number that `describe` words, ready for JSON: parameters, tokens, px, bytes; `vlm` may live on `meta`.
+
+    Without a language model (`load(..., text=False)`) there is no context, and its weights and cache take 0 bytes.
 
     media: decoded, see `VLM.processor.decode`. pruning_rate: of videos, [0, 1), by the rule `pruning`.
     `activation_bytes` is an estimate of the tower's peak while it encodes that medium alone; in `memory_bytes` it
@@ -162,7 +197,9 @@ def costs(
     (`stored_text_bytes`).
     """
     dtype, processor = vlm.encoder.dtype, vlm.processor
-    per_token = kv_cache_bytes_per_token(vlm.language_model.config, dtype)
+    text = vlm.language_model or None
+    per_token = kv_cache_bytes_per_token(text.config, dtype) if text else 0
+    static_tokens = (text and text.generation_config.max_cache_len) or 0  # `load(compile=True, max_cache_len=...)`
 
     def cost(plan: MediaPlan) -> dict[str, Any]:
         activations = encoder_activation_bytes(vlm.encoder, plan.patches)
@@ -172,26 +209,28 @@ def costs(
     limits = processor.image_config if isinstance(processor.image_config, PatchConfig) else None
     height, width = image_size_with_most_features(limits) if limits else (LARGER_THAN_ANY_CUT, LARGER_THAN_ANY_CUT)
     planned = [cost(plan_media(vlm, medium, pruning_rate, pruning)) for medium in media]
-    halves: dict[str, Encoder | nn.Module] = {"encoder": vlm.encoder, "language_model": vlm.language_model}
+    halves: dict[str, Encoder | nn.Module] = {"encoder": vlm.encoder, "language_model": text or nn.Identity()}
     parameters = {name: sum(weight.numel() for weight in half.parameters()) for name, half in halves.items()}
     stored = {name: sum(map(_tensor_bytes, half.parameters())) for name, half in halves.items()}
     stored["language_model"] = text_bytes or stored["language_model"]
     weights = sum(stored.values())
     together = encoder_activation_bytes(vlm.encoder, sum(medium["patches"] for medium in planned))
+    cache = max(static_tokens * per_token, sum(medium["kv_cache_bytes"] for medium in planned))
     return {
         "family": vlm.family.name,
         "dtype": str(dtype).removeprefix("torch."),
         "parameters": parameters,
         "weights_bytes": weights,
         "weights_bytes_of": stored,
-        "context": vlm.max_context,
+        "context": vlm.max_context if text else None,
         "kv_cache_bytes_per_token": per_token,
+        "static_cache_bytes": static_tokens * per_token,
         "min_pixels": limits and limits.min_pixels,
         "max_pixels": limits and limits.max_pixels,
         "limits_assumed": processor.assumed,
-        "largest_square_picture": cost(plan_media(vlm, Image.new("L", (width, height)))),
+        "largest_square_picture": cost(plan_media(vlm, Blank(width, height))),
         "media": planned,
-        "memory_bytes": weights + together + sum(medium["kv_cache_bytes"] for medium in planned),
+        "memory_bytes": weights + together + cache,
     }
 
 
@@ -200,34 +239,70 @@ def describe(
 ) -> dict[str, str]:
     """`costs` in words, as rows for a table."""
     found = costs(vlm, media, pruning_rate=pruning_rate, pruning=pruning, text_bytes=text_bytes)
-    tower, text, halves = vlm.encoder.config, vlm.language_model.config, found["weights_bytes_of"]
+    tower, halves = vlm.encoder.config, found["weights_bytes_of"]
     parameters, largest = found["parameters"], found["largest_square_picture"]
     rows = {
         "family": found["family"],
         "vision tower": f"{tower.depth} blocks of width {tower.num_heads * tower.head_dim}, {tower.num_heads} heads: "
         f"{_count(parameters['encoder'])}",
-        "language model": f"{text.num_hidden_layers} layers of width {text.hidden_size}, "
-        f"{text.num_attention_heads} heads ({text.num_key_value_heads} kv): {_count(parameters['language_model'])}",
-        "context": f"{found['context']:,} tokens",
-        f"weights in {found['dtype']}": f"{_bytes(found['weights_bytes'])}: encoder {_bytes(halves['encoder'])}, "
-        f"language model {_bytes(halves['language_model'])}" + ", quantised" * bool(text_bytes),
-        "kv cache": f"{_bytes(found['kv_cache_bytes_per_token'])} a token",
+    }
+    weights = _bytes(found["weights_bytes"])
+    reserves = f"for it, about {_bytes(largest['activation_bytes'])} of tower activations"
+    if vlm.language_model:
+        text = vlm.language_model.config
+        weights += f": encoder {_bytes(halves['encoder'])}, language model {_bytes(halves['language_model'])}"
+        reserves += f" and {_bytes(largest['kv_cache_bytes'])} of key-value cache"
+        rows |= {
+            "language model": f"{text.num_hidden_layers} layers of width {text.hidden_size}, "
+            f"{text.num_attention_heads} heads ({text.num_key_value_heads} kv): {_count(parameters['language_model'])}",
+            "context": f"{found['context']:,} tokens",
+            "kv cache": f"{_bytes(found['kv_cache_bytes_per_token'])} a token"
+            + f"; of fixed size: {_bytes(found['static_cache_bytes'])}" * bool(found["static_cache_bytes"]),
+        }
+    rows |= {
+        f"weights in {found['dtype']}": weights + ", quantised" * bool(text_bytes),
         "largest square picture": f"{largest['becomes']} -> {largest['tokens']:,} tokens"
         + " (assumed: no file says the limits)" * found["limits_assumed"],
-        "a server reserves": f"for it, about {_bytes(largest['activation_bytes'])} of tower activations and "
-        f"{_bytes(largest['kv_cache_bytes'])} of key-value cache",
+        "a server reserves": reserves,
     }
     if vlm.processor.clip_sampling:
         rows["clip sampling"] = vlm.processor.clip_sampling
     for i, medium in enumerate(found["media"]):
         kept = f", {medium['kept']:,} kept" * (medium["kept"] < medium["tokens"])
         rows[f"{medium['kind']} {i + 1}"] = (
-            f"{medium['size']} -> {medium['becomes']} -> {medium['tokens']:,} tokens{kept}; "
-            f"key-value cache {_bytes(medium['kv_cache_bytes'])}"
+            f"{medium['size']} -> {medium['becomes']} -> {medium['tokens']:,} tokens{kept}"
+            + f"; key-value cache {_bytes(medium['kv_cache_bytes'])}" * bool(vlm.language_model)
         )
     if found["media"]:
         rows["memory needed"] = f"about {_bytes(found['memory_bytes'])}, tower activations included"
     return rows
+
+
+def overview(vlm: Any) -> str:
+    """Family, device and dtype of a model, its parts and their sizes: its `repr`."""
+    text = "none: loaded with text=False"
+    if vlm.language_model:
+        config = vlm.language_model.config
+        sizes = f"{config.num_hidden_layers} layers of {config.hidden_size}, vocabulary of {config.vocab_size}"
+        text = f"{type(vlm.language_model).__name__}, {sizes}, {_parameters(vlm.language_model)}"
+    lines = [
+        f"VLM of the family {vlm.family.name} on {vlm.device}, {vlm.encoder.dtype}",
+        f"  encoder         {type(vlm.encoder).__name__}, {_parameters(vlm.encoder)}",
+        f"  language_model  {text}",
+        f"  processor       {type(vlm.processor).__name__}",
+        f"  graphs          {type(vlm.graphs).__name__ if vlm.graphs else 'none: the encoder runs eagerly'}",
+    ]
+    if vlm.adapters is not None:
+        lines.append(f"  adapters        {', '.join(vlm.adapters.peft_config)}")
+    if vlm.media_cache is not None:
+        lines.append(f"  media_cache     {vlm.media_cache.stats()}")
+    return "\n".join(lines)
+
+
+def _parameters(module: Any) -> str:
+    """How many values the parameters of a module have, in words."""
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return f"{count / 1e9:.2f} billion parameters" if count >= 1e9 else f"{count / 1e6:.2f} million parameters"
 
 
 def set_pixel_limits(processor: Processor, *, min_pixels: int | None = None, max_pixels: int | None = None) -> None:

@@ -5,6 +5,7 @@ It is given refvl's prompt, and refvl's patch rows of clips, because its video p
 needs torchvision: neither is recorded.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from refvl.processors.glm4v import Glm4vProcessor, Glm46VProcessor, GlmgaProcess
 from refvl.processors.qwen2_5_vl import Qwen2_5_VLProcessor
 from refvl.processors.qwen3_vl import Qwen3VLProcessor
 from refvl.study.comparison import Stages
+from refvl.study.readout import Readout
 from refvl.study.report import Trace
 
 IMAGE_PROCESSORS: dict[type, str] = {
@@ -28,14 +30,23 @@ IMAGE_PROCESSORS: dict[type, str] = {
 }  # fmt: skip
 
 
-def check_recordable(vlm: VLM) -> None:
-    """Raise ValueError for families whose model transformers does not have."""
+def check_recordable(vlm: VLM, kinds: Collection[str] = ()) -> None:
+    """Raise ValueError for families whose model transformers does not have, and for prompts that it cannot take.
+
+    kinds: "image", "video": of the media in a prompt. transformers' GLM marks both with one token, and takes either.
+    """
     if type(vlm.processor) not in IMAGE_PROCESSORS:
         raise ValueError(f"with: transformers' own model is recorded for Qwen and GLM, not for {vlm.family.name}")
+    if isinstance(vlm.processor, Glm4vProcessor) and len(set(kinds)) > 1:
+        raise ValueError(f"with: transformers' {vlm.family.name} takes images or videos in a prompt, got both")
 
 
 def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:
-    """The prompt and pixels of a trace, as `generate` of transformers takes them: before pruning."""
+    """The prompt and pixels of a trace, as `generate` of transformers takes them: before pruning.
+
+    Raises ValueError where transformers' model cannot take them: see `check_recordable`.
+    """
+    check_recordable(vlm, [patches.media_tokens.kind for patches in trace.patches])
     kinds = vlm.processor.placeholders(trace.full_ids)
     is_video, is_glm = kinds == vlm.token_ids["video"], isinstance(vlm.processor, Glm4vProcessor)
     ids = torch.where(is_video, vlm.token_ids["image"], trace.full_ids) if is_glm else trace.full_ids
@@ -64,9 +75,9 @@ def wide_rows(output: Any) -> Tensor:
 def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_tokens: int = 128) -> Stages:
     """What transformers makes of the media and the prompt of a refvl trace, with the weights of the same checkpoint.
 
-    In the dtype and on the device of `vlm`; `trace` must not be pruned. Raises ValueError for other families.
+    In the dtype and on the device of `vlm`; `trace` must not be pruned. Raises ValueError as `check_recordable` does.
     """
-    check_recordable(vlm)
+    check_recordable(vlm, [patches.media_tokens.kind for patches in trace.patches])
     prepare = getattr(transformers, IMAGE_PROCESSORS[type(vlm.processor)]).from_pretrained(path_or_id)
     with progress_bars(False):
         model: Any = AutoModelForImageTextToText.from_pretrained(path_or_id, dtype=vlm.encoder.dtype)
@@ -88,14 +99,21 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
         model.model.language_model.register_forward_pre_hook(lambda _, __, kw: merged.append(kw), with_kwargs=True),
     ]
     on_device = {name: x.to(vlm.device) for name, x in inputs.items()}
-    ids = model.generate(**on_device, max_new_tokens=max_new_tokens, do_sample=False)
-    for hook in hooks:
+    readout = Readout(model, model.model.language_model.layers, inputs["input_ids"].shape[1])
+    ids = model.generate(**on_device, max_new_tokens=max_new_tokens, do_sample=False)[0, readout.length :]
+    for hook in (*hooks, readout):
         hook.remove()
     for kind, members in (("image", images), ("video", videos)):  # their order of running the tower
         if members:
             tokens = inputs[f"{kind}_grid_thw"].prod(1) // vlm.encoder.config.spatial_merge_size**2
             found |= {f"encode/{i}": x for i, x in zip(members, encoded.pop(0).split(tokens.tolist()), strict=True)}
     found["merge/inputs_embeds"] = merged[0]["inputs_embeds"][0]
+    if features := merged[0].get("deepstack_visual_embeds"):
+        rows = found["merge/inputs_embeds"].new_zeros(readout.length, sum(x.shape[1] for x in features))
+        rows[merged[0]["visual_pos_masks"][0]] = torch.cat(list(features), dim=1)
+        found["merge/deepstack"] = rows
     found["positions/ids"] = merged[0]["position_ids"][-3:, 0]
-    found["decode tokens/token_ids"] = ids[0, inputs["input_ids"].shape[1] :]
+    made = {"prefill/last_states": readout.last_states, "prefill/first_logits": readout.first_logits}
+    made |= {"decode tokens/token_ids": ids, "decode tokens/margins": readout.margins(len(ids))}
+    found |= {name: x for name, x in made.items() if x is not None}
     return Stages({name: x.cpu() for name, x in found.items()}, source, layouts)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from refvl.positions.evs import compute_retention_mask
 from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_delta
 
 
@@ -79,6 +80,28 @@ def bfloat16_position_channels(positions: Tensor) -> Tensor:
     [255, 256, 256, 260, 516]
     """
     return positions.to(torch.bfloat16).to(positions.dtype)
+
+
+def closed_up_positions(num_kept: int) -> tuple[Tensor, int]:
+    """Positions (3, K) and delta, 0, of a pruned prompt whose K kept tokens are numbered through: no gap is left.
+
+    The rule of `nemotron_h_omni` in transformers 5.23, NVIDIA's own EVS. There it changes nothing: the attention of
+    its text model does not rotate queries and keys, and its Mamba layers see the order of the tokens alone.
+    """
+    return torch.arange(num_kept).repeat(3, 1), 0
+
+
+def joined_videos_masks(videos: Sequence[Tensor], tokens_per_frame: int, q: float) -> list[Tensor]:
+    """EVS keep masks (M,) bool of the videos of a prompt, scored as one array of frames.
+
+    The rule of `nemotron_h_omni` in transformers 5.23. Only the first video is sure to keep its first frame. The first
+    frame of any other is compared with the last frame before it, and all videos share one budget.
+
+    videos: merged embeddings (M, D) of each video, frame-major, with `tokens_per_frame` tokens in each frame.
+    """
+    lengths = [len(video_MD) for video_MD in videos]
+    frames_thw = (sum(lengths) // tokens_per_frame, 1, tokens_per_frame)
+    return list(compute_retention_mask(torch.cat(list(videos)), frames_thw, 1, q).split(lengths))
 
 
 def _positions_with_cost(num_tokens: int, spans: Sequence[MediaSpan], cost: Callable) -> tuple[Tensor, int]:

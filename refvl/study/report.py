@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import refvl
+from refvl.arguments import is_grid
 from refvl.graphs.budgets import padding_waste
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import Video
-from refvl.study.comparison import Stages, html_table, is_grid
+from refvl.study.comparison import Stages, html_table
 from refvl.trace import Record
 
 FLOAT16_LIMIT = torch.finfo(torch.float16).max  # 65,504
@@ -31,8 +32,13 @@ class Trace(Record):
 
     cache: Any = None  # keys and values of the prompt but its last token, until `generate` continues from them
     chunks: list[int] = field(default_factory=list)  # prompt tokens per forward, where it was prefilled in chunks
+    cached: list[bool] = field(default_factory=list)  # per medium, where there is a media cache: whether it was kept
+    seconds_saved: float = 0.0  # what encoding those would have taken
     largest: dict[str, float] = field(default_factory=dict)  # largest magnitude that a stage or its layers put out
-    attentions: list[Tensor] = field(default_factory=list)  # language model, per layer (H, Q, Q): query, key
+    last_states: Tensor | None = None  # (layers + 1, D), the last prompt token into layer 0, out of each; not normed
+    first_logits: Tensor | None = None  # (V,) from which the first new token was chosen
+    margins: Tensor | None = None  # per new token, its best logit less the second; None with beams
+    attentions: list[Tensor | None] = field(default_factory=list)  # per layer (H, Q, Q): query, key; None: linear
     hidden_states: list[Tensor] = field(default_factory=list)  # (Q, D) into layer 0, out of each; the last is normed
     tower_attentions: list[list] = field(default_factory=list)  # per block: a `SegmentAttention` of every segment
     tower_hidden_states: list[Tensor] = field(default_factory=list)  # (N, E) into block 0, out of each
@@ -65,14 +71,19 @@ class Trace(Record):
         found: dict[str, Tensor | None] = {f"{s}/{i}": x for s, items in media.items() for i, x in enumerate(items)}
         found |= {"merge/input_ids": self.input_ids, "merge/inputs_embeds": self.inputs_embeds}
         found |= {"merge/deepstack": self.deepstack, "positions/ids": self.positions}
-        found |= {"decode tokens/token_ids": torch.tensor(self.token_ids)}
+        found |= {"prefill/last_states": self.last_states, "prefill/first_logits": self.first_logits}
+        found |= {"decode tokens/token_ids": torch.tensor(self.token_ids), "decode tokens/margins": self.margins}
         made = {name: x.detach().cpu() for name, x in found.items() if x is not None and x.numel()}
         grids = [layout if is_grid(layout) else None for layout in self.layouts]
         return Stages(made, f"refvl {refvl.__version__}", grids)
 
-    def save(self, folder: str | Path) -> None:
-        """Write the tensors of each stage, safetensors and a manifest, for `refvl.compare`; see `Stages.save`."""
-        self.stages.save(folder)
+    def save(self, folder: str | Path, *, provenance: Sequence = ()) -> None:
+        """Write the tensors of each stage, safetensors and a manifest, for `refvl.compare`; see `Stages.save`.
+
+        provenance: `VLM.provenance`; then `refvl.compare` also names the files that differ.
+        """
+        files = {f"{source.role}: {source.path.name}": source.digest() for source in provenance}
+        replace(self.stages, files=files).save(folder)
 
     @property
     def layouts(self) -> list:
@@ -96,6 +107,8 @@ def _shapes(trace: Trace, stage: str) -> str:
             return ", ".join(_media_size(m) for m in trace.media) or "text only"
         case "patchify":
             return ", ".join(f"{tuple(p.pixel_values.shape)} {layout_text(p.layout)}" for p in trace.patches)
+        case "look up":
+            return f"{sum(trace.cached)} of {len(trace.cached)} in the media cache, {trace.seconds_saved:.4f} s saved"
         case "plan":
             return _packing(trace) if trace.graph_batches else ", ".join(m.summary for m in trace.metadata)
         case "encode":

@@ -1,6 +1,7 @@
-"""What `VLM.trace(..., attentions=True, hidden_states=True)` keeps: who attends to whom, what passes between blocks.
+"""`VLM.trace`, which keeps every stage of a run, and with `attentions` and `hidden_states` what lies inside the parts.
 
-    share_weights      a module once more, on the same weights
+    trace              the run, as `chat` makes it, or on watched copies of tower and language model
+    read_out           an answer, with what lies behind it
     TowerWatch         an encoder copied like that, with hooks; what they kept fills a trace
     LanguageWatch      a language model likewise
     media_attention    what a new token takes from each token of a picture or clip
@@ -16,24 +17,25 @@ step of generation.
 """
 
 import copy
-import itertools
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refvl.attention import Segments
+from refvl.checks import check_flag
 from refvl.language.model import CausalTextModel
 from refvl.pipeline import Request
+from refvl.serving.drafts import read_ahead
+from refvl.study.interventions import with_replacements
+from refvl.study.readout import Readout, share_weights
 from refvl.study.report import FLOAT16_LIMIT, Trace
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 class SegmentAttention(NamedTuple):
@@ -41,12 +43,6 @@ class SegmentAttention(NamedTuple):
 
     rows: Tensor  # (S,) int64 patch rows, media end to end in the order of `Trace.patches`; -1: a class token
     weights: Tensor  # (H, S, S): query, key; over the keys they sum to 1
-
-
-def share_weights(module: Module) -> Module:
-    """A copy with modules, hooks and configs of its own, and the same tensors."""
-    tensors = itertools.chain(module.parameters(), module.buffers())
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
 class TowerWatch:
@@ -63,7 +59,7 @@ class TowerWatch:
         if hidden_states:
             blocks[0].register_forward_pre_hook(lambda _, args: self.states[0].append(args[0]))
             for block, states in zip(blocks, self.states[1:], strict=True):
-                block.register_forward_hook(partial(_keep_output, states))
+                block.register_forward_hook(partial(keep_output, states))
 
     def fill(self, trace: Trace) -> None:
         """`tower_attentions` and `tower_hidden_states`, by the plans in the trace's `metadata`, one per forward."""
@@ -74,7 +70,7 @@ class TowerWatch:
             start += sum(int((places >= 0).sum()) for places in runs)
         if rows:
             trace.tower_attentions = [_by_segment(runs, rows) for runs in self.segments]
-            trace.tower_hidden_states = [_in_patch_order(runs, rows) for runs in self.states]
+            trace.tower_hidden_states = [in_patch_order(runs, rows) for runs in self.states]
 
 
 class LanguageWatch:
@@ -89,13 +85,15 @@ class LanguageWatch:
     def fill(self, trace: Trace, output: Any) -> None:
         """`attentions` and `hidden_states`; transformers gives each per token, and all of the prompt's at once."""
         if output.attentions is not None:
-            trace.attentions = [_square(steps) for steps in zip(*output.attentions, strict=True)]
+            found = (_square(steps) for steps in zip(*output.attentions, strict=True))
+            kinds = getattr(self.language_model.config, "layer_types", None) or range(len(output.attentions[0]))
+            trace.attentions = [None if kind == "linear_attention" else next(found) for kind in kinds]
         if output.hidden_states is not None:
             trace.hidden_states = [torch.cat(steps, dim=1)[0] for steps in zip(*output.hidden_states, strict=True)]
 
 
 def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
-    """(layers, H, M): what new token `token`, while it is chosen, takes from each token of a medium; 0 if pruned.
+    """(layers with weights, H, M): what new token `token` takes from each token of a medium; 0 if pruned.
 
     trace: with attentions. Raises ValueError where it has none, and for media and tokens that are not there.
     """
@@ -108,7 +106,7 @@ def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
     spans = trace.spans[sum(runs[:medium]) : sum(runs[: medium + 1])]
     places = torch.cat([torch.arange(span.offset, span.offset + span.num_tokens) for span in spans])
     keys = (trace.keep.cumsum(0) - 1).clamp(min=0)[places]  # where each token of the full prompt is among those kept
-    taken = torch.stack([weights[:, len(trace.input_ids) - 1 + token] for weights in trace.attentions])
+    taken = torch.stack([x[:, len(trace.input_ids) - 1 + token] for x in trace.attentions if x is not None])
     return taken[..., keys] * trace.keep[places].to(taken)
 
 
@@ -146,21 +144,28 @@ def _watch_segments(kept: list[list[Tensor]], block: nn.Module, args: tuple) -> 
     return tuple(_WatchedSegments(arg, kept) if isinstance(arg, Segments) else arg for arg in args)
 
 
-def _keep_output(states: list[Tensor], block: nn.Module, args: tuple, output: Tensor) -> None:
+def keep_output(states: list[Tensor], block: nn.Module, args: tuple, output: Tensor) -> None:
+    """Keep the output of a block: a forward hook, once `states` is given."""
     states.append(output)
 
 
 def _by_segment(runs: list[list[Tensor]], rows: list[Tensor]) -> list[SegmentAttention]:
-    return [
-        SegmentAttention(*pair)
-        for weights, places in zip(runs, rows, strict=True)
-        for pair in zip(places.split([w.shape[-1] for w in weights]), weights, strict=True)
-    ]
+    segments = list[SegmentAttention]()
+    for weights, places in zip(runs, rows, strict=True):
+        lengths = [w.shape[-1] for w in weights]
+        segments += map(SegmentAttention, _firsts(places, lengths).split(lengths), weights)
+    return segments
 
 
-def _in_patch_order(runs: list[Tensor], rows: list[Tensor]) -> Tensor:
-    """(N, E), class tokens left out."""
-    state, places = torch.cat(runs), torch.cat(rows)
+def _firsts(places: Tensor, lengths: list[int]) -> Tensor:
+    """The patch row at each of a block's places; behind a fold a place is a window, whose first patch stands for it."""
+    return places[:: len(places) // sum(lengths)]
+
+
+def in_patch_order(runs: list[Tensor], rows: list[Tensor]) -> Tensor:
+    """(N, E), class tokens left out; behind a fold (N / 4, E), windows by their first patch."""
+    state = torch.cat(runs)
+    places = torch.cat([_firsts(places, [len(run)]) for run, places in zip(runs, rows, strict=True)])
     is_patch = places >= 0
     return state[is_patch][places[is_patch].argsort()]
 
@@ -176,6 +181,19 @@ def _square(steps: Sequence[Tensor]) -> Tensor:
         weights_HQT = step[0, :, :, :seen]
         rows.append(F.pad(weights_HQT, (seen - weights_HQT.shape[-1], total - seen)))
     return torch.cat(rows, dim=1)
+
+
+def read_out(model: Any, answer: Callable, trace: Trace, max_new_tokens: int, options: dict) -> Any:
+    """What `answer` returns; sets `first_logits`, `margins` and `last_states` of the trace."""
+    text = model.language_model
+    readout = Readout(text, text.model.layers, len(trace.input_ids))
+    try:
+        output = answer(trace, max_new_tokens, **options)
+    finally:
+        readout.remove()
+    trace.first_logits, trace.last_states = readout.first_logits, readout.last_states
+    trace.margins = readout.margins(len(trace.token_ids))
+    return output
 
 
 @contextmanager
@@ -233,19 +251,77 @@ def max_norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x.detach(), torch.inf)
 
 
+def trace(
+    model: Any,
+    prompt: str | Sequence[dict],
+    *,
+    images: Sequence = (),
+    videos: Sequence = (),
+    max_new_tokens: int = 128,
+    pruning_rate: float = 0.0,
+    pruning: str = "evs",
+    allow_special_tokens: bool = False,
+    attentions: bool = False,
+    hidden_states: bool = False,
+    prefill_chunk: int | None = None,
+    replace: Mapping[str, Callable] | None = None,
+    **generate_kwargs,
+) -> Trace:
+    """The same run as `chat` with every stage kept, and the seconds each took.
+
+    attentions, hidden_states: keep the weights of all heads, and what passes between blocks, of tower and language
+    model (see `Trace`). Both run eagerly for it, on the same weights, also where graphs are captured; for long
+    prompts that is much memory: layers * heads * tokens^2. replace: functions by stage, such as `{"positions": f}`: f
+    gets what the stage made, and the run goes on with what f returns (`refvl.study.interventions`).
+    With `prefill_chunk` pixels and embeddings are let go on the way. With beams, prefill and decoding are one
+    stage. Raises FileNotFoundError for missing files and ValueError or TypeError, naming the argument, for media
+    that cannot be read, placeholders that do not match the media, a pruning rate outside [0, 1), a prompt longer
+    than the context, and options of `generate` that do not exist or do not lead to one answer in text.
+    """
+    wanted = model.check_options("trace", generate_kwargs, max_new_tokens)
+    watched = {
+        "attentions": check_flag(attentions, "attentions"),
+        "hidden_states": check_flag(hidden_states, "hidden_states"),
+    }
+    request = Request(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
+    is_ahead = prefill_chunk is not None or wanted.draft is not None
+    if replace is not None:
+        if is_ahead:
+            raise ValueError("replace: not with prefill_chunk or drafted tokens, whose stages run in parts")
+        model = with_replacements(model, replace)
+    answer = model.answer if wanted.num_beams == 1 else model.answer_with_beams
+    if any(watched.values()):
+        if is_ahead:
+            raise ValueError("attentions, hidden_states: not with prefill_chunk or drafted tokens")
+        if wanted.num_beams != 1:
+            raise ValueError(f"num_beams: must be 1 with attentions or hidden_states, got {wanted.num_beams}")
+        return watched_run(model, request, max_new_tokens, generate_kwargs, **watched)
+    if is_ahead:
+        trace, generate_kwargs = read_ahead(model, request, prefill_chunk, generate_kwargs)
+        read_out(model, answer, trace, max_new_tokens, generate_kwargs)
+        return trace
+    with largest_values(model, with_prefill=wanted.num_beams == 1) as largest:
+        trace = model.read(request)
+        read_out(model, answer, trace, max_new_tokens, generate_kwargs)
+    keep_largest(trace, largest)
+    return trace
+
+
 def watched_run(
     model: Any, request: Request, max_new_tokens: int, options: dict, *, attentions: bool, hidden_states: bool
 ) -> Trace:
     """A run on watched copies of the parts, eager even if `model` has graphs: a replay hands nothing out."""
+    if attentions:
+        model.family.require("attentions")
     tower = TowerWatch(model.encoder, attentions=attentions, hidden_states=hidden_states)
     language = LanguageWatch(model.language_model, attentions=attentions, hidden_states=hidden_states)
     watched = copy.copy(model)  # with all else that the model has
     watched.encoder = tower.encoder
     watched.language_model = language.language_model
-    watched.graphs = None
+    watched.graphs = watched.media_cache = None
     with largest_values(watched) as largest:
         trace = watched.read(request)
-        output = watched.answer(trace, max_new_tokens, **(options | language.options))
+        output = read_out(watched, watched.answer, trace, max_new_tokens, options | language.options)
     keep_largest(trace, largest)
     tower.fill(trace)
     language.fill(trace, output)

@@ -1,179 +1,304 @@
-"""`python -m refvl check-gpu`: what this GPU runs, whether it runs it right, and how far from the floor. A minute.
+"""`python -m refvl check-gpu`: what this GPU runs, whether it runs it right, and how far from the floor.
 
-    device      capability, memory, versions, the attention that will be taken
-    attention   every backend against float64 on odd segments: empty ones, strided values, all head dimensions in use
-    graphs      capture, replay A, B, A, against the eager tower; memory given back
-    compile     encode, compile something, encode: the same bits
-    times       tower eager and by graph beside the time of its matrix products alone
+    environment   refvl, torch, driver, GPUs; and in words why nothing can run, if that is so
+    checks        one after the other (`refvl.tools.gpu_checks`), each in its own try, until the time is up
+    result        a JSON, written anew after every row; the same with a table and logs in a zip, to attach to an issue
 
-Every check is a row of (what, measured, allowed); the verdict is one line, and all of it one JSON.
-
-Shape suffixes: N rows, H heads, K head dimension.
+Whatever happens, the JSON says what was running, what was found, and that not all passed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import importlib
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import re
+import subprocess
+import time
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
-from torch import Tensor
-from torch.utils.benchmark import Timer
+from rich.console import Console
+from rich.table import Table
 
-from refvl.attention import HALF, available_backends, cumulative_lengths, describe_backend, varlen_attention
-from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
-from refvl.graphs import EncoderGraphManager
-from refvl.graphs.cuda import pool_bytes
-from refvl.study.arithmetic import encoder_operations
+import refvl
+from refvl.attention import available_backends
+from refvl.paths import CLONE, ROOT
+from refvl.tools import gpu_checks
+from refvl.tools.gpu_checks import HEAD_DIMS, Bench, Skipped
 
-HEAD_DIMS = (64, 72, 80, 112, 128)  # GLM-OCR, SigLIP, Qwen2.5-VL, Step3-VL, GLM-4.1V and the resamplers
-LENGTHS = (64, 0, 33, 1, 0, 257, 64, 0)  # segments; empty ones first, last and between do not occur by chance
-TWO_BLOCKS = replace(Qwen2_5_VisionConfig(), depth=2, fullatt_block_indexes=(1,))  # the widths of the 7B tower
-SIDES = (16, 36, 74)  # patches: pictures of 224, 504 and 1036 px
+GIT = ("git", "-C", str(CLONE))
+SECONDS = {False: 60, True: 600}  # of a quick run, and of one with all checks
+FORMAT = 1  # of the JSON
+GOOD = ("passed", "skipped")  # states of a check that does not fail a run
 
 
-def row(check: str, measured: float, allowed: float | None, unit: str = "") -> dict:
-    """One check. measured must be at most allowed; where that is None nothing is demanded."""
-    passed = allowed is None or measured <= allowed  # nan fails
-    return {"check": check, "measured": measured, "allowed": allowed, "unit": unit, "passed": passed}
+def describe_backend(backend: str) -> str:
+    """Return the kernel that a backend runs, with the version of its package, for tables."""
+    match backend:
+        case "varlen":
+            return f"varlen: flash-attn 2 of torch {torch.__version__}"
+        case "flash":
+            return f"flash: flash-attn {importlib.import_module('flash_attn').__version__}"
+    return f"{backend}: scaled_dot_product_attention of torch {torch.__version__}"
 
 
 def check_gpu(
     device: str | torch.device = "cuda",
+    out: str | Path = "check-gpu.json",
     *,
-    config: Qwen2_5_VisionConfig = TWO_BLOCKS,
-    sides: Sequence[int] = SIDES,
-    compiles: bool = True,
+    thorough: bool = False,
+    bench: Bench | None = None,
+    checks: Mapping[str, Callable[[Bench], Iterator[dict]]] | None = None,
+    seconds: float | None = None,
 ) -> dict:
-    """All checks on a CUDA device, as a dict that JSON can hold; "passed" says whether all of them did.
+    """Run all checks on a CUDA device. Returns what `out` then holds; "passed" is True if nothing failed.
 
-    config, sides: of the tower that graphs and times are checked on. compiles: whether torch.compile is tried. Raises
-    ValueError where there is no such device.
+    out: the JSON; a zip of the same name lies beside it. thorough: run every check, in at most ten minutes; otherwise
+    those of a minute. bench, checks, seconds: what is run, how much of it, and for how long; for tests.
+    Raises ValueError if `device` names no CUDA device. If the device cannot run anything, "problem" says why.
     """
-    device = torch.device(device)
-    if device.type != "cuda" or not torch.cuda.is_available():
-        raise ValueError(f"device: check-gpu needs a CUDA device, got {str(device)!r}")
-    dtype = torch.bfloat16 if "varlen" in available_backends(device, torch.bfloat16) else torch.float16
-    encoder = _random_tower(config, device, dtype)
-    rows = [*check_attention(device), *check_graphs(encoder, sides, compiles=compiles), *measure_times(encoder, sides)]
-    return {"device": describe_device(device), "rows": rows, "passed": all(row["passed"] for row in rows)}
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: expected the name of a CUDA device, got {device!r}") from error
+    if device.type != "cuda":
+        raise ValueError(f"device: expected the name of a CUDA device, got {str(device)!r}")
+    device = torch.device("cuda", device.index or 0)
+    bench = bench or Bench(device, tower=gpu_checks.SEVEN_B if thorough else gpu_checks.TWO_BLOCKS)
+    checks = checks or (gpu_checks.ALL if thorough else gpu_checks.QUICK)
+    limit = time.monotonic() + (SECONDS[thorough] if seconds is None else seconds)
+    result: dict[str, Any] = {
+        "format": FORMAT, "thorough": thorough, "passed": False, "problem": "", "environment": describe_machine(),
+        "checks": {name: {"state": "not reached", "rows": []} for name in checks},
+    }  # fmt: skip
+    report = Report(Path(out), result, bench.attachments)
+    report.save()
+    try:
+        result["problem"] = find_problem(device, result["environment"]["nvidia_smi"])
+        if not result["problem"]:
+            result["environment"] |= describe_device(device)
+            with torch.cuda.device(device):
+                for name, check in checks.items():
+                    _run(check, replace(bench, device=device), result["checks"][name], report, limit)
+            result["passed"] = all(entry["state"] in GOOD for entry in result["checks"].values())
+    except Exception as error:
+        result["problem"] = f"{type(error).__name__}: {error}"
+    finally:
+        report.save(zipped=True)
+    return result
 
 
-def describe_device(device: torch.device) -> dict:
-    """Name, capability, memory, versions, and the attention that a half-precision tower takes."""
+def _run(check: Callable, bench: Bench, entry: dict, report: "Report", limit: float) -> None:
+    """Run one check and keep its rows, state and seconds. Nothing that it raises gets out, other than an interrupt."""
+    entry["state"], start = "running", time.monotonic()
+    report.save(zipped=True)
+    try:
+        for row in check(bench):
+            entry["rows"].append(row)
+            report.save()
+            if time.monotonic() > limit:
+                raise Skipped(f"the time was up after {len(entry['rows'])} rows")
+        entry["state"] = "passed"
+    except Skipped as reason:
+        entry |= {"state": "skipped", "reason": str(reason)}
+    except Exception as error:
+        entry |= {"state": "error", "reason": f"{type(error).__name__}: {error}", "traceback": _traceback()}
+    except BaseException:
+        entry["state"] = "stopped"
+        raise
+    finally:
+        if not all(row["passed"] for row in entry["rows"]) and entry["state"] in GOOD:
+            entry["state"] = "failed"
+        entry["seconds"] = round(time.monotonic() - start, 1)
+        report.save(zipped=True)
+
+
+def _traceback() -> str:
+    return traceback.format_exc().replace(os.path.expanduser("~"), "~")
+
+
+class Report:
+    """The files of a run, each written whole."""
+
+    def __init__(self, path: Path, result: dict, attachments: dict[str, str]):
+        self.path, self.result, self.attachments = path, result, attachments
+        self.zip_path = path.with_suffix(".zip")
+
+    def save(self, *, zipped: bool = False) -> None:
+        """Write the JSON; zipped: the zip, too, with the table and the attachments."""
+        text = json.dumps(self.result, indent=1) + "\n"
+        _write(self.path, text.encode())
+        if zipped:
+            packed = io.BytesIO()
+            with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+                for name, content in {self.path.name: text, "table.txt": self.table(), **self.attachments}.items():
+                    archive.writestr(name, content)
+            _write(self.zip_path, packed.getvalue())
+
+    def table(self) -> str:
+        console = Console(file=io.StringIO(), width=120, markup=False, emoji=False)
+        for table in tables(self.result):
+            console.print(table)
+        return f"{console.file.getvalue()}{verdict(self.result)}\n"  # type: ignore[attr-defined]  # it is a StringIO
+
+
+def _write(path: Path, content: bytes) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+# --- environment ------------------------------------------------------------------------------------------------------
+
+
+def describe_machine() -> dict[str, Any]:
+    """Versions and GPUs, asked without torch.cuda, so that it works on every machine."""
+    return {
+        "refvl": refvl.__version__,
+        "commit": _say(*GIT, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") if ROOT == CLONE else "",
+        "python": platform.python_version(),
+        "os": platform.platform(),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "transformers": transformers.__version__,
+        "flash_attn": _version("flash-attn"),
+        "nvidia_smi": _say("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"),
+    }
+
+
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """Name, capability, memory, what torch was built for, and the attention that a half-precision tower takes."""
     properties = torch.cuda.get_device_properties(device)
     kernels = {f"heads of {K}": describe_backend(available_backends(device, torch.float16, K)[0]) for K in HEAD_DIMS}
     return {
+        "device": str(device),
         "name": properties.name,
         "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
         "memory_gib": round(properties.total_memory / 2**30, 1),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+        "gpus": torch.cuda.device_count(),
+        "built_for": torch.cuda.get_arch_list(),
         "cudnn": torch.backends.cudnn.version(),
-        "transformers": transformers.__version__,
         "attention": kernels,
     }
 
 
-@torch.inference_mode()
-def check_attention(device: torch.device) -> Iterator[dict]:
-    """Each backend, dtype and head dimension against float64, as a share of the largest value.
+def find_problem(device: torch.device, cards: str) -> str:
+    """Return why nothing can run on `device`, in words; "" if it can. cards: what nvidia-smi lists, a line per GPU."""
+    listed = f"nvidia-smi lists {cards.splitlines()[0]}" if cards else "nvidia-smi lists no GPU"
+    if not torch.cuda.is_available():
+        if torch.version.cuda is None:
+            do = "install a CUDA build of torch (https://pytorch.org)" if cards else "a GPU and a CUDA build are needed"
+            return f"CPU wheel: torch {torch.__version__} is built without CUDA, and {listed}; {do}"
+        if not cards:
+            return f"no GPU: {listed}, or there is no nvidia-smi; torch {torch.__version__} is a CUDA build"
+        try:
+            torch.cuda.init()
+            said = "torch gives no reason"
+        except (RuntimeError, AssertionError) as error:
+            said = str(error).split("\n")[0]
+        if "too old" in said:
+            need = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+            return f"old driver: {need}, and {listed}; update the driver, or install a torch for an older CUDA"
+        return f"no GPU that torch can use: {said}; {listed}"
+    if (index := device.index or 0) >= torch.cuda.device_count():
+        return f"no such GPU: {device} was asked for, and torch sees {torch.cuda.device_count()}, counted from 0"
+    capability = torch.cuda.get_device_capability(index)
+    if not has_kernels(capability, built_for := torch.cuda.get_arch_list()):
+        card = f"{torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]}"
+        age = "new" if capability > max(map(_capability, built_for)) else "old"
+        return f"too {age} a card: {card}, and torch {torch.__version__} holds kernels for {', '.join(built_for)}"
+    return ""
 
-    The result is a mean of values, weighted: a kernel rounds the weights, the sum and the result, each by eps / 2 at
-    most; float32 sums of 257 terms add nothing that half precision shows.
+
+def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
+    """Whether a build of torch runs on a GPU. built_for: as `torch.cuda.get_arch_list()` returns it.
+
+    Kernels (sm_86) run on the same major capability and an equal or higher minor one, those of an "a" on their own
+    alone; code for the driver's compiler (compute_90) on every later one.
     """
-    for dtype in (*HALF, torch.float32):
-        for head_dim in HEAD_DIMS:
-            generator = torch.Generator().manual_seed(head_dim)
-            qkv = torch.randn(sum(LENGTHS), 3, 2, head_dim, generator=generator).to(device, dtype)
-            q, k, v = qkv.unbind(1)  # strided, as a fused projection leaves them
-            exact = _exact_attention(q, k, v)
-            for backend in available_backends(device, dtype, head_dim):
-                cu_seqlens = cumulative_lengths(LENGTHS).to(device)
-                out = varlen_attention(q, k, v, cu_seqlens, max(LENGTHS), backend=backend)
-                error = float((out.double() - exact).abs().max() / v.double().abs().max())
-                steps = 2 if dtype in HALF else max(LENGTHS) ** 0.5  # of float32, tf32 aside
-                name = f"{backend}, {str(dtype).removeprefix('torch.')}, heads of {head_dim}"
-                yield row(name, error, steps * torch.finfo(dtype).eps)
+    for name in built_for:
+        wanted = _capability(name)
+        if name.startswith("compute_") and capability >= wanted:
+            return True
+        if capability == wanted or (not name.endswith("a") and capability[0] == wanted[0] and capability > wanted):
+            return True
+    return False
 
 
-def _exact_attention(*qkv_NHK: Tensor) -> Tensor:
-    """Segment by segment in float64."""
-    segments = zip(*(x.double().transpose(0, 1).split(LENGTHS, dim=1) for x in qkv_NHK), strict=True)
-    outs_HNK = [F.scaled_dot_product_attention(*segment) for segment in segments]
-    return torch.cat(outs_HNK, dim=1).transpose(0, 1)
+def _capability(name: str) -> tuple[int, int]:
+    """sm_120 is (12, 0)."""
+    number = re.sub(r"\D", "", name)
+    return int(number[:-1]), int(number[-1])
 
 
-@torch.inference_mode()
-def check_graphs(encoder: Qwen2_5_VisionTransformer, sides, *, compiles: bool) -> Iterator[dict]:
-    """Replays of A, B and A against the eager tower; a replay after something was compiled; memory after `clear`."""
-    budget = max(side**2 for side in sides[:2]) // encoder.config.block_size
-    manager = EncoderGraphManager(encoder, budgets=[budget], max_items=4, max_frames=4, progress=False)
-    pictures = {name: (_pixels(encoder, side), [(1, side, side)]) for name, side in zip("AB", sides, strict=False)}
-    first: dict[str, Tensor] = {}
-    for name in "ABA":
-        pixels, grids = pictures[name]
-        [out] = manager.execute(pixels, grids)
-        want = encoder(pixels, grids)
-        error = float((out.double() - want.double()).abs().max() / want.double().abs().max())
-        roundings = 12 * (encoder.config.depth + 2)  # a dozen in a block
-        allowed = 2 * roundings**0.5 * torch.finfo(out.dtype).eps
-        yield row(f"graph of picture {name} against eager", error, allowed)
-        yield row(f"picture {name} again, other bits", float(not torch.equal(first.setdefault(name, out), out)), 0)
-    if compiles:
-        torch.compile(lambda x: (x @ x).relu(), mode="reduce-overhead")(torch.ones(64, 64, device=encoder.device))
-        [out] = manager.execute(*pictures["A"])
-        yield row("a graph after torch.compile, other bits", float(not torch.equal(first["A"], out)), 0)
-    pool = manager._pool
-    manager.clear()
-    yield row("left in the pool after clear()", pool_bytes(pool) / 2**20, 0, "MiB")
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
-@torch.inference_mode()
-def measure_times(encoder: Qwen2_5_VisionTransformer, sides) -> Iterator[dict]:
-    """Milliseconds per picture, eager and by graph, and the floor: its products at the rate of a large one here."""
-    rate = _matmul_rate(encoder)
-    for side in sides:
-        pixels, grids, tokens = _pixels(encoder, side), [(1, side, side)], side**2 // encoder.config.block_size
-        manager = EncoderGraphManager(encoder, budgets=[tokens], max_items=1, max_frames=1, progress=False)
-        metadata = encoder.plan(grids)
-        px = f"{side * encoder.config.patch_size} px"
-        yield row(f"{px}: floor", encoder_operations(encoder, grids) / rate * 1e3, None, "ms")
-        yield row(f"{px}: eager", _milliseconds(partial(encoder, pixels, metadata=metadata)), None, "ms")
-        yield row(f"{px}: graph", _milliseconds(partial(manager.execute, pixels, grids)), None, "ms")
-        manager.clear()
+def _say(*command: str) -> str:
+    """Return what a command prints; "" if it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def tables(result: dict) -> Iterator[Table]:
+    """Every check, with its tightest row; then every row that failed, and every time."""
+    if result["problem"]:
+        return
+    table = Table("check", "state", "rows", "s", "closest to its limit, or why not", title="check-gpu")
+    for name, entry in result["checks"].items():
+        cells = [entry["state"], str(len(entry["rows"])), str(entry.get("seconds", "")), _remark(entry)]
+        table.add_row(name, *cells)
+    yield table
+    rows = [(name, row) for name, entry in result["checks"].items() for row in entry["rows"]]
+    for title, wanted in (
+        ("failed", lambda row: not row["passed"]),
+        ("measured", lambda row: row["allowed"] is None),
+    ):
+        if chosen := [(name, row) for name, row in rows if wanted(row)]:
+            table = Table("check", "what", "measured", "allowed", title=title)
+            for name, row in chosen:
+                allowed = "" if row["allowed"] is None else f"{row['allowed']:.2g}"
+                table.add_row(name, row["check"], f"{float(row['measured']):.3g} {row['unit']}", allowed)
+            yield table
+
+
+def _remark(entry: dict) -> str:
+    if "reason" in entry:
+        return entry["reason"]
+    limited = [row for row in entry["rows"] if row["allowed"]]
+    if not limited:
+        return ""
+    row = max(limited, key=lambda row: float(row["measured"]) / row["allowed"])
+    return f"{row['check']}: {float(row['measured']):.2g} of {row['allowed']:.2g}"
 
 
 def verdict(result: dict) -> str:
     """One line."""
-    device, rows = result["device"], result["rows"]
-    where = f"{device['name']} ({device['capability']}), torch {device['torch']}"
-    failed = [row["check"] for row in rows if not row["passed"]]
-    if failed:
-        return f"check-gpu: {len(failed)} of {len(rows)} checks failed on {where}: {'; '.join(failed)}"
-    return f"check-gpu: {where} passes all {sum(row['allowed'] is not None for row in rows)} checks"
-
-
-def _random_tower(config: Qwen2_5_VisionConfig, device: torch.device, dtype: torch.dtype) -> Qwen2_5_VisionTransformer:
-    encoder, generator = Qwen2_5_VisionTransformer(config).eval(), torch.Generator().manual_seed(0)
-    for parameter in encoder.parameters():
-        torch.nn.init.normal_(parameter, std=0.02, generator=generator)
-    return encoder.to(device, dtype).requires_grad_(False)
-
-
-def _pixels(encoder: Qwen2_5_VisionTransformer, side: int) -> Tensor:
-    generator = torch.Generator().manual_seed(side)
-    return torch.randn(side**2, encoder.config.patch_values, generator=generator).to(encoder.device, encoder.dtype)
-
-
-def _matmul_rate(encoder: Qwen2_5_VisionTransformer, size: int = 4096) -> float:
-    """Operations per second of a large matrix product in the tower's dtype."""
-    size = min(size, 4 * encoder.config.hidden_size)
-    x = torch.ones(size, size, dtype=encoder.dtype, device=encoder.device)
-    return 2 * size**3 / _milliseconds(lambda: x @ x) * 1e3
-
-
-def _milliseconds(function: Callable[[], object]) -> float:
-    """The median of many calls."""
-    return Timer("run()", globals={"run": function}).blocked_autorange(min_run_time=0.05).median * 1e3
+    if result["problem"]:
+        return f"check-gpu: {result['problem']}"
+    where = result["environment"]
+    name = f"{where['name']} ({where['capability']}), torch {where['torch']}" if "name" in where else "nothing ran"
+    states = [entry["state"] for entry in result["checks"].values()]
+    bad = [f"{key} ({entry['state']})" for key, entry in result["checks"].items() if entry["state"] not in GOOD]
+    skipped = f"; {states.count('skipped')} skipped" if "skipped" in states else ""
+    if bad:
+        return f"check-gpu: {len(bad)} of {len(states)} checks did not pass on {name}: {', '.join(bad)}{skipped}"
+    return f"check-gpu: {name} passes {states.count('passed')} checks{skipped}"

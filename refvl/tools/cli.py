@@ -1,9 +1,10 @@
-"""`python -m refvl`: chat, trace, info, encode, compare, bench, check-gpu. Whatever goes wrong is one line on stderr.
+"""`python -m refvl`: its commands. Whatever goes wrong is one line on stderr.
 
 Exit status: 1 for an error, 2 for a command line that cannot be read, 130 after Ctrl-C, 143 after SIGTERM, and 141 when
 the reader of a pipe has gone.
 """
 
+import faulthandler
 import importlib
 import inspect
 import io
@@ -15,25 +16,32 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import rich.console
 import typer
 import typer.core
+import typer.rich_utils
+from rich.segment import Segment
 from rich.table import Table
 
 import refvl
+from refvl.printing import plain
+from refvl.tools.tables import stage_table
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
 )
+MOST_REPEATS = 10_000  # timed calls of a benchmark
 TRACEBACK = "REFVL_TRACEBACK"  # environment variable
 
-Checkpoint = Annotated[str, typer.Argument(help="a checkpoint folder or a hub id (owner/name)")]
+Checkpoint = Annotated[
+    str, typer.Argument(help="a checkpoint folder, a hub id (owner/name) or a shipped model (tiny-...)")
+]
 Prompt = Annotated[str, typer.Argument(help="the question")]
 Images = Annotated[list[str] | None, typer.Option("--image", "-i", help="an image file; may be repeated")]
 Videos = Annotated[list[str] | None, typer.Option("--video", "-v", help="a video file; may be repeated")]
@@ -45,13 +53,13 @@ SourceFile = Annotated[
     typer.Option("--source", metavar="[FILE.html]", help="the code that ran, in call order; with a file, as a page"),
 ]
 LookupTokens = Annotated[
-    int | None, typer.Option(help="draft so many tokens from what was said before; changes no answer")
+    int | None, typer.Option(max=10**6, help="draft so many tokens from what was said before; changes no answer")
 ]
 Adapter = Annotated[list[str] | None, typer.Option(help="a folder or hub id of a LoRA adapter; several add up")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")]
 Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower in graphs first")]
-Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, flash, sdpa, masked")]
+Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, flash, cudnn, sdpa, masked")]
 
 Pruning = StrEnum("Pruning", ["evs", "vidcom2"])  # refvl.positions.PRUNERS, without importing it
 PruningRule = Annotated[Pruning, typer.Option("--pruning", help="which of them go")]
@@ -70,10 +78,25 @@ class Stopped(KeyboardInterrupt):
 
 
 class Console(rich.console.Console):
-    """rich's, but that it leaves a reader who has gone (`| head`) to `report_mistakes`."""
+    """A console of rich on which text is text: no markup, no emoji codes, no control characters."""
+
+    def __init__(self, **options):
+        super().__init__(**{"markup": False, "emoji": False} | options)
+
+    def render(self, renderable, options=None) -> Iterator[Segment]:
+        """Yield rich's segments, with control characters in their text spelled out."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else plain(text), style, control)
 
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
+        """End the program; see `leave_pipe`."""
+        leave_pipe()
+
+
+def leave_pipe() -> NoReturn:
+    """Exit without a word, with the status of a program whose reader has gone (`| head`)."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+    raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 @contextmanager
@@ -85,10 +108,9 @@ def report_mistakes(stopped: str = "stopped") -> Iterator[None]:
     try:
         with _sigterm_raises():
             yield
-            sys.stdout.flush()  # here rather than at exit, where a broken pipe could not be handled
+            _flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
-        raise SystemExit(128 + signal.SIGPIPE) from None
+        leave_pipe()
     except KeyboardInterrupt as stop:
         print(f"refvl: {stopped}", file=sys.stderr)
         raise SystemExit(128 + (signal.SIGTERM if isinstance(stop, Stopped) else signal.SIGINT)) from None
@@ -99,9 +121,20 @@ def report_mistakes(stopped: str = "stopped") -> Iterator[None]:
         raise SystemExit(1) from None
 
 
+def _flush() -> None:
+    """Flush stdout here rather than at exit, where a broken pipe or a full disk could not be handled."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
+        raise OSError(f"stdout: cannot be written to ({error.strerror})") from None
+
+
 def _one_line(error: Exception) -> str:
     """The message, in the command line's words; in front of it the kind of error where refvl did not word it itself."""
-    message = re.sub(r"^path_or_id:", "checkpoint:", " ".join(str(error).split()))
+    message = re.sub(r"^path_or_id:", "checkpoint:", plain(" ".join(str(error).split())))
     worded = message and isinstance(error, (ValueError, TypeError, OSError, ImportError))
     return message if worded else f"{type(error).__name__}: {message}"
 
@@ -144,7 +177,8 @@ class SourceCommand(typer.core.TyperCommand):
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"refvl {refvl.__version__}")
+        with report_mistakes():
+            print(f"refvl {refvl.__version__}")
         raise typer.Exit
 
 
@@ -184,7 +218,7 @@ def chat(
         raise ValueError("prompt: give a question, or a file of requests with --jsonl")
     _check_request(prompt, video, pruning_rate)
     for piece in load().chat(prompt, images=image or (), videos=video or (), stream=True, **common, **alone):
-        print(piece, end="", flush=True)
+        print(plain(piece), end="", flush=True)
     print()
 
 
@@ -196,9 +230,9 @@ def _answer_file(load: Callable, jsonl: str, out: str | None, single: dict, comm
         raise ValueError(f"jsonl: its lines say what is asked; give no {', '.join(given)} beside it")
     answers = Path(out or f"{jsonl}.answers.jsonl")
     errors = answer_file(load(), Path(jsonl), answers, common=common, progress=sys.stderr.isatty())
-    print(f"answers in {answers}", flush=True)
+    print(plain(f"answers in {answers}"), flush=True)
     for line, error in errors.items():
-        print("refvl:", *f"{jsonl}, line {line}: {error}".split(), file=sys.stderr)
+        print("refvl:", *plain(f"{jsonl}, line {line}: {error}").split(), file=sys.stderr)
     raise SystemExit(1 if errors else 0)
 
 
@@ -228,7 +262,7 @@ def trace(
     if with_:
         from refvl.study.recording import check_recordable, record_transformers
 
-        check_recordable(model)
+        check_recordable(model, [kind for kind, media in (("image", image), ("video", video)) if media])
     given = {
         "images": image, "videos": video, "max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate,
         "pruning": pruning, "prefill_chunk": prefill_chunk, "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
@@ -238,11 +272,12 @@ def trace(
     console = Console()
     console.print(stage_table(run))
     console.print(f"first token after {run.ttft:.3f} s")
-    console.print(f"answer: {run.text}", markup=False)
+    console.print(f"answer: {run.text}")
     if save:
-        run.save(save)
+        run.save(save, provenance=model.provenance)
     if with_:
-        print(refvl.compare(run, record_transformers(checkpoint, model, run, max_new_tokens=max_new_tokens)))
+        theirs = record_transformers(checkpoint, model, run, max_new_tokens=max_new_tokens)
+        print(plain(str(refvl.compare(run, theirs, model=model))))
 
 
 def _check_page(source: str) -> None:
@@ -259,12 +294,12 @@ def _show_source(model, prompt: str, options: dict, checkpoint: str, source: str
 
     journey = follow(model, prompt, **options)
     if not source:
-        print(journey, end="\n\n")
+        print(plain(str(journey)), end="\n\n")
         return journey.trace
     from refvl.viz.journey import page
 
     Path(source).write_text(page(journey, title=Path(checkpoint).name), encoding="utf-8")
-    print(f"the code that ran is in {source}")
+    print(plain(f"the code that ran is in {source}"))
     return journey.trace
 
 
@@ -272,12 +307,16 @@ def _show_source(model, prompt: str, options: dict, checkpoint: str, source: str
 def compare(
     a: Annotated[str, typer.Argument(help="a folder that `trace --save` wrote")],
     b: Annotated[str, typer.Argument(help="another, of the same prompt and media")],
-    rtol: Annotated[float, typer.Option(help="tolerance, as a share of a stage's largest value")] = 1e-3,
+    rtol: Annotated[float | None, typer.Option(
+        help="tolerance, as a share of a stage's largest value; by default 0.001, and in the text model what rounding "
+        "explains")] = None,
     atol: Annotated[float, typer.Option(help="tolerance besides")] = 0.0,
-):
+    model: Annotated[str | None, typer.Option(help="the checkpoint of one of them: causes are tried with it")] = None,
+):  # fmt: skip
     """Two saved runs: the first stage that differs, how much, where, and what usually does that; then status 1."""
-    comparison = refvl.compare(a, b, rtol=rtol, atol=atol)
-    print(comparison)
+    vlm = refvl.load(model, progress=False) if model else None
+    comparison = refvl.compare(a, b, rtol=rtol, atol=atol, model=vlm)
+    print(plain(str(comparison)))
     raise SystemExit(1 if comparison.first else 0)
 
 
@@ -291,29 +330,41 @@ def info(
     num_frames: Annotated[int | None, typer.Option(help="frames taken from a video file")] = None,
     pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     dtype: Annotated[str, typer.Option(help="for memory")] = "bfloat16",
+    files: Annotated[bool, typer.Option("--files", help="all files that shape the model, and their digests")] = False,
+    tower: Annotated[bool, typer.Option("--tower", help="the vision tower alone, as `encode` loads it")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="the numbers, for a program")] = False,
 ):  # fmt: skip
     """Family, sizes, tokens for given media step by step, and the memory needed. Reads no weights."""
     from refvl.loading import load
+    from refvl.serving.provenance import sources
     from refvl.study.costs import costs, describe, set_pixel_limits, stored_text_bytes
 
     sampling = {name: value for name, value in (("fps", fps), ("num_frames", num_frames)) if value is not None}
     _check_request("", video, pruning_rate, **sampling)
-    model = load(checkpoint, weights="random", device="meta", dtype=dtype)
+    model = load(checkpoint, weights="random", device="meta", dtype=dtype, text=not tower)
     set_pixel_limits(model.processor, min_pixels=min_pixels, max_pixels=max_pixels)
     parts: list[dict[str, Any]] = [{"type": "image", "image": file} for file in image or ()]
     parts += [{"type": "video", "video": file} | sampling for file in video or ()]
     media = model.processor.decode([{"role": "user", "content": parts}])
     options: dict[str, Any] = {"pruning_rate": pruning_rate, "pruning": pruning}
-    if Path(checkpoint).is_dir() and getattr(model.config, "quantization_config", None):
+    if not tower and Path(checkpoint).is_dir() and getattr(model.config, "quantization_config", None):
         options["text_bytes"] = stored_text_bytes(Path(checkpoint), model.family.vision_prefix)
     if as_json:
         print(json.dumps(costs(model, media, **options), indent=2))
         return
-    table = Table(show_header=False, title=checkpoint)
-    for row in describe(model, media, **options).items():
+    table = Table(show_header=False, title=plain(checkpoint))
+    shaping = model.provenance
+    with suppress(FileNotFoundError, ValueError):  # a folder may have no weights, or not all
+        shaping = sources(shaping[0].path.parent, weights=True) if shaping else []
+    names = ", ".join(source.path.name for source in shaping) or "none: a config alone"
+    for row in [*describe(model, media, **options).items(), ("files that shape it", names)]:
         table.add_row(*row)
     Console().print(table)
+    if files:
+        listed = Table("file", "role", "bytes", "sha256", title="files that shape the model")
+        for source in shaping:
+            listed.add_row(source.path.name, source.role, f"{source.stamp[0]:,}", source.digest()[:32])
+        Console().print(listed)
 
 
 @command(stopped="stopped; the same command continues")
@@ -323,6 +374,7 @@ def encode(
     out: Annotated[str, typer.Option(help="a folder for shards and manifest.json; what it holds is not encoded again")],
     data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share the work of torchrun")] = False,
     shard_size: Annotated[int, typer.Option(help="images and clips per safetensors file")] = 64,
+    force: Annotated[bool, typer.Option("--force", help="rename files of others in DIR that are in the way")] = False,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
     """Encode images and clips to safetensors, to be handed to an engine that accepts embeddings.
@@ -341,13 +393,14 @@ def encode(
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not data_parallel:
         raise ValueError("torchrun started several processes: give --data-parallel, so that they share the work")
     rank = int(os.environ.get("RANK", 0))
-    vlm = _load(checkpoint, device, dtype, attention, graphs)
-    manifest = encode_folder(vlm, folder, out, shard_size=shard_size, progress=sys.stderr.isatty() and rank == 0)
+    vlm = _load(checkpoint, device, dtype, attention, graphs, text=False)
+    shown = sys.stderr.isatty() and rank == 0
+    manifest = encode_folder(vlm, folder, out, shard_size=shard_size, force=force, progress=shown)
     if rank == 0:  # a failure of another rank would make torchrun end this one before it has spoken
         clips = f" and {len(manifest['videos'])} clips" if manifest["videos"] else ""
-        print(f"{len(manifest['images'])} images{clips} in {out}", flush=True)
+        print(plain(f"{len(manifest['images'])} images{clips} in {out}"), flush=True)
         for name, reason in manifest["unreadable"].items():
-            print("refvl:", *f"{name}: {reason}".split(), file=sys.stderr)
+            print("refvl:", *plain(f"{name}: {reason}").split(), file=sys.stderr)
         raise SystemExit(1 if manifest["unreadable"] else 0)
 
 
@@ -359,9 +412,15 @@ def bench(
     write: Annotated[bool, typer.Option(help="keep the result under data/measurements")] = False,
 ):
     """Measure on this machine; needs a clone of the repository."""
+    import torch
+
     from refvl.paths import DATA, check_clone
 
     check_clone("`refvl bench`")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device: {device!r} was asked for, but this machine has no CUDA device")
+    if repeats is not None and not 1 <= repeats <= MOST_REPEATS:
+        raise ValueError(f"repeats: expected 1 to {MOST_REPEATS:,} timed calls, got {repeats}")
     if (root := str(DATA.parent)) not in sys.path:
         sys.path.insert(0, root)
     options = {"device": device} | ({} if repeats is None else {"repeats": repeats})
@@ -371,49 +430,64 @@ def bench(
 
 
 @command()
+def demo(
+    out: Annotated[Path, typer.Option(help="folder for the figures")] = Path("outputs/demo"),
+    checkpoint: Annotated[
+        str, typer.Option(help="a checkpoint folder, a hub id or a shipped model")
+    ] = "tiny-qwen2_5_vl",
+    device: Device = "auto",
+):
+    """Ask two questions about an image and two about a video; print a table of stages and write figures."""
+    from refvl.tools.demo import show
+
+    show(Console(markup=True), out, checkpoint, device)
+
+
+@command()
+def notebooks(folder: Annotated[Path, typer.Argument(help="a folder without notebooks and data")]):
+    """Write the notebooks of the course and their data into a folder."""
+    from refvl.paths import copy_course
+
+    print(f"the course is in {copy_course(folder)}; open it with: jupyter lab --notebook-dir={folder}")
+
+
+@command(stopped="stopped; the JSON says how far it came")
 def check_gpu(
     device: Annotated[str, typer.Option(help="cuda, cuda:1, ...")] = "cuda",
-    out: Annotated[str, typer.Option(help="where the JSON goes")] = "check-gpu.json",
+    thorough: Annotated[bool, typer.Option("--all/--quick", help="every check, or those of a minute")] = False,
+    out: Annotated[str, typer.Option(help="where the JSON goes; a zip to attach lies beside it")] = "check-gpu.json",
 ):
-    """Check what a CUDA device runs: attention, graphs, memory, times. A minute; exit status 1 where one fails."""
+    """Check what a CUDA device runs: attention, towers, answers, graphs, streams, times.
+
+    A minute with --quick, the default, and at most ten with --all. If a check fails, the exit status is 1, and the
+    files are complete all the same.
+    """
     from refvl.tools import check_gpu as checks
 
-    result = checks.check_gpu(device)
-    table = Table("check", title=result["device"]["name"])
-    for column in ("measured", "allowed", "passed"):
-        table.add_column(column, justify="right")
-    for row in result["rows"]:
-        allowed = "" if row["allowed"] is None else f"{row['allowed']:.2g}"
-        table.add_row(row["check"], f"{row['measured']:.2g} {row['unit']}", allowed, "yes" if row["passed"] else "NO")
-    Console().print(table)
-    Path(out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"{checks.verdict(result)}; attach {out} to an issue")
+    if not out.endswith(".json"):
+        raise ValueError(f"out: expected a path that ends in .json, got {out!r}")
+    limit = checks.SECONDS[thorough] + 120
+    faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__ or 2)  # where a kernel hangs
+    try:
+        result = checks.check_gpu(device, out, thorough=thorough)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    for table in checks.tables(result):
+        Console().print(table)
+    print(plain(f"{checks.verdict(result)}; attach {Path(out).with_suffix('.zip')} to an issue"))
     raise SystemExit(0 if result["passed"] else 1)
 
 
-def stage_table(run) -> Table:
-    """A `Trace` as a table of stages, shapes and seconds."""
-    table = Table("stage", "shapes", title="the path")
-    table.add_column("max |x|", justify="right")
-    table.add_column("seconds", justify="right")
-    for stage, shapes, seconds in run.rows():
-        table.add_row(stage, shapes, run.magnitude(stage), f"{seconds:.4f}")
-    return table
-
-
-def _load(checkpoint: str, device: str, dtype: str, attention: str, graphs: bool, adapters: list[str] | None = None):
+def _load(
+    checkpoint: str, device: str, dtype: str, attention: str, graphs: bool, adapters: list[str] | None = None, **options
+):
     from refvl.loading import load
-    from refvl.serving.adapters import attach
 
     if checkpoint.endswith(".json"):
         raise ValueError(f"checkpoint: {checkpoint} is a config without weights, which only `refvl info` reads")
     progress = sys.stderr.isatty()
-    model = load(checkpoint, device=device, dtype=dtype, attention=attention, graphs=graphs, progress=progress)
-    for adapter in adapters or ():
-        attach(model, adapter, name=adapter.replace(".", "_"))
-    if adapters:
-        model.adapters.base_model.set_adapter(list(model.adapters.peft_config))
-    return model
+    options |= {"device": device, "dtype": dtype, "attention": attention, "graphs": graphs}
+    return load(checkpoint, adapters=adapters or None, progress=progress, **options)
 
 
 def _check_request(prompt: str, video: list[str] | None, pruning_rate: float, **sampling) -> None:
@@ -436,7 +510,12 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name may be no UTF-8
-    app()
+    typer.rich_utils.Console = partial(Console, markup=True)  # type: ignore[misc, assignment]  # of help and usage errors
+    with report_mistakes():
+        try:
+            app()
+        finally:
+            _flush()
 
 
 if __name__ == "__main__":

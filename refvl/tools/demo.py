@@ -1,21 +1,20 @@
-"""`make demo`: questions about a shipped picture and a shipped clip, every stage on the way, and its figures.
+"""`refvl demo`: questions about a shipped image and a shipped video, every stage on the way, and its figures.
 
-Everything shown comes from a `Trace`; `python -m refvl.tools.demo --help` lists other media and questions.
+Everything shown comes from a `Trace`.
 """
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from rich.console import Console
 
 from refvl.loading import load
-from refvl.paths import DATA, check_clone
+from refvl.paths import DATA
 from refvl.pixels.patches import PatchConfig
 from refvl.serving.model import VLM
 from refvl.study.report import Trace
-from refvl.tools.cli import Console, Device, report_mistakes, stage_table
+from refvl.tools.tables import stage_table
 
-CHECKPOINT = DATA / "checkpoints" / "tiny-qwen2_5_vl"
+CHECKPOINT = "tiny-qwen2_5_vl"
 PICTURE, CLIP = DATA / "pictures" / "scene.png", DATA / "clips" / "scene.mp4"
 PICTURE_QUESTIONS = ("What color is the circle?", "Where is the circle?")
 CLIP_QUESTIONS = ("Which way does the circle move?", "What color is the circle?")
@@ -27,18 +26,11 @@ The shipped models are toys, trained on drawn scenes of coloured shapes; the nex
 Ask about the color, shape, place or motion of an object; to anything else they say so:"""
 
 
-@report_mistakes()
-def main(
-    out: Annotated[Path, typer.Option(help="folder for the figures")] = Path("outputs/demo"),
-    checkpoint: Annotated[str, typer.Option(help="a checkpoint folder or a hub id")] = str(CHECKPOINT),
-    device: Device = "auto",
-) -> None:
-    """Two questions about an image and two about a video, with a table of stages and figures."""
-    check_clone("the demo")
-    console = Console()
+def show(console: Console, out: Path, checkpoint: str, device: str) -> None:
+    """Ask two questions about an image and two about a video, with a table of stages and figures."""
     model = load(checkpoint, device=device, progress=console.is_terminal)
     console.print(f"{model.family.name} from {checkpoint}, on {model.device}")
-    if checkpoint == str(CHECKPOINT):
+    if checkpoint == CHECKPOINT:
         console.print(f"\n{TOY} hello [bold]{model.chat('hello')}[/bold]")
     picture = ask(console, model, PICTURE, PICTURE_QUESTIONS, images=[PICTURE])
     clip = ask(console, model, CLIP, CLIP_QUESTIONS, videos=[CLIP])
@@ -98,7 +90,3 @@ def write_figures(model: VLM, picture: Trace, clip: Trace, pruned: Trace, photo:
     plot_overview(photo.media[0], PatchConfig(), film).savefig(paths[-1], dpi=95)
     plt.close("all")
     return paths
-
-
-if __name__ == "__main__":
-    typer.run(main)

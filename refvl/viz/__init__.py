@@ -1,4 +1,7 @@
-"""Figures: static `plot_*(..., ax=None) -> Axes` and interactive `explore_*(...)`. viz computes nothing itself."""
+"""Figures: `plot_*(..., ax=None) -> Axes` are static, `explore_*(...)` and `live()` interactive.
+
+viz computes nothing itself.
+"""
 
 from refvl.viz.attention import plot_attention, plot_states
 from refvl.viz.boxes import plot_box_readings, plot_boxes
@@ -42,12 +45,14 @@ from refvl.viz.glm4v import (
 )
 from refvl.viz.graphs import (
     plot_buffers,
+    plot_launches,
     plot_packing,
     plot_recording,
     plot_replay_timings,
     plot_stale_errors,
     plot_waste,
 )
+from refvl.viz.live import live
 from refvl.viz.minicpmv import (
     plot_frame_tokens,
     plot_query_attention,
@@ -90,6 +95,7 @@ __all__ = [
     "explore_timeline",
     "explore_tower",
     "explore_windows",
+    "live",
     "plot_accuracy_curve",
     "plot_assignment",
     "plot_attention",
@@ -115,6 +121,7 @@ __all__ = [
     "plot_keep_mask",
     "plot_keep_masks",
     "plot_kept_per_frame",
+    "plot_launches",
     "plot_mrope_axes",
     "plot_packing",
     "plot_patch_rows",

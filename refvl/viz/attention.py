@@ -1,37 +1,37 @@
 """Who attends to whom: in the language model over a picture's tokens, in the tower over its patches.
 
-plot_attention   a picture, each of its cells shaded by what it is given
+plot_attention   a picture, each of its cells as dark as it is ignored
 plot_states      a map of the rows of a state, in colours of a projection
 """
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
-from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from refvl.checks import check_shape
 from refvl.viz.style import HIGHLIGHT, image_axes
 
-_OPACITY = 0.75  # of the cell that is given most
+_OPACITY = 0.7  # of the veil over a cell that gets no attention: a colour over the others would hide theirs
 
 
 def plot_attention(
     picture, weights_HW: Tensor, *, patch: tuple[int, int] | None = None, segments_HW=None, title: str = "", ax=None
 ) -> Axes:
-    """A picture whose cells are the darker, the more attention they get; with few cells, the percentages too.
+    """Draw a picture under a veil that is lifted where attention goes; with few cells, the percentages too.
 
     picture: a PIL image or (height, width, 3) array. weights_HW: (rows, columns), a share per cell. patch: the (row,
     column) that attends, framed. segments_HW: (rows, columns) numbers; a line stands between cells of different ones.
+    Raises ValueError for weights that are no matrix.
     """
     rows, columns = check_shape(weights_HW, ("rows", "columns"), "weights_HW").shape
     weights = weights_HW.float().numpy(force=True)
     ax = image_axes(ax, title, figsize=(4.2, 4.2 * rows / columns + 0.6))
     ax.imshow(picture, extent=(0, columns, rows, 0))
-    shade = np.empty((rows, columns, 4))
-    shade[..., :3], shade[..., 3] = to_rgb(HIGHLIGHT), _OPACITY * weights / max(weights.max(), 1e-9)
-    ax.imshow(shade, extent=(0, columns, rows, 0), interpolation="nearest")
+    veil = np.zeros((rows, columns, 4))
+    veil[..., 3] = _OPACITY * (1 - weights / max(weights.max(), 1e-9))
+    ax.imshow(veil, extent=(0, columns, rows, 0), interpolation="nearest")
     if max(rows, columns) <= 8:
         for (row, column), weight in np.ndenumerate(weights):
             ax.text(column + 0.5, row + 0.5, f"{weight:.0%}", ha="center", va="center", fontsize=9,
@@ -39,7 +39,7 @@ def plot_attention(
     if segments_HW is not None:
         ax.add_collection(LineCollection(borders(segments_HW), colors="white", linewidths=2.5), autolim=False)
     if patch is not None:
-        ax.add_patch(Rectangle(patch[::-1], 1, 1, fill=False, edgecolor="black", linewidth=3))
+        ax.add_patch(Rectangle(patch[::-1], 1, 1, fill=False, edgecolor=HIGHLIGHT, linewidth=3))
     return ax
 
 

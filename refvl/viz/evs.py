@@ -31,6 +31,7 @@ def plot_keep_mask(
 
     frames: (T, H, W, 3) uint8; of the frames of one grid step the first is shown. keep_M: (t*h*w,) bool.
     ax: an array of t Axes, or None. Returns the t Axes as a flat array.
+    Raises ValueError for a mask of another shape than (t * h * w,).
     """
     t, h, w = merged_thw
     check_shape(keep_M, (t * h * w,), "keep_M")
@@ -133,6 +134,7 @@ def plot_dissimilarity(
     """A map per grid step of how much each token differs from the one a frame earlier; step 0 has no such frame.
 
     dissimilarity_TN: (t, h*w). ax: an array of t Axes, or None. Returns the t Axes as a flat array.
+    Raises ValueError for values of another shape than (t, h * w).
     """
     t, h, w = merged_thw
     maps = check_shape(dissimilarity_TN, (t, h * w), "dissimilarity_TN").reshape(t, h, w).cpu().numpy()
@@ -189,15 +191,17 @@ def plot_accuracy_curve(
     """
     ax = axes_or_new(ax, figsize=(7, 3.8))
     lines = []
-    for name, curve in accuracy.items():
-        lines += ax.plot(list(curve), [100 * v for v in curve.values()], lw=2, marker="o", label=name)
+    colors = (KEPT, HIGHLIGHT, "dimgrey")
+    for i, (name, curve) in enumerate(accuracy.items()):
+        percent = [100 * v for v in curve.values()]
+        lines += ax.plot(list(curve), percent, color=colors[i % 3], lw=2, marker="o", label=name)
     ax.set(title=title, xlabel="pruning rate q", ylabel="accuracy (%)", ylim=(0, 104))
     ax.grid(alpha=0.25)
     if relative:
         right = ax.twinx()
         for i, (name, curve) in enumerate(relative.items()):
-            shares, color = [v / curve[min(curve)] for v in curve.values()], (KEPT, HIGHLIGHT, "dimgrey")[i % 3]
-            lines += right.plot(list(curve), shares, color=color, ls="--", marker="x", label=f"{name} (right)")
+            shares = [v / curve[min(curve)] for v in curve.values()]
+            lines += right.plot(list(curve), shares, color=colors[i % 3], ls="--", marker="x", label=f"{name} (right)")
         right.set(ylabel="relative to no pruning", ylim=(0, 1.04 * max(1.0, right.dataLim.y1)))
     ax.legend(handles=lines, loc="lower left", fontsize=9)
     return ax

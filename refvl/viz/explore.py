@@ -97,6 +97,7 @@ def explore_positions(
     It starts near `second_per_grid` seconds per grid step and frames `side` merged tokens wide. processors: by name, of
     models that count in three dimensions; image, clip: what `load_image` and `load_video` take; by default those of the
     repository. Conventions of released software lie over ours where they differ. Needs anywidget.
+    Raises FileNotFoundError without processors if the shipped data is not installed.
     """
     from refvl.viz.explorers.positions import PositionsExplorer
 
@@ -170,6 +171,7 @@ def explore_assignment(
     """Items arrive one by one and are dealt out to 1 to `max_ranks` ranks, by size and by count.
 
     sizes: of the items as they come, in `unit`. ranks: how many it starts with. Needs anywidget.
+    Raises ValueError for no sizes, and for ranks outside 1 to max_ranks.
     """
     from refvl.viz.explorers.assignment import AssignmentExplorer
 
@@ -195,7 +197,7 @@ def explore_timeline(duration: float = 12.0, fps: float = 25.0, variant: str = "
     """A video's length and rate: the frames that each variant samples, and the second written for every two.
 
     duration: seconds. fps: of the video. Both are where it starts, and offered beside others. variant: the one whose
-    first step is selected. Needs anywidget.
+    first step is selected. Needs anywidget. Raises ValueError for an unknown variant.
     """
     from refvl.viz.explorers.timeline import TimelineExplorer
 

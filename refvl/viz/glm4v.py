@@ -37,7 +37,7 @@ def plot_position_table(
     """Per image: the table laid over it with the patches' centres, and one channel as read, bicubic and nearest.
 
     table_PE: (S * S, E). pictures: images with their (h, w) in patches. ax: an array of images x 3 Axes, or None.
-    Returns that array.
+    Returns that array. Raises ValueError for a table that is no matrix.
     """
     values_P1 = check_shape(table_PE, ("positions", "E"), "table_PE").detach().float()[:, [channel]]
     limits = (float(values_P1.min()), float(values_P1.max()))
@@ -75,12 +75,13 @@ def plot_patch_values(
     """A number per patch, where the patch is. values_N: (h*w,) in merge-block order, as all patch rows.
 
     size: (width, height) of the image, whose ratio is kept; None for square patches. limits: of the colours.
+    Raises ValueError for values of another shape than (h * w,).
     """
     h, w = grid_hw
     check_shape(values_N, (h * w,), "values_N")
     rows, columns = merge_block_coordinates([(1, h, w)]).T.numpy()
     values_HW = np.empty((h, w))
-    values_HW[rows, columns] = values_N.detach().cpu().numpy()
+    values_HW[rows, columns] = values_N.detach().float().cpu().numpy()
     width, height = size or (w, h)
     ax = image_axes(ax, title)
     low, high = limits or (None, None)
@@ -146,6 +147,7 @@ def plot_clip_prompt(trace: "Trace", processor, *, title: str = "", ax: Axes | N
     """The video's part of a prompt with one video, a row per step: begin, tokens, end, and the second that is written.
 
     trace: of a GLM model, whose `keep` fades what was pruned. processor: the model's, for its words.
+    Raises ValueError for a trace without a prompt.
     """
     if trace.full_ids is None or trace.keep is None:
         raise ValueError("trace: expected that of a finished run, got one without a prompt")

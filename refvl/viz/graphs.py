@@ -5,6 +5,7 @@ plot_buffers         static buffers before a replay: the batch first, then paddi
 plot_packing         one bar per replay, its items side by side, the unused rest hatched
 plot_waste           padding waste against the number of graphs
 plot_replay_timings  eager calls against replays, from a measurement file
+plot_launches        host and device, operation by operation, eagerly and in one replay
 plot_stale_errors    what a buffer that is not refilled does to operations and tokens
 """
 
@@ -19,10 +20,12 @@ from torch.utils._pytree import tree_leaves
 
 from refvl.graphs import Batch, TraceGraph, padding_waste
 from refvl.graphs.recorder import Operation
+from refvl.study.timeline import launch_timeline
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import HIGHLIGHT, SEQUENCE_CMAP, STAGE_COLORS, UNUSED, axes_or_new, ink_on
+from refvl.viz.style import HIGHLIGHT, KEPT, SEQUENCE_CMAP, STAGE_COLORS, UNUSED, axes_or_new, ink_on
 from refvl.viz.windows import sequence_colors
 
+_MARKS = "o^sDvP<>"  # several series differ in marks as well as in colours
 _WAYS = {  # columns of a measurement
     "eager": "eager",
     "planned": "eager, plan at hand",
@@ -35,14 +38,15 @@ def plot_recording(graph: TraceGraph, buffers: Mapping[str, Tensor], *, ax: Axes
     """Recorded operations from left to right, one row per kind; coloured where they read a static buffer.
 
     buffers: {name: tensor}; a name may stand for several, as a tuple of tensors. Views of a buffer count as the buffer.
+    Tensors of the recorded graph may have any shape.
     """
     kinds = [kind_of_operation(operation) for operation in graph.operations]
     rows = {kind: row for row, kind in enumerate(dict.fromkeys(kinds))}
     ax = axes_or_new(ax, figsize=(10, 0.24 * len(rows) + 1.4))
     ax.plot([rows[kind] for kind in kinds], "|", color="0.65", ms=7)
-    for (name, tensors), color in zip(buffers.items(), STAGE_COLORS, strict=False):
+    for (name, tensors), color, marker in zip(buffers.items(), STAGE_COLORS, _MARKS, strict=False):
         readers = [i for i, operation in enumerate(graph.operations) if operation.reads(*tree_leaves(tensors))]
-        ax.plot(readers, [rows[kinds[i]] for i in readers], "o", color=color, ms=5, label=f"reads {name}")
+        ax.plot(readers, [rows[kinds[i]] for i in readers], marker, color=color, ms=6, label=f"reads {name}")
     ax.set_yticks(range(len(rows)), [f"{kind}  ({kinds.count(kind)})" for kind in rows], size=8)
     ax.set(xlabel="position in the recording", title=f"{len(kinds)} recorded operations", ylim=(len(rows) - 0.4, -0.6))
     ax.grid(axis="y", alpha=0.25)
@@ -54,6 +58,26 @@ def kind_of_operation(operation: Operation) -> str:
     """`aten.mul.Tensor` -> `mul`; very long names are cut."""
     name = str(operation.function).split(".")[1].strip("_")
     return name if len(name) <= 24 else f"{name[:23]}…"
+
+
+def plot_launches(device_us: Sequence[float], launch_us: float, *, ax: Axes | None = None) -> Axes:
+    """Draw three lanes, in microseconds: the host's launches, the device in an eager run, and the device in a replay.
+
+    Arguments as of `launch_timeline`; a replay costs one launch.
+    """
+    ax = axes_or_new(ax, figsize=(9, 1.8))
+    eager = launch_timeline(device_us, launch_us)
+    host = [(number * launch_us, launch_us) for number in range(len(eager))]
+    replay = [(launch_us + start, stop - start) for start, stop in launch_timeline(device_us, 0)]
+    lanes = {"host": host, "device, eager": [(start, stop - start) for start, stop in eager], "device, replay": replay}
+    for lane, (bars, color) in enumerate(zip(lanes.values(), ("0.6", HIGHLIGHT, KEPT), strict=True)):
+        ax.broken_barh(bars, (lane - 0.35, 0.7), facecolors=color, edgecolor="white", linewidth=0.8)
+    ax.set_yticks(range(3), lanes)
+    ax.invert_yaxis()
+    busy, ends = sum(device_us), (eager[-1][1], sum(replay[-1]))
+    times = f"eager {ends[0]:.3g} us (device idle {1 - busy / ends[0]:.0%}), replay {ends[1]:.3g} us"
+    ax.set_title(f"{launch_us:g} us per launch: {times}", loc="left", fontsize=9)
+    return ax
 
 
 def plot_buffers(buffers, planned, names: Sequence[str] | None = None, *, ax=None) -> np.ndarray:
@@ -87,7 +111,7 @@ def _panels(ax, count: int) -> np.ndarray:
 
 def _draw_buffer(ax: Axes, buffer: Tensor) -> None:
     if buffer.ndim == 1:
-        ax.plot(buffer.numpy(), ".", ms=4, color="0.2")
+        ax.plot(buffer.numpy(force=True), ".", ms=4, color="0.2")
         ax.set_ylabel("value", fontsize=8)
     else:
         rows = buffer.flatten(1).float().T
@@ -150,8 +174,9 @@ def plot_waste(waste: Mapping[str, Mapping[int, float]], *, title: str = "", ax:
     waste: {name of a line: {number of graphs: share of the computed tokens that is padding}}.
     """
     ax = axes_or_new(ax, figsize=(6, 3.6))
-    for (name, curve), marker in zip(waste.items(), "osd^v<>", strict=False):
-        ax.plot(list(curve), [100 * share for share in curve.values()], marker=marker, lw=2, label=name)
+    for i, (name, color, marker) in enumerate(zip(waste, STAGE_COLORS, _MARKS, strict=False)):
+        percent, thin = [100 * share for share in waste[name].values()], max(1, 4 - i)  # equal lines show
+        ax.plot(list(waste[name]), percent, color=color, marker=marker, lw=thin, ms=2 * thin + 1, label=name)
     ax.set(xlabel="captured graphs", ylabel="padding (% of computed tokens)", title=title or "padding waste")
     ax.set_xticks(sorted({count for curve in waste.values() for count in curve}))
     ax.set_ylim(bottom=0)
@@ -172,10 +197,10 @@ def plot_replay_timings(measurement: Mapping, *, images: int = 1, ax: Axes | Non
         raise ValueError(f"images: expected one of the measured {known}, got {images!r}")
     ax = axes_or_new(ax, figsize=(7, 4))
     sizes = [row["px"] for row in rows]
-    for (way, label), color in zip(_WAYS.items(), STAGE_COLORS, strict=False):
+    for (way, label), color, marker in zip(_WAYS.items(), STAGE_COLORS, _MARKS, strict=False):
         medians = [row[f"{way}_ms"] for row in rows]
         tails = [[0.0] * len(rows), [max(0.0, row[f"{way}_p99_ms"] - row[f"{way}_ms"]) for row in rows]]
-        ax.errorbar(sizes, medians, tails, color=color, marker="o", ms=4, lw=1.8, capsize=3, label=label)
+        ax.errorbar(sizes, medians, tails, color=color, marker=marker, ms=5, lw=1.8, capsize=3, label=label)
     if all(row["floor_ms"] for row in rows):
         ax.plot(sizes, [row["floor_ms"] for row in rows], "k:", label="arithmetic at the device's peak")
     ax.set(yscale="log", xlabel="side of the image (px)", ylabel="one call (ms)", xticks=sizes)

@@ -83,6 +83,7 @@ def plot_query_attention(
     image: the slice, anything `load_image` takes, of any size. weights_QL: (Q, L), a row per query, its L = h * w
     patches row by row; all maps share one scale from 0 to the largest weight shown. queries: which to show (all).
     columns: maps in a row (all in one). ax: an array of as many Axes as the maps need, or None. Returns that array.
+    Raises ValueError for weights of another shape than (queries, h * w).
     """
     (h, w), image = tgt_size, load_image(image)
     check_shape(weights_QL, ("queries", h * w), "weights_QL")

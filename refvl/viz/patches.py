@@ -95,6 +95,7 @@ def plot_patch_rows(
     """The first patch rows: on the left each drawn as a patch, on the right its C * Tp * P * P values in order.
 
     patches: (N, C*Tp*P*P), normalised, of one item with this grid (t, h, w).
+    Raises ValueError for patch rows of another shape.
     """
     [(t, h, w)] = as_grids([grid], spatial_merge_size=config.merge_size, name="grid")
     check_shape(patches, (t * h * w, config.patch_values), "patches")

@@ -90,6 +90,7 @@ def plot_positions(
     """Three lines t, h, w over the prompt's tokens, the media shaded. positions_3L: (3, L).
 
     kinds: "image" or "video" per span; by default a span of several frames is a video.
+    Raises ValueError for positions of another shape than (3, L).
     """
     check_shape(positions_3L, (3, "L"), "positions_3L")
     ax = axes_or_new(ax, figsize=(9, 4))
@@ -126,6 +127,7 @@ def plot_position_grid(positions_3L: Tensor, span: MediaSpan, *, max_frames: int
     """t, h and w of every token of a medium, one column per frame (at most `max_frames`, the first ones).
 
     positions_3L: (3, L) of the whole prompt. ax: an array of 3 x frames Axes, or None. Returns that array.
+    Raises ValueError for positions of another shape than (3, L).
     """
     check_shape(positions_3L, (3, "L"), "positions_3L")
     grid = positions_3L[:, span.offset : span.offset + span.num_tokens].reshape(3, span.t, span.h, span.w).numpy()

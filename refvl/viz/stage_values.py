@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from refvl.arguments import is_grid
 from refvl.pixels.media import Video
 from refvl.positions import merge_block_coordinates
-from refvl.study.comparison import is_grid
 from refvl.study.journey import ASK, Journey
 from refvl.study.report import layout_text
 from refvl.viz.tensor_figures import (

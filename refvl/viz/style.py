@@ -6,24 +6,26 @@ from textwrap import shorten
 from typing import Any
 
 import matplotlib.pyplot as plt
-from matplotlib import color_sequences
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
-# One palette for figures and explorers. With the surface, text (ink, muted) has a contrast of at least 4.5, marks of 3;
-# the three axes, and the three kinds of token, stay apart for colour-blind readers. `empty` is the absence of a mark.
+# One palette for figures and explorers. With the surface, text (ink, muted, and what ends in `_text`) has a contrast of
+# at least 4.5, marks of 3. t, h and w colour time, height and width, and nothing else. The three axes, and the three
+# kinds of token, stay apart for colour-blind readers. `empty` is the absence of a mark.
 THEMES = {
     "light": {
         "surface": "#ffffff", "ink": "#1c1c1c", "muted": "#5a6069", "line": "#8a8f98", "empty": "#e9e9e9",
         "t": "#b3264a", "h": "#0072a8", "w": "#c08400",
         "text": "#868e99", "image": "#2f7ed8", "video": "#8a1f6b", "kept": "#1b7f74", "highlight": "#d95f02",
+        "w_text": "#855c00", "highlight_text": "#b04a00",
     },
     "dark": {
         "surface": "#111111", "ink": "#e8e8e8", "muted": "#a9b1bc", "line": "#747c88", "empty": "#30343a",
         "t": "#f2728f", "h": "#4fb3e8", "w": "#f0c05a",
         "text": "#79828f", "image": "#7cc0ff", "video": "#c45fd6", "kept": "#3dbfae", "highlight": "#ff9a3d",
+        "w_text": "#f0c05a", "highlight_text": "#ff9a3d",
     },
 }  # fmt: skip
 _LIGHT = THEMES["light"]
@@ -31,7 +33,10 @@ AXIS_COLORS = {axis: _LIGHT[axis] for axis in "thw"}  # time, height, width
 TOKEN_COLORS = {kind: _LIGHT[kind] for kind in ("text", "image", "video")}
 KEPT, PRUNED = _LIGHT["kept"], _LIGHT["empty"]
 UNUSED: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.6", "hatch": "////", "linewidth": 0}  # padding, waiting
-STAGE_COLORS = color_sequences["tab10"]
+# Bars end to end and lines side by side: neighbours, and the first six among each other, differ most for all readers
+STAGE_COLORS = (
+    "#0072b2", "#e69f00", "#994f00", "#0f2080", "#7fc8a9", "#663333", "#009e73", "#5d3a9b", "#c08400", "#1c1c1c",
+)  # fmt: skip
 SEQUENCE_CMAP = "viridis"  # order along a sequence, first to last
 SEQUENCE_RANGES = {"light": (0.0, 0.85), "dark": (0.25, 1.0)}  # the part of it that stands out from the surface
 HIGHLIGHT = _LIGHT["highlight"]  # what a figure points at

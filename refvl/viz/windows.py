@@ -23,6 +23,7 @@ def plot_windows(
 
     image: anything `load_image` takes. window_size: pixels. numbers: "windows" numbers the windows; "tokens" writes
     into each merged token its place in window order, where that is large enough to read.
+    Raises ValueError for unknown numbers.
     """
     if numbers not in ("windows", "tokens"):
         raise ValueError(f"numbers: expected 'windows' or 'tokens', got {numbers!r}")
@@ -76,7 +77,7 @@ def plot_window_permutation(
     """Reading order above, window order below, and where each merged token goes; for up to about 50 tokens.
 
     window_index (M,), cu_window_seqlens (W + 1,) in patches: what `get_window_index` returns. The borders between the
-    windows carry their cumulative lengths.
+    windows carry their cumulative lengths. Raises ValueError for an index of another shape than (M,).
     """
     check_shape(window_index, ("M",), "window_index")
     count, block = len(window_index), spatial_merge_size**2
@@ -105,6 +106,7 @@ def plot_attention_segments(
 
     cu_seqlens: (segments + 1,) cumulative lengths in tokens. token_order: the permutation that the segments stand in
     (`window_index`), to draw the mask in reading order; None draws it in the order of the segments.
+    Raises ValueError for cu_seqlens of another shape.
     """
     check_shape(cu_seqlens, ("segments + 1",), "cu_seqlens")
     segment = segment_numbers(cu_seqlens)

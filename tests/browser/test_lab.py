@@ -142,13 +142,26 @@ def test_saved_and_not_run_it_is_a_picture_until_trusted(lab, chromium):
     page.context.close()
 
 
+def test_the_live_page_answers_in_a_notebook(lab, chromium):
+    """The kernel sends the page into a frame, and its model runs there."""
+    write(lab, "live.ipynb", "from refvl import viz\nviz.live()")
+    page = lab.open(chromium, "live.ipynb")
+    run_all(page)
+    frame = page.wait_for_selector("iframe[title^='Paint a scene']", timeout=2 * MINUTES).content_frame()
+    frame.wait_for_selector("#answer .word", timeout=2 * MINUTES)
+    assert frame.evaluate("refvl.ask('Where is the circle?')")["text"] == "top right"
+    page.screenshot(path=OUT / "lab_live.png")
+    page.context.close()
+
+
 @pytest.mark.parametrize("name", RUN)
 def test_a_notebook_runs_from_top_to_bottom(name, lab, chromium, record):
     """By the menu; no cell fails, nothing is written to stderr, and every explorer that was saved is drawn."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    explorers = sum(VIEW in output.get("data", ()) for cell in code for output in cell.outputs)
-    assert explorers == sum("explore_" in cell.source for cell in code)
+    views = sum(VIEW in output.get("data", ()) for cell in code for output in cell.outputs)
+    explorers, pages = (sum(name in cell.source for cell in code) for name in ("explore_", "viz.live("))
+    assert views == explorers + pages
     for cell in code:
         cell.update(outputs=[], execution_count=None)  # numbers then mean that it ran
     notebook.metadata.pop("widgets", None)

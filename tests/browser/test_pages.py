@@ -13,7 +13,7 @@ from refvl.viz.explorers import page as page_of
 from refvl.viz.explorers.gallery import GALLERY
 
 pytestmark = pytest.mark.browser
-STILLS = {"windows": 37, "attention": 9, "positions": 62}  # what README shows: explorers, and the item selected
+STILLS = {"windows": 37, "attention": 9, "positions": 62}  # of docs/explorers.md: explorers, and the item selected
 
 
 @pytest.fixture(scope="module", params=GALLERY)
@@ -65,10 +65,23 @@ def test_both_themes_are_drawn(explorer, theme):
     page.screenshot(path=OUT / f"page_{name}_{theme}.png", full_page=True)
 
 
+def test_the_address_leads_back_to_the_state(explorer):
+    """What was done stands in the address; opened again, it shows the same. An address of elsewhere is ignored."""
+    name, file, page, _, _ = explorer
+    index, address = shown(page.locator(".refvl")), page.url
+    assert address.startswith(f"{file.as_uri()}#{index}.")
+    for hash_, wanted in ((address.partition("#")[2], index), ("9999999.3", made(name).index), ("x", made(name).index)):
+        page.goto("about:blank")
+        page.goto(f"{file.as_uri()}#{hash_}")
+        page.wait_for_selector(".refvl[data-index]")
+        assert shown(page.locator(".refvl")) == wanted
+
+
 def test_nothing_was_asked_for_and_nothing_complained(explorer):
     """Last, after all that was done with the page."""
     _, file, _, heard, asked = explorer
-    assert [url for url in asked if not url.startswith(("blob:", "data:"))] == [file.as_uri()]
+    asked = {url.partition("#")[0] for url in asked if not url.startswith(("blob:", "data:", "about:"))}
+    assert asked == {file.as_uri()}
     assert heard == []
 
 

@@ -16,6 +16,7 @@ from checkpoint_factory_minicpmv import make_minicpmv_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from random_models import HAS_5_23, MAKERS
 from transformers import PreTrainedTokenizerFast
 
 from refvl import families
@@ -48,6 +49,9 @@ ROWS = {
     "GLM-OCR": Row(lambda folder: make_glm_checkpoint(folder, "glm_ocr", "Glm46VProcessor")),
     "Step3-VL": Row(CHECKPOINTS / "tiny-step3", takes_videos=False),
     "Step3-VL, random": Row(make_step3_checkpoint, takes_videos=False),
+    **({"Step3-VL-10B": Row(MAKERS["Step3-VL-10B"], takes_videos=False)} if HAS_5_23 else {}),
+    **({"MiniCPM-V 4.7": Row(MAKERS["MiniCPM-V 4.7"])} if HAS_5_23 else {}),
+    **({"Kimi K2.5": Row(MAKERS["Kimi K2.5"])} if HAS_5_23 else {}),
     "MiniCPM-V 2.0": Row(
         lambda folder: make_minicpmv_checkpoint(folder, "2.0"), takes_videos=False, has_own_template=True
     ),
@@ -292,7 +296,8 @@ def test_special_tokens_may_be_allowed(parts, name):
         ids = processor.tokenize(messages, [], allow_special_tokens=True)
         mark_id = processor.tokenizer.convert_tokens_to_ids(mark)
         assert ids.count(mark_id) == 1 + processor.tokenize(processor.messages([user("ab")]), []).count(mark_id)
-    for mark in (placeholders - {"<unk>"}) | (PLACEHOLDERS.keys() if "MiniCPM" in name else set()):
+    kinds = PLACEHOLDERS.keys() if isinstance(processor, MiniCPMVProcessor) else set()
+    for mark in (placeholders - {"<unk>"}) | kinds:
         typed_in = processor.messages(f"a {PLACEHOLDERS.get(mark, mark)}")
         assert processor.tokenize(typed_in, [])
         with pytest.raises(ValueError, match=r"prompt: its placeholders are \['(image|video)'\], but the media given"):

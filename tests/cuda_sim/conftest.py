@@ -5,7 +5,8 @@ from simulated_cuda import simulated_cuda
 
 
 @pytest.fixture
-def machine():
+def machine(monkeypatch):
     """One simulated GPU while the test lasts."""
     with simulated_cuda() as machine:
         yield machine
+        monkeypatch.undo()  # here: later it would bring functions of this machine back

@@ -8,9 +8,12 @@ makes one, passes `Machine.run`, which enforces what a GPU would, counts, and co
                      values: counted, reported in the sync-debug modes, forbidden while a stream is capturing
     attention        the preconditions of the variable-length kernels; rows that they do not write hold NaN
     fresh memory     holds NaN, or the smallest integer
-    graphs           a capture records what runs, a replay repeats it in place: Python is not executed again
+    graphs           a capture records what runs on its stream and computes nothing that lasts; a replay computes it in
+                     place, and Python is not executed again; what it needs must not have been freed
+    order            whatever two streams, or a stream and the host, do to the same memory: `simulated_order.py`
+    workspaces       of matrix products, one per stream, as torch keeps them up to 2.14
 
-What it cannot show: speed, the numbers of CUDA's own kernels, races between streams, the allocator.
+What it cannot show: speed, the numbers of CUDA's own kernels, how the allocator cuts memory into blocks.
 """
 
 import contextlib
@@ -27,11 +30,11 @@ import torch
 import torch.nn.attention.varlen as torch_varlen
 import torch.nn.functional as F
 from simulated_kernels import KERNELS
+from simulated_order import Access, CudaError, Event, Memory, Order, Stream, memory_of, place
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
 
 ATEN = torch.ops.aten
 EMPTY = {ATEN.empty.memory_format, ATEN.empty_like.default, ATEN.new_empty.default, ATEN.empty_strided.default,
@@ -39,11 +42,10 @@ EMPTY = {ATEN.empty.memory_format, ATEN.empty_like.default, ATEN.new_empty.defau
 INDEXING = {ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default, ATEN._index_put_impl_.default}
 WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 WAITING = {ATEN.equal.default, ATEN.is_nonzero.default, ATEN.bincount.default, ATEN.masked_select.default}
+COPIES = {ATEN.copy_.default, ATEN._to_copy.default}
+PRODUCTS = {ATEN.mm.default, ATEN.addmm.default, ATEN.bmm.default, ATEN.baddbmm.default}
+STAGED = 1 << 16  # bytes: a larger copy from pageable memory waits until it has been staged
 CUDA, META = 1, 14  # of `c10::DeviceType`
-
-
-class CudaError(RuntimeError):
-    """What a CUDA device would have refused."""
 
 
 class CudaTensor(Tensor):
@@ -60,6 +62,7 @@ class CudaTensor(Tensor):
             device=device,
         )  # fmt: skip
         tensor.numbers, tensor.machine = numbers, machine
+        tensor.lease = machine.lease(memory_of(numbers))
         return tensor
 
     @classmethod
@@ -73,39 +76,85 @@ class CudaTensor(Tensor):
     def data_ptr(self):
         return self.numbers.data_ptr()
 
+    def numpy(self, *args, force: bool = False, **kwargs):
+        if force:
+            return self.detach().cpu().numpy()
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first")
+
+    __array__ = numpy
+
+    def untyped_storage(self):
+        return self.numbers.untyped_storage()
+
+    def record_stream(self, stream):
+        memory_of(self.numbers).recorded.add(stream)
+
     def tolist(self):
-        self.machine.wait("tolist")
+        self.machine.touch(self.machine.current_stream(self.device), [memory_of(self.numbers)], [])
+        self.machine.wait("tolist", self.device)
         return self.numbers.tolist()
 
 
-class Stream:
-    """Work of all streams happens at once here; which one is current, and who waits for whom, is kept."""
+class Generator(torch.Generator):
+    """One of a CUDA device draws on the CPU."""
 
-    def __init__(self, device=None, **kwargs):
-        self.device, self.waited_for = torch.device(_with_index(device or "cuda")), list["Stream"]()
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.waited_for.append(other)
-
-    def synchronize(self) -> None:
-        pass
+    def __new__(cls, device: Any = "cpu"):
+        return super().__new__(cls, "cpu" if torch.device(device).type == "cuda" else device)
 
 
 class CUDAGraph:
     """Records (function, arguments, results); a replay computes the results again and writes them where they lay."""
 
     def __init__(self):
-        self.calls: list[tuple] | None = None
+        self.calls: list[Call] | None = None
+
+    def finish(self, capture: "Capture", machine: "Machine") -> None:
+        """Nothing has run yet: outputs hold what fresh memory holds."""
+        self.calls, self.machine, self.pool = capture.calls, machine, capture.pool
+        self.device = capture.stream.device
+        touched = {memory_of(x) for call in self.calls for x in (*call.reads, *call.writes)}
+        self.needs = touched - capture.own - {None}
+        for x in {id(x): x for call in self.calls for x in call.writes if memory_of(x) in capture.own}.values():
+            machine._spoil(x)
 
     def replay(self) -> None:
         if self.calls is None:
             raise CudaError("replay: this graph has not been captured")
-        self.machine.counts["graph launches"] += 1
+        machine, stream = self.machine, self.machine.current_stream(self.device)
+        machine.counts["graph launches"] += 1
+        for memory in self.needs:
+            if memory.lease() is None:
+                raise CudaError("replay: memory that this graph reads or writes has been freed")
+        machine.touch(stream, [], [machine.pools[self.pool]])  # of graphs that share memory one runs at a time
         with torch.inference_mode():
-            for function, args, kwargs, kept in self.calls:
-                for old, new in zip(kept, _tensors(function(*args, **kwargs)), strict=True):
+            for call in self.calls:
+                if call.workspace and not call.workspace.is_kept and call.workspace.pool != self.pool:
+                    raise CudaError("replay: the workspace of a matrix product in this graph has been freed")
+                machine.touch(stream, map(memory_of, call.reads), map(memory_of, call.writes))
+                for old, new in zip(call.kept, _tensors(call.function(*call.args, **call.kwargs)), strict=True):
                     if old.data_ptr() != new.data_ptr():
                         old.copy_(new)
+
+
+@dataclass
+class Workspace:
+    """Scratch memory of matrix products on one stream, out of a graph's pool or of everybody's memory."""
+
+    pool: Any
+    is_kept: bool = True  # until the workspaces are cleared
+
+
+@dataclass(frozen=True)
+class Call:
+    """A kernel in a graph: what it runs, what it left, which memory it reads and writes."""
+
+    function: Any
+    args: tuple
+    kwargs: dict
+    kept: list[Tensor]
+    reads: list[Tensor]
+    writes: list[Tensor]
+    workspace: Workspace | None
 
 
 @dataclass
@@ -115,28 +164,35 @@ class Capture:
     pool: Any
     stream: Any
     mode: str
-    calls: list[tuple] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    own: set[Memory] = field(default_factory=set)  # lies in the pool
     thread: int = field(default_factory=threading.get_ident)
     broken: str = ""
 
 
-class Machine:
-    """One process with `devices` GPUs: what it was asked for is counted in `counts`."""
+class Machine(Order):
+    """One process with `devices` GPUs: what it was asked for is counted in `counts`, bytes by dtype in `traffic`."""
 
     def __init__(self, devices: int, capability: tuple[int, int]):
+        super().__init__()
+        Stream.machine = self
         self.devices, self.capability = devices, capability
         self.counts: Counter[str] = Counter()
+        self.traffic: Counter[torch.dtype] = Counter()  # bytes that kernels read and write
         self.capture: Capture | None = None  # the one that is going on
         self.captures: list[Capture] = []
-        self.sync_debug_mode, self.pinned = 0, WeakTensorKeyDictionary()
-        self.of_thread = threading.local()
-        self.pools = iter(range(1, 2**31))
+        self.sync_debug_mode = 0
+        self.of_thread, self.lock = threading.local(), threading.RLock()
+        self.pools: dict[Any, Memory] = {}
+        self.workspaces: dict[Stream, Workspace] = {}
+        self.default_streams = [Stream(index) for index in range(devices)]
 
     # --- rules --------------------------------------------------------------------------------------------------------
 
-    def wait(self, what: str) -> None:
-        """The host waits for the device."""
+    def wait(self, what: str, device: torch.device) -> None:
+        """The host waits for the current stream of a device."""
         self.counts["waits"] += 1
+        self.host_waits_for(self.current_stream(device))
         self.refuse_in_capture(what)
         if self.sync_debug_mode:
             message = f"called a synchronizing CUDA operation ({what})"
@@ -152,31 +208,42 @@ class Machine:
         if capture.mode == "global":  # what another thread does invalidates it
             capture.broken = what
 
-    def copy(self, source: Tensor, to_device: bool, non_blocking: bool) -> None:
-        """Count a copy between host and device; one on the device is a kernel like any other."""
+    def copy(self, source: Tensor, target: Tensor | None, to_device: bool, non_blocking: bool) -> str:
+        """Count a copy between host and device; one on the device is a kernel like any other. target: None for new.
+
+        Copies from pinned memory and to it are done when the stream is waited for. Pageable memory is staged: large
+        copies from it wait, and copies to it always do. What `.to("cpu", non_blocking=True)` makes is pinned. Returns
+        what the host waits for, if anything.
+        """
         if isinstance(source, CudaTensor):
-            return None if to_device else self.wait("copy to the host")
+            is_async = to_device or (non_blocking and (target is None or is_pinned(target)))
+            return "" if is_async else "copy to the host"
         self.counts["copies"] += 1
         self.counts["bytes"] += source.nbytes
-        if source not in self.pinned:
+        if not is_pinned(source):
             self.refuse_in_capture("copy from pageable memory")
-        return None if non_blocking else self.wait("copy from the host")
+            self.counts["staged"] += source.nbytes
+            non_blocking = non_blocking and source.nbytes <= STAGED
+        return "" if non_blocking else "copy from the host"
 
-    def check(self, function, args, kwargs, inputs: list[Tensor]) -> None:
-        """Refuse operands on several devices; count what makes the host wait."""
+    def check(self, function, args, kwargs, inputs: list[Tensor]) -> str:
+        """Refuse operands on several devices; returns what the host waits for, if anything."""
         devices = {x.device for x in inputs if isinstance(x, CudaTensor) or x.ndim}
         if function in INDEXING:
             indices = [index for index in args[1] if index is not None]
+            if not isinstance(args[0], CudaTensor) and any(isinstance(index, CudaTensor) for index in indices):
+                raise CudaError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
             if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
                 if not (len(args) > 2 and args[2].numel() == 1):  # that is a masked_fill
-                    self.wait(f"{function} with a mask")
+                    return f"{function} with a mask"
             elif any(not isinstance(index, CudaTensor) for index in indices):
-                self.wait(f"{function} with indices on the CPU")
+                return f"{function} with indices on the CPU"
         elif len(devices) > 1:
             shapes = [tuple(x.shape) for x in inputs]
             raise CudaError(f"Expected all tensors to be on the same device, found {devices} ({function}, {shapes})")
         elif function in WAITING or (WAITING_TAGS & set(function.tags) and kwargs.get("output_size") is None):
-            self.wait(str(function))
+            return str(function)
+        return ""
 
     # --- one call -----------------------------------------------------------------------------------------------------
 
@@ -186,47 +253,101 @@ class Machine:
         wanted = kwargs.get("device")
         to_device = wanted is not None and torch.device(wanted).type == "cuda"
         if not on_device and not to_device:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if any(map(is_pinned, inputs)) and not _is_view(function, inputs, result):
+                reads, writes = _reads_and_writes(function, args, kwargs)
+                self.touch(self.host, map(memory_of, reads), map(memory_of, writes))
+            return result
         if function is torch.ops.torch_attn._varlen_attn.default:  # an operation written in Python
             with _Dispatch(self):
                 return torch_varlen._varlen_attn._init_fn(*args, **kwargs)
         if function is ATEN.is_pinned.default:
             return False
-        arrives = to_device or (bool(on_device) and wanted is None)
-        if function is ATEN.copy_.default:
-            arrives = isinstance(args[0], CudaTensor)
-            self.copy(args[1], arrives, args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        elif function is ATEN._to_copy.default:
-            self.copy(args[0], arrives, kwargs.get("non_blocking", False))
-        else:
-            self.check(function, args, kwargs, inputs)
-        device = _with_index(wanted) if to_device else (on_device[0].device if on_device else None)
-        return self._compute(function, args, kwargs, on_device, arrives, device)
+        with self.lock:
+            return self._launch(function, args, kwargs, inputs, self.device_of(wanted) if to_device else None)
 
-    def _compute(self, function, args, kwargs, on_device, arrives: bool, device) -> Any:
+    def _launch(self, function, args, kwargs, inputs, wanted: torch.device | None) -> Any:
+        homes = [x.device for x in inputs if isinstance(x, CudaTensor)]
+        to_host = wanted is None and kwargs.get("device") is not None
+        if function is ATEN.copy_.default:
+            to_host = not isinstance(args[0], CudaTensor)
+            non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            waits = self.copy(args[1], args[0], not to_host, non_blocking)
+        elif function is ATEN._to_copy.default:
+            waits = self.copy(args[0], None, not to_host, kwargs.get("non_blocking", False))
+        else:
+            waits = self.check(function, args, kwargs, inputs)
+        if waits:
+            self.refuse_in_capture(waits)
+        device = wanted or homes[0]
+        if homes and homes[-1] != device:  # between two devices: a copy, and torch lets both of them wait
+            self.current_stream(device).join(self.current_stream(homes[-1]))
+        result = self._compute(function, args, kwargs, device, to_host, bool(waits))
+        if waits:
+            self.wait(waits, device)
+        return result
+
+    def _compute(self, function, args, kwargs, device: torch.device, to_host: bool, waits: bool) -> Any:
+        """Compute on the CPU what a stream of `device` would; results are wrapped unless they are the host's."""
         real_args, real_kwargs = tree_map(_real, (args, kwargs))
-        if "device" in real_kwargs:
-            real_kwargs["device"] = torch.device("cpu") if arrives else real_kwargs["device"]
+        if "device" in real_kwargs and not to_host:
+            real_kwargs["device"] = torch.device("cpu")
             real_kwargs.pop("pin_memory", None)
         compute = KERNELS.get(function, function)
         if compute is not function:
             self.counts[compute.__name__] += 1
         result = compute(*real_args, **real_kwargs)
-        if not arrives:
-            return result
-        results = _tensors(result)
-        if function in EMPTY:
-            self._spoil(results[0])
-        if function._schema.is_mutable or not _is_view(real_args, real_kwargs, results):
-            self.counts["kernels"] += function not in EMPTY
-            if self.capture is not None and self.capture.thread == threading.get_ident():
-                self.capture.calls.append((compute, real_args, real_kwargs, results))
-        written = {id(x.numbers): x for x in on_device}  # in place: the caller gets what it gave
+        results, (reads, writes) = _tensors(result), _reads_and_writes(function, real_args, real_kwargs)
+        stream, capture = self.current_stream(device), self.capture
+        if capture and (capture.thread, capture.stream) != (threading.get_ident(), stream):
+            capture = None  # it records its own thread and its own stream
+        if not _is_view(function, reads, result):
+            fresh = [] if to_host else [x for x in results if memory_of(x) is None]
+            for memory in {self.allocate(x.untyped_storage(), stream) for x in fresh if memory_of(x) is None}:
+                if capture:
+                    memory.home = None  # the pool
+                    capture.own.add(memory)
+            if function in EMPTY:
+                self._spoil(results[0])
+            else:
+                self._count(reads, results)
+                workspace = self._workspace(stream, capture) if function in PRODUCTS else None
+                if capture:
+                    call = Call(compute, real_args, real_kwargs, results, reads, writes + fresh, workspace)
+                    capture.calls.append(call)
+                else:
+                    self.touch(stream, map(memory_of, reads), map(memory_of, writes + fresh))
+        if to_host:
+            return self._arrive(args[0], result, stream, waits) if function in COPIES else result
+        given = {id(x.numbers): x for x in _tensors((args, kwargs)) if isinstance(x, CudaTensor)}
 
-        def wrap(x):
-            return written[id(x)] if id(x) in written else CudaTensor(x, self, device)
+        def wrap(x):  # in place: the caller gets what it gave
+            return given[id(x)] if id(x) in given else CudaTensor(x, self, device)
 
         return tree_map(lambda x: wrap(x) if isinstance(x, Tensor) else x, result)
+
+    def _count(self, reads: list[Tensor], results: list[Tensor]) -> None:
+        self.counts["kernels"] += 1
+        for x in (*reads, *results):
+            self.traffic[x.dtype] += x.nbytes
+
+    def _workspace(self, stream: Stream, capture: Capture | None) -> Workspace:
+        return self.workspaces.setdefault(stream, Workspace(capture and capture.pool))
+
+    def clear_workspaces(self) -> None:
+        for workspace in self.workspaces.values():
+            workspace.is_kept = False
+        self.workspaces.clear()
+
+    def _arrive(self, target: Tensor, result: Tensor, stream: Stream, waits: bool) -> Tensor:
+        """A copy to the host; one that nobody has waited for holds poison until then."""
+        if not waits:
+            memory = memory_of(result) or Memory(pinned=True)
+            result.untyped_storage().memory = memory
+            memory.written = Access(stream, stream.seen[stream], place())
+            self.pending.append((memory.written, result, result.clone()))
+            self._spoil(result)
+        return result
 
     def _spoil(self, fresh: Tensor) -> None:
         if fresh.is_floating_point():
@@ -236,34 +357,75 @@ class Machine:
 
     # --- torch.cuda ---------------------------------------------------------------------------------------------------
 
-    @property
-    def streams(self) -> list[Stream]:
-        """Of this thread, the current one last."""
-        if not hasattr(self.of_thread, "streams"):
-            self.of_thread.streams = [Stream()]
-        return self.of_thread.streams
+    def device_of(self, device: Any) -> torch.device:
+        """With an index: that of "cuda" is the current device's."""
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+        return device if device.index is not None else torch.device("cuda", self.current_device())
+
+    def current_device(self) -> int:
+        return getattr(self.of_thread, "device", 0)
+
+    def current_stream(self, device=None) -> Stream:
+        index = self.device_of(device).index
+        return getattr(self.of_thread, "streams", {}).get(index, self.default_streams[index])
+
+    def set_device(self, device) -> None:
+        self.of_thread.device = self.device_of(device).index
+
+    def set_stream(self, stream: Stream) -> None:
+        self.set_device(stream.device)
+        self.of_thread.streams = getattr(self.of_thread, "streams", {}) | {stream.device.index: stream}
 
     @contextlib.contextmanager
-    def stream(self, stream: Stream):
-        self.streams.append(stream)
+    def device(self, device):
+        before = self.current_device()
+        self.set_device(device)
         try:
             yield
         finally:
-            self.streams.pop()
+            self.set_device(before)
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream | None):
+        if stream is None:
+            yield
+            return
+        before = self.current_stream(stream.device)
+        with self.device(stream.device):
+            self.set_stream(stream)
+            try:
+                yield
+            finally:
+                self.set_stream(before)
+
+    def synchronize(self, device=None) -> None:
+        self.refuse_in_capture("synchronize")
+        self.counts["synchronize"] += 1
+        for stream in self.all_streams:
+            if stream.device == self.device_of(device):
+                self.host_waits_for(stream)
 
     @contextlib.contextmanager
     def graph(self, graph: CUDAGraph, pool=None, stream=None, capture_error_mode: str = "global"):
         if self.capture is not None:
             raise CudaError("graph: another capture is going on")
-        self.capture = capture = Capture(pool, stream, capture_error_mode)
+        self.synchronize()
+        capture = Capture(pool or self.pool_handle(), stream or Stream(), capture_error_mode)
         self.captures.append(capture)
-        try:
-            yield
-        finally:
-            self.capture = None
+        with self.stream(capture.stream):
+            self.capture = capture
+            try:
+                yield
+            finally:
+                self.capture = None
         if capture.broken:
             raise CudaError(f"operation failed due to a previous error during capture ({capture.broken})")
-        graph.calls, graph.machine = capture.calls, self
+        graph.finish(capture, self)
+
+    def pool_handle(self) -> tuple[int, int]:
+        handle = (0, len(self.pools) + 1)
+        self.pools[handle] = Memory()
+        return handle
 
     def set_sync_debug_mode(self, mode: int | str) -> None:
         warnings.warn(
@@ -280,23 +442,30 @@ class Machine:
             "_lazy_init": lambda: None,
             "init": lambda: None,
             "device_count": lambda: self.devices,
-            "current_device": lambda: 0,
+            "current_device": self.current_device,
+            "set_device": self.set_device,
+            "device": self.device,
             "get_device_capability": lambda device=None: self.capability,
             "get_device_name": lambda device=None: "simulated",
             "get_device_properties": lambda device=None: SimpleNamespace(name="simulated", total_memory=80 << 30),
             "is_bf16_supported": lambda *args, **kwargs: self.capability >= (8, 0),
-            "synchronize": lambda device=None: self.counts.update(["synchronize"]),
+            "synchronize": self.synchronize,
             "empty_cache": lambda: None,
             "mem_get_info": lambda device=None: (80 << 30, 80 << 30),
             "memory_reserved": lambda device=None: 0,
-            "memory_allocated": lambda device=None: 0,
+            "memory_allocated": lambda device=None: self.live,
+            "max_memory_allocated": lambda device=None: self.peak,
+            "reset_peak_memory_stats": lambda device=None: setattr(self, "peak", self.live),
             "memory_snapshot": lambda *args, **kwargs: [],
             "Stream": Stream,  # a class: annotations name it
             "stream": self.stream,
-            "current_stream": lambda device=None: self.streams[-1],
+            "set_stream": self.set_stream,
+            "current_stream": self.current_stream,
+            "default_stream": lambda device=None: self.default_streams[self.device_of(device).index],
+            "Event": Event,
             "CUDAGraph": CUDAGraph,
             "graph": self.graph,
-            "graph_pool_handle": lambda: (0, next(self.pools)),
+            "graph_pool_handle": self.pool_handle,
             "get_sync_debug_mode": lambda: self.sync_debug_mode,
             "set_sync_debug_mode": self.set_sync_debug_mode,
             "is_current_stream_capturing": lambda: self.capture is not None,
@@ -306,7 +475,7 @@ class Machine:
 @contextlib.contextmanager
 def simulated_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)):
     """While it lasts, this process has CUDA devices; yields the `Machine`."""
-    machine = Machine(devices, capability)
+    before, machine = getattr(Stream, "machine", None), Machine(devices, capability)
     run, convert = threading.Thread.run, torch.__future__.get_overwrite_module_params_on_conversion()
 
     def run_on_machine(thread):
@@ -315,15 +484,19 @@ def simulated_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)):
 
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # `.to` makes new parameters, of another class
     _set_device_guard()
+    clear = {"_cuda_clearCublasWorkspaces": machine.clear_workspaces}
     try:
         with (
             _replaced(torch.cuda, machine.functions()),
+            _replaced(torch._C, clear),
+            _replaced(torch, {"Generator": Generator}),
             _replaced(torch.inference_mode, {"__enter__": _enter_no_grad, "__exit__": _leave_no_grad}),
             _replaced(threading.Thread, {"run": run_on_machine}),
             _modes(machine),
         ):
             yield machine
     finally:
+        Stream.machine = before
         torch.__future__.set_overwrite_module_params_on_conversion(convert)
 
 
@@ -340,7 +513,7 @@ def _set_device_guard() -> None:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, replacements: dict[str, Any]):
-    before = {name: getattr(owner, name) for name in replacements}
+    before = {name: getattr(owner, name, None) for name in replacements}
     for name, replacement in replacements.items():
         setattr(owner, name, replacement)
     try:
@@ -392,16 +565,19 @@ class _Python(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is Tensor.pin_memory:
-            pinned = args[0].clone()
-            self.machine.pinned[pinned] = True
+        if function is Tensor.pin_memory or (kwargs.get("pin_memory") and "device" not in kwargs):
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+            pinned = args[0].clone() if function is Tensor.pin_memory else function(*args, **kwargs)
+            pinned.untyped_storage().memory = Memory(pinned=True)
             return pinned
+        if function is torch.tensor and any(isinstance(x, CudaTensor) for x in tree_leaves(args)):  # scalars, in a list
+            args = tree_map(lambda x: x.item() if isinstance(x, CudaTensor) else x, args)
         if function is Tensor.is_pinned:
-            return args[0] in self.machine.pinned
+            return is_pinned(args[0])
         if function in FUSED and isinstance(args[0], CudaTensor):
             return self.machine.run(*FUSED[function](*args, **kwargs))[0]
         if function is Tensor.cuda:
-            return args[0].to("cuda:0")
+            return args[0].to(self.machine.device_of(kwargs.get("device", *args[1:2])))
         if function is not torch.device:
             args, kwargs = tree_map(_with_index, (args, kwargs))
         return function(*args, **kwargs)
@@ -426,7 +602,7 @@ def _with_index(device: Any) -> Any:
     is_plain = (isinstance(device, str) and device == "cuda") or (
         isinstance(device, torch.device) and device.type == "cuda" and device.index is None
     )
-    return torch.device("cuda", 0) if is_plain else torch.device(device) if _names_a_device(device) else device
+    return Stream.machine.device_of("cuda") if is_plain else torch.device(device) if _names_a_device(device) else device
 
 
 def _names_a_device(value: Any) -> bool:
@@ -441,6 +617,23 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _is_view(args, kwargs, results: list[Tensor]) -> bool:
-    memory = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))} - {0}
-    return any(x.untyped_storage().data_ptr() in memory for x in results)
+def is_pinned(x: Tensor) -> bool:
+    memory = None if isinstance(x, CudaTensor) else memory_of(x)
+    return memory is not None and memory.pinned
+
+
+def _reads_and_writes(function, args, kwargs) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors among the arguments, by what the schema says of them."""
+    written = []
+    for i, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
+    return [x for x in _tensors((args, kwargs)) if not any(x is y for y in written)], written
+
+
+def _is_view(function, inputs: list[Tensor], result: Any) -> bool:
+    """Whether nothing is computed: a result lies in an argument's memory, and the function does not write."""
+    if function._schema.is_mutable:
+        return False
+    memory = {x.untyped_storage().data_ptr() for x in inputs} - {0}
+    return any(x.untyped_storage().data_ptr() in memory for x in _tensors(result))

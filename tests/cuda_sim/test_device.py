@@ -88,10 +88,10 @@ def test_a_replay_repeats_what_was_captured_and_nothing_else(machine):
     with torch.cuda.graph(graph):
         y = (x * factor)[:1] + 1
     factor = 100
-    first = y.clone()
+    assert y.isnan().all()  # a capture runs nothing
     x.fill_(5)
     graph.replay()
-    assert (first.tolist(), y.tolist(), factor) == ([3], [11], 100)
+    assert (y.tolist(), factor) == ([11], 100)
 
 
 @pytest.mark.parametrize(("mode", "breaks"), [("global", True), ("thread_local", False)])
@@ -110,7 +110,9 @@ def test_another_thread_disturbs_a_global_capture_alone(machine, mode, breaks):
         with pytest.raises(CudaError, match="previous error during capture"):
             capture()
     else:
-        assert capture().tolist() == [2, 2]
+        y = capture()
+        graph.replay()
+        assert y.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -66,10 +66,10 @@ def test_every_rank_uses_its_own_gpu(monkeypatch, layouts):
 
     def work(rank):
         nccl.rank.number = rank
-        encoder = build("Qwen2.5-VL").to(f"cuda:{rank}")
-        results[rank] = [x.cpu() for x in run_dp_sharded_mrope_vision_model(encoder, case.rows, layouts)]
+        results[rank] = [x.cpu() for x in run_dp_sharded_mrope_vision_model(encoders[rank], case.rows, layouts)]
 
     with simulated_cuda(devices=2):
+        encoders = [build("Qwen2.5-VL").to(f"cuda:{rank}") for rank in range(2)]  # here: threads share one seed
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
         for thread in threads:
             thread.start()
@@ -98,6 +98,20 @@ def test_varlen_is_flash_attention_2_in_every_release(machine, monkeypatch):
         q = torch.randn(length, 2, 16).bfloat16().cuda()
         varlen_attention(q, q, q, cumulative_lengths([length]).cuda(), length, backend="varlen")
     assert (machine.counts["flash_attention"], machine.counts["cudnn_attention"]) == (2, 0)
+
+
+def test_cudnn_runs_only_if_asked_for(monkeypatch):
+    """On Hopper with torch 2.14. Oracle: the kernel of flash-attn 2."""
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.14.0"))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    with simulated_cuda(capability=(8, 0)):
+        assert "cudnn" not in available_backends("cuda", torch.bfloat16)
+    with simulated_cuda() as machine:
+        assert available_backends("cuda", torch.bfloat16)[-1] == "cudnn"
+        assert choose_backend("auto", "cuda", torch.bfloat16) == "varlen"
+        q, cu_seqlens = torch.randn(6, 2, 16).bfloat16().cuda(), cumulative_lengths([4, 2]).cuda()
+        cudnn, flash = (varlen_attention(q, q, q, cu_seqlens, 4, backend=name) for name in ("cudnn", "varlen"))
+        assert machine.counts["cudnn_attention"] == 1 and torch.equal(cudnn.cpu(), flash.cpu())
 
 
 def test_no_segments_are_no_work(machine):

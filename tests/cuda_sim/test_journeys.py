@@ -151,3 +151,19 @@ def test_compile_has_torch_compile_every_block_before_it_returns(monkeypatch):
         blocks = list(vlm.encoder.blocks)
         assert compiled == [(block, {"dynamic": True}) for block in blocks] and ran == blocks
         assert vlm.encoder.is_compiled
+
+
+def test_streams_of_old_releases_decode_without_graphs(monkeypatch):
+    """torch 2.11 and 2.12 record a decode step in one thread alone. From 2.13 on transformers' own mode is used."""
+    found = []
+    vlm = refvl.load(
+        DATA / "checkpoints" / "tiny-qwen2_5_vl", device="cpu", compile=True, max_cache_len=256, progress=False
+    )
+    assert vlm.language_model.generation_config.max_cache_len == 256
+    monkeypatch.setattr(
+        vlm, "decode", lambda traces, count, streamer, **options: (found.append(options), streamer.end())
+    )
+    for release in ("2.12.1", "2.13.0"):
+        monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(release))
+        list(vlm.chat("hello", stream=True))
+    assert [getattr(options.get("compile_config"), "mode", None) for options in found] == ["default", None]

@@ -12,12 +12,14 @@ from torch.overrides import TorchFunctionMode
 
 from refvl.attention import (
     BACKENDS,
+    attend,
     available_backends,
     choose_backend,
     group_segments,
     varlen_attention,
+    zero_padding,
 )
-from refvl.encoders.resampler import group_segment_pairs, varlen_cross_attention
+from refvl.encoders.resampler import group_segment_pairs
 
 HEAD_SIZES = (64, 72, 80, 128)
 SEGMENTS = {
@@ -117,6 +119,12 @@ def slow_cross_attention(q, k, v, pairs):
     return torch.cat(out)
 
 
+def cross_attention(q, k, v, cu_q, cu_k, max_q, max_k, backend):
+    """As the resampler's `CrossAttention` calls it."""
+    groups = group_segment_pairs(cu_q, cu_k)
+    return zero_padding(attend(q, k, v, cu_q, cu_k, max_q, max_k, backend, groups), cu_q, backend)
+
+
 def check_cross_parity(backend, pairs, head_size, dtype, device, padding=3):
     """Rows behind the last segment hold NaN, come out as zero and reach nothing."""
     queries, keys = zip(*pairs, strict=True)
@@ -124,7 +132,7 @@ def check_cross_parity(backend, pairs, head_size, dtype, device, padding=3):
     _, k, v = random_qkv(sum(keys) + padding, 3, head_size, dtype, device, seed=2)
     q[sum(queries) :], k[sum(keys) :], v[sum(keys) :] = (float("nan"),) * 3
     cu_q, cu_k = cumulative([*queries, 0], device), cumulative([*keys, 0], device)
-    out = varlen_cross_attention(q, k, v, cu_q, cu_k, max(queries), max(keys), backend=backend)
+    out = cross_attention(q, k, v, cu_q, cu_k, max(queries), max(keys), backend)
     assert (out.dtype, out.shape) == (dtype, q.shape)
     want = slow_cross_attention(q, k, v, pairs)
     assert_exact(out[: len(want)], want, v, max(keys))
@@ -142,25 +150,19 @@ def test_cross_attention_equals_the_slow_formula(name, head_size):
 
 
 def test_cross_attention_of_equal_segments_is_self_attention():
-    """Oracle: `varlen_attention` of the same lengths, bit for bit; groups of the plan or computed on the way."""
+    """Oracle: `varlen_attention` of the same lengths, bit for bit."""
     q, k, v = random_qkv(21, 2, 8)
     cu = cumulative([9, 3, 9])
     for backend in ("sdpa", "masked"):
-        got = varlen_cross_attention(q, k, v, cu, cu, 9, 9, backend=backend)
+        got = cross_attention(q, k, v, cu, cu, 9, 9, backend)
         assert torch.equal(got, varlen_attention(q, k, v, cu, 9, backend=backend))
-    planned = varlen_cross_attention(q, k, v, cu, cu, 9, 9, backend="sdpa", groups=group_segment_pairs(cu, cu))
-    assert torch.equal(planned, varlen_cross_attention(q, k, v, cu, cu, 9, 9, backend="sdpa"))
 
 
-def test_bad_cross_attention_is_named():
+def test_an_unknown_backend_is_named():
     q, k, v = random_qkv(6, 2, 8)
     cu = cumulative([6])
     with pytest.raises(ValueError, match="backend: expected one of"):
-        varlen_cross_attention(q, k, v, cu, cu, 6, 6, backend="auto")
-    with pytest.raises(ValueError, match="cu_seqlens_k: dimension 0 must be 2, got 3"):
-        varlen_cross_attention(q, k, v, cu, cumulative([3, 3]), 6, 3, backend="sdpa")
-    with pytest.raises(ValueError, match="v_NHK: dimension 0 must be 6, got 5"):
-        varlen_cross_attention(q, k, v[:5], cu, cu, 6, 6, backend="sdpa")
+        cross_attention(q, k, v, cu, cu, 6, 6, "auto")
 
 
 class CountSdpa(TorchFunctionMode):
@@ -216,7 +218,7 @@ def test_a_spoiled_segment_spoils_itself_alone(backend, which, dtype, value):
     outs = []
     for spoil in (0.0, value):
         inputs[which][row] = spoil
-        outs.append(varlen_cross_attention(*inputs.values(), cu_q, cu_k, 4, 7, backend=backend))
+        outs.append(cross_attention(*inputs.values(), cu_q, cu_k, 4, 7, backend))
     clean, spoiled = outs
     others = [0, 1, 2, 3, 6, 7, 8, 9, 10]
     assert torch.equal(spoiled[others], clean[others])

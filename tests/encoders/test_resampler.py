@@ -1,7 +1,6 @@
 """The resamplers: equal to vLLM's, and to one slow formula that pads, masks and loops."""
 
 import json
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -89,17 +88,6 @@ def test_the_positions_in_checkpoints_are_the_formula():
         resampler.load_weights([*weights.items(), ("resampler.position", array("r2/pos_embed"))])
 
 
-@torch.no_grad()
-def test_slices_of_2_0_do_not_see_each_other():
-    """Slices of different grids in one forward equal each alone."""
-    resampler = randomised(Resampler2(3, 64, 4, 48))
-    sizes = [(3, 5), (2, 2), (3, 3), (7, 2)]
-    rows = torch.randn(sum(h * w for h, w in sizes), 48)
-    together = resampler.resample(rows, resampler.plan(sizes)).unflatten(0, (-1, 9))
-    for got, part, size in zip(together, rows.split([h * w for h, w in sizes]), sizes, strict=True):
-        assert_agree(got, resampler(part[None], size)[0], resampler)
-
-
 # --- 2.5, 2.6, 4.0 ----------------------------------------------------------------------------------------------------
 
 
@@ -150,11 +138,6 @@ def test_resampler_4_5_golden(case):
     assert_agree(got, array(f"r45/{case['name']}/y"), resampler)
 
 
-def test_time_golden():
-    """Angles up to 7."""
-    assert_agree(sincos_1d(64, 8), array("r45/temporal_table_first8"), 4, scale=8.0)
-
-
 @torch.no_grad()
 def test_groups_and_times_equal_the_slow_formula():
     """Oracle: `slow`; pictures, a group that mixes grids, times at and beyond the end of upstream's table of 50."""
@@ -188,33 +171,6 @@ def test_time_is_told_apart():
 
 
 # --- all --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cls", [Resampler2_5, Resampler4_5])
-def test_resample_reads_nothing_back(cls):
-    """On the meta device no value exists: any item(), tolist(), nonzero or branch on a tensor would raise."""
-    with torch.device("meta"):
-        resampler = cls(6, 64, 4, 48)
-    plan = resampler.plan([(4, 6), (2, 3)])
-    assert all(getattr(plan, f.name).is_meta for f in fields(plan) if f.type is torch.Tensor)
-    for attention in ("sdpa", "masked"):
-        assert resampler.resample(torch.empty(30, 48, device="meta"), plan, attention).shape == (12, 64)
-
-
-@pytest.mark.parametrize(
-    "resampler", [Resampler2(3, 64, 4, 48), Resampler2_5(6, 64, 4, 48), Resampler4_5(6, 64, 4, 48)]
-)
-def test_half_precision_every_weight_and_no_slices(resampler):
-    """bfloat16 keeps its dtype and comes near float32; gradients reach every weight; no slices give no tokens."""
-    randomised(resampler)
-    x, size = torch.randn(1, 20, 48), (4, 5)
-    want = resampler(x, size if isinstance(resampler, Resampler2) else [size])
-    want.square().sum().backward()
-    assert [name for name, p in resampler.named_parameters() if p.grad is None or not p.grad.any()] == []
-    half = resampler.bfloat16()(x.bfloat16(), size if isinstance(resampler, Resampler2) else [size])
-    assert half.dtype == torch.bfloat16
-    assert_agree(half, want.double(), 12)  # results of a layer that are rounded to bfloat16
-    assert resampler.resample(torch.zeros(0, 48), resampler.plan([])).shape == (0, 64)
 
 
 def test_the_planned_frequencies_survive_a_cast():

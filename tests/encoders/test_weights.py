@@ -9,42 +9,54 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from towers import CLASSES
 
-from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.encoders.weights import load_strict
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "weight_mapping.json").read_text())
-CONFIG = replace(
-    Qwen2_5_VisionConfig.tiny(), depth=2, hidden_size=16, intermediate_size=24, out_hidden_size=12, patch_size=4
-)
-KERNEL = (16, 3, 2, 4, 4)
-QKV = re.compile(r"\.qkv\.")
 
 
-def new_encoder(config=CONFIG):
+@pytest.fixture(autouse=True)
+def all_are_listed(monkeypatch):
+    monkeypatch.setattr("refvl.checkpoints.LISTED", 1000)
+
+
+SMALL = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 12, "patch_size": 4}
+KERNELS = {"patch_embed.proj.weight": (16, 3, 2, 4, 4), "downsample.weight": (12, 16, 2, 2)}
+
+
+def new_encoder(family="qwen2_5_vl", **changes):
     """A tower whose parameters are all NaN: a parameter that loading forgets stays NaN."""
-    encoder = Qwen2_5_VisionTransformer.from_config(config)
+    encoder = CLASSES[family].from_config(replace(CLASSES[family].config_class.tiny(), **SMALL | changes))
     for parameter in encoder.parameters():
         nn.init.constant_(parameter, float("nan"))
     return encoder
 
 
-def released(config=CONFIG):
-    """Module name -> random tensor, with the patch kernel as a convolution: as in released checkpoints."""
+def released(encoder=None):
+    """Module name -> random tensor, convolution kernels in their own shape: as in released checkpoints."""
     generator = torch.Generator().manual_seed(0)
-    shapes = {name: parameter.shape for name, parameter in new_encoder(config).named_parameters()}
-    shapes["patch_embed.proj.weight"] = KERNEL
+    shapes = {name: parameter.shape for name, parameter in (encoder or new_encoder()).named_parameters()}
+    shapes |= {name: shape for name, shape in KERNELS.items() if name in shapes}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def separate_qkv(state):
     parts = {}
     for name, tensor in state.items():
-        if QKV.search(name):
-            parts |= {QKV.sub(f".{p}.", name): x for p, x in zip("qkv", tensor.chunk(3), strict=True)}
-        else:
-            parts[name] = tensor
+        pieces = tensor.chunk(3) if ".qkv." in name else [tensor]
+        parts |= {name.replace(".qkv.", f".{p}."): x for p, x in zip("qkv", pieces, strict=False)}
     return parts
+
+
+def fused_gate_up(state):
+    fused = {}
+    for name, tensor in state.items():
+        if ".gate_proj." in name:
+            name, tensor = name.replace("gate", "gate_up"), torch.cat([tensor, state[name.replace("gate", "up")]])
+        if ".up_proj." not in name:
+            fused[name] = tensor
+    return fused
 
 
 def prefixed(prefix, state):
@@ -54,11 +66,14 @@ def prefixed(prefix, state):
 NAMINGS = {
     "original": lambda state: prefixed("visual.", state),
     "after 4.52": lambda state: prefixed("model.visual.", state),
-    "separate q, k, v": lambda state: prefixed("visual.", separate_qkv(state)),
-    "separate, after 4.52": lambda state: prefixed("model.visual.", separate_qkv(state)),
     "the tower alone": lambda state: state,
-    "reversed order": lambda state: dict(reversed(prefixed("visual.", separate_qkv(state)).items())),
+    "separate q, k, v": lambda state: prefixed("visual.", separate_qkv(state)),
+    "separate, reversed": lambda state: dict(reversed(prefixed("model.visual.", separate_qkv(state)).items())),
+    "fused gate and up": lambda state: prefixed("visual.", fused_gate_up(state)),
+    "both": lambda state: dict(reversed(fused_gate_up(separate_qkv(state)).items())),
 }
+FAMILIES = [("qwen2_5_vl", {})]
+FAMILIES += [(family, {"attention_bias": bias}) for family in ("glm4v", "glm_ocr") for bias in (False, True)]
 
 
 def load_error(encoder, weights):
@@ -66,29 +81,22 @@ def load_error(encoder, weights):
     with pytest.raises(ValueError, match="the weights do not match the model") as caught:
         encoder.load_weights(weights.items() if isinstance(weights, dict) else weights)
     title, *lines = str(caught.value).splitlines()
-    assert title.startswith("Qwen2_5_VisionTransformer: ")
+    assert title.startswith(f"{type(encoder).__name__}: ")
     return dict(re.match(r"  (\w+) \(\d+\): (.*)", line).groups() for line in lines)
 
 
 # --- what fits --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("family", "changes"), FAMILIES, ids=str)
 @pytest.mark.parametrize("naming", NAMINGS)
-def test_every_naming_fills_every_parameter(naming):
-    """Oracle: the tensors themselves; q, k, v are the rows of qkv in this order, the kernel is flattened row by row."""
-    encoder, state = new_encoder(), released()
-    filled = encoder.load_weights(NAMINGS[naming](state).items())
-    assert filled == set(state) == set(dict(encoder.named_parameters()))
+def test_every_naming_fills_every_parameter(naming, family, changes):
+    """Oracle: the tensors themselves; q, k, v are the rows of qkv, gate and up those of gate_up, in this order."""
+    encoder = new_encoder(family, **changes)
+    state = released(encoder)
+    assert encoder.load_weights(NAMINGS[naming](state).items()) == set(state) == set(dict(encoder.named_parameters()))
     for name, parameter in encoder.named_parameters():
         assert torch.equal(parameter, state[name].reshape(parameter.shape)), name
-
-
-def test_a_tower_loads_its_own_state_dict():
-    """There the patch kernel is a matrix already."""
-    first, second = new_encoder(), new_encoder()
-    first.load_weights(released().items())
-    assert second.load_weights(first.state_dict().items()) == set(first.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
 def test_weights_are_cast_to_the_tower_s_dtype():
@@ -106,12 +114,14 @@ def test_loading_copies():
     assert torch.equal(encoder.merger.ln_q.weight, before)
 
 
-@pytest.mark.parametrize("row", GOLDEN["qwen2_5_vl"], ids=lambda row: f"{row[0]}-{row[1]}")
-def test_golden_names(row):
+GOLDEN_NAMES = [(family, row) for family in ("qwen2_5_vl", "glm4v") for row in GOLDEN[family]]
+
+
+@pytest.mark.parametrize(("family", "row"), GOLDEN_NAMES, ids=lambda x: x if isinstance(x, str) else f"{x[0]}-{x[1]}")
+def test_golden_names(family, row):
     """Oracle: vLLM 0.33.0's name maps, where gate and up are one matrix. The language model's names are refused."""
     _, name, _, target, shard = row
-    deep = replace(CONFIG, depth=12)  # the golden names reach block 11
-    complaints = load_error(new_encoder(deep), {name: torch.empty(0)})
+    complaints = load_error(new_encoder(family, depth=12), {name: torch.empty(0)})  # they reach block 11
     if not target.startswith("visual."):
         assert complaints["unexpected"] == name
         return
@@ -127,6 +137,31 @@ def test_golden_names(row):
 
 
 # --- what does not ----------------------------------------------------------------------------------------------------
+
+
+def test_fused_rows_and_kernels_that_do_not_fit_are_named_by_their_parts():
+    encoder = new_encoder("glm4v", depth=1)
+    weights = prefixed("visual.", fused_gate_up(released(encoder))) | {
+        "visual.blocks.0.mlp.gate_up_proj.weight": torch.zeros(22, 16),
+        "visual.downsample.weight": torch.zeros(12, 16, 3, 3),
+    }
+    parts = [f"visual.blocks.0.mlp.{part}_proj.weight is (11, 16), expected (12, 16)" for part in ("gate", "up")]
+    kernel = "visual.downsample.weight is (12, 16, 3, 3), expected (12, 16, 2, 2)"
+    assert load_error(encoder, weights) == {"misshapen": ", ".join([*parts, kernel])}
+
+
+def test_gate_and_up_given_twice_are_refused():
+    encoder = new_encoder("glm4v", depth=1)
+    state = released(encoder)
+    complaints = load_error(encoder, state | fused_gate_up(state))
+    assert set(complaints) == {"repeated"} and len(complaints["repeated"].split(", ")) == 4
+
+
+def test_the_weights_of_another_tower_are_refused():
+    """GLM-4.1V's have a position table and a norm that GLM-OCR's lacks, and lack its norms of q and k."""
+    complaints = load_error(new_encoder("glm_ocr"), released(new_encoder("glm4v")))
+    assert "embeddings.position_embedding.weight" in complaints["unexpected"]
+    assert "blocks.0.attn.q_norm.weight" in complaints["missing"]
 
 
 def test_all_complaints_come_in_one_error_and_nothing_is_copied():
@@ -148,6 +183,13 @@ def test_all_complaints_come_in_one_error_and_nothing_is_copied():
 def test_an_empty_checkpoint_misses_everything():
     encoder = new_encoder()
     assert load_error(encoder, {}) == {"missing": ", ".join(dict(encoder.named_parameters()))}
+
+
+def test_of_many_complaints_the_first_are_named(monkeypatch):
+    """A checkpoint of another model misses hundreds: the error stays one that can be read."""
+    monkeypatch.setattr("refvl.checkpoints.LISTED", 2)
+    first, second, *others = dict(new_encoder().named_parameters())
+    assert load_error(new_encoder(), {}) == {"missing": f"{first}, {second} and {len(others)} more"}
 
 
 @pytest.mark.parametrize(
@@ -228,7 +270,7 @@ def test_a_name_that_is_nearly_right_is_refused(name):
 def test_a_tower_without_memory_is_refused():
     """On the meta device a copy would do nothing, silently."""
     with torch.device("meta"):
-        encoder = Qwen2_5_VisionTransformer.from_config(CONFIG)
+        encoder = new_encoder()
     with pytest.raises(ValueError, match=r"is on the meta device; give it memory first \(`to_empty`\)"):
         encoder.load_weights(released().items())
     encoder.to_empty(device="cpu").load_weights(released().items())

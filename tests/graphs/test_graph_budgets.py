@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from refvl.graphs import Batch, Limits, generate_budgets, infer_limits, padding_waste, plan_batches
 from refvl.graphs.budgets import pack_items
-from refvl.graphs.packing import Capacity
-from refvl.graphs.search import pack, search
+from refvl.graphs.packing import Capacity, pack, search
 from refvl.positions.windows import get_window_index, max_window_count
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "encoder_graph_plan.json").read_text())

@@ -1,6 +1,6 @@
 """Static buffers: every padding rule written out, nothing stale, nothing beyond capacity."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -217,14 +217,3 @@ def test_a_capacity_is_itself_a_legal_plan():
         assert (lengths[0], lengths[-1]) == (0, 4 * MAX_TOKENS)
         assert (lengths.diff() >= 0).all()
         assert lengths.diff().max() <= longest
-
-
-def test_every_field_of_the_tower_has_a_rule():
-    """A field added later without one would be refused at the first replay; here it is refused before."""
-    capacity = ENCODER.plan_capacity(4, 2)
-    for f in fields(capacity):
-        value = getattr(capacity, f.name)
-        if isinstance(value, torch.Tensor):
-            assert f.metadata.get("pad") in PAD_RULES
-        else:
-            assert isinstance(value, int) or f.metadata.get("pad") == "empty"

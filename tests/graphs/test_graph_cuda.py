@@ -230,6 +230,23 @@ def test_an_encoder_that_reads_a_value_back_is_refused(encoder, manager):
     assert_equal(manager.execute(patches, grids), eager(encoder, patches, grids))
 
 
+@pytest.mark.parametrize("first", ["graphs", "compiled"])
+def test_graphs_keep_their_workspaces_when_compiled_code_clears_its_own(encoder, first):
+    """What "reduce-overhead" does, before the capture or after it; then all free memory is poisoned."""
+    manager, grids = new_manager(encoder), [(1, 8, 8), (2, 4, 6)]
+    patches = patches_of(grids, encoder)
+    if first == "compiled":
+        torch._C._cuda_clearCublasWorkspaces()
+    clean = manager.execute(patches, grids)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    poisoned = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(32)]
+    for output, want in zip(manager.execute(patches, grids), clean, strict=True):
+        assert torch.equal(output, want)
+    manager.clear()
+    assert all(x.isnan().all() for x in poisoned)  # nothing was written to memory that is another's now
+
+
 @pytest.mark.allocator
 def test_clear_gives_the_memory_back(encoder):
     """The pool is empty afterwards, the allocator holds as much as after the warm-up, and the next use captures."""

@@ -1,10 +1,12 @@
 """Weights that change after the capture: graphs are as new as the weights, in every family and in every way."""
 
+import copy
+import pickle
 from collections import Counter
 
 import pytest
 import torch
-from graph_families import FAMILIES, build, distance, make_case, manager_of
+from graph_families import FAMILIES, FOLDED, GRIDS, SQUARES, build, distance, make_case, manager_of
 
 from refvl.graphs.weights import baked_in
 
@@ -12,12 +14,14 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-12}  # as in test_graph_thre
 LAYOUTS = {
     "grids": [[(1, 4, 4), (2, 2, 6)], [(1, 8, 8)]],
     "slices": [[((4, 4), (2, 5))], [((1, 3),), ((5, 5), (3, 3))]],
+    "folded": [[((8, 4), (4, 4))], [((4, 4),), ((12, 8), (4, 4))]],
     "crops": [[(1, 2), (0, 0)], [(2, 4)]],  # the last picture's crops run eagerly
 }
 
 
 def layouts_of(family):
-    return LAYOUTS["crops" if family == "Step3-VL" else "slices" if "MiniCPM" in family else "grids"]
+    kinds = {"folded": FOLDED, "crops": SQUARES, "grids": GRIDS}
+    return LAYOUTS[next((kind for kind, families in kinds.items() if family in families), "slices")]
 
 
 def other_weights(family, encoder):
@@ -144,3 +148,57 @@ def test_all_parameters_are_watched(family):
     """Oracle: `Module.parameters`, where each lies and as what."""
     encoder = build(family)
     assert Counter(baked_in(encoder)) == Counter((weight.data_ptr(), weight.dtype) for weight in encoder.parameters())
+
+
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("when", ["before the plan", "after it"])
+def test_hooks_after_the_capture_are_called(family, when):
+    """One that changes what a layer puts out, once for each forward. Oracle: the encoder without graphs."""
+    encoder, [batch, _] = build(family), layouts_of(family)
+    manager = manager_of(encoder)
+    plain = manager.execute(make_case(encoder, batch).rows, batch)
+    early = manager.plan(batch)
+    hits = manager.stats().hits
+    layer = next(module for module in encoder.modules() if isinstance(module, torch.nn.LayerNorm | torch.nn.Linear))
+    with torch.no_grad():
+        hook = layer.register_forward_hook(lambda _, __, output: output.flip(-1))
+        case = make_case(encoder, batch)
+        plan = early if when == "after it" else manager.plan(batch)
+        hooked = manager.run(case.rows, plan)
+    assert distance(hooked, case.wanted) <= TOLERANCE[torch.float32] and distance(hooked, plain) > 0.01
+    assert manager.stats().hits == hits and {b.budget for b in manager.last_batches} == {None}
+    hook.remove()
+    assert distance(manager.execute(make_case(encoder, batch).rows, batch), plain) <= TOLERANCE[torch.float32]
+    assert manager.stats().hits == 2 * hits, "graphs replay again"
+
+
+def test_hooks_of_all_modules_are_called():
+    """As profilers set them, and on what goes in. Oracle: how often a forward without graphs calls them."""
+    encoder, [_, batch] = build("Qwen2.5-VL"), layouts_of("Qwen2.5-VL")
+    manager, case = manager_of(encoder), make_case(encoder, batch)
+    manager.capture()
+    for register in (torch.nn.modules.module.register_module_forward_pre_hook, encoder.register_forward_pre_hook):
+        calls: list[torch.nn.Module] = []
+        hook = register(lambda module, _, calls=calls: calls.append(module))
+        try:
+            make_case(encoder, batch)
+            eager = len(calls)
+            manager.execute(case.rows, batch)
+            assert len(calls) == 2 * eager > 0
+        finally:
+            hook.remove()
+
+
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_copies_begin_without_graphs(family, copied):
+    """They follow their own encoder. Oracle: that encoder, changed after the copy, without graphs."""
+    encoder, layouts = build(family), layouts_of(family)
+    manager = manager_of(encoder)
+    check(encoder, manager, encoder, layouts)
+    other = copied(manager)
+    assert manager.captured and not other.captured and other.encoder is not encoder
+    assert other.limits == manager.limits and other.stats() == manager.stats()
+    edit_in_place(other.encoder, family)
+    check(other.encoder, other, other.encoder, layouts)
+    check(encoder, manager, encoder, layouts)

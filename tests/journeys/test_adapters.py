@@ -7,9 +7,9 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_qwen3_checkpoint
 from closeness import assert_agree, assert_logits_agree
 from graph_families import build, distance, make_case, manager_of
+from random_models import random_folder
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from typer.testing import CliRunner
@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import refvl
 from refvl.families import FAMILIES as ROWS
 from refvl.paths import DATA
+from refvl.printing import plain
 from refvl.serving import adapters, linear
 from refvl.study.recording import transformers_inputs
 from refvl.tools.cli import app
@@ -45,22 +46,40 @@ def make_adapter(model, folder, name: str = "default", seed: int = 0, parts=adap
     return folder if name == "default" else folder / name
 
 
-MAKERS = {
-    "qwen2_5_vl": make_checkpoint,
-    "qwen3_vl": lambda folder: make_qwen3_checkpoint(folder, "qwen3_vl"),
-    "glm4v": lambda folder: make_glm_checkpoint(folder, "glm4v", "Glm4vProcessor"),
-}
-
-
 def load(folder, **options):
     vlm = refvl.load(folder, device="cpu", progress=False, **options)
     vlm.language_model.generation_config.eos_token_id = None
     return vlm
 
 
-@pytest.fixture(scope="module", params=MAKERS)
-def folder(request, tmp_path_factory):
-    return MAKERS[request.param](tmp_path_factory.mktemp("checkpoint"))
+@pytest.fixture(scope="module", params=["Qwen2.5-VL", "qwen3_vl", "GLM-4.1V"])
+def folder(request):
+    return random_folder(request.param)
+
+
+def head_adapter(folder, out, **options):
+    """transformers' model with a random adapter whose targets include the output head, saved by PEFT to `out`."""
+    theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], **options))
+    randomize(theirs, "default", seed=0)
+    theirs.save_pretrained(out)
+    theirs.generation_config.eos_token_id = None
+    return theirs.eval()
+
+
+def test_an_adapter_of_the_output_head(folder, tmp_path):
+    """PEFT saves the head's own weight as well. Oracle: transformers with PEFT."""
+    theirs = head_adapter(folder, tmp_path / "a")
+    assert any(key.endswith("lm_head.base_layer.weight") for key in load_file(tmp_path / "a" / adapters.WEIGHTS))
+    vlm = load(folder)
+    plain = answered(vlm)
+    adapters.attach(vlm, tmp_path / "a")
+    assert_same(vlm, answered(vlm), asked(theirs, vlm))
+    assert vlm.trace(**QUESTION).token_ids != plain[0]
+    vlm.adapters.save_pretrained(tmp_path / "b")
+    again = load(folder)
+    adapters.attach(again, tmp_path / "b")
+    assert_same(again, answered(again), asked(theirs, again))
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +168,8 @@ def edit(folder, out, weights=lambda key: key, config=lambda values: values, cha
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("qwen"))
+def qwen():
+    return random_folder("Qwen2.5-VL")
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +358,22 @@ BAD = {  # what is done to a saved adapter: what the error says
     "another model's layers": ({"weights": lambda n: n.replace("self_attn", "attention")}, "no such linear layers: .*"),
     "another width": ({"change": lambda s: first_key(s, lambda x: x[:, :-1].contiguous())}, "do not fit: .* -> "),
     "half a pair": ({"change": lambda s: {k: v for k, v in s.items() if "lora_A" in k}}, "do not fit"),
-    "nan": ({"change": lambda s: first_key(s, lambda x: x * float("nan"))}, "nan or inf"),
+    "nan": ({"change": lambda s: first_key(s, lambda x: x * float("nan"))}, "expected finite floats, got others in "),
+    **{
+        f"{dtype}": (
+            {"change": lambda s, dtype=dtype: first_key(s, lambda x: x.to(dtype))},
+            f"others in .* holds {dtype}",
+        )
+        for dtype in (torch.int32, torch.bool, torch.complex64)
+    },
+    "DoRA vectors without DoRA": (
+        {"change": lambda s: s | {min(s).replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(3)}},
+        "weights without a place",
+    ),
+    "another model's head beside its matrices": (
+        {"change": lambda s: s | {"base_model.model.lm_head.base_layer.weight": torch.ones(3, 3)}},
+        "no such linear layers: lm_head.base_layer.weight",
+    ),
     "nothing": ({"change": lambda s: {}}, "holds no weights"),
     "the head without being asked": (
         {"change": lambda s: s | {"base_model.model.lm_head.weight": torch.ones(3)}},
@@ -362,6 +396,35 @@ def test_what_does_not_fit_is_refused(qwen, saved, tmp_path, case):
     with pytest.raises(ValueError, match=f"^adapter: .*{message}"):
         adapters.attach(vlm, edit(a, tmp_path / "b", **changes))
     assert vlm.adapters is None and vlm.trace(**QUESTION).token_ids == plain
+
+
+def snapshot(vlm) -> list:
+    """Modules, settings, and where weights lie: all that PEFT changes."""
+    parts = (vlm.encoder, vlm.language_model)
+    weights = [(n, w.data_ptr(), w.requires_grad, w.dtype) for part in parts for n, w in part.named_parameters()]
+    return [*map(str, parts), *weights, [module.training for part in parts for module in part.modules()]]
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["the first", "the second"])
+def test_a_failed_attach_leaves_the_model_as_it_was(qwen, saved, tmp_path, first):
+    """Refused by PEFT halfway, or after all layers were put in place. Oracle: the model before, and its answers."""
+    _, (a, b) = saved
+    vlm = load(qwen)
+    if first:
+        adapters.attach(vlm, a, name="first")
+    before, ids, attached = snapshot(vlm), vlm.trace(**QUESTION).token_ids, vlm.adapters
+    late = edit(b, tmp_path / "late", **BAD["DoRA vectors without DoRA"][0])
+    halfway = peft.LoraConfig(r=2, target_modules=["q_proj", "norm1"])
+    for adapter in (late, halfway, peft.LoraConfig(target_modules=["nothing"])):
+        with pytest.raises(ValueError):
+            adapters.attach(vlm, adapter)
+        assert snapshot(vlm) == before and vlm.adapters is attached
+        assert vlm.trace(**QUESTION).token_ids == ids
+    adapters.attach(vlm, b)  # as if nothing had been tried
+    fresh = load(qwen)
+    for name, folder in [("first", a)] * first + [("default", b)]:
+        adapters.attach(fresh, folder, name=name)
+    assert vlm.trace(**QUESTION).token_ids == fresh.trace(**QUESTION).token_ids
 
 
 def test_clear_errors(qwen, saved, tmp_path, monkeypatch):
@@ -393,6 +456,6 @@ def test_the_command_line_takes_adapters(qwen, saved):
     vlm.adapters.base_model.set_adapter(["a", "b"])
     given = [argument for folder in folders for argument in ("--adapter", str(folder))]
     result = CliRunner().invoke(app, ["chat", str(qwen), "What is it?", "--max-new-tokens", "8", *given])
-    assert result.exit_code == 0 and result.stdout == vlm.chat("What is it?", max_new_tokens=8) + "\n"
+    assert result.exit_code == 0 and result.stdout == plain(vlm.chat("What is it?", max_new_tokens=8)) + "\n"
     result = CliRunner().invoke(app, ["trace", str(qwen), "What is it?", "--with", "transformers", *given])
     assert result.exit_code == 1 and result.stderr.startswith("refvl: adapter: not beside transformers")

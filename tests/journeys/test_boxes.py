@@ -42,7 +42,7 @@ def test_the_corners_of_the_space_are_the_corners_of_the_picture():
     """In 0 to 1000 whatever the resized size is, in resized pixels by it."""
     picture, resized = (1080, 1920), (728, 1316)
     whole = [[0, 0, *picture]]
-    for family in ("Qwen2-VL", "Qwen3-VL", "Qwen3.5-9B", "GLM-4.5V", "MiniCPM-V-4_5"):
+    for family in ("Qwen2-VL", "Qwen3-VL", "Qwen3.5-9B", "Qwen3.6-27B", "Qwen3.8", "GLM-4.5V", "MiniCPM-V-4_5"):
         assert to_picture([[0, 0, 1000, 1000]], picture=picture, family=family).tolist() == whole
     assert to_picture([[0, 0, *resized]], picture=picture, resized=resized, family="qwen2_5_vl").tolist() == whole
 

@@ -153,12 +153,3 @@ def test_kinds_of_numbers():
         check_token_ids(ids[0])
     with pytest.raises(TypeError, match="x: expected floating-point numbers, got dtype torch.int64"):
         check_floats(ids, "x")
-
-
-def test_grids_are_checked_once():
-    """What has been checked for a merge size is handed on; for another one it is checked again."""
-    grids = as_grids([(1, 4, 4), (2, 2, 6)], spatial_merge_size=2)
-    assert as_grids(grids, spatial_merge_size=2) is grids and as_grids(grids) is grids
-    assert grids == [(1, 4, 4), (2, 2, 6)]
-    with pytest.raises(ValueError, match="must be multiples of spatial_merge_size=4"):
-        as_grids(grids, spatial_merge_size=4)

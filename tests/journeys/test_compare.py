@@ -3,7 +3,6 @@ transformers' model on the same weights, which a run without one equals.
 """
 
 import json
-import sys
 import warnings
 from dataclasses import replace
 
@@ -17,9 +16,8 @@ from refvl.paths import DATA
 from refvl.pixels import patches
 from refvl.study import releases as upstream
 from refvl.study.comparison import MANIFEST, TENSORS, Stages
-from refvl.study.recording import record_transformers
+from refvl.study.recording import record_transformers, transformers_inputs
 from refvl.study.watch import keep_largest
-from refvl.tools import cli
 
 QWEN, GLM = DATA / "checkpoints" / "tiny-qwen2_5_vl", DATA / "checkpoints" / "tiny-glm4v"
 QWEN3 = DATA / "checkpoints" / "tiny-qwen3_vl"
@@ -55,7 +53,8 @@ def test_refvl_and_transformers_are_the_same_stage_by_stage(run, theirs):
     assert comparison.first is comparison.stage is None and "same" in comparison.verdict
     names = [row.name for row in comparison.rows]
     media = [f"{stage}/{i}" for stage in ("patchify", "encode") for i in (0, 1)]
-    assert names == [*media, "merge/inputs_embeds", "positions/ids", "decode tokens/token_ids"]
+    text = ["prefill/last_states", "prefill/first_logits", "decode tokens/token_ids", "decode tokens/margins"]
+    assert names == [*media, "merge/inputs_embeds", "positions/ids", *text]
     assert comparison.not_in_both == ["merge/input_ids"]  # transformers is given refvl's
 
 
@@ -121,7 +120,8 @@ def test_a_window_order_that_is_not_undone_is_found(monkeypatch, theirs):
 
 def test_positions_that_cost_the_larger_side_are_found(monkeypatch, clip_run):
     vlm = load()
-    monkeypatch.setattr(vlm.language_model, "positions", lambda n, spans: upstream.larger_side_positions(n, spans)[0])
+    wrong = upstream.larger_side_positions
+    monkeypatch.setattr(vlm.language_model, "positions", lambda ids, spans: wrong(len(ids), spans)[0])
     first = refvl.compare(vlm.trace(**MOVING), clip_run).first
     assert first.name == "positions/ids" and first.cause.startswith("positions: what a medium costs")
     [span] = clip_run.spans
@@ -169,13 +169,62 @@ def changed(run, **tensors) -> Stages:
         ("merge/input_ids", lambda x: x.clone().index_fill_(0, torch.tensor([7]), 1), "tokens"),
         ("merge/inputs_embeds", lambda x: x.flip(0), "order"),
         ("positions/ids", lambda x: x[[0, 2, 1]], "positions: order of the axes"),
-        ("decode tokens/token_ids", lambda x: x + 1, "weights or kernels of the text model"),
+        ("prefill/last_states", lambda x: x * torch.tensor([1.0, 1, 1.01, 1])[:, None], "layer 1: its norms"),
+        ("prefill/first_logits", lambda x: x * 1.01, "head: the final norm, or the weights"),
+        ("decode tokens/token_ids", lambda x: x + 1, "decoding: the same logits, another choice"),
+        ("decode tokens/token_ids", lambda x: x + torch.arange(len(x)), "decoding: positions of new tokens"),
+        ("decode tokens/margins", lambda x: x + torch.arange(len(x)), "decoding: positions of new tokens"),
     ],
 )
 def test_each_difference_has_its_usual_cause(run, name, change, cause):
     after = run.stages.tensors[name]
     first = refvl.compare(changed(run, **{name.replace("/", "__"): change(after)}), run).first
     assert first.name == name and first.cause.startswith(cause), first
+
+
+def test_two_tokens_that_almost_tie_are_told_from_other_logits(run):
+    """By hand: the second token is another, and its margin is no larger than rounding of the logits."""
+    ids, margins = (run.stages.tensors[f"decode tokens/{name}"].clone() for name in ("token_ids", "margins"))
+    ids[1] += 1
+    margins[1] = 1e-6
+    tie = Stages(run.stages.tensors | {"decode tokens/margins": margins}, "tie", run.layouts)
+    other = Stages(tie.tensors | {"decode tokens/token_ids": ids}, "other", run.layouts)
+    first = refvl.compare(tie, other).first
+    assert first.cause.startswith("two tokens that almost tie: 1e-06 between their logits"), first.cause
+    assert first.beyond.endswith("the first at new token 1")
+
+
+def test_tokens_alone_leave_both_causes_open(run):
+    """Folders of other software, or of earlier releases, hold no logits."""
+    old = {
+        name: x for name, x in run.stages.tensors.items() if not name.startswith("prefill") and "margins" not in name
+    }
+    new = old | {"decode tokens/token_ids": old["decode tokens/token_ids"] + 1}
+    first = refvl.compare(Stages(new, "new"), Stages(old, "old"), model=load()).first
+    assert first.cause == "weights or kernels of the text model; two tokens that almost tie"
+
+
+def test_the_tolerance_of_the_text_model_follows_dtype_width_and_depth(run):
+    """By hand: 2 * sqrt(n) * eps, n = 10 * width in float32 and 10 in half precision for each layer and one more."""
+    states = run.last_states
+    layers, width = len(states) - 1, states.shape[1]
+    for dtype, rounded in ((torch.float32, 10 * width), (torch.bfloat16, 10)):
+        share = 2 * ((layers + 1) * rounded) ** 0.5 * torch.finfo(dtype).eps
+        logits, states = run.first_logits.to(dtype), run.last_states.to(dtype)
+        both = {"prefill/last_states": states, "prefill/first_logits": logits}
+        for factor, differs in ((0.5, False), (2.0, True)):
+            moved = logits.float() + factor * share * logits.float().abs().max()
+            made = Stages(both | {"prefill/first_logits": moved}, "moved")
+            assert (refvl.compare(made, Stages(both, "still")).first is not None) == differs
+
+
+def test_what_the_inputs_are_apart_is_allowed_for(run):
+    """A tower that computed in TF32 is not blamed on the text model behind it."""
+    embeds = run.stages.tensors["merge/inputs_embeds"]
+    noise = 1e-4 * torch.randn(embeds.shape, generator=torch.Generator().manual_seed(0))
+    moved = {"merge/inputs_embeds": embeds * (1 + noise), "prefill/first_logits": run.first_logits * (1 + 2e-4)}
+    compared = refvl.compare(Stages(run.stages.tensors | moved, "moved"), run)
+    assert compared.first is None, compared
 
 
 def test_the_tolerance_is_a_share_of_the_largest_value(run):
@@ -207,6 +256,7 @@ def test_both_forms_name_the_difference_and_escape_it(run):
         ((None, None), {"rtol": -1}, ValueError, "rtol: must be 0 or more, got -1"),
         ((None, None), {"atol": float("nan")}, ValueError, "atol: must be 0 or more, got nan"),
         ((None, None), {"rtol": "1"}, TypeError, "rtol: expected a number"),
+        ((None, None), {"model": "x"}, TypeError, "model: expected a VLM, as refvl.load returns, got str"),
         (("nowhere", None), {}, FileNotFoundError, "nowhere: holds no saved stages"),
     ],
 )
@@ -324,18 +374,9 @@ def test_layouts_that_do_not_fit_are_not_believed(run, tmp_path, layouts):
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def shell(monkeypatch, capsys):
-    """Run `refvl ARGUMENTS` in this process; returns (exit status, stdout, stderr)."""
-
-    def shell(*arguments):
-        monkeypatch.setenv("COLUMNS", "200")
-        monkeypatch.setattr(sys, "argv", ["refvl", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code or 0, *capsys.readouterr()
-
-    return shell
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 def test_one_command_says_why_the_two_differ(shell, tmp_path):
@@ -360,6 +401,10 @@ def test_one_command_says_why_the_two_differ(shell, tmp_path):
             "Qwen and GLM, not for Step3-VL",
         ),
         (
+            ["trace", GLM, "Hi", "-i", SCENE, "-v", CLIP, "--with", "transformers"],
+            "takes images or videos in a prompt, got both",
+        ),
+        (
             ["trace", QWEN, "Hi", "-v", CLIP, "--with", "transformers", "--pruning-rate", 0.5],
             "pruning_rate: must be 0 beside",
         ),
@@ -368,6 +413,26 @@ def test_one_command_says_why_the_two_differ(shell, tmp_path):
 def test_a_mistake_is_one_line(shell, arguments, message):
     status, out, err = shell(*arguments)
     assert (status, out, err.count("\n")) == (1, "", 1) and message in err
+
+
+def test_an_image_and_a_video_for_transformers_glm_are_refused_by_name():
+    """transformers' model marks both with one token, and would say that features and tokens do not match."""
+    vlm = load(GLM)
+    trace = vlm.trace("Hi", images=[SCENE], videos=[CLIP], max_new_tokens=1)
+    for call in (lambda: transformers_inputs(vlm, trace), lambda: record_transformers(str(GLM), vlm, trace)):
+        with pytest.raises(ValueError, match=r"with: transformers' GLM.* takes images or videos in a prompt, got both"):
+            call()
+
+
+@pytest.mark.thorough
+def test_saved_runs_are_explained_with_a_checkpoint(shell, tmp_path):
+    vlm = load()
+    vlm.trace(**ASKED).save(tmp_path / "right")
+    rotary = vlm.language_model.model.rotary_emb
+    rotary.register_forward_pre_hook(lambda module, args: (args[0], args[1][[0, 2, 1]]))
+    vlm.trace(**ASKED).save(tmp_path / "wrong")
+    status, out, _ = shell("compare", tmp_path / "right", tmp_path / "wrong", "--model", QWEN)
+    assert status == 1 and "cause: layer 0: rotary, h and w exchanged, in b (refvl" in out
 
 
 # --- the largest magnitude --------------------------------------------------------------------------------------------

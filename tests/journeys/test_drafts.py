@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint
+from random_models import random_model
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import refvl
@@ -71,6 +72,41 @@ def test_looked_up_tokens_are_accepted_where_an_answer_repeats(vlm):
     trace = vlm.trace(**options, prompt_lookup_num_tokens=2)
     assert trace.token_ids == vlm.trace(**options).token_ids == [10, 11, 12] * 4 + [10]
     assert trace.passes[:4] == [1] * 4 and trace.passes[4:] == [3] * 3 and trace.accepted == 6
+
+
+class Counting(LogitsProcessor):
+    """After 10 comes 11, ... after 19 comes 10; every fifth token is 700 plus how often there was one before."""
+
+    def __init__(self, prompt_tokens: int):
+        self.prompt_tokens = prompt_tokens
+
+    def __call__(self, input_ids, scores):
+        answer = input_ids[0, self.prompt_tokens :].tolist()
+        following = 700 + len(answer) // 5 if len(answer) % 5 == 4 else 10 + len(answer) % 10
+        return torch.full_like(scores, -torch.inf).scatter(1, torch.tensor([[following]]), 0.0)
+
+
+@pytest.mark.parametrize("limit", [0, 32])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
+def test_what_was_rejected_leaves_no_trace(name, limit, monkeypatch):
+    """Oracle: logits before every token, without drafts. Qwen3.5's linear layers keep one state, which is taken back.
+
+    Drafts are accepted in part, again and again; with limit 0 tokens to be read again have forwards of their own. The
+    logits are of two orders of summation: a state with one rejected token differs a thousand times as much.
+    """
+    monkeypatch.setattr("refvl.language.qwen3_5.READ_AGAIN", limit)
+    vlm = random_model(name)
+    first = vlm.trace("What is it?", images=[PHOTO], max_new_tokens=1)
+    ids = {"input_ids": first.full_ids[None], "image_embeds": first.embeds, "image_grid_thw": first.layouts}
+    options = {"max_new_tokens": 30, "return_dict_in_generate": True, "output_logits": True, "eos_token_id": None}
+    options["logits_processor"] = LogitsProcessorList([Counting(len(first.input_ids))])
+    plain = vlm.generate(**ids, **options)
+    drafted = vlm.generate(**ids, **options, prompt_lookup_num_tokens=4, max_matching_ngram_size=1)
+    assert torch.equal(drafted.sequences, plain.sequences)
+    ours, expected = torch.cat(drafted.logits), torch.cat(plain.logits)
+    assert (ours - expected).abs().max() < 1e-3 * expected.abs().max()
+    other = vlm.trace("What is it?", images=[PHOTO], max_new_tokens=12, assistant_model=random_model(name))
+    assert other.token_ids == vlm.trace("What is it?", images=[PHOTO], max_new_tokens=12).token_ids and other.accepted
 
 
 def test_streams_and_tensors(vlm):

@@ -9,7 +9,7 @@ import transformers
 from checkpoint_factory import make_checkpoint, transformers_model
 from closeness import assert_agree
 from packaging.version import Version
-from prompts import image_part, text_part
+from prompts import CONTENTS, PHOTOS
 
 import refvl
 from refvl.encoders import tower
@@ -18,7 +18,6 @@ from refvl.pixels.by_hand import patchify_image
 from refvl.pixels.media import load_image
 from refvl.pixels.patches import PatchConfig
 
-PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")]
 NEW_TOKENS = 12
 
 
@@ -68,16 +67,6 @@ def prompt_ids(vlm, content) -> torch.Tensor:
     messages = vlm.processor.messages([{"role": "user", "content": content}])
     patches = vlm.processor.patchify(vlm.processor.decode(messages))
     return torch.tensor([vlm.processor.tokenize(messages, [p.media_tokens for p in patches])])
-
-
-CONTENTS = {
-    "text only": [text_part("Where is the circle?")],
-    "one image": [image_part(PHOTOS[0]), text_part("What is it?")],
-    "several images": [*map(image_part, PHOTOS), text_part("What are they?")],
-    "images between text": [
-        text_part("First"), image_part(PHOTOS[2]), text_part("then"), image_part(PHOTOS[1]), text_part("which is red?"),
-    ],
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS.keys())
@@ -150,20 +139,6 @@ def test_long_video_follows_the_rule_of_vllm_and_transformers_5_2(vlm, oracle):
             second_per_grid_ts=torch.tensor([seconds]),
         )  # fmt: skip
         assert own[:, 0, -4].tolist() == [3 + 2] * 3 and positions[:, -4].tolist() == [last] * 3
-
-
-def test_evs_shortens_the_sequence_and_keeps_positions(vlm):
-    """What the language model gets under EVS is the full run restricted to what is kept."""
-    clip = DATA / "clips" / "bigbuckbunny.mp4"
-    full = vlm.trace("what moves?", videos=[clip], max_new_tokens=2)
-    pruned = vlm.trace("what moves?", videos=[clip], max_new_tokens=2, pruning_rate=0.5)
-    (mask,) = pruned.keep_masks
-    assert mask.sum() == len(mask) // 2 and full.keep_masks == [None]
-    dropped = int((~mask).sum())
-    assert len(pruned.input_ids) == len(full.input_ids) - dropped == pruned.inputs_embeds.shape[0]
-    assert torch.equal(pruned.positions, full.positions[:, pruned.keep])
-    assert torch.equal(pruned.inputs_embeds, full.inputs_embeds[pruned.keep])
-    assert pruned.delta == full.delta + dropped
 
 
 def test_evs_ids_equal_transformers_on_the_shortened_prompt(vlm, oracle):

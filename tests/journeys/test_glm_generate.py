@@ -1,8 +1,6 @@
-"""GLM from folder to text. Oracles: transformers' `generate` and `get_rope_index` on the same checkpoint, vLLM's golden
-placeholders, and transformers' own wording of a frame.
+"""What GLM alone does from folder to text. Oracles: vLLM's golden placeholders, transformers' own wording of a frame.
 
-transformers (5.17 to 5.23) writes frames with the picture's token for all of GLM, and refvl with the video's for
-Glm4vProcessor: where a prompt goes to transformers, that token is exchanged first.
+That ids equal those of transformers is in `test_grid_generate.py`.
 """
 
 import json
@@ -10,32 +8,27 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
-import prompts
 import pytest
 import torch
-from checkpoint_factory import glm_transformers_model, make_glm_checkpoint
-from prompts import image_part, text_part
+from checkpoint_factory import make_glm_checkpoint
+from prompts import PHOTOS, inputs_of
+from random_models import load
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoTokenizer
-from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers import AutoTokenizer
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor as HFGlm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor as HFGlm46VProcessor
 
-import refvl
-from refvl import families
 from refvl.merge import FramewiseMedia, MediaTokens, find_media_spans
 from refvl.paths import DATA
-from refvl.pixels.media import load_image, load_video
+from refvl.pixels.media import load_video
 from refvl.pixels.patch_configs import Glm4vPatchConfig, smart_resize_video
 from refvl.positions import MediaSpan
 from refvl.positions.timestamps import sample_video_frames
 from refvl.processors.glm4v import Glm4vProcessor, Glm46VProcessor, GlmgaProcessor
 
-PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")]
 CLIP = DATA / "clips" / "bigbuckbunny.mp4"
 MOVING = np.random.default_rng(0).integers(0, 256, (6, 90, 120, 3), dtype=np.uint8)
 STILL = np.repeat(MOVING[:1], 6, axis=0)
-NEW_TOKENS = 12
 KINDS = {
     "4.1V": ("glm4v", "Glm4vProcessor"),
     "4.6V-Flash": ("glm4v", "Glm46VProcessor"),
@@ -45,10 +38,6 @@ KINDS = {
     "GA": ("glmga", "Glm46VProcessor"),
     "OCR": ("glm_ocr", "Glm46VProcessor"),
 }
-
-
-def load(folder, **options):
-    return refvl.load(folder, device="cpu", progress=False, **options)
 
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS.keys())
@@ -62,11 +51,6 @@ def vlm(folder):
 
 
 @pytest.fixture(scope="module")
-def oracle(folder):
-    return glm_transformers_model(folder)
-
-
-@pytest.fixture(scope="module")
 def dense_folder(tmp_path_factory):
     return make_glm_checkpoint(tmp_path_factory.mktemp("dense"), *KINDS["4.1V"])
 
@@ -74,43 +58,6 @@ def dense_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def dense(dense_folder):
     return load(dense_folder)
-
-
-def hf_inputs(vlm, trace) -> dict:
-    """The prompt and pixels of a trace as transformers' processors write them."""
-    placeholders = vlm.processor.placeholders(trace.full_ids)
-    is_video = placeholders == vlm.token_ids["video"]
-    types = (placeholders == vlm.token_ids["image"]).int() + 2 * is_video.int()
-    ids = torch.where(is_video, vlm.token_ids["image"], trace.full_ids)
-    return prompts.hf_inputs(trace, ids, types)
-
-
-CONTENTS = {
-    "text only": [text_part("Where is the circle?")],
-    "one image": [image_part(PHOTOS[0]), text_part("What is it?")],
-    "several images": [*map(image_part, PHOTOS), text_part("What are they?")],
-    "images between text": [
-        text_part("First"), image_part(PHOTOS[2]), text_part("then"), image_part(PHOTOS[1]), text_part("which is red?"),
-    ],
-    "a clip": [{"type": "video", "video": str(CLIP)}, text_part("What moves?")],
-    "frames in memory": [text_part("See"), {"type": "video", "video": MOVING}, text_part("What moves?")],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS.keys())
-def test_ids_and_positions_equal_transformers(vlm, oracle, content):
-    trace = vlm.trace([{"role": "user", "content": content}], max_new_tokens=NEW_TOKENS)
-    inputs = hf_inputs(vlm, trace)
-    theirs = oracle.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-    length = len(trace.full_ids)
-    assert trace.token_ids == theirs[0, length:].tolist()
-    assert len(set(trace.token_ids)) > 3, "the oracle must be able to disagree"
-    assert torch.equal(vlm.generate(**inputs, max_new_tokens=NEW_TOKENS), theirs)
-    grids = {name: inputs[name] for name in inputs if name.endswith("grid_thw")}
-    positions, delta = oracle.model.get_rope_index(
-        input_ids=inputs["input_ids"], mm_token_type_ids=inputs["mm_token_type_ids"], **grids
-    )
-    assert torch.equal(trace.full_positions, positions[:, 0]) and trace.delta == int(delta)
 
 
 def test_a_clip_is_one_span_per_frame(vlm):
@@ -125,22 +72,6 @@ def test_a_clip_is_one_span_per_frame(vlm):
         assert around == [begin, *[frame_token] * span.num_tokens, end]
 
 
-def test_left_padded_batch_equals_transformers_and_single_prompts(vlm, oracle):
-    names = ("one image", "text only", "images between text")
-    traces = [vlm.trace([{"role": "user", "content": CONTENTS[n]}], max_new_tokens=NEW_TOKENS) for n in names]
-    rows = [hf_inputs(vlm, trace) for trace in traces]
-    length = max(len(trace.full_ids) for trace in traces)
-    inputs = {
-        name: torch.cat([torch.nn.functional.pad(row[name], (length - row[name].shape[1], 0)) for row in rows])
-        for name in ("input_ids", "mm_token_type_ids", "attention_mask")
-    }
-    for name in ("pixel_values", "image_grid_thw"):
-        inputs[name] = torch.cat([row[name] for row in rows if name in row])
-    theirs = oracle.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-    assert torch.equal(vlm.generate(**inputs, max_new_tokens=NEW_TOKENS), theirs)
-    assert theirs[:, length:].tolist() == [trace.token_ids for trace in traces]
-
-
 def test_a_picture_and_a_clip_in_one_prompt(vlm):
     """transformers cannot take both (it counts one token for both kinds): the clip alone is the oracle of its part."""
     both = vlm.trace("What is it?", images=PHOTOS[:1], videos=[MOVING], max_new_tokens=2)
@@ -148,31 +79,8 @@ def test_a_picture_and_a_clip_in_one_prompt(vlm):
     assert len(frames) == 3 and image.num_tokens == both.patches[0].media_tokens.num_tokens
     for span, rows in zip(frames, both.embeds[1].split(frames[0].num_tokens), strict=True):
         assert torch.equal(both.inputs_embeds[span.offset :][: span.num_tokens], rows)
-    inputs = hf_inputs(vlm, both)
+    inputs = inputs_of(vlm, both)
     assert vlm.generate(**inputs, max_new_tokens=2)[0, len(both.full_ids) :].tolist() == both.token_ids
-
-
-@pytest.mark.parametrize("rate", [0.5, 0.9])
-def test_evs_restricts_the_layout_and_keeps_every_second(vlm, oracle, rate):
-    """Definition: the full run restricted to what is kept. Oracle of the ids: transformers, given the survivors."""
-    full = vlm.trace("What moves?", videos=[CLIP], max_new_tokens=1)
-    pruned = vlm.trace("What moves?", videos=[CLIP], max_new_tokens=NEW_TOKENS, pruning_rate=rate)
-    (mask,) = pruned.keep_masks
-    dropped = int((~mask).sum())
-    assert dropped > 0 and len(pruned.input_ids) == len(full.input_ids) - dropped
-    assert torch.equal(pruned.positions, full.positions[:, pruned.keep])
-    assert torch.equal(pruned.inputs_embeds, full.inputs_embeds[pruned.keep])
-    assert pruned.delta == full.delta + dropped
-    for span, kept in zip(pruned.spans, mask.split(full.spans[0].num_tokens), strict=True):
-        assert torch.equal(pruned.keep[span.offset :][: span.num_tokens], kept)
-    is_text = vlm.processor.placeholders(full.full_ids) != vlm.token_ids["video"]
-    assert pruned.keep[is_text].all()
-    theirs = oracle.generate(
-        input_ids=pruned.input_ids[None], inputs_embeds=pruned.inputs_embeds[None],
-        position_ids=pruned.positions[:, None], attention_mask=torch.ones(1, len(pruned.input_ids)),
-        max_new_tokens=NEW_TOKENS, do_sample=False,
-    )  # fmt: skip
-    assert pruned.token_ids == theirs[0, len(pruned.input_ids) :].tolist()
 
 
 def test_a_frame_may_lose_its_tokens_but_not_its_second(dense):
@@ -287,14 +195,6 @@ def test_an_odd_clip_is_planned_as_it_is_padded(frames):
     assert ours == [smart_resize_video(frames + 1, *size, **budgets) for size in sizes]
 
 
-@pytest.mark.parametrize("photo", PHOTOS, ids=lambda p: p.stem)
-def test_pictures_equal_transformers_pillow_processor(folder, vlm, photo):
-    theirs = Glm4vImageProcessorPil.from_pretrained(folder)(images=[load_image(photo)], return_tensors="pt")
-    [ours] = vlm.processor.patchify([load_image(photo)])
-    assert theirs["image_grid_thw"].tolist() == [list(ours.layout)]
-    assert torch.equal(ours.pixel_values, theirs["pixel_values"])
-
-
 def test_budgets_are_of_all_frames(vlm):
     """By hand: 10 frames of 90 x 90 px are the budget of a clip, two of 112 x 112 that of a picture."""
     media = vlm.processor.decode(vlm.processor.messages("", [PHOTOS[0]], [MOVING]))
@@ -331,7 +231,7 @@ def test_message_options(dense, tmp_path):
 
 
 def clip_inputs(vlm):
-    inputs = hf_inputs(vlm, vlm.trace("go", videos=[MOVING], max_new_tokens=1))
+    inputs = inputs_of(vlm, vlm.trace("go", videos=[MOVING], max_new_tokens=1))
     return {name: inputs[name] for name in ("input_ids", "pixel_values_videos", "video_grid_thw")}
 
 
@@ -372,9 +272,3 @@ def test_frames_of_a_clip_are_runs_in_the_order_of_the_media():
     assert find_media_spans(ids, media, {"image": 7, "video": 8}) == [
         MediaSpan(1, 1, 1, 2), MediaSpan(4, 1, 1, 2), MediaSpan(6, 1, 1, 1),
     ]  # fmt: skip
-
-
-def test_families_are_told_by_model_type():
-    for model_type in ("glm4v", "glm4v_moe", "glm46v", "glmga", "glm_ocr"):
-        config = AutoConfig.for_model(model_type)
-        assert model_type in families.find_family(config).model_types

@@ -53,7 +53,7 @@ def test_tab_offers_what_there_is(kernel):
 
 
 @pytest.mark.thorough
-def test_a_room_does_not_import_transformers(kernel):
+def test_a_package_does_not_import_transformers(kernel):
     """And refvl alone not even torch."""
     assert not kernel["torch"] and not kernel["transformers"]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from checkpoint_factory import make_checkpoint
 from forked import CONTEXT, torchrun_variables
+from transformers.distributed import DistributedConfig
 
 import refvl
 from refvl.paths import DATA
@@ -56,7 +57,7 @@ def work(rank, environment, folder, results):
     """One process of two, as torchrun starts them."""
     os.environ |= environment
     torch.set_num_threads(1)
-    vlm = refvl.load(folder, device="cpu", progress=False, tp_plan="auto")
+    vlm = refvl.load(folder, device="cpu", progress=False, distributed_config=DistributedConfig(tp_plan="auto"))
     weight = vlm.language_model.model.layers[0].mlp.up_proj.weight
     local = weight.to_local() if hasattr(weight, "to_local") else weight
     ids = vlm.trace(PROMPT, images=[PICTURE], max_new_tokens=8).token_ids

@@ -5,9 +5,7 @@ import json
 import os
 import re
 import signal
-import sys
 
-import numpy as np
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint
@@ -15,12 +13,9 @@ from encode_processes import start, wait_for
 
 import refvl
 from refvl.paths import DATA
-from refvl.serving import requests
 from refvl.serving.requests import answer_file
-from refvl.tools.cli import main
 
 PHOTO, CLIP = DATA / "pictures" / "scene.png", DATA / "clips" / "scene.mp4"
-LARGE = np.random.default_rng(1).integers(0, 256, (140, 140, 3), dtype=np.uint8)
 GOOD = [
     {"prompt": "What is it?", "images": [str(PHOTO)]},
     {"prompt": "Where?", "max_new_tokens": 3},
@@ -140,15 +135,19 @@ def test_a_run_that_was_killed_is_continued(vlm, file, tmp_path, monkeypatch, cu
     whole = out.read_bytes()
     kept = whole[: whole.index(b"\n", 300) + 1 + cut]
     out.write_bytes(kept)
-    asked, parse = [], requests._parse
-    monkeypatch.setattr(requests, "_parse", lambda line: asked.append(line) or parse(line))
+    asked, answer_each = [], vlm.answer_each
+
+    def count(todo, *settings):
+        return answer_each((asked.append(request) or request for request in todo), *settings)
+
+    monkeypatch.setattr(vlm, "answer_each", count)
     answer_file(vlm, file, out, common=COMMON, progress=False)
     assert out.read_bytes() == whole
     assert len(asked) == 11 - kept.count(b"\n")
 
 
 @pytest.mark.thorough
-def test_a_killed_process_is_continued(tmp_path, monkeypatch):
+def test_a_killed_process_is_continued(tmp_path, shell):
     """`kill -9` after the first of six batches; oracle: the same file, answered undisturbed."""
     file, whole, killed = (tmp_path / name for name in ("requests.jsonl", "whole", "killed"))
     line = json.dumps({"prompt": "What color is the circle?", "images": [str(PHOTO)], "max_new_tokens": 2000})
@@ -162,10 +161,7 @@ def test_a_killed_process_is_continued(tmp_path, monkeypatch):
     assert process.exitcode == -signal.SIGKILL
     left = killed.read_bytes()
     for out in (killed, whole):
-        monkeypatch.setattr(sys, "argv", ["refvl", *map(str, arguments), str(out)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        assert not stop.value.code
+        assert not shell(*arguments, out)[0]
     undisturbed = whole.read_bytes()
     assert killed.read_bytes() == undisturbed != left and undisturbed.startswith(left)
 
@@ -224,14 +220,8 @@ def test_one_process_at_a_time_writes_answers(vlm, file, tmp_path):
             answer_file(vlm, file, tmp_path / "out", common=COMMON)
 
 
-def test_the_command_line(folder, want, file, monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["refvl", "chat", str(folder), *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        return stop.value.code or 0, *capsys.readouterr()
-
-    status, out, err = run("--jsonl", file, "--max-new-tokens", 5)
+def test_the_command_line(folder, want, file, shell):
+    status, out, err = shell("chat", folder, "--jsonl", file, "--max-new-tokens", 5)
     assert status == 1 and out == f"answers in {file}.answers.jsonl\n" and len(err.splitlines()) == 6
     assert [e["answer"] for e in read(file.with_name("requests.jsonl.answers.jsonl")) if "answer" in e] == want
     for arguments, message in (
@@ -239,5 +229,5 @@ def test_the_command_line(folder, want, file, monkeypatch, capsys):
         (["Hi", "--out", "x"], "out: only with --jsonl"),
         ([], "prompt: give a question, or a file of requests with --jsonl"),
     ):
-        status, _, err = run(*arguments)
+        status, _, err = shell("chat", folder, *arguments)
         assert status == 1 and re.search(re.escape(message), err)

@@ -20,6 +20,8 @@ from refvl.encoders import (
     Glm4vVisionConfig,
     Glm4vVisionTransformer,
     MiniCPMV4_5Encoder,
+    MiniCPMV4_6Encoder,
+    MiniCPMV4_6VisionConfig,
     Qwen2_5_VisionConfig,
     Qwen2_5_VisionTransformer,
     Qwen3VLVisionConfig,
@@ -27,6 +29,8 @@ from refvl.encoders import (
     SliceGroup,
     Step3VisionConfig,
     Step3VisionEncoder,
+    StepVLEncoder,
+    StepVLVisionConfig,
 )
 from refvl.graphs import EncoderGraphManager
 from refvl.serving.parallel import (
@@ -55,7 +59,9 @@ MINICPMV = {
 PACK = SliceGroup(((4, 3), (4, 3)), (2, 6))  # two frames that share a set of tokens
 LAYOUTS = {  # of encoders whose media are no grids
     "MiniCPM-V 4.5": [((2, 3),), ((4, 4), (3, 5), (3, 5)), (PACK, PACK), ((5, 2),)],
+    "MiniCPM-V 4.6": [((4, 8),), ((4, 4), (8, 4), (8, 4)), ((12, 4),)],
     "Step3-VL": [(0, 0), (2, 2), (1, 3), (0, 0)],
+    "Step3-VL-10B": [(0, 0), (2, 2), (1, 3), (0, 0)],
 }
 BATCHES = {"seven pictures": 7, "one picture": 1, "four pictures": 4}
 
@@ -93,7 +99,9 @@ def tower(name):
         "Qwen3-VL": lambda: Qwen3VLVisionTransformer(Qwen3VLVisionConfig.tiny()),  # wide rows
         "GLM": lambda: Glm4vVisionTransformer(Glm4vVisionConfig.tiny()),
         "MiniCPM-V 4.5": lambda: MiniCPMV4_5Encoder.from_config(MINICPMV),
+        "MiniCPM-V 4.6": lambda: MiniCPMV4_6Encoder(MiniCPMV4_6VisionConfig.tiny()),
         "Step3-VL": lambda: Step3VisionEncoder(Step3VisionConfig.tiny()),
+        "Step3-VL-10B": lambda: StepVLEncoder(StepVLVisionConfig.tiny()),
     }[name]().eval()
     for parameter in encoder.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1)

@@ -1,5 +1,5 @@
-"""Qwen3-VL and Qwen3.5 from folder to text. Oracles: transformers' `generate` and `get_rope_index` on the same
-checkpoint, its image processor, its frame sampling, and its own wording of a video.
+"""What Qwen3-VL and Qwen3.5 alone do from folder to text. Oracles: transformers in bfloat16, its frame sampling, its
+own wording of a video. That ids equal those of transformers in float32 is in `test_grid_generate.py`.
 
 transformers 5.17 to 5.23 keeps the marks that a chat template writes around a video; 4.57 and vLLM let the frames' own
 take their place, as here. Prompts go to transformers as ids, so that only the test of the wording sees a difference.
@@ -10,47 +10,30 @@ import re
 from types import SimpleNamespace
 
 import numpy as np
-import prompts
 import pytest
 import torch
 from checkpoint_factory import glm_transformers_model, make_qwen3_checkpoint, qwen3_config
-from prompts import image_part, text_part
+from prompts import CONTENTS, PHOTOS, image_part, inputs_of, text_part
+from random_models import load
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor as HFQwen3VLProcessor
 
 import refvl
 from refvl.paths import DATA
 from refvl.pixels.by_hand import smart_resize
-from refvl.pixels.media import load_image
 from refvl.pixels.patch_configs import Qwen3VLPatchConfig, smart_resize_video
 from refvl.processors.qwen3_vl import even_indices
 
-PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")]
 CLIP = DATA / "clips" / "bigbuckbunny.mp4"
 MOVING = np.random.default_rng(0).integers(0, 256, (6, 90, 120, 3), dtype=np.uint8)
 NEW_TOKENS = 12
-KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-
-
-def load(folder, **options):
-    return refvl.load(folder, device="cpu", progress=False, **options)
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def folder(request, tmp_path_factory):
-    return make_qwen3_checkpoint(tmp_path_factory.mktemp("qwen3"), request.param)
-
-
-@pytest.fixture(scope="module")
-def vlm(folder):
-    return load(folder)
-
-
-@pytest.fixture(scope="module")
-def oracle(folder):
-    return glm_transformers_model(folder)
+MEDIA = {
+    "a clip": [{"type": "video", "video": str(CLIP)}, text_part("What moves?")],
+    "frames in memory and a picture": [
+        text_part("See"), {"type": "video", "video": MOVING}, image_part(PHOTOS[1]), text_part("What moves?"),
+    ],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -63,65 +46,16 @@ def dense(dense_folder):
     return load(dense_folder)
 
 
-def hf_inputs(vlm, trace) -> dict:
-    """The prompt and pixels of a trace as transformers' model takes them."""
-    ids = trace.full_ids
-    types = (ids == vlm.token_ids["image"]).int() + 2 * (ids == vlm.token_ids["video"]).int()
-    return prompts.hf_inputs(trace, ids, types)
-
-
-CONTENTS = {
-    "text only": [text_part("Where is the circle?")],
-    "one image": [image_part(PHOTOS[0]), text_part("What is it?")],
-    "images between text": [
-        text_part("First"), image_part(PHOTOS[2]), text_part("then"), image_part(PHOTOS[1]), text_part("which is red?"),
-    ],
-    "a clip": [{"type": "video", "video": str(CLIP)}, text_part("What moves?")],
-    "frames in memory and a picture": [
-        text_part("See"), {"type": "video", "video": MOVING}, image_part(PHOTOS[1]), text_part("What moves?"),
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS.keys())
-def test_ids_and_positions_equal_transformers(vlm, oracle, content):
-    trace = vlm.trace([{"role": "user", "content": content}], max_new_tokens=NEW_TOKENS)
-    inputs = hf_inputs(vlm, trace)
-    theirs = oracle.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-    assert trace.token_ids == theirs[0, len(trace.full_ids) :].tolist()
-    assert len(set(trace.token_ids)) > 3, "the oracle must be able to disagree"
-    assert torch.equal(vlm.generate(**inputs, max_new_tokens=NEW_TOKENS), theirs)
-    grids = {name: inputs[name] for name in inputs if name.endswith("grid_thw")}
-    positions, delta = oracle.model.get_rope_index(
-        input_ids=inputs["input_ids"], mm_token_type_ids=inputs["mm_token_type_ids"], **grids
-    )
-    assert torch.equal(trace.full_positions, positions[:, 0]) and trace.delta == int(delta)
-
-
-def test_left_padded_batch_equals_transformers_and_single_prompts(vlm, oracle):
-    names = ("one image", "text only", "images between text")
-    traces = [vlm.trace([{"role": "user", "content": CONTENTS[n]}], max_new_tokens=NEW_TOKENS) for n in names]
-    rows = [hf_inputs(vlm, trace) for trace in traces]
-    length = max(len(trace.full_ids) for trace in traces)
-    inputs = {
-        name: torch.cat([torch.nn.functional.pad(row[name], (length - row[name].shape[1], 0)) for row in rows])
-        for name in ("input_ids", "mm_token_type_ids", "attention_mask")
-    }
-    for name in ("pixel_values", "image_grid_thw"):
-        inputs[name] = torch.cat([row[name] for row in rows if name in row])
-    theirs = oracle.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-    assert torch.equal(vlm.generate(**inputs, max_new_tokens=NEW_TOKENS), theirs)
-    assert theirs[:, length:].tolist() == [trace.token_ids for trace in traces]
-
-
-@pytest.mark.parametrize("folder", ["qwen3_vl", "qwen3_5"], indirect=True)  # experts are chosen, which no bound holds
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5"])  # experts are chosen, which no bound holds
 @torch.inference_mode()
-def test_bfloat16_is_as_exact_as_transformers(folder, oracle):
+def test_bfloat16_is_as_exact_as_transformers(model_type, tmp_path):
     """Oracle: transformers in bfloat16; both lie as far from float32 as rounding takes them, on one draw each."""
-    content = [{"role": "user", "content": CONTENTS["frames in memory and a picture"]}]
+    folder = make_qwen3_checkpoint(tmp_path, model_type)
+    content = [{"role": "user", "content": MEDIA["frames in memory and a picture"]}]
     half, theirs = load(folder, dtype="bfloat16"), glm_transformers_model(folder, torch.bfloat16)
+    oracle = glm_transformers_model(folder)
     trace = half.trace(content, max_new_tokens=1)
-    inputs = hf_inputs(half, trace)
+    inputs = inputs_of(half, trace)
     deeper = {"deepstack_embeds": trace.deepstack[None]} if trace.deepstack.shape[1] else {}
     ours = half.language_model(
         inputs_embeds=trace.inputs_embeds[None], position_ids=trace.positions[:, None],
@@ -149,9 +83,9 @@ def test_bfloat16_ids_equal_transformers_but_for_ties(model_type, tmp_path):
     half, theirs = load(folder, dtype="bfloat16"), glm_transformers_model(folder, torch.bfloat16)
     oracle = glm_transformers_model(folder)
     same = 0
-    for content in CONTENTS.values():
+    for content in (CONTENTS | MEDIA).values():
         trace = half.trace([{"role": "user", "content": content}], max_new_tokens=NEW_TOKENS)
-        inputs, length = hf_inputs(half, trace), len(trace.full_ids)
+        inputs, length = inputs_of(half, trace), len(trace.full_ids)
         output = theirs.generate(
             **inputs, max_new_tokens=NEW_TOKENS, do_sample=False, output_logits=True, return_dict_in_generate=True
         )
@@ -168,26 +102,6 @@ def test_bfloat16_ids_equal_transformers_but_for_ties(model_type, tmp_path):
         rounding = (logits - exact).abs().max()
         assert rounding < exact.abs().max() / 2 and logits[ids[step]] - logits[trace.token_ids[step]] <= 2 * rounding
     assert same >= 2, "most prompts end in the same ids"
-
-
-@pytest.mark.parametrize("rate", [0.5, 0.9])
-def test_evs_restricts_the_layout_and_keeps_every_second(vlm, oracle, rate):
-    """Definition: the full run restricted to what is kept, deeper features too."""
-    full = vlm.trace("What moves?", videos=[CLIP], max_new_tokens=1)
-    pruned = vlm.trace("What moves?", videos=[CLIP], max_new_tokens=NEW_TOKENS, pruning_rate=rate)
-    (mask,) = pruned.keep_masks
-    dropped = int((~mask).sum())
-    assert dropped > 0 and len(pruned.input_ids) == len(full.input_ids) - dropped
-    assert torch.equal(pruned.positions, full.positions[:, pruned.keep])
-    assert torch.equal(pruned.inputs_embeds, full.inputs_embeds[pruned.keep])
-    assert torch.equal(pruned.deepstack, full.deepstack[pruned.keep])
-    assert pruned.delta == full.delta + dropped
-    assert pruned.keep[full.full_ids != vlm.token_ids["video"]].all()
-    given = vlm.generate(
-        full.full_ids[None], video_embeds=full.embeds, video_grid_thw=full.layouts, pruning_rate=rate,
-        max_new_tokens=NEW_TOKENS,
-    )  # fmt: skip
-    assert given[0, len(full.full_ids) :].tolist() == pruned.token_ids
 
 
 def test_without_deeper_features_the_ids_differ(dense):
@@ -263,14 +177,6 @@ def test_message_options(dense):
 
 
 # -------------------------------------------------------------------------------------------------- pixels
-
-
-@pytest.mark.parametrize("photo", PHOTOS, ids=lambda p: p.stem)
-def test_pictures_equal_transformers_pillow_processor(dense_folder, dense, photo):
-    theirs = Qwen2VLImageProcessorPil.from_pretrained(dense_folder)(images=[load_image(photo)], return_tensors="pt")
-    [ours] = dense.processor.patchify([load_image(photo)])
-    assert theirs["image_grid_thw"].tolist() == [list(ours.layout)]
-    assert torch.equal(ours.pixel_values, theirs["pixel_values"])
 
 
 @pytest.mark.parametrize("frames", [1, 2, 5, 8, 31])

@@ -15,6 +15,7 @@ import torch
 from checkpoint_factory import make_step3_checkpoint, step3_config, step3_tokenizer
 from closeness import assert_agree
 from PIL import Image
+from random_models import load
 from transformers import AutoTokenizer
 
 import refvl
@@ -28,7 +29,6 @@ PHOTOS = [DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea")]
 SMALL = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 70, 3), dtype=np.uint8))  # no crops
 STRIP = Image.fromarray(np.random.default_rng(1).integers(0, 256, (40, 80, 3), dtype=np.uint8))  # two, of 40 px
 SQUARE = Image.fromarray(np.random.default_rng(2).integers(0, 256, (112, 112, 3), dtype=np.uint8))  # 2 x 2
-FRAMES = np.zeros((4, 60, 60, 3), dtype=np.uint8)
 GOLDEN = json.loads((DATA.parent / "tests" / "golden" / "step3_vl.json").read_text())
 NEW_TOKENS = 10
 WRITTEN = {  # pictures as they stand in a prompt: 1 token for a crop, 4 for an overview
@@ -38,10 +38,6 @@ WRITTEN = {  # pictures as they stand in a prompt: 1 token for a crop, 4 for an 
     + "<im_start>" + "<im_patch>" * 4 + "<im_end>",
 }  # fmt: skip
 PICTURES = {"SMALL": SMALL, "STRIP": STRIP, "SQUARE": SQUARE}
-
-
-def load(folder, **options):
-    return refvl.load(folder, device="cpu", progress=False, **options)
 
 
 @pytest.fixture(scope="module")
@@ -196,25 +192,6 @@ def test_without_crops_only_the_overview_is_left(folder):
     vlm.processor.image_config = replace(vlm.processor.image_config, enable_crops=False)
     trace = vlm.trace("What is it?", images=[SQUARE], max_new_tokens=1)
     assert trace.layouts == [(0, 0)] and WRITTEN["SMALL"] in vlm.processor.tokenizer.decode(trace.full_ids)
-
-
-def test_pictures_are_never_pruned(vlm):
-    trace = vlm.trace("What is it?", images=[SQUARE], max_new_tokens=2, pruning_rate=0.5)
-    assert trace.keep.all() and trace.keep_masks == [None]
-
-
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda vlm: vlm.chat("What moves?", videos=[DATA / "clips" / "scene.mp4"]),
-        lambda vlm: vlm.chat("What moves?", videos=[FRAMES]),
-        lambda vlm: vlm.encode(videos=[FRAMES]),
-        lambda vlm: vlm.chat([{"role": "user", "content": [{"type": "video", "video": FRAMES}]}]),
-    ],
-)
-def test_clips_are_refused(vlm, ask):
-    with pytest.raises(ValueError, match="videos: Step3-VL reads images only; give the frames of a video as images"):
-        ask(vlm)
 
 
 @pytest.mark.parametrize(

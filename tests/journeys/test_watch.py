@@ -11,9 +11,10 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_step3_checkpoint
-from checkpoint_factory_minicpmv import VERSIONS, make_minicpmv_checkpoint
+from checkpoint_factory import make_checkpoint
 from closeness import assert_agree, roundings
+from random_models import WITHOUT_VIDEOS, random_model
+from shipped import shipped
 from torch import Tensor
 from towers import CLASSES, frames_of, random_patches, random_rows, randomize, same_weights, transformers_tower
 from transformers import AutoModel
@@ -29,37 +30,18 @@ WIDE = RANDOM.integers(0, 256, (84, 196, 3), dtype=np.uint8)
 TALL = RANDOM.integers(0, 256, (112, 60, 3), dtype=np.uint8)
 MOVING = RANDOM.integers(0, 256, (6, 90, 120, 3), dtype=np.uint8)
 BOTH = {"attentions": True, "hidden_states": True}
-CLIPS = ("qwen2_5_vl", "glm4v", "glm4v_moe", "glm_ocr", "4.0", "4.5")
-FAMILIES = ["qwen2_5_vl", "glm4v", "glm4v_moe", "glm_ocr", "step3", "2.0", "4.0", "4.5"]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """name -> a model with random weights, made when it is first asked for."""
-
-    @functools.cache
-    def make(name: str):
-        folder = tmp_path_factory.mktemp("watch") / name
-        folder.mkdir()
-        if name == "qwen2_5_vl":
-            make_checkpoint(folder)
-        elif name == "step3":
-            make_step3_checkpoint(folder)
-        elif name in VERSIONS:
-            make_minicpmv_checkpoint(folder, name)
-        else:
-            make_glm_checkpoint(folder, name, "Glm46VProcessor" if name == "glm_ocr" else "Glm4vProcessor")
-        return refvl.load(folder, device="cpu", progress=False)
-
-    return make
+SHIPPED = ["tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3"]
+FAMILIES = ["Qwen2.5-VL", "GLM-4.1V", "GLM-4.6V", "GLM-OCR", "Step3-VL"]
+FAMILIES += [f"MiniCPM-V {version}" for version in ("2.0", "4.0", "4.5")]
 
 
 @functools.cache
-def watched(model, name: str) -> Trace:
+def watched(name: str) -> Trace:
     """Two pictures of different shapes and, where there are clips, one that is pruned where it can be."""
-    clip = {"videos": [MOVING]} if name in CLIPS else {}
-    rate = {"pruning_rate": 0.5} if clip and name not in VERSIONS else {}
-    return model.trace("Which?", images=[WIDE, TALL], max_new_tokens=6, min_new_tokens=4, **clip, **rate, **BOTH)
+    clip = {} if name in WITHOUT_VIDEOS else {"videos": [MOVING]}
+    model, options = random_model(name), BOTH | {"max_new_tokens": 6, "min_new_tokens": 4}
+    rate = {"pruning_rate": 0.5} if model.family.can["pruning"] else {}
+    return model.trace("Which?", images=[WIDE, TALL], **clip, **rate, **options)
 
 
 def assert_weights_agree(actual: Tensor, expected: Tensor, steps: int) -> None:
@@ -72,10 +54,10 @@ def assert_weights_agree(actual: Tensor, expected: Tensor, steps: int) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
-def test_language_model_equals_transformers(models, name):
+def test_language_model_equals_transformers(name):
     """One forward of transformers' text model over prompt and answer, against prefill and steps with a cache."""
-    model = models(name)
-    trace, text = watched(model, name), model.language_model
+    model = random_model(name)
+    trace, text = watched(name), model.language_model
     oracle = AutoModel.from_config(deepcopy(text.config), attn_implementation="eager").eval()
     oracle.load_state_dict(text.model.state_dict())
     answer, length = torch.tensor(trace.token_ids[:-1]), len(trace.input_ids)
@@ -105,7 +87,7 @@ def test_language_model_equals_transformers(models, name):
     ids=["static cache", "sliding window"],
 )
 def test_keys_stand_at_their_tokens_whatever_the_cache(tmp_path, text_config, options):
-    """Oracle: transformers' one pass. A static cache has room behind the keys, a window drops the first ones."""
+    """Oracle: transformers' one pass. A static cache is longer than its keys, a window drops the first ones."""
     more = {"max_window_layers": 0, "layer_types": ["sliding_attention"] * 3} if text_config else {}
     model = refvl.load(make_checkpoint(tmp_path, text_config=text_config | more), device="cpu", progress=False)
     trace = model.trace("Which?", images=[TALL], max_new_tokens=6, min_new_tokens=4, attentions=True, **options)
@@ -164,12 +146,12 @@ def test_tower_equals_transformers(family, monkeypatch):
         assert_agree(ours, state[order], steps)
 
 
-@pytest.mark.parametrize("name", ["step3", "2.0", "4.5"])
+@pytest.mark.parametrize("name", ["Step3-VL", "MiniCPM-V 2.0", "MiniCPM-V 4.5"])
 @torch.no_grad()
-def test_towers_without_rotary_equal_the_formula(models, name):
+def test_towers_without_rotary_equal_the_formula(name):
     """Oracle: softmax(q k / sqrt(K)) in float64 over the rows of a segment, head by head, from the kept states."""
-    encoder = randomize(deepcopy(models(name).encoder), 0.08)
-    layouts = {"step3": [(1, 2), (0, 0)]}.get(name, [((2, 3), (3, 3)), ((4, 2), (1, 3))])
+    encoder = randomize(deepcopy(random_model(name).encoder), 0.08)
+    layouts = {"Step3-VL": [(1, 2), (0, 0)]}.get(name, [((2, 3), (3, 3)), ((4, 2), (1, 3))])
     watch, trace = TowerWatch(encoder, **BOTH), Trace(metadata=[encoder.plan(layouts[:1]), encoder.plan(layouts[1:])])
     for layout, metadata in zip(layouts, trace.metadata, strict=True):  # as a long encode, in two forwards
         [layout] = encoder.check_layouts([layout])
@@ -197,9 +179,9 @@ def slow_weights(block, x_SE: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------- the border
 
 
-def test_a_run_that_is_watched_is_the_same_run(models):
+def test_a_run_that_is_watched_is_the_same_run():
     """Oracle: the run without, and the model afterwards: no hook, no other attention, no tensor of its own."""
-    model = models("qwen2_5_vl")
+    model = random_model("Qwen2.5-VL")
     options = {"images": [TALL], "videos": [MOVING], "pruning_rate": 0.5, "max_new_tokens": 6}
     before = model.trace("Which?", **options)
     for asked in (BOTH, {"attentions": True}, {"hidden_states": True}):
@@ -218,7 +200,7 @@ def test_a_run_that_is_watched_is_the_same_run(models):
     assert all(a is b for a, b in pairs) and not set(modules) & set(copy.modules())
 
 
-def test_graphs_are_left_alone(models, tmp_path):
+def test_graphs_are_left_alone(tmp_path):
     """A replay hands nothing out: a watched run is eager, and the next one replays again."""
     model = refvl.load(make_checkpoint(tmp_path), device="cpu", progress=False, graphs=True)
     usual, trace = model.trace("Which?", images=[TALL]), model.trace("Which?", images=[TALL], attentions=True)
@@ -227,16 +209,42 @@ def test_graphs_are_left_alone(models, tmp_path):
     assert model.trace("Which?", images=[TALL]).graph_batches
 
 
-def test_without_media_there_is_no_tower_to_watch(models):
-    trace = models("qwen2_5_vl").trace("Which?", max_new_tokens=3, **BOTH)
+def test_without_media_there_is_no_tower_to_watch():
+    trace = random_model("Qwen2.5-VL").trace("Which?", max_new_tokens=3, **BOTH)
     assert trace.attentions and trace.hidden_states and not (trace.tower_attentions or trace.tower_hidden_states)
 
 
-def test_what_cannot_be_watched_is_refused(models):
-    model = models("qwen2_5_vl")
+def test_what_cannot_be_watched_is_refused():
+    model = random_model("Qwen2.5-VL")
     with pytest.raises(ValueError, match="num_beams: must be 1 with attentions or hidden_states, got 2"):
         model.trace("Which?", attentions=True, num_beams=2)
     with pytest.raises(TypeError, match="hidden_states: expected True or False, got str"):
         model.trace("Which?", hidden_states="all")
     with pytest.raises(ValueError, match="attentions"):
         model.chat("Which?", attentions=True)
+
+
+# ------------------------------------------------------------------------------------------- what lies behind an answer
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"prefill_chunk": 7}, {"prompt_lookup_num_tokens": 3}, {"num_beams": 2}], ids=str
+)
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_trace_keeps_what_lies_behind_its_answer(name, options):
+    """Oracle: hidden states and logits of every token, as `hidden_states=True` and the output head give them."""
+    model, asked = shipped(name), {"prompt": "What is there?", "images": [WIDE], "max_new_tokens": 6}
+    full, trace = model.trace(**asked, hidden_states=True), model.trace(**asked, **options)
+    last, text = len(full.input_ids) - 1, model.language_model
+    states = torch.stack([states[last] for states in full.hidden_states])
+    with torch.inference_mode():
+        logits = text.lm_head(full.hidden_states[-1][last:])
+    assert trace.last_states.shape == states.shape and trace.first_logits.shape == (text.config.vocab_size,)
+    assert_agree(trace.last_states[:-1], states[:-1], text)  # theirs is normed at the end
+    assert_agree(trace.first_logits, logits[0], text)
+    if "num_beams" in options:
+        assert trace.margins is None
+    else:
+        best = logits.topk(2).values
+        assert trace.token_ids == full.token_ids and len(trace.margins) == len(trace.token_ids)
+        assert_agree(trace.margins, best[:, 0] - best[:, 1], text, scale=float(logits.abs().max()))

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from closeness import assert_differ
-from prompts import hf_inputs
+from prompts import inputs_of
 from safetensors.torch import load_file, save_file
 from shipped import shipped
 
@@ -325,14 +325,9 @@ def test_ids_equal_transformers_generate(family, dtype):
     for kind in ("place", "motion", *(["change"] if "change" in family.clips else [])):
         for request in evaluate_tiny.requests_for(kind, 4, first=FIRST):
             trace = model.trace(**request.arguments, max_new_tokens=8)
-            placeholders = model.processor.placeholders(trace.full_ids)
-            is_image, is_video = (placeholders == model.token_ids[kind] for kind in ("image", "video"))
-            ids = trace.full_ids.clone()
-            if family.name == "glm4v":  # as transformers writes frames
-                ids[is_video] = model.token_ids["image"]
-            inputs = hf_inputs(trace, ids, is_image.int() + 2 * is_video.int())
+            inputs = inputs_of(model, trace)
             theirs = oracle.generate(**inputs, max_new_tokens=8, do_sample=False)
-            assert theirs[0, len(ids) :].tolist() == trace.token_ids
+            assert theirs[0, len(trace.full_ids) :].tolist() == trace.token_ids
 
 
 def test_blind_it_cannot_answer():

@@ -71,23 +71,6 @@ def test_crops_switched_off_equal_golden(width, height, crops, newlines):
     assert (layout.crops, layout.newlines) == (crops, newlines) == (0, 0)
 
 
-@pytest.mark.parametrize("case", GOLDEN["repl"], ids=lambda c: str(c["num_patches"]))
-def test_the_newline_mask_gives_the_golden_prompt(case):
-    """Oracle: vLLM 0.33.0 `_get_image_repl_features`, with crops of 3 tokens and an overview of 5."""
-    layout = (
-        CropLayout(2, 3)
-        if case["num_patches"] == 6
-        else CropLayout(*(min(1, case["num_patches"]), case["num_patches"]))
-    )
-    image_start, image_end, crop_start, crop_end, newline, placeholder = GOLDEN["repl_token_map"].values()
-    ids = []
-    for ends_row in layout.newline_mask:
-        ids += [crop_start, *[placeholder] * 3, crop_end, *[newline] * ends_row]
-    ids += [image_start, *[placeholder] * 5, image_end]
-    assert ids == case["ids"]
-    assert len(ids) == count_prompt_tokens(layout, crop_tokens=3, image_tokens=5)
-
-
 @pytest.mark.parametrize(
     ("width", "height", "window"),
     [

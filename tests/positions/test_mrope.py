@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refvl.positions import MediaSpan, get_mrope_input_positions, mrope_delta
+from refvl.positions import MediaSpan, get_mrope_input_positions
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "mrope.json").read_text())["cases"]
 VISION_START, VISION_END, IMAGE, VIDEO = 151652, 151653, 151655, 151656
@@ -100,13 +100,6 @@ def test_time_is_multiplied_then_truncated():
     """0.7 seconds per grid at 2 tokens per second: 0, 1.4, 2.8, 4.2 -> 0, 1, 2, 4, not multiples of int(1.4)."""
     positions, _ = get_mrope_input_positions(4, [MediaSpan(0, 4, 1, 1, t_factor=2 * 0.7)])
     assert positions.tolist() == [[0, 1, 2, 4], [0] * 4, [0] * 4]
-
-
-def test_a_tall_image_costs_its_longer_side():
-    """Text behind a 20 x 3 image continues 20 positions after its start, not 60 tokens after it."""
-    positions, delta = get_mrope_input_positions(2 + 60 + 1, [MediaSpan(2, 1, 20, 3)])
-    assert positions[:, -1].tolist() == [22, 22, 22]
-    assert delta == 20 - 60 == mrope_delta(positions)
 
 
 # --- transformers -----------------------------------------------------------------------------------------------------
@@ -217,12 +210,9 @@ def test_wrong_kinds_are_named():
         ({"offset": -1}, ValueError, "MediaSpan.offset: must be at least 0, got -1"),
         ({"offset": 0.5}, TypeError, "MediaSpan.offset: expected an integer, got float 0.5"),
         ({"t": 0}, ValueError, "MediaSpan.t: must be at least 1, got 0"),
-        ({"w": 2.0}, TypeError, "MediaSpan.w: expected an integer, got float 2.0"),
         ({"offset": torch.tensor(1.0)}, TypeError, r"MediaSpan.offset: expected an integer, got Tensor tensor\(1.\)"),
         ({"offset": True}, TypeError, "MediaSpan.offset: expected an integer, got bool True"),
-        ({"t_factor": None}, TypeError, "MediaSpan.t_factor: expected a number, got NoneType None"),
         ({"t_factor": "3"}, TypeError, "MediaSpan.t_factor: expected a number, got str '3'"),
-        ({"t_factor": [4]}, TypeError, "MediaSpan.t_factor: expected a number, got list"),
         ({"t_factor": 1e300}, ValueError, "MediaSpan.t_factor: .* below position 2147483648, got 1e\\+300"),
         ({"t": 2, "t_factor": 2.0**30}, ValueError, "MediaSpan.t_factor: .* with 2 steps below position 2147483648"),
         ({"t_factor": float("nan")}, ValueError, "MediaSpan.t_factor: .* got nan"),

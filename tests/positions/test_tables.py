@@ -123,36 +123,6 @@ def test_corners_on_corners_equal_transformers(problem):
 # --- properties -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("side", [2, 4, 6, 24])
-def test_a_grid_of_the_table_s_size_reads_the_table(side):
-    """Every centre falls on a place: the table itself, in merge-block order."""
-    table = random_table(side)
-    row, column = merge_block_coordinates([(1, side, side)]).T
-    got = interpolate_position_table(table, [(1, side, side)])
-    assert_agree(got, table[row * side + column], 2, scale=coordinates(table))
-    assert torch.equal(table[row * side + column], table) == (side == 2)  # else reading order is another
-
-
-@settings(max_examples=25)
-@given(tables_and_grids())
-def test_frames_of_a_clip_read_the_same_places(problem):
-    table, grids, merge = problem
-    alone = [interpolate_position_table(table, [(1, h, w)], spatial_merge_size=merge) for _, h, w in grids]
-    want = torch.cat([piece for piece, (t, _, _) in zip(alone, grids, strict=True) for _ in range(t)])
-    assert torch.equal(interpolate_position_table(table, grids, spatial_merge_size=merge), want)
-
-
-@settings(max_examples=25)
-@given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 8))
-def test_rows_and_columns_are_not_mixed_up(side, h, w):
-    """The transposed table on the transposed grid gives the transposed samples."""
-    table = random_table(side)
-    transposed = table.view(side, side, -1).transpose(0, 1).reshape(side * side, -1)
-    upright = interpolate_position_table(table, [(1, h, w)], spatial_merge_size=1).view(h, w, -1)
-    lying = interpolate_position_table(transposed, [(1, w, h)], spatial_merge_size=1).view(w, h, -1)
-    assert_agree(lying.transpose(0, 1), upright, 2, scale=coordinates(table))
-
-
 def test_nearest_reads_one_place():
     """Oracle: the place below each centre, in integers."""
     side, h, w = 5, 4, 14

@@ -102,30 +102,6 @@ def test_what_every_sample_obeys(variant, clip):
     assert all(type(n) is int for n in indices + seconds)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("duration", [0.05, 0.1, 0.3, 0.49])
-@pytest.mark.parametrize("fps", [1, 24, 60])
-def test_a_clip_under_half_a_second_is_one_step(variant, duration, fps):
-    sample = sample_video_frames(variant, fps=fps, duration=duration, total_num_frames=max(1, round(fps * duration)))
-    assert sample.timestamps == [0]
-    assert sample.indices[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("variant", "duration", "steps"),
-    [
-        ("glm4v", 10, 10), ("glm4v", 300, 300), ("glm4v", 4000, 300),
-        ("glm46v", 10, 30), ("glm46v", 30, 90), ("glm46v", 31, 31), ("glm46v", 300, 300), ("glm46v", 500, 250),
-        ("glm46v", 2400, 320), ("glm46v", 4000, 320),
-        ("glmga", 10, 10), ("glmga", 319, 319), ("glmga", 4000, 320),
-    ],
-)  # fmt: skip
-def test_steps_counted_by_hand(variant, duration, steps):
-    """Oracle: facts of each release. One step of the grid is two frames: 3, 1, 0.5 steps per second, at most 320."""
-    sample = sample_video_frames(variant, fps=30, duration=duration, total_num_frames=30 * duration)
-    assert len(sample.timestamps) == steps
-
-
 def test_settings_of_a_processor():
     """Oracle: by hand, on ten seconds of ten frames per second."""
     clip = {"fps": 10, "duration": 10, "total_num_frames": 100}

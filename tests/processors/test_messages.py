@@ -5,7 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from refvl.processors.messages import as_messages, map_texts, media_of
+from refvl.processors.messages import as_messages, media_of
+from refvl.processors.special_tokens import map_texts
 
 PICTURE = Image.new("RGB", (60, 60))
 

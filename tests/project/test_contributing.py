@@ -18,7 +18,7 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 PROSE = re.sub(r"^```.*?^```", "", TEXT, flags=re.S | re.M)
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", TEXT, re.S | re.M)
 COMMANDS = [shlex.split(line, comments=True) for block in BLOCKS for line in block.splitlines()]
-ROOMS = ("processors", "encoders", "language")  # in which every family has a file
+STAGES = ("processors", "encoders", "language")  # in which every family has a file
 WALK_THROUGH = re.search(r"^## Add a family\n(.*?)^## ", TEXT, re.S | re.M).group(1)
 
 
@@ -32,11 +32,11 @@ def test_named_files_exist():
     assert [name for name in named_files(TEXT) if not list(ROOT.glob(name))] == []
 
 
-def test_walk_through_names_one_file_per_room():
-    """A family's file in each room that it needs, the table of families and both contract suites."""
-    rooms = {f"refvl/{room}/step3_vl.py" for room in ROOMS}
+def test_walk_through_names_one_file_per_stage():
+    """A family's file in each stage that it needs, the table of families and both contract suites."""
+    stages = {f"refvl/{stage}/step3_vl.py" for stage in STAGES}
     suites = {f"tests/contracts/test_{kind}.py" for kind in ("encoders", "processors")}
-    assert rooms | suites | {"refvl/families.py", "CHANGELOG.md"} <= named_files(WALK_THROUGH)
+    assert stages | suites | {"refvl/families.py", "CHANGELOG.md"} <= named_files(WALK_THROUGH)
 
 
 def test_line_counts_are_those_of_the_files():
@@ -61,7 +61,7 @@ def code_lines(source: str) -> int:
 def test_code_without_prose_is_counted():
     """The row below the files; Qwen3-VL was promised in 450 at most."""
     [row] = re.findall(r"\| their code alone \|[^|]*\| (\d+) \|[^|]*\| (\d+) \|", WALK_THROUGH)
-    files = ([ROOT / f"refvl/{room}/{name}_vl.py" for room in ROOMS] for name in ("step3", "qwen3"))
+    files = ([ROOT / f"refvl/{stage}/{name}_vl.py" for stage in STAGES] for name in ("step3", "qwen3"))
     step3, qwen3 = ([path.read_text() for path in paths] for paths in files)
     beside = ("pixels/crops.py", "pixels/strips.py", "encoders/step3_paths.py", "language/step3_config.py")
     step3 += [(ROOT / "refvl" / name).read_text() for name in beside]
@@ -85,7 +85,7 @@ def test_make_targets_exist():
 
 
 def modules_that_import(*, inside: str) -> dict[str, set[str]]:
-    """For each module of a room, the modules of refvl that it imports."""
+    """For each module of a stage, the modules of refvl that it imports."""
     found = {}
     for path in sorted((ROOT / "refvl" / inside).rglob("*.py")):
         nodes = list(ast.walk(ast.parse(path.read_text())))
@@ -106,12 +106,12 @@ BORDERS = [
 ]
 
 
-@pytest.mark.parametrize(("room", "closed"), BORDERS, ids=[room for room, _ in BORDERS])
-def test_no_import_crosses_a_border(room, closed):
+@pytest.mark.parametrize(("stage", "closed"), BORDERS, ids=[stage for stage, _ in BORDERS])
+def test_no_import_crosses_a_border(stage, closed):
     """The rules under "Layout", as far as imports show them."""
     crossed = {
         f"{file}: {name}"
-        for file, names in modules_that_import(inside=room).items()
+        for file, names in modules_that_import(inside=stage).items()
         for name in names
         if any(name == f"refvl.{other}" or name.startswith(f"refvl.{other}.") for other in closed)
     }

@@ -13,6 +13,8 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import heads
+import nbformat
 import pytest
 
 pytestmark = pytest.mark.thorough
@@ -24,10 +26,10 @@ BUILD = "import sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(s
 CHECKPOINT, SCENE = ROOT / "data/checkpoints/tiny-qwen2_5_vl", ROOT / "data/pictures/scene.png"
 
 
-def run(command: list, folder: Path) -> subprocess.CompletedProcess:
+def run(command: list, folder: Path, **variables: str) -> subprocess.CompletedProcess:
     """`command` in `folder`, with no trace of the clone in the environment."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-    environment["OMP_NUM_THREADS"] = "1"
+    environment |= {"OMP_NUM_THREADS": "1", **variables}
     return subprocess.run([str(c) for c in command], cwd=folder, env=environment, text=True, capture_output=True)
 
 
@@ -45,9 +47,9 @@ def sdist(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt", "Makefile"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt", "Makefile"):
         shutil.copy(ROOT / name, source)
-    for name in ("refvl", "tests", "benchmarks", "data/configs", "data/training"):
+    for name in ("refvl", "tests", "benchmarks", "data", "notebooks"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "golden"))
     return build("sdist", source, folder)
 
@@ -61,44 +63,99 @@ def wheel(sdist) -> Path:
     return build("wheel", source, sdist.parent)
 
 
-@pytest.fixture(scope="module")
-def scripts(wheel) -> Path:
-    """The folder of `python` and `refvl` in a fresh environment that holds the wheel."""
-    venv = wheel.parent / "venv"
-    made = run([sys.executable, "-m", "venv", "--without-pip", venv], wheel.parent)
+def environment(venv: Path) -> Path:
+    """The folder of `python` in a fresh environment, which finds the dependencies but not refvl."""
+    made = run([sys.executable, "-m", "venv", "--without-pip", venv], venv.parent)
     assert made.returncode == 0, made.stderr
-    pip = [sys.executable, "-m", "pip", "--python", venv / "bin/python", "--disable-pip-version-check"]
-    installed = run([*pip, "install", "--quiet", "--no-deps", "--no-index", wheel], wheel.parent)
-    assert installed.returncode == 0, installed.stderr
     [packages] = venv.glob("lib/python*/site-packages")
     paths = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     (packages / "dependencies.pth").write_text("\n".join(sorted(paths)) + "\n")
     return venv / "bin"
 
 
-def test_wheel_holds_the_package_and_nothing_else(wheel):
-    """Every module of refvl, `py.typed` and the licence; no tests, no data, no benchmarks."""
-    names = set(zipfile.ZipFile(wheel).namelist())
+@pytest.fixture(scope="module")
+def scripts(wheel) -> Path:
+    """The folder of `python` and `refvl` in a fresh environment that holds the wheel."""
+    made = environment(wheel.parent / "venv")
+    pip = [sys.executable, "-m", "pip", "--python", made / "python", "--disable-pip-version-check"]
+    installed = run([*pip, "install", "--quiet", "--no-deps", "--no-index", wheel], wheel.parent)
+    assert installed.returncode == 0, installed.stderr
+    return made
+
+
+def test_wheel_holds_the_package_and_the_course(wheel):
+    """Every module of refvl, `py.typed`, the licence, and under refvl/course what git has in data/ and notebooks/."""
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {str(p.relative_to(ROOT)) for p in (ROOT / "refvl").rglob("*.py")}
-    assert {name for name in names if name.endswith(".py")} == modules
-    assert "refvl/py.typed" in names and any(name.endswith("/licenses/LICENSE") for name in names)
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"refvl"}
+    assert {name for name in names if name.endswith(".py") and not name.startswith("refvl/course/")} == modules
+    assert "refvl/py.typed" in names and {name.split("/")[0] for name in names} == {"refvl"}
+    kept = [p for name in ("data", "notebooks") for p in (ROOT / name).rglob("*") if p.is_file()]
+    course = {
+        f"refvl/course/{p.relative_to(ROOT)}" for p in kept if not {"__pycache__", ".ipynb_checkpoints"} & {*p.parts}
+    }
+    assert {name for name in names if name.startswith("refvl/course/")} == course
+    assert wheel.stat().st_size <= 25e6
 
 
 def test_installed_package_is_the_one_that_answers(scripts, tmp_path):
-    """`refvl chat` and `refvl info` work from an empty folder, with the installed files and not the clone's."""
-    where = run([scripts / "python", "-c", "import refvl; print(refvl.__file__)"], tmp_path)
-    assert Path(where.stdout.strip()).is_relative_to(scripts.parent), where.stdout + where.stderr
-    answer = run([scripts / "refvl", "chat", CHECKPOINT, "What color is the circle?", "--image", SCENE], tmp_path)
+    """`refvl` works offline from an empty folder, with the installed files and models and not the clone's."""
+    where = run([scripts / "python", "-c", "import refvl.paths as p; print(p.__file__, p.DATA)"], tmp_path)
+    assert all(Path(path).is_relative_to(scripts.parent) for path in where.stdout.split()), where.stdout + where.stderr
+    answer = run(
+        [scripts / "refvl", "chat", "tiny-qwen2_5_vl", "What color is the circle?", "--image", SCENE], tmp_path
+    )
     assert (answer.returncode, answer.stdout.strip()) == (0, "red"), answer.stderr
     facts = run([scripts / "refvl", "info", CHECKPOINT / "config.json", "--image", SCENE], tmp_path)
     assert facts.returncode == 0 and "vision tower" in facts.stdout, facts.stderr
+    shown = run([scripts / "python", "-m", "refvl", "demo", "--out", tmp_path / "figures"], tmp_path)
+    assert shown.returncode == 0 and "What color is the circle? red" in shown.stdout, shown.stderr
+    assert (tmp_path / "figures/overview.jpg").is_file()
 
 
-@pytest.mark.parametrize("command", [["python", "-m", "refvl.tools.demo"], ["refvl", "bench", "tower"]], ids=" ".join)
-def test_what_needs_a_clone_says_so_in_one_line(command, scripts, tmp_path):
-    program, *arguments = command
-    done = run([scripts / program, *arguments], tmp_path)
+def test_installed_package_writes_the_course(scripts, tmp_path):
+    """As git has it; a second time it is refused, and nothing is touched."""
+    written = run([scripts / "refvl", "notebooks", tmp_path / "course"], tmp_path)
+    assert written.returncode == 0, written.stderr
+    for name in ("notebooks/00_image_to_text.ipynb", "data/checkpoints/tiny-qwen2_5_vl/model.safetensors"):
+        assert (tmp_path / "course" / name).read_bytes() == (ROOT / name).read_bytes()
+    again = run([scripts / "refvl", "notebooks", tmp_path / "course"], tmp_path)
+    assert again.returncode == 1 and "is there already" in again.stderr
+
+
+def test_what_needs_a_clone_says_so_in_one_line(scripts, tmp_path):
+    done = run([scripts / "refvl", "bench", "tower"], tmp_path)
     assert done.returncode == 1
     [line] = done.stderr.strip().splitlines()
     assert "clone" in line
+
+
+def test_a_notebook_installs_what_it_needs_elsewhere(wheel, tmp_path):
+    """As on Colab: a notebook alone in a folder, where refvl is not installed, up to its first answer's model.
+
+    git takes an unpacked sdist for the repository's address, and pip asks no index.
+    """
+    [source] = (wheel.parent / "unpacked").iterdir()
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        done = run([*git, *command], source)
+        assert done.returncode == 0, done.stderr
+    python = environment(tmp_path / "venv") / "python"
+    notebook = nbformat.read(ROOT / "notebooks/00_image_to_text.ipynb", as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    where = nbformat.v4.new_code_cell("import refvl; print(exercises.__file__, refvl.__file__)")
+    notebook.cells = [*code[:2], where]
+    here = tmp_path / "elsewhere"
+    here.mkdir()
+    nbformat.write(notebook, here / "lesson.ipynb")
+    done = run(
+        [python, "-m", "nbconvert", "--to", "notebook", "--execute", "--inplace", "lesson.ipynb"],
+        here,
+        **{"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.{source.as_uri()}.insteadOf"},
+        **{"GIT_CONFIG_VALUE_0": heads.repository()},
+        **{"PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0"},  # 0 is no, to pip
+    )
+    assert done.returncode == 0, done.stderr
+    cells = nbformat.read(here / "lesson.ipynb", as_version=4).cells
+    paths = cells[-1].outputs[0].text.split()
+    assert all(Path(path).is_relative_to(tmp_path / "venv") for path in paths), paths
+    assert "parameters in" in str(cells[1].outputs)

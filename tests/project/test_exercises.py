@@ -2,15 +2,21 @@
 where a wrong one differs first."""
 
 import ast
+import contextlib
+import hashlib
+import os
 import re
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote
+from xml.etree import ElementTree
 
 import exercises
 import numpy as np
 import pytest
 import torch
 
-from refvl.graphs import plan_batches
+from refvl.graphs import Batch, plan_batches
 from refvl.merge import merge_embeddings
 from refvl.pixels.by_hand import patch_rows
 from refvl.positions import (
@@ -109,12 +115,101 @@ def ratio_of_sums(theirs, ours):
     return sum(theirs) / sum(ours)
 
 
+def with_the_warm_up(theirs, ours):
+    return float(np.median(np.divide(theirs, ours)))
+
+
+def ratio_of_medians(theirs, ours):
+    return np.median(theirs[1:]) / np.median(ours[1:])
+
+
+def ratio_of_fastest(theirs, ours):
+    return min(theirs[1:]) / min(ours[1:])
+
+
+def on_plain_axes(sizes, seconds):
+    return np.polyfit(sizes[-4:], seconds[-4:], 1)[0]
+
+
+def of_the_smallest(sizes, seconds):
+    return np.polyfit(np.log(sizes[:4]), np.log(seconds[:4]), 1)[0]
+
+
+def from_all_heads(config, dtype):
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_attention_heads * head_dim * dtype.itemsize
+
+
+def from_the_width(config, dtype):
+    return 2 * config.num_hidden_layers * config.hidden_size * dtype.itemsize
+
+
+def over_all_sets(q, k, v, *_):
+    """Every query over all sets, once a set."""
+    return read_all(q, k, v).repeat(len(_[0]), 1, 1)
+
+
+def unscaled(q, k, v, patches):
+    pairs = zip(k.split(patches), v.split(patches), strict=True)
+    weights = [(torch.einsum("qhk,nhk->hqn", q, keys).softmax(-1), values) for keys, values in pairs]
+    return torch.cat([torch.einsum("hqn,nhk->qhk", weight, values) for weight, values in weights])
+
+
+def rounded_down(width, height):
+    return None if (wanted := min(width * height // 448**2, 9)) < 2 else (wanted, 1)
+
+
+def boxes_by_size(columns, rows, width, height):
+    """Width and height where Pillow wants right and bottom."""
+    return [(left, top, width, height) for left, top, *_ in slice_boxes(columns, rows, width, height)]
+
+
+def from_below(columns, rows, width, height):
+    boxes = slice_boxes(columns, rows, width, height)
+    return [box for row in reversed(range(rows)) for box in boxes[row * columns : (row + 1) * columns]]
+
+
+def rounded_seconds(fps, total, duration):
+    indices, _ = frame_sample(fps, total, duration)
+    return indices, [round(index / fps) for index in indices[::2]]
+
+
+def of_the_later_frame(fps, total, duration):
+    indices, _ = frame_sample(fps, total, duration)
+    return indices, [int(index / fps) for index in indices[1::2]]
+
+
+def turned_in_place(frame):
+    frame[:] = frame[..., ::-1].copy()
+    return frame
+
+
+def upside_down(frame):
+    return frame[::-1].copy()
+
+
+def never_wide(width, height):
+    """All slices in one column."""
+    return (1, min(-(-width * height // 448**2), 9)) if width * height > 448**2 else None
+
+
+def rows_first(table, h, w):
+    """The table in reading order, the mistake of notebook 06."""
+    side = round(len(table) ** 0.5)
+    rows, columns = ((torch.arange(n) + 0.5).div(n).mul(side).long() for n in (h, w))
+    return table[(rows[:, None] * side + columns).flatten()]
+
+
+def from_the_corner(table, h, w):
+    """The cells of the table's corner, not those under the image."""
+    side = round(len(table) ** 0.5)
+    rows, columns = (torch.arange(n).clamp(max=side - 1) for n in (h, w))
+    places = (rows[:, None] * side + columns).view(h // 2, 2, w // 2, 2).transpose(1, 2)
+    return table[places.flatten()]
+
+
 def keys_alone(config, dtype):
     return kv_cache_bytes_per_token(config, dtype) // 2
-
-
-def first_of_two(timestamps):
-    return [float(second) for second in timestamps[::2]]
 
 
 def without_blocks(table, h, w):
@@ -193,6 +288,14 @@ def in_runs(section):
     return mrope_axis_of_pairs(section, interleaved=False)
 
 
+def all_that_is_read(values, layout, weights):
+    return hashlib.sha256(repr((values.shape, layout, weights)).encode() + values.numpy().tobytes()).digest()
+
+
+def layout_alone(values, layout, weights):
+    return hashlib.sha256(repr(layout).encode()).digest()[:4]
+
+
 REPAIRS = {  # what is seen in the wild, and what the model says with it
     exercises.check_grid_positions: (grid_positions, transposed),
     exercises.check_restrict_positions: (restrict_positions, cut_to_length),
@@ -204,6 +307,11 @@ REPAIRS = {  # what is seen in the wild, and what the model says with it
     exercises.check_kept_outputs: (kept_outputs, one_memory),
     exercises.check_unpack: (unpack, as_packed),
     exercises.check_join_order: (join_order, crops_before_overviews),
+    exercises.check_media_key: (all_that_is_read, layout_alone),
+    exercises.check_max_pixels: (
+        lambda n, patch, merge: n * (patch * merge) ** 2,
+        lambda n, patch, merge: n * patch**2,
+    ),
     exercises.check_rgb_frame: (rgb_frame, lambda frame: frame.copy()),
 }
 
@@ -225,7 +333,7 @@ def test_the_model_that_raises_is_one_line():
 
 
 def test_every_check_is_seen_to_refuse():
-    assert {check for check, *_ in WRONG} | set(REPAIRS) == set(every_check())
+    assert {check for check, *_ in [*WRONG, *WRONG_IN_12]} | set(REPAIRS) == set(every_check())
 
 
 def test_hints_come_one_inside_the_other():
@@ -255,19 +363,33 @@ def test_every_exercise_has_three_hints_and_says_what_it_wants(check):
 WRONG = [  # where a reader goes wrong, and what is said then; repairs have theirs above
     (exercises.check_count_tokens, lambda h, w: (h // 28) * (w // 28), "tokens of 427 x 640 .* be 345, got 330"),
     (exercises.check_adapter_name, lambda name: f"model.{name}", "'model.layers.0.self_attn.q_proj'.*"),
+    (exercises.check_adapter_name, lambda name: name, "'visual.* should be|'model.layers.* should be"),
+    (
+        exercises.check_adapter_name,
+        lambda name: name.replace("model.", "model.language_model."),
+        "model.visual|language",
+    ),
+    (exercises.check_merged_weight, lambda w, a, b, alpha, rank: w + alpha * b @ a, "rank=2: element"),
+    (exercises.check_merged_weight, lambda w, a, b, alpha, rank: alpha / rank * b @ a, "element"),
     (exercises.check_merged_weight, lambda w, a, b, alpha, rank: w + b @ a, "4 x 6, lora_alpha=8, rank=2.*"),
     (exercises.check_crop_layout, rounded_layout, r"728 x 728 px .*rows=2, columns=2\), got \(1, 1\)"),
-    (exercises.check_exponent, over_all_sizes, r"linear behind a fixed cost: element \[\] should be 0.6\d+, got 0.5"),
-    (exercises.check_times_as_fast, ratio_of_sums, r"a quiet machine: element \[\] should be 2.0, got 2.5"),
+    (exercises.check_exponent, over_all_sizes, r"linear behind a fixed cost: should be 0.6\d+, got 0.5"),
+    (exercises.check_exponent, on_plain_axes, r"^linear: should be .*, got .*e-0[67]"),
+    (exercises.check_exponent, of_the_smallest, r"linear behind a fixed cost: should be 0.6\d+, got 0.3"),
+    (exercises.check_times_as_fast, with_the_warm_up, "rounds unlike each other: should be 1.5, got 1.0"),
+    (exercises.check_times_as_fast, ratio_of_medians, "rounds unlike each other: should be 1.5, got 1.333"),
+    (exercises.check_times_as_fast, ratio_of_fastest, "rounds unlike each other: should be 1.5, got 2.0"),
+    (exercises.check_times_as_fast, ratio_of_sums, "a quiet machine: should be 2.0, got 2.5"),
     (
         exercises.check_greedy_batches,
         alone,
         r"200\].*: element \[0\]: should be Batch\(indices=\(0, 1\), budget=64\), got",
     ),
     (exercises.check_greedy_batches, lambda *_: [], r"\[30, 30, 200\].*: number of elements: should be 2, got 0"),
-    (exercises.check_step_seconds, first_of_two, r"1.5\]: element \[0\]: should be 0.25, got 0.0"),
     (exercises.check_load_balance, get_count_assignment, r"num_gpus=2: order: element \[1\]: should be 2, got 1"),
     (exercises.check_load_balance, lambda *_: [], r"expected \(order, counts, loads\), got list"),
+    (exercises.check_cache_bytes, from_all_heads, "should be 57344, got 401408"),
+    (exercises.check_cache_bytes, from_the_width, "should be 57344, got 401408"),
     (exercises.check_cache_bytes, keys_alone, "num_hidden_layers=28, .*bfloat16: should be 57344, got 28672"),
     (
         exercises.check_mrope_positions,
@@ -275,22 +397,278 @@ WRONG = [  # where a reader goes wrong, and what is said then; repairs have thei
         r"a tall image: positions: element \[0, 10\] should be 6",
     ),
     (exercises.check_replay, run_without_writing, r"two operations, .*: element \[0\] should be 11.0, got 7.0"),
+    (exercises.check_read_sets, over_all_sets, r"two slices, .*: element \[0, 0, 0\] should be"),
+    (exercises.check_read_sets, unscaled, r"one slice, .*: element \[0, 0, 0\] should be"),
     (exercises.check_read_sets, read_all, r"two slices, .*: expected shape \(10, 2, 8\), got \(5, 2, 8\)"),
     (exercises.check_slice_boxes, column_by_column, r"element \[1\]: should be \(4, 0, 8, 3\), got \(0, 3"),
+    (exercises.check_slice_boxes, boxes_by_size, r"element \[1\]: should be \(4, 0, 8, 3\), got \(4, 0, 4, 3\)"),
+    (exercises.check_slice_boxes, from_below, r"columns=2, rows=2.*element \[0\]: should be \(0, 0, 4, 3\)"),
+    (exercises.check_frame_sample, rounded_seconds, r"timestamps: element \[\d+\]: should be \d+, got"),
+    (exercises.check_frame_sample, of_the_later_frame, r"timestamps: element \[\d+\]: should be \d+, got"),
+    (exercises.check_rgb_frame, turned_in_place, "the frame was changed in place"),
+    (exercises.check_rgb_frame, upside_down, r"element \[0, 0, 0\] should be"),
+    (exercises.check_slice_grid, rounded_down, r"should be \(\d, \d\), got"),
+    (exercises.check_slice_grid, never_wide, r"should be \(\d, \d\), got \(1, "),
     (exercises.check_slice_grid, larger_area_first, r"480 x 640 px .*: should be \(1, 2\), got \(2, 1\)"),
+    (exercises.check_read_table, rows_first, r"element \[\d+, \d+\] should be"),
+    (exercises.check_read_table, from_the_corner, r"element \[\d+, \d+\] should be"),
     (
         exercises.check_read_table,
         without_blocks,
         r"a table's own size: .* element \[2, 0\] should be",
     ),
     (exercises.check_retention_mask, last_ones_first, r"nothing changes.*: element \[6\] should be True, got False"),
+    (exercises.check_media_key, lambda *made_of: all_that_is_read(*made_of)[:4], "4 bytes: should be 16 at least"),
+    (
+        exercises.check_media_key,
+        lambda v, layout, w: all_that_is_read(v, (), w),
+        "in another layout: should give another",
+    ),
+    (exercises.check_media_key, lambda v, layout, w: hash(layout), "expected bytes, got int"),
+    (exercises.check_media_key, lambda *made_of: os.urandom(32), "should give one key, gave two"),
+    (
+        exercises.check_extra_keys,
+        lambda start, stop, media: [(n, o) for n, o, _ in media if start <= o < stop],
+        r"tokens 12 to 24: element \[0\]: should be \('cat', 3\), got \('cat', 15\)",
+    ),
+    (exercises.check_split_thought, lambda text: text, r"both tags: expected \(thought, answer\), got str"),
+    (
+        exercises.check_split_thought,
+        lambda text: tuple(part.replace("<think>", "").strip() for part in text.partition("</think>")[::2]),
+        r"with <answer>: answer: should be It is a cup., got <answer>",
+    ),
     (exercises.check_window_index, reading_order, r"h=2, w=4, side=2: element \[2\] should be 4, got 2"),
     (exercises.check_window_index, lambda h, w, side: [0], "expected a tensor, got list"),
 ]
 
 
-@pytest.mark.parametrize(("check", "function", "message"), WRONG)
+def positions_like(cost=lambda span, used: used, delta=lambda positions, tokens: int(positions.max()) + 1 - tokens):
+    """A solution of exercise 02.2 in which a medium costs `cost(span, used)` positions and delta is `delta(...)`."""
+
+    def function(num_tokens, spans):
+        columns, here = [], 0
+        while len(columns) < num_tokens:
+            span = next((s for s in spans if s.offset == len(columns)), None)
+            own = torch.zeros(3, 1, dtype=torch.int64) if span is None else span.grid_positions()
+            columns += list((own + here).T)
+            here += 1 if span is None else cost(span, int(own.max()) + 1)
+        positions = torch.stack(columns, dim=1)
+        return positions, delta(positions, num_tokens)
+
+    return function
+
+
+def test_the_mistakes_of_positions_are_changes_of_a_right_solution():
+    assert exercises.check_mrope_positions(positions_like()).status == "right"
+
+
+def keep_most_similar(embeds, thw, q):
+    """The score is the similarity itself."""
+    t, h, w = thw
+    frames = torch.nn.functional.normalize(embeds.reshape(t, h * w, -1), dim=-1)
+    score = torch.cat([torch.full((1, h * w), 255.0), (frames[1:] * frames[:-1]).sum(-1)]).flatten()
+    keep = score.argsort(descending=True, stable=True)[: max(h * w, int(t * h * w * (1 - q)))]
+    return torch.zeros(len(score), dtype=torch.bool).index_fill(0, keep, True)
+
+
+def may_lose_the_first_frame(embeds, thw, q):
+    """At large q fewer tokens are kept than a frame has."""
+    mask = retention_mask(embeds, thw, q)
+    count = max(1, int(len(mask) * (1 - q)))
+    return mask & (mask.cumsum(0) <= count)
+
+
+def largest_budget_always(output_tokens, budgets, max_items):
+    return [replace(b, budget=b.budget and max(budgets)) for b in plan_batches(output_tokens, budgets, max_items)]
+
+
+def eager_ones_first(output_tokens, budgets, max_items):
+    return sorted(plan_batches(output_tokens, budgets, max_items), key=lambda batch: batch.budget is not None)
+
+
+def arrival_order(output_tokens, budgets, max_items):
+    """Without sorting: the first that come share, as far as they fit."""
+    groups = []
+    for i, size in enumerate(output_tokens):
+        held = sum(output_tokens[j] for j in groups[-1]) if groups else 0
+        if groups and len(groups[-1]) < max_items and held + size <= max(budgets):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    sums = [sum(output_tokens[i] for i in group) for group in groups]
+    return [
+        Batch(tuple(group), min((b for b in budgets if b >= total), default=None))
+        for group, total in zip(groups, sums, strict=True)
+    ]
+
+
+def replay_first_alone(operations):
+    run_and_write(operations[:1])
+
+
+def replay_backwards(operations):
+    run_and_write(operations[::-1])
+
+
+def run_and_write(operations):
+    for operation in operations:
+        results = operation.function(*operation.args, **operation.kwargs)
+        results = results if isinstance(results, tuple) else (results,)
+        for kept, new in zip(operation.outputs, results, strict=True):
+            kept.copy_(new)
+
+
+def first_output_only(operations):
+    """An operation with several outputs gets its first one alone."""
+    for operation in operations:
+        results = operation.function(*operation.args, **operation.kwargs)
+        operation.outputs[0].copy_(results[0] if isinstance(results, tuple) else results)
+
+
+def clone_the_last(replay, inputs):
+    outputs = [replay(x) for x in inputs]
+    return [*outputs[:-1], outputs[-1].clone()]
+
+
+def clone_the_inputs(replay, inputs):
+    return [replay(x.clone()) for x in inputs]
+
+
+def clone_too_late(replay, inputs):
+    return [output.clone() for output in [replay(x) for x in inputs]]
+
+
+def padding_left_in(outputs, batches, tokens):
+    """Embeddings of the whole batch, with its padding, are cut by the sizes in the order of the packing."""
+    found = {}
+    for rows, batch in zip(outputs, batches, strict=True):
+        found |= dict.fromkeys(batch.indices, rows)
+    return [found[i] for i in range(len(tokens))]
+
+
+def in_the_caller_s_order_at_once(outputs, batches, tokens):
+    """All rows in a line, cut by the caller's sizes."""
+    used = [rows[: sum(tokens[i] for i in batch.indices)] for rows, batch in zip(outputs, batches, strict=True)]
+    return list(torch.cat(used).split(list(tokens)))
+
+
+def from_the_end(outputs, batches, tokens):
+    """Padding is taken to come first."""
+    turned = [rows.flip(0) for rows in outputs]
+    return [rows.flip(0) for rows in unpack(turned, batches, tokens)]
+
+
+def truncated_first(t, h, w, t_factor):
+    return grid_positions(t, h, w, float(int(t_factor)))
+
+
+def rounded_time(t, h, w, t_factor):
+    time = (torch.arange(t) * t_factor).round().long()
+    return torch.stack(torch.meshgrid(time, torch.arange(h), torch.arange(w), indexing="ij")).flatten(1)
+
+
+def column_first(t, h, w, t_factor):
+    """Tokens column by column."""
+    return grid_positions(t, h, w, t_factor).unflatten(1, (t, h, w)).transpose(2, 3).flatten(1)
+
+
+def numbered_anew(positions, keep):
+    return torch.arange(int(keep.sum())).expand(3, -1), 0
+
+
+def delta_of_the_whole_prompt(positions, keep):
+    return positions[:, keep], int(positions.max()) + 1 - positions.shape[1]
+
+
+def delta_of_the_first_axis(positions, keep):
+    kept = positions[:, keep]
+    return kept, int(kept[2].max()) - int(keep.sum())
+
+
+def video_steps(second=lambda one, other: (one + other) / 2, form="{:.1f}", odd=lambda t: t[-1:]):
+    """A solution of exercise 12.2 in which a step's second, how it is written, or an odd last frame may be another."""
+
+    def function(timestamps, tokens):
+        given = timestamps + (odd(timestamps) if len(timestamps) % 2 else [])
+        seconds = [form.format(second(a, b)) for a, b in zip(given[::2], given[1::2], strict=False)]
+        return [f"<{s} seconds><|vision_start|>{tokens * '<|video_pad|>'}<|vision_end|>" for s in seconds]
+
+    return function
+
+
+def axes_by_thirds(section):
+    """Without a limit: h and w take pairs of t."""
+    return torch.arange(sum(section)) % 3
+
+
+def axes_limited_by_t(section):
+    pairs = torch.arange(sum(section))
+    return torch.where(pairs < 3 * section[0], pairs % 3, 0)
+
+
+def axes_w_first(section):
+    """w from pair 1 on, h from pair 2."""
+    axes = mrope_axis_of_pairs([section[0], section[2], section[1]], interleaved=True)
+    return torch.tensor([0, 2, 1])[axes]
+
+
+WRONG_IN_12 = [
+    (exercises.check_mrope_axes, axes_by_thirds, r"section=\[24, 20, 20\]: element \[61\] should be 0, got 1"),
+    (exercises.check_mrope_axes, axes_limited_by_t, r"element \[61\] should be 0, got 1"),
+    (exercises.check_mrope_axes, axes_w_first, r"element \[1\] should be 1, got 2"),
+    (
+        exercises.check_video_steps,
+        video_steps(lambda a, b: a),
+        r"element \[0\]: should be <0.2 seconds.*, got <0.0 sec",
+    ),
+    (exercises.check_video_steps, video_steps(form="{:.0f}"), r"element \[0\]: should be <0.2 seconds.*, got <0 sec"),
+    (exercises.check_video_steps, video_steps(odd=lambda t: []), r"0.5, 1.0\].*number of elements: should be 2, got 1"),
+    (exercises.check_video_steps, video_steps(odd=lambda t: [0.0]), r"element \[1\]: should be <1.0 .*, got <0.5 "),
+]
+
+
+def test_the_mistakes_of_steps_are_changes_of_a_right_solution():
+    assert exercises.check_video_steps(video_steps()).status == "right"
+
+
+WRONG_IN_02_TO_05 = [  # three or more for each exercise, with those above
+    (exercises.check_grid_positions, truncated_first, r"t_factor=1.4: element \[0, 6\] should be 4, got 3"),
+    (exercises.check_grid_positions, rounded_time, r"t_factor=1.4: element \[0, 4\] should be 2, got 3"),
+    (exercises.check_grid_positions, column_first, r"h=2, w=3.*: element \[1, 1\] should be 0, got 1"),
+    (
+        exercises.check_mrope_positions,
+        positions_like(lambda span, used: max(span.h, span.w)),
+        "a long video: positions",
+    ),
+    (exercises.check_mrope_positions, positions_like(lambda span, used: span.num_tokens), "a wide image: positions"),
+    (
+        exercises.check_mrope_positions,
+        positions_like(delta=lambda p, n: int(p.max()) - n),
+        "text alone: delta.*, got -1",
+    ),
+    (exercises.check_retention_mask, keep_most_similar, "everything changes: element"),
+    (exercises.check_retention_mask, may_lose_the_first_frame, "the first frame always stays: element"),
+    (exercises.check_restrict_positions, numbered_anew, "nothing pruned: positions: element"),
+    (exercises.check_restrict_positions, delta_of_the_whole_prompt, "some tokens pruned: delta: should be"),
+    (exercises.check_restrict_positions, delta_of_the_first_axis, "nothing pruned: delta: should be"),
+    (exercises.check_replay, replay_first_alone, "element"),
+    (exercises.check_replay, replay_backwards, "element"),
+    (exercises.check_replay, first_output_only, "element"),
+    (exercises.check_kept_outputs, clone_the_last, r"element \[0\]"),
+    (exercises.check_kept_outputs, clone_the_inputs, r"element \[0\]"),
+    (exercises.check_kept_outputs, clone_too_late, r"element \[0\]"),
+    (exercises.check_greedy_batches, largest_budget_always, "element"),
+    (exercises.check_greedy_batches, eager_ones_first, "element"),
+    (exercises.check_greedy_batches, arrival_order, "element"),
+    (exercises.check_unpack, padding_left_in, "expected shape"),
+    (exercises.check_unpack, in_the_caller_s_order_at_once, "element"),
+    (exercises.check_unpack, from_the_end, "element"),
+]
+
+
+@pytest.mark.parametrize(("check", "function", "message"), [*WRONG, *WRONG_IN_02_TO_05, *WRONG_IN_12])
 def test_the_first_difference_is_named(check, function, message):
+    """Oracle: the mistake itself, which differs from the printed solution in one thought."""
     verdict = check(function)
     assert verdict.status == "wrong" and re.search(message, verdict.line), verdict
     assert len(repr(verdict).splitlines()) == 1
@@ -313,8 +691,46 @@ def test_what_the_reader_raises_is_one_line():
         raise IndexError(f"no window\nof side {side} <here>")
 
     verdict = exercises.check_window_index(my_function)
-    assert (verdict.status, verdict.line) == ("wrong", "my_function raised IndexError: no window")
+    said = "my_function raised IndexError: no window; in the line: "
+    assert verdict.status == "wrong" and verdict.line.startswith(said + "raise IndexError(")
     assert "<here>" not in exercises.Verdict("wrong", "<here>")._repr_html_()
+
+
+@pytest.mark.parametrize("catch", [Exception, ValueError])
+def test_a_loop_that_never_ends_is_stopped(monkeypatch, catch):
+    """Also one that catches every Exception; the model afterwards is not stopped by what came too late."""
+    monkeypatch.setattr(exercises, "LIMIT", 0.05)
+
+    def my_function(h, w, side):
+        while True:
+            with contextlib.suppress(catch):
+                h += 1
+
+    verdict = exercises.check_window_index(my_function)
+    assert verdict.status == "wrong" and re.search("my_function took longer than .* in the line: ", verdict.line)
+    assert exercises.check_window_index(window_index).status == "right"
+
+
+def test_a_wrong_result_is_drawn_beside_the_expected_one():
+    """Oracle: counted by hand. h=2, w=4: 0 1 4 5 2 3 6 7 is expected, so that four of eight cells differ."""
+    picture = exercises.check_window_index(reading_order).picture
+    assert "4 of the 8 cells shown differ" in picture and "data:image/svg+xml," in picture
+    svg = ElementTree.fromstring(unquote(picture.split('src="data:image/svg+xml,')[1].rstrip('">')))
+    cells = [path.get("stroke") for path in svg.iter("{http://www.w3.org/2000/svg}path")]
+    assert cells == 2 * [None, None, *4 * ["#d95f02"], None, None]
+    assert exercises.check_window_index(window_index).picture == ""
+
+
+@pytest.mark.parametrize(
+    ("want", "got", "differ"), [(4, 3, 1), ([1.0, 2.0], [1.0], 0), (torch.eye(9), torch.ones(9, 9), 48)]
+)
+def test_what_is_drawn_starts_before_the_first_difference(want, got, differ):
+    assert f" {differ} of the " in exercises.beside(want, got)
+    assert not exercises.beside(want, "no number") and not exercises.beside([[1], [1, 2]], got)
+
+
+def test_a_constant_is_no_stub():
+    assert exercises.check_count_tokens(lambda height, width: 3).status == "wrong"
 
 
 def done_exercises():

@@ -1,15 +1,24 @@
 """pyproject.toml, constraints.txt, environment.yml, Makefile, hooks and CI say the same thing. Oracle: each other."""
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+import torch
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import refvl
+from refvl import attention
+from refvl.tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -60,6 +69,28 @@ def test_flash_attention_is_optional_and_never_pinned():
     assert not any("flash" in line for line in pip)
     assert re.search(r"^ *# .*GPU option.*flash-attn", (ROOT / "environment.yml").read_text(), re.M)
     assert f"# - {EXTRAS['flash'][0]}" in (ROOT / "environment.yml").read_text()
+
+
+def test_every_torch_knows_which_flash_attention_fits(monkeypatch):
+    """docs/gpu.md has a row for each minor release that pyproject.toml allows; what its bound fits is said alike in
+    environment.yml; and `available_backends` needs none. Oracle: each other, and the backend that "auto" takes."""
+    rows = re.findall(r"^\| (2\.\d+(?:, 2\.\d+)*) \| (.+?) \| .+ \|$", (ROOT / "docs/gpu.md").read_text(), re.M)
+    fits = {torch: said for releases, said in rows for torch in releases.split(", ")}
+    [bounds] = [requirement.specifier for requirement in REQUIREMENTS if requirement.name == "torch"]
+    assert list(fits) == [f"2.{minor}" for minor in range(30) if bounds.contains(f"2.{minor}.0")]
+    lowest = EXTRAS["flash"][0].removeprefix("flash-attn>=")
+    assert set(fits.values()) == {f"{lowest} or later", "none fits"}
+    last = max((torch for torch, said in fits.items() if said != "none fits"), key=Version)
+    assert f"against torch up to {last}," in (ROOT / "environment.yml").read_text()
+    assert (Version(VERSIONS["torch"]).release[:2] <= Version(last).release) == (
+        "which the torch\n      # above is" in (ROOT / "environment.yml").read_text()
+    )
+    for package in (None, SimpleNamespace(), SimpleNamespace(flash_attn_varlen_func=print)):
+        monkeypatch.setitem(sys.modules, "flash_attn", package)  # None: not installed
+        attention._find.cache_clear()
+        names = attention.available_backends("cuda", torch.bfloat16)
+        assert ("flash" in names) == hasattr(package, "flash_attn_varlen_func") and names[0] == "varlen"
+    attention._find.cache_clear()
 
 
 def test_conda_environment_is_the_pip_environment():
@@ -153,3 +184,46 @@ def test_one_source_of_the_version():
     assert "version" in PROJECT["dynamic"] and "version" not in PROJECT
     assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "refvl.__version__"}
     assert re.search(rf"^## \[?{re.escape(refvl.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
+
+
+@pytest.mark.thorough
+def test_a_release_is_built_from_its_tag_and_published_without_a_token():
+    """The step that compares tag and version passes for this version, and for no other."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    assert jobs["publish"]["permissions"] == {"id-token": "write"} and jobs["publish"]["needs"] == "build"
+    [check] = [step["run"] for step in jobs["build"]["steps"] if "GITHUB_REF_NAME" in step.get("run", "")]
+    for tag, passes in ((f"v{refvl.__version__}", True), (f"v{refvl.__version__}0", False)):
+        done = subprocess.run(["bash", "-c", check], cwd=ROOT, env=os.environ | {"GITHUB_REF_NAME": tag})
+        assert (done.returncode == 0) == passes
+
+
+@pytest.mark.thorough
+def test_the_scheduled_workflow_lifts_the_upper_bounds(tmp_path):
+    """Of torch and transformers, and of nothing else. Oracle: the requirements, parsed."""
+    steps = yaml.safe_load((ROOT / ".github/workflows/newest.yml").read_text())["jobs"]["without-upper-bounds"]["steps"]
+    [lift] = [step["run"] for step in steps if step.get("run", "").startswith("sed")]
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    subprocess.run(["bash", "-c", lift], cwd=tmp_path, check=True)
+    lifted = [
+        Requirement(x) for x in tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["dependencies"]
+    ]
+    for before, after in zip(map(Requirement, PROJECT["dependencies"]), lifted, strict=True):
+        bounds = {str(s) for s in before.specifier if s.operator != "<"}
+        assert before.name == after.name and {str(s) for s in after.specifier} == bounds
+    assert len([r for r in lifted if r.name in ("torch", "transformers")]) == 2
+
+
+def test_templates_for_issues_name_commands_that_exist():
+    """`python -m refvl COMMAND` in a form is a command of the command line."""
+    named = set()
+    for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"):
+        form = yaml.safe_load(path.read_text())
+        assert {"name", "description", "body"} <= set(form)
+        named |= set(re.findall(r"python -m refvl ([a-z-]+)", path.read_text()))
+    commands = {(command.name or command.callback.__name__).replace("_", "-") for command in app.registered_commands}
+    assert {"info", "check-gpu", "trace"} == named <= commands
+
+
+def test_the_citation_can_be_read():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["license"] == PROJECT["license"] and PROJECT["name"] in citation["title"] and citation["authors"]

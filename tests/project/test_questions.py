@@ -2,13 +2,17 @@
 
 import ast
 import json
+import math
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
+import refvl
 from refvl.pixels.patches import PatchConfig
+from refvl.positions.mrope import grid_positions
 from refvl.study.costs import limit_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,12 +27,12 @@ def headings(notebook: Path) -> set[str]:
 
 
 def test_every_question_has_an_answer_a_place_and_threads():
-    assert [int(number) for number, _, _ in SECTIONS] == list(range(1, 16))
+    assert [int(number) for number, _, _ in SECTIONS] == list(range(1, len(SECTIONS) + 1)) and len(SECTIONS) >= 15
     for _, question, body in SECTIONS:
         answer, places, threads = re.fullmatch(
             r"\n(.+?)\n\nShown in:\n\n(.+?)\n\nThreads: (.+?)\n\n", body, re.S
         ).groups()
-        assert len(answer) > 60 and places.startswith("- ") and re.search(r"\w/[\w-]+#\d+", threads), question
+        assert len(answer) > 60 and places.startswith("- ") and re.search(r"\w/[\w.-]+#\d+", threads), question
 
 
 def test_links_lead_to_files_and_their_sections():
@@ -84,6 +88,26 @@ def test_the_tower_s_width_has_no_groups_of_128():
     for name, width in (("3B", 3420), ("7B", 3420)):
         vision = json.loads((ROOT / f"data/configs/Qwen2.5-VL-{name}-Instruct.json").read_text())["vision_config"]
         assert vision["intermediate_size"] == width and width % 128 and width % 60 == 0 and vision["num_heads"] % 3
+
+
+def test_what_groups_fit_the_tower_of_qwen2_5_vl():
+    """Oracle: every linear layer of blocks and merger, on the device meta."""
+    model = refvl.load(ROOT / "data/configs/Qwen2.5-VL-7B-Instruct.json", weights="random", device="meta", text=False)
+    layers = {n: x.in_features for n, x in model.encoder.named_modules() if isinstance(x, torch.nn.Linear)}
+    layers = {name: width for name, width in layers.items() if not name.startswith("patch_embed")}
+    assert [width % 60 == 0 for name, width in layers.items() if "down_proj" in name] == [True] * 32
+    assert sum(width % 60 != 0 for width in layers.values()) == 130 == len(layers) - 32
+    assert math.gcd(*layers.values()) == 20
+    assert 4304 % 128 and 10944 % 128
+
+
+def test_a_swapped_size_has_as_many_tokens_at_other_positions():
+    """By hand, 640 x 427 px: 23 x 15 tokens; swapped, 15 x 23, so the second row starts elsewhere."""
+    h, w = (side // 28 for side in PatchConfig().fit(427, 640))
+    swapped = tuple(side // 28 for side in PatchConfig().fit(640, 427))
+    assert (h, w) == (15, 23) and swapped == (23, 15)
+    here, there = grid_positions(1, h, w), grid_positions(1, *swapped)
+    assert here.shape == there.shape and not here.equal(there)
 
 
 def test_notebook_00_shows_the_same_table():

@@ -1,12 +1,12 @@
-"""README.md and docs/map.md tell the truth. Oracles: files, the Makefile, the command line's help, signatures."""
+"""README.md and docs/ tell the truth. Oracles: files, the Makefile, the command line's help, signatures."""
 
 import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import shlex
-import sys
 import tomllib
 from pathlib import Path
 
@@ -15,7 +15,9 @@ import pytest
 import refvl
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
+PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+TEXT = "\n".join(PAGES.values())
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.S | re.M)
 PROSE = re.sub(r"^```.*?^```", "", TEXT, flags=re.S | re.M)
 MAP = (ROOT / "docs/map.md").read_text()
@@ -61,9 +63,30 @@ def test_tree_forgets_no_file_of_the_library():
     assert {f for f in files if f not in named and not f.startswith("refvl/viz/")} == set()
 
 
+def test_a_stranger_reads_the_readme_in_minutes():
+    """Short enough for the first minute; every page of docs/ is named, and its first sentence says what it is."""
+    assert len(README.splitlines()) <= 130 and len(README.split()) <= 900
+    pages = [path for path in PAGES if path.parent.name == "docs"]
+    assert [path.name for path in pages if f"`docs/{path.name}`" not in README] == []
+    for path in pages:
+        head = re.match(r"# .+\n\n([A-Z][^|`]+?\.)\s", PAGES[path])
+        assert head and len(head[1].split()) <= 30, f"{path.name}: no sentence says what this page is"
+
+
 def test_links_and_pictures_lead_somewhere():
-    links = [target for target in re.findall(r"\]\(([^)]+)\)", TEXT) if not re.match(r"https?:|#", target)]
-    assert links and [target for target in links if not (ROOT / target).exists()] == []
+    links = [
+        (path, target)
+        for path, text in PAGES.items()
+        for target in re.findall(r"\]\(([^)]+)\)", text)
+        if not re.match(r"https?:|#", target)
+    ]
+    assert links and [target for path, target in links if not target_of(path, target).exists()] == []
+
+
+def target_of(page: Path, link: str) -> Path:
+    """On GitHub, `../../actions/workflows/NAME` beside the README is the page, or the badge, of a workflow."""
+    workflow = re.fullmatch(r"\.\./\.\./actions/workflows/([\w.]+?)(/badge\.svg)?", link)
+    return ROOT / ".github/workflows" / workflow[1] if workflow else page.parent / link
 
 
 def test_paths_in_prose_exist():
@@ -77,12 +100,13 @@ def test_make_targets_exist():
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_commands_exist(words, monkeypatch, capsys):
+def test_commands_exist(words, monkeypatch, shell):
+    monkeypatch.setenv("COLUMNS", "200")
     match words:
         case ["make", target]:
             assert target in TARGETS
         case ["python", "-m", "refvl", command, *arguments] | ["torchrun", _, _, "-m", "refvl", command, *arguments]:
-            check_command_line(command, arguments, monkeypatch, capsys)
+            check_command_line(command, arguments, shell)
         case ["python", "-m", module, *_]:
             assert importlib.util.find_spec(module) is not None
         case ["pip", "install", *_, project]:
@@ -96,32 +120,22 @@ def test_commands_exist(words, monkeypatch, capsys):
     assert [w for w in words if "/" in w and is_repository_path(w) and not (ROOT / w).exists()] == []
 
 
-def check_command_line(command: str, arguments: list[str], monkeypatch, capsys) -> None:
+def check_command_line(command: str, arguments: list[str], shell) -> None:
     """The command and its options stand in the help that the command line prints of itself."""
-    from refvl.tools.cli import main
-
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(sys, "argv", ["refvl", command, "--help"])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert not stop.value.code
-    shown = capsys.readouterr().out
+    status, shown, _ = shell(command, "--help")
+    assert not status
     assert {a for a in arguments if a.startswith("--") and not re.search(rf"{a}\b", shown)} == set()
 
 
-ANSWERED = re.findall(r"^python -m refvl (chat data/.*?) +# (.+)$", TEXT, re.M)
+ANSWERED = re.findall(r"^python -m refvl (chat (?:data/|tiny-).*?) +# (.+)$", TEXT, re.M)
 
 
 @pytest.mark.parametrize(("command", "answer"), ANSWERED, ids=[answer for _, answer in ANSWERED])
-def test_answers_beside_commands_are_the_models(command, answer, monkeypatch, capsys):
+def test_answers_beside_commands_are_the_models(command, answer, monkeypatch, shell):
     """The comment behind a `chat` command is what the shipped model says."""
-    from refvl.tools.cli import main
-
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["refvl", *shlex.split(command), "--device", "cpu"])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert not stop.value.code and capsys.readouterr().out.strip() == answer
+    status, said, _ = shell(*shlex.split(command), "--device", "cpu")
+    assert not status and said.strip() == answer
 
 
 @pytest.mark.parametrize("source", PYTHON)
@@ -149,3 +163,19 @@ def test_python_blocks_name_files_that_exist():
 def test_no_counts_that_drift():
     """No number of lines, files or tests: such sentences are wrong after the next commit."""
     assert re.findall(r"\b\d[\d,]* (?:lines|files|tests|notebooks|functions)\b", PROSE) == []
+
+
+def test_the_table_of_gpus_lists_the_committed_results():
+    """One line per JSON in data/measurements/gpu, and no claim that there is none when there is one."""
+    page = (ROOT / "docs/gpu.md").read_text()
+    header = "| GPU | torch | commit | passed |\n|---|---|---|---|\n"
+    table = re.search(re.escape(header) + r"((?:\|.*\n)*)", page).group(1).splitlines()
+    lines = []
+    for path in sorted((ROOT / "data/measurements/gpu").glob("*.json")):
+        result = json.loads(path.read_text())
+        where, states = result["environment"], [entry["state"] for entry in result["checks"].values()]
+        lines.append(
+            f"| {where['name']} | {where['torch']} | {where['commit']} | {states.count('passed')} of {len(states)} |"
+        )
+    assert table == (lines or ["| none yet | | | |"])
+    assert ("no GPU result is committed" in page) == (not lines)

@@ -27,11 +27,13 @@ def test_every_notebook_and_every_explorer_has_a_page(written):
     folder, sizes = written
     notebooks = {f"notebooks/{path.stem}.html" for path in (pages.ROOT / "notebooks").glob("[0-9]*.ipynb")}
     journeys = {f"journeys/{name}.html" for name in SHIPPED}
-    assert notebooks | {f"explorers/{name}.html" for name in GALLERY} | journeys | {"index.html"} <= set(sizes)
+    live = {"live.html", "live-qwen3_vl.html"}
+    assert notebooks | {f"explorers/{name}.html" for name in GALLERY} | journeys | live | {"index.html"} <= set(sizes)
     assert all((folder / name).stat().st_size == size for name, size in sizes.items())
     assert max(size for name, size in sizes.items() if name in notebooks) <= 600_000
     assert max(size for name, size in sizes.items() if name.startswith("explorers/")) <= 150_000
     assert max(size for name, size in sizes.items() if name in journeys) <= 600_000
+    assert max(size for name, size in sizes.items() if name in live) <= 3_000_000
 
 
 @pytest.mark.thorough
@@ -45,7 +47,18 @@ def test_the_index_leads_to_all_of_them(written):
     folder, sizes = written
     found = pages.Names()
     found.feed((folder / "index.html").read_text())
-    assert {name for name in sizes if name.startswith(("notebooks/", "explorers/", "journeys/"))} <= set(found.links)
+    assert {name for name in sizes if name.startswith(("notebooks/", "explorers/", "journeys/", "live"))} <= set(
+        found.links
+    )
+
+
+def test_every_explorer_belongs_to_a_notebook_that_makes_it():
+    from refvl.viz.explorers.gallery import GALLERY
+
+    assert set(pages.EXPLORERS) == set(GALLERY) and list(pages.EXPLORERS.values()) == sorted(pages.EXPLORERS.values())
+    for name, number in pages.EXPLORERS.items():
+        [path] = (pages.ROOT / "notebooks").glob(f"{number}*.ipynb")
+        assert f"explore_{name}" in path.read_text()
 
 
 def test_the_map_leads_everywhere():

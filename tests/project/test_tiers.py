@@ -30,7 +30,8 @@ def test_every_file_of_equations_has_quick_tests_and_no_test_is_lost(request):
     assert {path.name for path in slow_by_nature} <= WITHOUT_QUICK_TESTS
 
 
-WITHOUT_QUICK_TESTS = {"test_compiled_blocks.py", "test_larger_than_one_device.py", "test_imports.py"}
+WITHOUT_QUICK_TESTS = {"test_compiled_blocks.py", "test_larger_than_one_device.py", "test_imports.py",
+                       "test_planted_faults.py"}  # fmt: skip
 
 
 class Item:

@@ -1,13 +1,16 @@
 """A small fuzz harness: hostile input made from a seed, one case at a time, each within seconds and memory.
 
-A case ends in one of three ways. *right*: it returned, and what it returned holds its kind's invariant. *clear*: refvl
-refused it, that is, the exception was raised by a `raise` statement of refvl itself, as ValueError, TypeError or
-FileNotFoundError, in a sentence that names an argument (or the attempt says so: a command line exits with a status and
-a line). *anything else* is a defect: an error that escaped from a library, a wrong result, too much time or memory. A
-seed makes the same case again.
+A case ends in one of six ways. *right*: it returned, and what it returned holds its kind's invariant, or equals what an
+independent program made of the same input. *clear*: refvl refused it, that is, the exception was raised by a `raise`
+statement of refvl itself, as ValueError, TypeError or FileNotFoundError, in a sentence that names an argument (or the
+attempt says so: a command line exits with a status and a line). The others are defects. *unclear*: an error that
+escaped from a library, or a lack of memory. *wrong*: another result. *hang*: too much time. *crash*: the process
+died, which `run_apart` counts. A seed makes the same case again.
 """
 
+import json
 import linecache
+import os
 import resource
 import signal
 import tempfile
@@ -26,6 +29,7 @@ SECONDS = 20  # of processor time, so that a busy machine fails nothing
 PATIENCE = 300  # seconds on the clock, for what waits instead of working
 MEMORY = 3 * 2**30  # bytes of address space beyond what the process holds when a case begins
 LIBRARY = str(Path(refvl.__file__).parent)
+ENDS = ("right", "clear", "unclear", "wrong", "hang", "crash")
 CLEAR = (ValueError, TypeError, FileNotFoundError)
 
 Case = tuple[str, Callable[[], object]]  # what is tried, in words; and the attempt, which asserts its invariant
@@ -45,7 +49,8 @@ class Report:
     defects: list[str] = field(default_factory=list)
 
     def add(self, seed: int, what: str, outcome: str) -> None:
-        self.counts[outcome if outcome in ("right", "clear") else "else"] += 1
+        beginnings = {"took": "hang", "wrong": "wrong", "crash": "crash"}
+        self.counts[outcome if outcome in ENDS else beginnings.get(outcome.split()[0].rstrip(":"), "unclear")] += 1
         if outcome not in ("right", "clear"):
             self.defects.append(f"{self.kind}, seed {seed}: {what[:300]}\n    {outcome}")
 
@@ -54,9 +59,37 @@ def run_kind(kind: Kind, seeds: range) -> Report:
     """Try every seed; the case of a seed depends on the kind and the seed alone."""
     report = Report(kind.__name__)
     for seed in seeds:
-        with tempfile.TemporaryDirectory() as folder:
-            what, attempt = kind(np.random.default_rng([seed, *kind.__name__.encode()]), Path(folder))
-            report.add(seed, what, outcome_of(attempt))
+        report.add(seed, *run_case(kind, seed))
+    return report
+
+
+def run_case(kind: Kind, seed: int) -> tuple[str, str]:
+    """What was tried, in words, and how it ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        what, attempt = kind(np.random.default_rng([seed, *kind.__name__.encode()]), Path(folder))
+        return what, outcome_of(attempt)
+
+
+def run_apart(kind: Kind, seeds: range) -> Report:
+    """The same in a child process, so that a crash is counted: the case at which a child dies; the next goes on."""
+    report = Report(kind.__name__)
+    while seeds:
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            with os.fdopen(write, "w", encoding="utf-8", errors="backslashreplace") as pipe:
+                for seed in seeds:
+                    pipe.write(json.dumps([seed, *run_case(kind, seed)]) + "\n")
+                    pipe.flush()
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read, encoding="utf-8") as pipe:
+            for seed, what, outcome in map(json.loads, pipe):
+                report.add(seed, what, outcome)
+                seeds = range(seed + 1, seeds.stop)
+        _, status = os.waitpid(child, 0)
+        if seeds:
+            report.add(seeds.start, "not known", f"crash: the process ended with status {status}")
+            seeds = seeds[1:]
     return report
 
 

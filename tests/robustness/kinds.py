@@ -1,18 +1,22 @@
 """What is tried: each kind makes one hostile case from a random generator. About half of the cases should be right."""
 
+import copy
 import io
 import json
 import math
 import os
 import shutil
+import struct
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+import zlib
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import cache, partial
 from pathlib import Path
 
 import av
 import numpy as np
 import torch
+from display_matrices import QUARTER_TURNS, shown_by_ffmpeg, with_matrix
 from harness import Case
 from PIL import Image
 
@@ -25,7 +29,9 @@ from refvl.pixels.media import load_image, load_video
 from refvl.pixels.patch_configs import Glm4vPatchConfig
 from refvl.pixels.patches import PatchConfig, plan_grid
 from refvl.pixels.slices import SliceConfig, plan_slices
+from refvl.processors import templates
 from refvl.serving import parallel
+from refvl.serving.export import encode_folder
 from refvl.tools.cli import main
 
 CHECKPOINTS = sorted(folder.name for folder in (DATA / "checkpoints").iterdir())
@@ -498,9 +504,22 @@ def arguments(rng: np.random.Generator, folder: Path) -> Case:
     return f"{name}: {source!r} {options!r} {said!r}", attempt
 
 
-def said(stream: io.TextIOWrapper) -> str:
-    stream.flush()
-    return stream.buffer.getvalue().decode("utf-8", "replace")  # type: ignore[attr-defined]  # a BytesIO
+def run_command(words: list[str]) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of `refvl WORDS` in this process."""
+    before, sys.argv = sys.argv, ["refvl", *words]
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2)]
+    try:
+        with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+            main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    finally:
+        sys.argv = before
+    for stream in streams:
+        stream.flush()
+    out, err = (stream.buffer.getvalue().decode("utf-8", "replace") for stream in streams)
+    return code, out, err
 
 
 def command_line(rng: np.random.Generator, folder: Path) -> Case:
@@ -516,6 +535,8 @@ def command_line(rng: np.random.Generator, folder: Path) -> Case:
         ["--video", str(DATA / "clips" / "scene.mp4")], ["--video", str(DATA / "pictures" / "scene.png")],
         ["--max-new-tokens", "2"], ["--max-new-tokens", "x"], ["--pruning-rate", "0.5"], ["--pruning-rate", "7"],
         ["--dtype", "float33"], ["--dtype", "bfloat16"], ["--device", "cuda"], ["--attention", "none"], ["--nope"],
+        ["--max-pixels", "1" + "0" * int(rng.integers(1, 40))], ["--min-pixels", "9" * 12], ["--num-frames", "9" * 30],
+        ["--prefill-chunk", "9" * 30], ["--fps", "1e300"], ["--shard-size", "9" * 30],
         ["--out", str(folder / "out")], ["--out", "/proc/xyz"], ["--out", __file__],
     )  # fmt: skip
     for _ in range(int(rng.integers(0, 4))):
@@ -523,25 +544,192 @@ def command_line(rng: np.random.Generator, folder: Path) -> Case:
     os.mkfifo(folder / "pipe.png")
 
     def attempt():
-        before, sys.argv = sys.argv, ["refvl", *words]
-        code = 0
-        out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
-        try:
-            with redirect_stdout(out), redirect_stderr(err):
-                main()
-        except SystemExit as stop:
-            code = stop.code or 0
-            assert code in (0, 1, 2), f"exit code {code}"
-            assert not code or said(err).strip(), "failed silently"
-        finally:
-            sys.argv = before
-        assert "Traceback" not in said(err), said(err)[-500:]
+        code, _, err = run_command(words)
+        assert code in (0, 1, 2), f"exit code {code}"
+        assert not code or err.strip(), "failed silently"
+        assert "Traceback" not in err, err[-500:]
         return "clear" if code else "right"
 
     return " ".join(words), attempt
 
 
+# --- areas with an oracle that renders independently ------------------------------------------------------------------
+
+
+def display_matrix(rng: np.random.Generator, folder: Path) -> Case:
+    """A grey video that is shown rotated, mirrored or both; oracle: FFmpeg's own filters. Oblique ones are refused."""
+    frames = rng.integers(0, 256, (int(rng.integers(2, 5)), 16, 16), dtype=np.uint8).repeat(2, 1).repeat(3, 2)
+    path, buffer = folder / "clip.mp4", io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:], "yuv420p"
+        for frame in frames:
+            picture = np.repeat(frame[..., None], 3, axis=-1)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    matrix = np.array(pick(rng, QUARTER_TURNS)) * pick(rng, (1, 1, 0.5, 3))
+    if rng.random() < 0.3:
+        matrix = matrix + rng.uniform(-1, 1, 4).round(2) * pick(rng, (0.001, 1))
+    path.write_bytes(with_matrix(buffer.getvalue(), *matrix))
+
+    def attempt():
+        shown = load_video(path, num_frames=len(frames) // 2 * 2).frames
+        assert np.array_equal(shown, shown_by_ffmpeg(path)[: len(shown)])
+
+    return f"{len(frames)} frames shown by {matrix}", attempt
+
+
+def transparent_png(rng: np.random.Generator, folder: Path) -> Case:
+    """A PNG written chunk by chunk, in which a level or colour is transparent; oracle: its samples, blended by hand."""
+    depth, channels = pick(rng, ((8, 1), (16, 1), (16, 1), (8, 3)))
+    top, size = 2**depth - 1, (int(rng.integers(1, 6)), int(rng.integers(2, 9)))
+    samples = pick(rng, (rng.integers(0, top + 1, (*size, channels)), rng.integers(0, 4, (*size, channels))))
+    hidden = samples[0, int(rng.integers(size[1]))] if rng.random() < 0.8 else rng.integers(0, top + 1, channels)
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", size[1], size[0], depth, 0 if channels == 1 else 2, 0, 0, 0),
+        b"tRNS": np.asarray(hidden, ">u2").tobytes(),
+        b"IDAT": zlib.compress(b"".join(b"\0" + row.astype(f">u{depth // 8}").tobytes() for row in samples)),
+        b"IEND": b"",
+    }
+    packed = (struct.pack(">I", len(d)) + t + d + struct.pack(">I", zlib.crc32(t + d)) for t, d in chunks.items())
+    path = folder / "a.png"
+    data, cut = b"\x89PNG\r\n\x1a\n" + b"".join(packed), rng.random() < 0.4
+    path.write_bytes(damage(rng, data) if cut else data)
+
+    def attempt():
+        shown = np.asarray(load_image(path))
+        blended = np.where((samples == hidden).all(-1, keepdims=True), top, samples) / top * 255
+        assert cut or np.array_equal(shown, np.broadcast_to(np.round(blended), shown.shape))
+
+    return f"{depth} bits, {channels} channels, {size}, {hidden} is transparent, damaged {cut}", attempt
+
+
+def statement(rng: np.random.Generator, depth: int = 0) -> str:
+    """A piece of a chat template: usual, greedy or failing."""
+    values = (
+        "x", "y", "n.v", "messages", "messages[0].content", "m.content", "m.role", "'ab'", "1", "loop.index",
+        "eos_token", "x + x", "x + y", "x ~ y", "[x, y]", "x * 10**10", "x * 40", "x|tojson", "x|tojson|tojson",
+        "x.split('a')", "x.split('b')[-1]", "x.replace('a', 'bb')", "x|upper", "x|join(x)", "x.ljust(10**9)",
+        "range(90000)", "x|length - 1",
+        "x|center(10**9)", "1 / 0", "2.0 ** 9999", "x.y.z", "''.__class__", "raise_exception('no')", "namespace(v=x)",
+        "'%999999999d' % 1", "lipsum(n=9999)", "dict(a=x)", "x[::-1]", "x if y else n", "cycler(1)", "m|string ~ x",
+    )  # fmt: skip
+    walked = ("messages", "messages", "m.content", "range(99999)", "x")
+    value, inner = pick(rng, values), "" if depth > 2 else "".join(statement(rng, depth + 1) for _ in range(2))
+    return pick(rng, (
+        f"{{{{ {value} }}}}", f"{{{{ {value} }}}}", f"{{% set x = {value} %}}", f"{{% set y = {value} %}}" + inner,
+        f"{{% set n = namespace(v={value}) %}}" + inner, f"{{% set n.v = {value} %}}",
+        f"{{% for m in {pick(rng, walked)} %}}{inner}{{% endfor %}}",
+        f"{{% if {value} %}}{inner}{{% endif %}}", f"{{% macro f(x) %}}{inner}{{% endmacro %}}{{{{ f({value}) }}}}",
+        f"{{% set x %}}{inner}{{% endset %}}", "{% set x = x + x %}" * 40, "{% for %}", "<|im_start|>",
+    ))  # fmt: skip
+
+
+def chat_template(rng: np.random.Generator, folder: Path) -> Case:
+    """A template that a folder could come with, and a conversation; oracle: transformers' own rendering."""
+    source = "{% set x = 'ab' %}{% set y = messages[0].role %}{% set n = namespace(v=1) %}"
+    source += "".join(statement(rng) for _ in range(int(rng.integers(1, 4))))
+    said = [
+        {"role": pick(rng, ("user", "assistant")), "content": some_text(rng)} for _ in range(int(rng.integers(1, 4)))
+    ]
+    processor = copy.copy(model("tiny-qwen3_vl").processor)
+    processor.tokenizer = tokenizer = copy.copy(processor.tokenizer)
+    tokenizer.chat_template = source
+    render = partial(tokenizer.apply_chat_template, said, tokenize=False, add_generation_prompt=True)
+    if not (plain := templates.is_plain(source)):
+        tokenizer.apply_chat_template = partial(templates.render_in_child, tokenizer.apply_chat_template)
+
+    def attempt():
+        text = processor.apply_template(said)
+        assert len(text) <= templates.CHARACTERS
+        with suppress(MemoryError):  # of the oracle, which knows no budget but the harness's
+            assert text == render() or "0x" in text or "lipsum" in source
+
+    return f"plain {plain}: {source}", attempt
+
+
+def terminal(rng: np.random.Generator, folder: Path) -> Case:
+    """Names with markup, emoji codes and what commands a terminal; oracle: Python's `unicode_escape`."""
+    pieces = (
+        "[red]",
+        "[/b]",
+        ":smile:",
+        "\x1b[2J",
+        "\x9b1m",
+        "\u202e",
+        "\r",
+        "\b",
+        "a",
+        "ü",
+        "漢",
+        "\udce9",
+        "[",
+        "\\",
+    )
+    name = "".join(pick(rng, pieces) for _ in range(int(rng.integers(1, 6)))).replace("/", "")
+    place = folder / name
+    place.symlink_to(DATA / "checkpoints" / pick(rng, CHECKPOINTS))
+    text, picture = f"q {name}", str(folder / f"{name}.png")
+    words = pick(rng, (
+        ["info", str(place)], ["info", str(place)], ["info", str(place), "--image", picture], ["chat", picture, "Hi"],
+        [name], ["compare", str(place), picture], ["chat", str(place), text, "--image", picture], ["info", f"--{name}"],
+        ["encode", str(place), picture, "--out", str(folder / "out")], ["trace", str(place), text, "--source", picture],
+    ))  # fmt: skip
+
+    def attempt():
+        code, out, err = run_command(words)
+        assert code in (0, 1, 2), f"exit code {code}"
+        assert "Traceback" not in err, err[-500:]
+        commands = {c for c in out + err if not c.isprintable() and c not in "\n\t"}
+        assert not commands, f"{commands!r} reached the terminal"
+        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+        squeezed = "".join((out + err).split())
+        assert code or shown in squeezed, f"{shown} is not in {squeezed[:200]}"
+        return "clear" if code else "right"
+
+    return repr(words), attempt
+
+
+def out_folder(rng: np.random.Generator, folder: Path) -> Case:
+    """`encode` into a folder with files of the user's; oracle: their bytes before, and `VLM.encode` of the pictures."""
+    source, out, name = folder / "in", folder / "out", pick(rng, CHECKPOINTS)
+    source.mkdir()
+    count = int(rng.integers(0, 4))
+    for i in range(count):
+        shutil.copy(DATA / "pictures" / pick(rng, ("scene.png", "page.png")), source / f"{i}.png")
+    if rng.random() < 0.3:
+        (source / "x.png").write_bytes(rng.bytes(40))
+    out.mkdir()
+    names = (
+        "thesis.txt",
+        "images.csv",
+        "a.safetensors.bak",
+        "sub/thesis.txt",
+        "unfinished.txt",
+        "encode.log",
+        ".hidden",
+    )
+    for mine in {pick(rng, names) for _ in range(int(rng.integers(0, 4)))}:
+        (out / mine).parent.mkdir(exist_ok=True)
+        (out / mine).write_bytes(rng.bytes(20))
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    size = pick(rng, (1, 2, 64, 0, -1, 10**30))
+
+    def attempt():
+        try:
+            manifest = encode_folder(model(name), source, out, shard_size=size, progress=False)
+            assert len(manifest["images"]) == count
+            for entry in manifest["images"].values():
+                assert (out / entry["shard"]).is_file() if "shard" in entry else True
+        finally:
+            assert all(path.read_bytes() == data for path, data in before.items()), "a user's file has changed"
+
+    return f"{name}, {count} pictures, shards of {size}, beside {sorted(path.name for path in before)}", attempt
+
+
+# Options of generate and adapters have tests of their own; whoever turns these into kinds adds them here.
 KINDS = (
     image_file, image_in_memory, picture_size, video_file, video_in_memory, grids, media_positions, budgets, rows,
-    messages, generate_tensors, checkpoint_folder, arguments, command_line,
+    messages, generate_tensors, checkpoint_folder, arguments, command_line, display_matrix, transparent_png,
+    chat_template, terminal, out_folder,
 )  # fmt: skip

@@ -323,8 +323,8 @@ def test_pruning_without_places_is_refused_before_anything_is_encoded(tmp_path, 
     vlm = refvl.load(tmp_path, device="cpu", progress=False)
     frames = np.zeros((2, 70, 70, 3), dtype=np.uint8)
     monkeypatch.setattr(type(vlm.encoder), "forward", None)
-    with pytest.raises(ValueError, match="pruning_rate: must be 0 for MiniCPM-V's"):
+    with pytest.raises(ValueError, match="pruning_rate: not with MiniCPM-V 2.6"):
         vlm.chat("What?", videos=[frames], pruning_rate=0.5)
     [patches] = vlm.processor.patchify(vlm.processor.decode(vlm.processor.messages("", videos=[frames])))
-    with pytest.raises(ValueError, match="pruning_rate: must be 0 for MiniCPM-V's"):
+    with pytest.raises(ValueError, match="pruning_rate: not with MiniCPM-V 2.6"):
         vlm.generate(IDS, pixel_values_videos=patches.pixel_values, video_grid_thw=[patches.layout], pruning_rate=0.5)

@@ -13,7 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from refvl.pixels.media import MediaLimits, image_suffixes, load_image, load_video
+from refvl.pixels.formats import image_suffixes
+from refvl.pixels.media import MediaLimits, load_image, load_video
 from refvl.pixels.patches import PatchConfig
 from refvl.processors.chat import ChatProcessor
 
@@ -97,6 +98,37 @@ def test_integers_of_8_and_of_16_bits(tmp_path, top, wanted):
     assert levels.mode == Image.open(tmp_path / "a.tif").mode == "I"
     for source in (levels, tmp_path / "a.tif"):
         assert np.asarray(load_image(source))[0, :, 0].tolist() == [0, wanted]
+
+
+def test_the_transparent_grey_of_16_bits_is_white(tmp_path):
+    """Oracle: FFmpeg's own decoder gives grey with alpha, blended onto white by hand; a neighbouring grey is kept."""
+    levels = Image.fromarray(np.array([[0, 1000, 1001, 30000, 65535]], np.uint16))
+    levels.save(tmp_path / "a.png", transparency=1000)
+    with av.open(str(tmp_path / "a.png")) as container:
+        grey, alpha = next(container.decode(video=0)).to_ndarray(format="rgba64le")[0, :, [0, 3]] / 65535
+    wanted = np.round((grey * alpha + 1 - alpha) * 255)
+    assert list(alpha) == [1, 0, 1, 1, 1]
+    for source in (tmp_path / "a.png", Image.open(tmp_path / "a.png")):
+        assert np.asarray(load_image(source))[0, :, 0].tolist() == wanted.tolist()
+
+
+PLAYLISTS = {
+    "a.m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{video}\n#EXT-X-ENDLIST\n",
+    "b.mp4": "ffconcat version 1.0\nfile {video}\n",
+    "c.sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n",
+    "d.mpd": '<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static" profiles="urn:mpeg:dash:'
+    'profile:isoff-on-demand:2011"><Period><AdaptationSet><Representation id="1"><BaseURL>{video}</BaseURL>'
+    "</Representation></AdaptationSet></Period></MPD>",
+}
+
+
+@pytest.mark.parametrize("name", PLAYLISTS)
+def test_playlists_open_no_other_file(tmp_path, name):
+    """What a playlist names is a pipe: whoever opened it would wait for ever; FFmpeg alone plays the first two."""
+    os.mkfifo(tmp_path / "other.mp4")
+    (tmp_path / name).write_text(PLAYLISTS[name].format(video="other.mp4"))
+    with pytest.raises(ValueError, match=f"video: .*{name} is (damaged, or not in a format|truncated or not)"):
+        load_video(tmp_path / name)
 
 
 def test_the_depth_of_a_ppm_is_known(tmp_path):

@@ -10,9 +10,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import refvl
-from benchmarks.families import blank_clip, count_positions, prefill_operations
+from benchmarks.cost_curves import count_operations
+from benchmarks.families import blank_clip, count_positions
 from refvl.paths import DATA
-from refvl.study.arithmetic import encoder_operations
+from refvl.serving.linear import OneDnnLinear, missing_kernel
+from refvl.study.arithmetic import encoder_operations, prefill_operations
 from refvl.study.costs import plan_media
 
 TINY = ("tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v", "tiny-minicpmv-4_5", "tiny-step3")
@@ -25,7 +27,7 @@ def in_products():
 
 @pytest.fixture(scope="module", params=TINY)
 def model(request):
-    """By torch's kernel: it does not count oneDNN's linear layers, either."""
+    """With torch's linear kernel, because torch's own counter misses oneDNN's."""
     return refvl.load(DATA / "checkpoints" / request.param, device="cpu", linear="torch", progress=False)
 
 
@@ -46,6 +48,14 @@ def test_a_prefill_takes_what_torch_counts_while_it_runs(model):
     with in_products(), FlopCounterMode(display=False) as counter:
         model.language_model.model(inputs_embeds=embeds)
     assert prefill_operations(model.language_model, tokens) == counter.get_total_flops()
+
+
+@pytest.mark.skipif(bool(missing_kernel()), reason="this torch has no such kernel")
+@torch.no_grad()
+def test_onednn_s_linear_layers_are_counted():
+    """Oracle: the formula 2 * rows * inputs * outputs; torch's counter alone finds nothing."""
+    layer, x = OneDnnLinear(512, 96), torch.zeros(2, 128, 512)
+    assert count_operations(lambda: layer(x)) == 2 * 2 * 128 * 512 * 96
 
 
 def test_every_weight_is_used_once_a_token():

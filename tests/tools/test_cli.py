@@ -6,6 +6,7 @@ import os
 import struct
 import subprocess
 import sys
+import tarfile
 
 import jinja2
 import pytest
@@ -33,29 +34,16 @@ def folder(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run `refvl ARGUMENTS` in this process; returns (exit status, stdout, stderr)."""
-    from refvl.tools.cli import main
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["refvl", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out, err = capsys.readouterr()
-        return stop.value.code or 0, out, err
-
-    return run
-
-
-def test_chat_prints_the_answer(run, folder):
-    status, out, _ = run("chat", folder, "What is it?", "--image", PHOTO, "--max-new-tokens", 5)
+def test_chat_prints_the_answer(shell, folder):
+    status, out, _ = shell("chat", folder, "What is it?", "--image", PHOTO, "--max-new-tokens", 5)
     expected = refvl.load(folder, progress=False).chat("What is it?", images=[PHOTO], max_new_tokens=5)
     assert (status, out) == (0, expected + "\n")
 
 
-def test_trace_prints_every_stage(run, folder):
-    status, out, _ = run("trace", folder, "Hm?", "-i", PHOTO, "-v", CLIP, "--pruning-rate", 0.5, "--max-new-tokens", 3)
+def test_trace_prints_every_stage(shell, folder):
+    status, out, _ = shell(
+        "trace", folder, "Hm?", "-i", PHOTO, "-v", CLIP, "--pruning-rate", 0.5, "--max-new-tokens", 3
+    )
     stages = ["decode media", "patchify", "plan", "encode", "prune", "merge", "positions", "prefill", "decode tokens"]
     assert status == 0
     places = [out.index(stage) for stage in stages]
@@ -63,9 +51,9 @@ def test_trace_prints_every_stage(run, folder):
     assert "first token after" in out and "answer:" in out
 
 
-def test_info_needs_no_weights(run, folder):
+def test_info_needs_no_weights(shell, folder):
     (folder / "model.safetensors").rename(folder / "away")
-    status, out, _ = run("info", folder, "--image", PHOTO)
+    status, out, _ = shell("info", folder, "--image", PHOTO)
     (folder / "away").rename(folder / "model.safetensors")
     assert status == 0 and "Qwen2.5-VL" in out and "memory needed" in out
     vlm = refvl.load(folder, progress=False)
@@ -73,8 +61,8 @@ def test_info_needs_no_weights(run, folder):
     assert f"{tokens} tokens" in " ".join(out.replace("│", " ").split())
 
 
-def test_info_on_a_released_config(run):
-    status, out, _ = run("info", DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json")
+def test_info_on_a_released_config(shell):
+    status, out, _ = shell("info", DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json")
     assert status == 0 and "15.4 GiB" in out and "0.68 B" in out
 
 
@@ -94,23 +82,23 @@ def test_info_on_a_released_config(run):
         (["trace", "FOLDER", LATIN], "prompt: expected text in UTF-8, got 'caf\\udce9'"),
     ],
 )
-def test_a_mistake_is_one_line_and_a_status(run, folder, arguments, message):
-    status, out, err = run(*[a.replace("FOLDER", str(folder)) for a in arguments])
+def test_a_mistake_is_one_line_and_a_status(shell, folder, arguments, message):
+    status, out, err = shell(*[a.replace("FOLDER", str(folder)) for a in arguments])
     assert status == 1 and out == ""
     assert err.count("\n") == 1 and err.startswith("refvl: ") and message in err, err
 
 
-def test_bench_runs_a_benchmark_of_the_repository(run):
+def test_bench_runs_a_benchmark_of_the_repository(shell):
     """And leaves what is kept under data/measurements as it is, unless it is told otherwise."""
     before = {path: path.stat().st_mtime_ns for path in (DATA / "measurements").iterdir()}
-    status, out, _ = run("bench", "generated_ids")
+    status, out, _ = shell("bench", "generated_ids")
     assert status == 0 and "all 24" in out
     assert {path: path.stat().st_mtime_ns for path in (DATA / "measurements").iterdir()} == before
     for name in Benchmark:
         assert (DATA.parent / "benchmarks" / f"{name.value}.py").is_file()
 
 
-def test_bench_says_what_it_will_do_and_prints_rows_as_they_come(run, monkeypatch, capsys):
+def test_bench_says_what_it_will_do_and_prints_rows_as_they_come(shell, monkeypatch, capsys):
     """Before the first measurement stand inputs and seconds, before each further one the rows so far."""
     from benchmarks import tower
 
@@ -126,24 +114,11 @@ def test_bench_says_what_it_will_do_and_prints_rows_as_they_come(run, monkeypatc
 
     monkeypatch.setattr(tower, "measure", measure)
     monkeypatch.setattr(tower, "build_pair", lambda *_: (None, None))
-    status, rest, _ = run("bench", "tower", "--device", "cpu", "--repeats", 3)
+    status, rest, _ = shell("bench", "tower", "--device", "cpu", "--repeats", 3)
     assert status == 0 and f"about {seconds:.0f} s on the machine of tower_cpu.json" in said[0] and "84 px" in said[0]
     assert len(said) == sum(len(tower.INPUTS["cpu"]) for _ in tower.TOWERS["cpu"])
     for i, text in enumerate([*said[1:], rest]):
         assert f" {1001 + i} " in text and text.count("\n") == 1
-
-
-@pytest.mark.parametrize("module", ["cli", "demo"])
-def test_without_a_clone_bench_and_demo_say_so(module, monkeypatch, capsys, tmp_path):
-    from refvl import paths
-    from refvl.tools import cli, demo
-
-    monkeypatch.setattr(paths, "DATA", tmp_path / "site-packages" / "data")
-    monkeypatch.setattr(sys, "argv", ["refvl", "bench", "tower"] if module == "cli" else ["demo"])
-    with pytest.raises(SystemExit) as stop:
-        cli.main() if module == "cli" else demo.main()
-    out, err = capsys.readouterr()
-    assert (stop.value.code, out, err.count("\n")) == (1, "", 1) and "needs a clone of the repository" in err
 
 
 def damaged_media(folder) -> dict[str, str]:
@@ -165,31 +140,31 @@ def damaged_media(folder) -> dict[str, str]:
     }
 
 
-def test_every_damaged_medium_is_one_line(run, folder, tmp_path):
+def test_every_damaged_medium_is_one_line(shell, folder, tmp_path):
     for name, message in damaged_media(tmp_path).items():
         option = "--video" if name.endswith("mp4") else "--image"
-        status, out, err = run("chat", folder, "Hi", option, tmp_path / name)
+        status, out, err = shell("chat", folder, "Hi", option, tmp_path / name)
         assert (status, out, err.count("\n")) == (1, "", 1) and message in err, (name, err)
 
 
-def test_damaged_weights_are_one_line(run, tmp_path):
+def test_damaged_weights_are_one_line(shell, tmp_path):
     folder = make_checkpoint(tmp_path)
     weights = load_file(folder / "model.safetensors")
     weights["visual.merger.ln_q.weight"] = torch.ones(7)
     del weights["visual.blocks.0.norm1.weight"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    status, _, err = run("chat", folder, "Hi")
+    status, _, err = shell("chat", folder, "Hi")
     assert status == 1 and err.count("\n") == 1
     assert "missing (1): blocks.0.norm1.weight" in err and "misshapen (1): visual.merger.ln_q.weight is (7,)" in err
 
 
-def test_unknown_family_and_long_prompt_are_one_line(run, tmp_path):
+def test_unknown_family_and_long_prompt_are_one_line(shell, tmp_path):
     folder = make_checkpoint(tmp_path, text_config={"max_position_embeddings": 64})
-    status, _, err = run("chat", folder, "Hi " * 100)
+    status, _, err = shell("chat", folder, "Hi " * 100)
     assert status == 1 and "do not fit the context of 64" in err and err.count("\n") == 1
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"qwen2_5_vl"', '"kosmos"', 1))
-    status, _, err = run("chat", folder, "Hi")
+    status, _, err = shell("chat", folder, "Hi")
     assert status == 1 and "model_type: 'kosmos' is not supported; supported: qwen2_5_vl" in err
 
 
@@ -203,27 +178,27 @@ KINDS = [
 
 
 @pytest.mark.parametrize("error", KINDS, ids=lambda error: type(error).__name__)
-def test_any_error_is_one_line_that_says_its_kind(run, folder, monkeypatch, error):
+def test_any_error_is_one_line_that_says_its_kind(shell, folder, monkeypatch, error):
     def fail(*args, **kwargs):
         raise error
 
     monkeypatch.setattr("refvl.loading.load", fail)
-    status, out, err = run("chat", folder, "Hi")
+    status, out, err = shell("chat", folder, "Hi")
     line = " ".join(f"refvl: {type(error).__name__}: {error}".split())
     assert (status, out, err.rstrip()) == (1, "", line) and err.count("\n") == 1
     monkeypatch.setenv("REFVL_TRACEBACK", "1")
-    status, _, err = run("chat", folder, "Hi")
+    status, _, err = shell("chat", folder, "Hi")
     assert status == 1 and err.startswith("Traceback") and "in fail" in err and err.rstrip().endswith(line)
 
 
 @pytest.mark.parametrize(("stop", "status"), [(KeyboardInterrupt, 130), (Stopped, 143)])
-def test_stopped_by_hand_is_a_line(run, folder, monkeypatch, stop, status):
+def test_stopped_by_hand_is_a_line(shell, folder, monkeypatch, stop, status):
     def fail(*args, **kwargs):
         raise stop
 
     monkeypatch.setattr("refvl.loading.load", fail)
-    assert run("chat", folder, "Hi") == (status, "", "refvl: stopped\n")
-    assert run("encode", folder, folder, "--out", folder)[2] == "refvl: stopped; the same command continues\n"
+    assert shell("chat", folder, "Hi") == (status, "", "refvl: stopped\n")
+    assert shell("encode", folder, folder, "--out", folder)[2] == "refvl: stopped; the same command continues\n"
 
 
 def test_what_was_printed_is_flushed_where_a_broken_pipe_is_handled(tmp_path, monkeypatch):
@@ -243,23 +218,23 @@ def test_what_was_printed_is_flushed_where_a_broken_pipe_is_handled(tmp_path, mo
     assert stop.value.code == 141
 
 
-def test_the_traceback_variable_is_in_the_help(run):
-    assert "REFVL_TRACEBACK=1" in run("--help")[1]
+def test_the_traceback_variable_is_in_the_help(shell):
+    assert "REFVL_TRACEBACK=1" in shell("--help")[1]
 
 
-def test_version(run):
-    assert run("--version") == (0, f"refvl {refvl.__version__}\n", "")
+def test_version(shell):
+    assert shell("--version") == (0, f"refvl {refvl.__version__}\n", "")
 
 
-def test_attention_help_names_every_backend(run, monkeypatch):
+def test_attention_help_names_every_backend(shell, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    assert ", ".join(("auto", *BACKENDS)) in run("chat", "--help")[1]
+    assert ", ".join(("auto", *BACKENDS)) in shell("chat", "--help")[1]
 
 
-def test_pruning_without_a_video_is_said(run, folder):
-    status, _, err = run("chat", folder, "Hi", "--image", PHOTO, "--pruning-rate", 0.5, "--max-new-tokens", 1)
+def test_pruning_without_a_video_is_said(shell, folder):
+    status, _, err = shell("chat", folder, "Hi", "--image", PHOTO, "--pruning-rate", 0.5, "--max-new-tokens", 1)
     assert status == 0 and err == "refvl: --pruning-rate prunes videos, and none was given: nothing is pruned\n"
-    assert run("chat", folder, "Hi", "--video", CLIP, "--pruning-rate", 0.5, "--max-new-tokens", 1)[2] == ""
+    assert shell("chat", folder, "Hi", "--video", CLIP, "--pruning-rate", 0.5, "--max-new-tokens", 1)[2] == ""
 
 
 def test_layouts_are_told_in_a_few_words():
@@ -275,3 +250,55 @@ def test_layouts_are_told_in_a_few_words():
 def test_as_a_module():
     done = subprocess.run([sys.executable, "-m", "refvl", "--help"], capture_output=True, text=True, check=True)
     assert all(command in done.stdout for command in ("chat", "trace", "info", "bench"))
+
+
+@pytest.mark.parametrize("name", ["a[/b]c", "x[red]y", "d:smile:e", "f\x1b[31mg", "h\u202ei"])
+def test_a_folder_is_called_by_its_name(shell, folder, tmp_path, name):
+    """Neither rich's markup nor what commands a terminal is taken from a path; oracle: Python's own escapes."""
+    place = tmp_path / name
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(folder)
+    status, out, err = shell("info", place)
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+    assert (status, err) == (0, "") and shown in out.replace("\n", "").replace(" ", "")
+    assert not set("\x1b\u202e") & set(out)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["\x1b[2J"], ["chat", "\x1b[2J", "Hi"], ["chat", "FOLDER", "Hi", "--image", "\x1b[2J.png"]], ids=len
+)
+def test_errors_command_no_terminal(shell, folder, arguments):
+    status, out, err = shell(*[a.replace("FOLDER", str(folder)) for a in arguments])
+    assert status and "\x1b" not in out + err and "\\x1b[2J" in err
+
+
+def test_a_member_of_a_tar_file_commands_no_terminal(shell, folder, tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(__file__, "\x1b[31mred.png")
+        tar.add(PHOTO, "fine.jpg")
+    status, out, err = shell("encode", folder, tmp_path / "a.tar", "--out", tmp_path / "out")
+    assert status == 1 and "\\x1b[31mred.png" in err and "\x1b" not in out + err
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"], ["--version"]], ids="-".join)
+def test_help_for_nobody_ends_quietly(arguments):
+    """Into a pipe that is closed already: silence, and the status of `report_mistakes`; onto a full disk: one line."""
+    command = [sys.executable, "-m", "refvl", *arguments]
+    read, write = os.pipe()
+    os.close(read)
+    gone = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (gone.returncode, gone.stderr) == (141, "")
+    with open("/dev/full", "w") as full:
+        disk = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert disk.returncode == 1 and disk.stderr.count("\n") == 1 and "No space left on device" in disk.stderr
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--device", "cuda:3"], "device: 'cuda:3' was asked for, but this machine has no CUDA device"),
+    (["--repeats", "1" + "0" * 30], "repeats: expected 1 to 10,000 timed calls, got 1" + "0" * 30),
+])  # fmt: skip
+def test_bench_says_what_it_cannot_do(shell, monkeypatch, words, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert shell("bench", "tower", *words) == (1, "", f"refvl: {said}\n")

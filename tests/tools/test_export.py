@@ -18,6 +18,7 @@ from refvl.paths import DATA
 from refvl.pixels.media import load_image
 from refvl.serving import export
 from refvl.serving.export import encode_folder, find_media, read_embeddings
+from refvl.serving.shards import UNFINISHED
 
 SIZES = {"a.png": (84, 84), "b.jpg": (120, 60), "c.webp": (30, 90), "sub/a.png": (200, 140), "z.PNG": (64, 64)}
 
@@ -142,9 +143,9 @@ def test_a_killed_run_is_continued(vlm, folder, tmp_path, monkeypatch):
 def test_killed_while_writing_leaves_nothing_half(vlm, folder, tmp_path):
     """A kill leaves files that were being written, in a folder where no reader looks and the next run cleans up."""
     out = tmp_path / "out"
-    (out / "unfinished").mkdir(parents=True)
+    (out / UNFINISHED).mkdir(parents=True)
     for name in ("embeds-000-00000.safetensors", ".tmpV2CODy"):
-        (out / "unfinished" / name).write_bytes(b"half")
+        (out / UNFINISHED / name).write_bytes(b"half")
     encode_folder(vlm, folder, out, progress=False)
     assert shards(out) == ["embeds-000-00000.safetensors"]
     check_equal(vlm, folder, out)
@@ -187,38 +188,23 @@ def test_a_damaged_shard_is_named(vlm, folder, tmp_path):
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run `refvl encode ARGUMENTS` in this process; returns (exit status, stdout, stderr)."""
-    from refvl.tools.cli import main
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["refvl", "encode", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out, err = capsys.readouterr()
-        return stop.value.code or 0, out, err
-
-    return run
-
-
-def test_the_command_encodes(run, vlm, checkpoint, folder, tmp_path):
-    status, out, err = run(checkpoint, folder, "--out", tmp_path / "out")
+def test_the_command_encodes(shell, vlm, checkpoint, folder, tmp_path):
+    status, out, err = shell("encode", checkpoint, folder, "--out", tmp_path / "out")
     assert (status, out, err) == (0, f"5 images in {tmp_path / 'out'}\n", "")
     check_equal(vlm, folder, tmp_path / "out")
 
 
-def test_data_parallel_without_torchrun_is_one_rank(run, vlm, checkpoint, folder, tmp_path):
-    assert run(checkpoint, folder, "--out", tmp_path / "out", "--data-parallel")[0] == 0
+def test_data_parallel_without_torchrun_is_one_rank(shell, vlm, checkpoint, folder, tmp_path):
+    assert shell("encode", checkpoint, folder, "--out", tmp_path / "out", "--data-parallel")[0] == 0
     check_equal(vlm, folder, tmp_path / "out")
 
 
-def test_unreadable_pictures_are_named_and_the_others_encoded(run, vlm, checkpoint, folder, tmp_path):
+def test_unreadable_pictures_are_named_and_the_others_encoded(shell, vlm, checkpoint, folder, tmp_path):
     """One line each, and exit status 1."""
     (folder / "broken.jpg").write_bytes((DATA / "pictures" / "coffee.jpg").read_bytes()[:3000])
     (folder / "text.png").write_text("no picture")
     Image.new("RGB", (900, 4)).save(folder / "thin.png")
-    status, _, err = run(checkpoint, folder, "--out", tmp_path / "out")
+    status, _, err = shell("encode", checkpoint, folder, "--out", tmp_path / "out")
     lines = err.splitlines()
     assert status == 1 and len(lines) == 3
     assert "broken.jpg" in lines[0] and "text.png" in lines[1] and "200" in lines[2]
@@ -234,16 +220,16 @@ def test_unreadable_pictures_are_named_and_the_others_encoded(run, vlm, checkpoi
         (["EMPTY", "--shard-size", "0"], "shard_size: must be at least 1, got 0"),
     ],
 )
-def test_a_mistake_is_one_line(run, checkpoint, tmp_path, arguments, message):
+def test_a_mistake_is_one_line(shell, checkpoint, tmp_path, arguments, message):
     (tmp_path / "EMPTY").mkdir()
     arguments = [tmp_path / "EMPTY" if a == "EMPTY" else a for a in arguments]
-    status, out, err = run(checkpoint, *arguments, "--out", tmp_path / "out")
+    status, out, err = shell("encode", checkpoint, *arguments, "--out", tmp_path / "out")
     assert (status, out, err.count("\n")) == (1, "", 1) and err.startswith("refvl: ") and message in err
 
 
-def test_several_processes_must_share(run, monkeypatch, checkpoint, folder, tmp_path):
+def test_several_processes_must_share(shell, monkeypatch, checkpoint, folder, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    status, _, err = run(checkpoint, folder, "--out", tmp_path / "out")
+    status, _, err = shell("encode", checkpoint, folder, "--out", tmp_path / "out")
     assert status == 1 and "give --data-parallel" in err and not (tmp_path / "out").exists()
 
 

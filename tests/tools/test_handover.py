@@ -4,6 +4,7 @@ That engine gave 160 of 160 pictures and 40 of 40 clips the answers of refvl whe
 """
 
 import io
+import json
 import stat
 import tarfile
 
@@ -98,6 +99,43 @@ def test_what_cannot_be_handed_over(vlm, folder, tmp_path):
         vllm_inputs(tmp_path / "glm", ["a.png"])
 
 
+def change(out, name, **changes):
+    """The manifest of `out`, changed in what it says of an image."""
+    manifest = json.loads((out / "manifest.json").read_text())
+    manifest["images"][name] |= changes
+    (out / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_manifest_leads_to_its_own_folder(vlm, folder, tmp_path):
+    """By a relative path, an absolute one, and a link; other shards there are readable and hold the name."""
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    for where in (out, elsewhere):
+        encode_folder(vlm, folder, where, progress=False)
+    shard = elsewhere / "embeds-000-00000.safetensors"
+    (out / "link.safetensors").symlink_to(shard)
+    for path in (f"../elsewhere/{shard.name}", str(shard), "link.safetensors"):
+        change(out, "a.png", shard=path)
+        for read in (read_embeddings, lambda out, name: vllm_inputs(out, [name])):
+            with pytest.raises(ValueError, match=r"^folder: .*manifest.json: a.png must lie inside the folder, not in"):
+                read(out, "a.png")
+    for value in (3, None, ["x"]):
+        change(out, "a.png", shard=value)
+        with pytest.raises((ValueError, KeyError), match="manifest.json"):
+            read_embeddings(out, "a.png")
+
+
+@pytest.mark.parametrize("layout", [[1, 4, 4], [2, 6, 8], [1, 6, 8, 1], [1, -6, -8], "168", None])
+def test_grids_fit_the_embeddings(vlm, folder, tmp_path, layout):
+    """Oracle: what vLLM does, which splits embeddings by products of grids: other grids would move every later one."""
+    encode_folder(vlm, folder, tmp_path, progress=False)
+    change(tmp_path, "a.png", layout=layout)
+    with pytest.raises(ValueError, match="^folder: 12 embeddings are 4 patches each, the grid is "):
+        vllm_inputs(tmp_path, ["b.jpg", "a.png"])
+    change(tmp_path, "a.png", layout=[1, 6, 8], tokens=13)
+    with pytest.raises(ValueError, match="^folder: a.png has 12 embeddings, and .* says 13"):
+        vllm_inputs(tmp_path, ["a.png"])
+
+
 def write_tar(path, members):
     with tarfile.open(path, "w") as tar:
         for name, content in members.items():
@@ -127,6 +165,28 @@ def test_tar_shards_and_lists_hold_the_same_pictures(vlm, folder, tmp_path):
         assert_agree(read_embeddings(tmp_path / "out", name), want, vlm.encoder)
     one = encode_folder(vlm, tars / "0.tar", tmp_path / "one", progress=False)
     assert list(one["images"]) == names
+
+
+def test_links_in_tar_files(vlm, folder, tmp_path):
+    """A hard link is the picture that it means, under its own name; others are named. Oracle: GNU tar, by hand."""
+    tar, content = tmp_path / "0.tar", (folder / "a.png").read_bytes()
+    with tarfile.open(tar, "w") as archive:
+        for name, kind, link in (
+            ("./a.png", tarfile.REGTYPE, ""),
+            ("./again.png", tarfile.LNKTYPE, "./a.png"),
+            ("./thrice.png", tarfile.LNKTYPE, "./again.png"),
+            ("./lost.png", tarfile.LNKTYPE, "./nowhere.png"),
+            ("./soft.png", tarfile.SYMTYPE, "/etc/passwd"),
+        ):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname, info.size = kind, link, len(content) * (not link)
+            archive.addfile(info, io.BytesIO(content) if not link else None)
+    manifest = encode_folder(vlm, tar, tmp_path / "out", progress=False)
+    assert list(manifest["images"]) == ["0.tar/a.png", "0.tar/again.png", "0.tar/thrice.png"]
+    assert list(manifest["unreadable"]) == ["0.tar/lost.png", "0.tar/soft.png"]
+    [want] = vlm.encode(images=[folder / "a.png"])
+    for name in manifest["images"]:
+        assert_agree(read_embeddings(tmp_path / "out", name), want, vlm.encoder)
 
 
 def test_a_tar_shard_that_grew_is_continued(vlm, folder, tmp_path):

@@ -4,7 +4,8 @@ Oracles: transformers' image processors and refvl's own runs on the same files, 
 """
 
 import json
-import sys
+import re
+from functools import partial
 
 import pytest
 from checkpoint_factory import glm_config, make_checkpoint
@@ -15,13 +16,12 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 import refvl
 from refvl.paths import DATA
 from refvl.study.costs import LIMIT_KEYS, costs, describe, plan_media, set_pixel_limits
-from refvl.tools import cli
 
 CONFIGS, TINY, CLIP = DATA / "configs", DATA / "checkpoints", DATA / "clips" / "bigbuckbunny.mp4"
 UPSTREAM = {
     "Qwen2.5-VL": Qwen2VLImageProcessorPil,
     "Qwen3-VL": Qwen2VLImageProcessorPil,
-    "Qwen3.5": Qwen2VLImageProcessorPil,
+    "Qwen3.5, Qwen3.6, Qwen3.8": Qwen2VLImageProcessorPil,
     "GLM": Glm4vImageProcessorPil,
 }
 FOLDERS = {
@@ -38,17 +38,62 @@ def planner(source):
 
 
 @pytest.fixture
-def info(monkeypatch, capsys):
-    """Run `refvl info ARGUMENTS` in this process; returns (exit status, stdout, stderr)."""
+def info(monkeypatch, shell):
+    """Run `refvl info ARGUMENTS` on a wide terminal."""
+    monkeypatch.setenv("COLUMNS", "400")
+    return partial(shell, "info")
 
-    def run(*arguments):
-        monkeypatch.setenv("COLUMNS", "400")
-        monkeypatch.setattr(sys, "argv", ["refvl", "info", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code or 0, *capsys.readouterr()
 
-    return run
+@pytest.mark.parametrize("pixels", [10**9, 10**12])
+@pytest.mark.parametrize("name", ["tiny-qwen2_5_vl", "tiny-qwen3_vl", "tiny-glm4v"])
+def test_limits_beyond_any_memory_are_counted(name, pixels):
+    """Oracle: `fit` of a square, by hand. An image of so many pixels would take 1 GB, and 1 TB."""
+    vlm = planner(TINY / name)
+    set_pixel_limits(vlm.processor, max_pixels=pixels)
+    height, width = vlm.processor.image_config.fit(9_999_999, 9_999_999)
+    config = vlm.processor.image_config
+    assert costs(vlm)["largest_square_picture"]["tokens"] == (height // config.factor) * (width // config.factor)
+    assert 0.99 < height * width * (config.max_pixels / vlm.processor.image_config.frame_budget(1)) / pixels <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "values", "said"),
+    [
+        (
+            "tiny-qwen2_5_vl",
+            "preprocessor_config.json",
+            {"max_pixels": 10**30},
+            r"max_pixels: expected at most 2\*\*40",
+        ),
+        ("tiny-qwen2_5_vl", "preprocessor_config.json", {"min_pixels": 10**10, "max_pixels": 10**11}, "min_pixels: "),
+        ("tiny-qwen3_vl", "preprocessor_config.json", {"patch_size": 10**9}, "patch_size: expected images"),
+        ("tiny-glm4v", "preprocessor_config.json", {"temporal_patch_size": 10**9}, "patch_size: expected images"),
+        (
+            "tiny-minicpmv-4_5",
+            "preprocessor_config.json",
+            {"max_slice_nums": 10**12},
+            r"(patch_size|scale_resolution): exp",
+        ),
+        (
+            "tiny-minicpmv-4_5",
+            "preprocessor_config.json",
+            {"scale_resolution": 10**6},
+            "scale_resolution: expected images",
+        ),
+        ("tiny-step3", "config.json", {"vision_config": {"image_size": 14 * 10**6}}, "image_size must be an integer"),
+    ],
+)
+def test_hostile_preprocessing_is_refused_before_memory_is_taken(tmp_path, info, name, file, values, said):
+    """A folder's files can ask for images that no machine holds; one sentence names file and setting."""
+    for path in (TINY / name).iterdir():
+        if path.name != file:
+            (tmp_path / path.name).symlink_to(path)
+    changed = json.loads((TINY / name / file).read_text())
+    for key, value in values.items():
+        changed[key] = changed[key] | value if isinstance(value, dict) else value
+    (tmp_path / file).write_text(json.dumps(changed))
+    status, out, err = info(tmp_path)
+    assert (status, out, err.count("\n")) == (1, "", 1) and re.search(said, err), err
 
 
 # --- limits of the releases -------------------------------------------------------------------------------------------
@@ -89,7 +134,7 @@ def test_where_a_release_is_not_known_info_says_so():
     known = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
     for name in sorted(path.stem for path in CONFIGS.glob("*.json")):
         vlm = planner(CONFIGS / f"{name}.json")
-        counts_pixels = vlm.family.name.startswith(("Qwen", "GLM"))  # the others' configs say how they cut
+        counts_pixels = vlm.family.name.startswith(("Qwen", "GLM", "Kimi"))  # the others' configs say how they cut
         row = describe(vlm)["largest square picture"]
         assert ("assumed" in row) == vlm.processor.assumed == (counts_pixels and name not in known), name
 
@@ -177,7 +222,7 @@ def test_a_small_picture_is_enlarged_and_the_step_says_so():
         (["tiny-qwen2_5_vl", "--num-frames", "2"], "num_frames: samples video files, and none was given"),
         (["tiny-qwen2_5_vl", "--video", str(CLIP), "--fps", "0"], "fps: must be a finite number above 0"),
         (["tiny-qwen2_5_vl", "--video", str(CLIP), "--num-frames", "2", "--fps", "1"], "fps, num_frames: give one"),
-        (["tiny-minicpmv-4_5", "--video", str(CLIP), "--pruning-rate", "0.5"], "pruning_rate: must be 0 for MiniCPM-V"),
+        (["tiny-minicpmv-4_5", "--video", str(CLIP), "--pruning-rate", "0.5"], "pruning_rate: not with MiniCPM-V"),
         (["tiny-qwen2_5_vl", "--pruning-rate", "1"], "pruning_rate: a pruning rate lies in [0, 1), got 1.0"),
     ],
 )
@@ -263,3 +308,20 @@ def test_in_config_json_no_limit_on_pixels_counts(row, tmp_path):
 def test_a_config_that_is_no_file_is_planned_with_defaults():
     vlm = planner(glm_config("glm4v"))
     assert vlm.processor.assumed and "(assumed: no file says the limits)" in describe(vlm)["largest square picture"]
+
+
+def test_layers_of_linear_attention_keep_no_keys():
+    """By hand: 8 of the 32 layers of Qwen3.5-9B have keys and values, 4 heads of 256 in bfloat16 each."""
+    vlm = refvl.load(CONFIGS / "Qwen3.5-9B.json", weights="random", device="meta", dtype="bfloat16")
+    assert costs(vlm)["kv_cache_bytes_per_token"] == 8 * 2 * 4 * 256 * 2
+
+
+def test_a_cache_of_fixed_size_is_counted():
+    """By hand, from the config: as large as was asked for, whatever media need of it."""
+    given = {"weights": "random", "device": "meta", "text": True}
+    vlm = refvl.load(TINY / "tiny-qwen2_5_vl", **given)
+    vlm.language_model.generation_config.max_cache_len = 4096
+    found = costs(vlm)
+    assert found["static_cache_bytes"] == 4096 * found["kv_cache_bytes_per_token"]
+    assert found["memory_bytes"] - found["weights_bytes"] == found["static_cache_bytes"]
+    assert "of fixed size" in describe(vlm)["kv cache"]

@@ -5,6 +5,7 @@ Oracle of the tables: refvl's functions, called again for a sample of states. Wh
 """
 
 import base64
+import html
 import io
 import itertools
 import json
@@ -32,7 +33,7 @@ from refvl.paths import DATA
 from refvl.viz.explorers import Control, Explorer, module, page, photo
 from refvl.viz.explorers.gallery import GALLERY
 
-README = DATA.parent / "README.md"
+PAGE = DATA.parent / "docs/explorers.md"
 MAX_PAGE, MAX_PICTURE = 150_000, 120_000  # bytes
 make = cache(lambda name: GALLERY[name]())
 each_explorer = pytest.mark.parametrize("name", GALLERY)
@@ -145,6 +146,17 @@ def test_the_sentence_follows_the_state(name):
 
 
 @each_explorer
+def test_a_page_asks_and_tells(name):
+    """Its question, what to try and what to remember: plain sentences of at most 25 words, each explorer's own."""
+    explorer, text = make(name), html.unescape(page(make(name)))
+    said = [explorer.asks, explorer.action, explorer.takeaway]
+    assert explorer.asks.endswith("?") and explorer.action.endswith(".") and explorer.takeaway.endswith(".")
+    assert all(sentence in text and len(sentence.split()) <= 25 for sentence in said)
+    assert not any(sentence in (other.asks, other.takeaway) for other in map(make, GALLERY) if other is not explorer
+                   for sentence in said)  # fmt: skip
+
+
+@each_explorer
 def test_page_is_light_and_asks_for_nothing(name):
     text = page(make(name))
     assert len(text.encode()) <= MAX_PAGE
@@ -157,20 +169,20 @@ def test_page_is_light_and_asks_for_nothing(name):
 def test_the_readme_has_its_numbers(name):
     """States exactly; kilobytes within a tenth, as compression differs between versions of its libraries."""
     explorer = make(name)
-    [(states, size)] = re.findall(rf"^\| {explorer.title} \|.*?\| (\d+) \| (\d+) \|", README.read_text(), flags=re.M)
+    [(states, size)] = re.findall(rf"^\| {explorer.title} \|.*?\| (\d+) \| (\d+) \|", PAGE.read_text(), flags=re.M)
     assert int(states) == len(explorer.states)
     assert float(size) == pytest.approx(len(page(explorer).encode()) / 1000, rel=0.1)
 
 
 def test_the_table_of_the_record_has_them_all():
-    """By functions that viz offers; numbers are the record's. Once one is kept, README shows its table."""
+    """By functions that viz offers; numbers are the record's. Once one is kept, docs/explorers.md shows its table."""
     row = {"states": 7, "bytes": 40_400, "page_ms": 12.4, "lab_ms": 99.6}
     lines = list(explorer_rows({"explorers": {name: row | {"title": f"<{name}>"} for name in GALLERY}}))[2:]
     assert {re.findall(r"<(\w+)>", line)[0] for line in lines} == set(GALLERY)
     assert all("| 7 | 40 | 12 | 100 |" in line for line in lines)
     assert [name for line in lines for name in re.findall(r"`(\w+)`", line) if not hasattr(viz, name)] == []
     shown = explorer_rows(json.loads(RECORD.read_text())) if RECORD.is_file() else []
-    assert [line for line in shown if line not in README.read_text()] == []
+    assert [line for line in shown if line not in PAGE.read_text()] == []
 
 
 @each_explorer

@@ -56,6 +56,7 @@ SINGLE = {
     "timings": lambda ax: viz.plot_stage_timings(Trace(seconds={"plan": 0.5}, token_ids=[1]), ax=ax),
     "recording": recording,
     "packing": lambda ax: viz.plot_packing(TOKENS, BATCHES, ax=ax),
+    "launches": lambda ax: viz.plot_launches([3.0, 3.0], 1.0, ax=ax),
     "waste": lambda ax: viz.plot_waste({"greedy": {1: 0.5}}, ax=ax),
     "positions": lambda ax: viz.plot_positions(POSITIONS, [CLIP], ax=ax),
     "clip": lambda ax: viz.plot_clip_positions(1.0, 3, ax=ax),

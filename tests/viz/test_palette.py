@@ -2,12 +2,13 @@
 readers with each colour blindness see, by the matrices of Machado, Oliveira and Fernandes (2009) at full severity."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from refvl.viz.style import AXIS_COLORS, HIGHLIGHT, KEPT, THEMES, TOKEN_COLORS, ink_on
+from refvl.viz.style import AXIS_COLORS, HIGHLIGHT, KEPT, STAGE_COLORS, THEMES, TOKEN_COLORS, ink_on
 from refvl.viz.windows import sequence_colors
 
 SEEN_BY = {
@@ -51,9 +52,23 @@ def test_text_and_marks_stand_out(theme):
     too_weak = {
         k: contrast(c, surface)
         for k, c in colors.items()
-        if contrast(c, surface) < (4.5 if k in ("ink", "muted") else 3)
+        if contrast(c, surface) < (4.5 if k in ("ink", "muted") or k.endswith("_text") else 3)
     }
     assert too_weak == {}
+
+
+@each_theme
+def test_text_and_marks_of_the_live_page_stand_out(theme):
+    """What its sheet declares, on its paper: text 4.5 (w has a darker one for it), marks 3."""
+    from refvl.viz.live.page import style
+
+    blocks = re.findall(r":root\s*{([^}]*)}", style())[:4]  # the palette's light and dark, then the sheet's
+    own, other = (0, 2) if theme == "light" else (1, 3)
+    colors = dict(re.findall(r"--([\w-]+):\s*(#[0-9a-f]{6})", blocks[own] + blocks[other]))
+    text = {name: contrast(colors[name], colors["paper"]) for name in ("ink", "muted", "t", "h", "wt", "broken")}
+    assert {name: ratio for name, ratio in text.items() if ratio < 4.5} == {}
+    assert contrast(colors["w"], colors["paper"]) >= 3 and contrast(colors["line"], colors["paper"]) >= 3
+    assert contrast(colors["muted"], colors["empty"]) >= 4.5 and contrast(colors["broken"], colors["broken-bg"]) >= 3
 
 
 def test_numbers_on_items_can_be_read():
@@ -76,3 +91,13 @@ def test_themes_name_the_same_colours_and_figures_use_the_light_one():
     assert THEMES["light"].keys() == THEMES["dark"].keys()
     light = THEMES["light"]
     assert {**AXIS_COLORS, **TOKEN_COLORS, "kept": KEPT, "highlight": HIGHLIGHT}.items() <= light.items()
+
+
+@pytest.mark.parametrize("readers", SEEN_BY)
+def test_bars_and_lines_can_be_told_apart(readers):
+    """Twice as far where bars touch; 1.5 times among the six that a figure takes first."""
+    points = [seen(color, SEEN_BY[readers]) for color in STAGE_COLORS]
+    apart = [[float(np.linalg.norm(one - other)) for other in points] for one in points]
+    assert min(apart[i][i + 1] for i in range(len(points) - 1)) >= 2 * APART
+    assert min(apart[i][j] for i, j in itertools.combinations(range(6), 2)) >= 1.5 * APART
+    assert min(apart[i][j] for i, j in itertools.combinations(range(len(points)), 2)) >= APART

@@ -18,12 +18,12 @@ def model():
     return shipped("tiny-qwen2_5_vl")
 
 
-def test_a_cell_is_as_dark_as_it_is_looked_at():
-    """Oracle: the shares themselves; the largest is the most opaque, and each is written into its cell."""
+def test_a_cell_is_as_dark_as_it_is_ignored():
+    """Oracle: the shares themselves; the largest cell keeps its colours, and each share is written into its cell."""
     weights = torch.tensor([[0.5, 0.25, 0.0], [0.125, 0.125, 0.0]])
     ax = viz.plot_attention(PICTURE, weights, patch=(0, 2), segments_HW=[[0, 0, 1], [0, 0, 1]], title="a title")
-    opacity = ax.images[1].get_array()[..., 3]
-    assert np.allclose(opacity / opacity.max(), weights / 0.5)
+    veil = ax.images[1].get_array()
+    assert np.allclose(veil[..., 3] / veil[..., 3].max(), 1 - weights / 0.5) and not veil[..., :3].any()
     assert [text.get_text() for text in ax.texts] == ["50%", "25%", "0%", "12%", "12%", "0%"]
     assert ax.get_title() == "a title" and ax.patches[0].get_xy() == (2, 0)
     assert len(ax.collections[0].get_segments()) == 2

@@ -10,6 +10,7 @@ from refvl import viz
 from refvl.encoders.qwen2_5_vl import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
 from refvl.graphs import Batch, TraceGraph, padding_waste
 from refvl.graphs.buffers import fill_metadata
+from refvl.study.timeline import launch_timeline
 from refvl.viz.style import HIGHLIGHT
 
 TOKENS = [30, 200, 30, 600]
@@ -146,3 +147,24 @@ def test_stale_errors_are_drawn_by_operation_and_token():
     assert texts(left) == ["a", "blocks.0"]
     np.testing.assert_array_equal(right.images[0].get_array(), row["tokens"])
     plt.close(left.figure)
+
+
+@pytest.mark.parametrize("launch_us", [0.0, 1.0, 4.0, 20.0])
+def test_the_device_waits_for_launches_or_works(launch_us):
+    """Oracle: the longest path. An operation's chain begins with some launch, and from there the device only works."""
+    durations = [3.0, 0.5, 7.0, 2.0, 2.0, 11.0]
+    times = launch_timeline(durations, launch_us)
+    for stop, (_, end) in enumerate(times, 1):
+        assert end == max(start * launch_us + sum(durations[start - 1 : stop]) for start in range(1, stop + 1))
+    assert [end - start for start, end in times] == durations
+
+
+def test_lanes_show_launches_an_eager_run_and_a_replay():
+    """Oracle: two operations of 3 us. At 5 us per launch they start at 5 and 10; a replay starts them at 5 and 8."""
+    ax = viz.plot_launches([3.0, 3.0], 5.0)
+    bars = [
+        [(box.x0, box.width) for box in (path.get_extents() for path in lane.get_paths())] for lane in ax.collections
+    ]
+    assert bars == [[(0, 5), (5, 5)], [(5, 3), (10, 3)], [(5, 3), (8, 3)]]
+    assert ax.get_title("left") == "5 us per launch: eager 13 us (device idle 54%), replay 11 us"
+    plt.close("all")

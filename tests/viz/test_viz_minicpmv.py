@@ -56,6 +56,6 @@ def test_lines_are_the_numbers_given(draw, scale):
         [scale * y for y in numbers] for numbers in lines.values()
     ]
     assert [line.get_label() for line in ax.lines] == list(lines) and ax.get_title() == "x"
-    assert [to_rgb(line.get_color()) for line in ax.lines] == list(STAGE_COLORS[:2])
+    assert [to_rgb(line.get_color()) for line in ax.lines] == list(map(to_rgb, STAGE_COLORS[:2]))
     given = plt.subplots()[1]
     assert draw([1, 10], {"one": [3, 4]}, ax=given) is given

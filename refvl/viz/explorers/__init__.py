@@ -7,6 +7,9 @@ How to write one, NAME, in four steps; `windows.py` and `windows.js` are the exa
        class NameExplorer(Explorer):
            _esm = module("NAME")
            title = "What it is"
+           asks = "What does it answer?"          # its page begins with these,
+           action = "Drag the budget."                # and ends with the sentence to remember
+           takeaway = "More tokens, more windows."
 
            def __init__(self, ...):
                super().__init__(

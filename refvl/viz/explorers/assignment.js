@@ -2,16 +2,18 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const W = 620, ROW = 28, GAP = 6, LEFT = 60, TEXT = 200;
+  const ROW = 28, LEFT = 60, TEXT = 200;
+  const narrow = () => view.fit(700) < 700, W = () => (narrow() ? view.fit(700) : view.fit(1120) - TEXT);
+  const LINE = () => ROW + (narrow() ? 24 : 6);  // on a phone a rank's words stand below it
   const sizes = () => view.row.sizes, ranks = () => view.row.ranks;
   const longest = () => Math.max(1, ...ranks().map(rank => rank.load));
-  const scale = () => (W - LEFT) / longest();
+  const scale = () => (W() - LEFT) / longest();
   const rankOf = item => ranks().findIndex(rank => rank.items.includes(item));
 
   const places = () => ranks().flatMap((rank, line) => {
     let x = LEFT;
     return rank.items.map(item => {
-      const box = { item, x, y: line * (ROW + GAP), width: sizes()[item] * scale() };
+      const box = { item, x, y: line * LINE(), width: sizes()[item] * scale() };
       x += box.width;
       return box;
     });
@@ -28,7 +30,7 @@ export default explorer(view => {
   view.canvas({
     name: () => `${sizes().length} items on ${ranks().length} ranks, ${view.row.speed_up.toFixed(1)} times as fast as one`,
     caption: () => `${view.row.speed_up.toFixed(1)} times as fast as one rank, if time goes with ${view.shared.unit}; hatched: waits`,
-    size: () => [W + TEXT, ranks().length * (ROW + GAP)],
+    size: () => [narrow() ? W() : W() + TEXT, ranks().length * LINE()],
     at(x, y) {
       const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW);
       return hit ? hit.item : -1;
@@ -42,12 +44,14 @@ export default explorer(view => {
     draw(pen) {
       pen.textBaseline = "middle";
       ranks().forEach((rank, line) => {
-        const y = line * (ROW + GAP), end = LEFT + rank.load * scale();
-        hatch(pen, end, y, W - end, ROW);
+        const y = line * LINE(), end = LEFT + rank.load * scale();
+        hatch(pen, end, y, W() - end, ROW);
         pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.font = "12px system-ui, sans-serif";
         pen.fillText(`rank ${line}`, 0, y + ROW / 2);
         const count = rank.items.length;
-        pen.fillText(`${count} item${count === 1 ? "" : "s"}, ${rank.load} ${view.shared.unit}`, W + 8, y + ROW / 2, TEXT - 8);
+        const says = `${count} item${count === 1 ? "" : "s"}, ${rank.load} ${view.shared.unit}`;
+        if (narrow()) pen.fillText(says, LEFT, y + ROW + 10);
+        else pen.fillText(says, W() + 8, y + ROW / 2);
       });
       pen.textAlign = "center"; pen.font = "bold 12px system-ui, sans-serif";
       places().forEach(({ item, x, y, width }) => {

@@ -19,6 +19,9 @@ class AssignmentExplorer(Explorer):
 
     _esm = module("assignment")
     title = "Who encodes what"
+    asks = "Who encodes what if several devices share the images?"
+    action = "Deal the items out by count instead of by size."
+    takeaway = "Everyone waits for the device with the most patches, so sizes have to be balanced, not counts."
 
     def __init__(self, sizes: Sequence[int], *, ranks: int, max_ranks: int, unit: str):
         self.sizes, self.unit = list(sizes), unit

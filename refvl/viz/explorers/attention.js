@@ -3,13 +3,14 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const W = 300, BARS = 60;
+  const W = () => (view.fit(700) < 700 ? view.fit(342) : (view.fit(1100) - 48) / 3), BARS = 60;
   const asked = () => view.shared.questions[view.place("question")];
   const token = () => view.place("token"), merge = () => view.shared.merge;
-  const cell = () => W / Math.max(...asked().grid);
+  const cell = () => W() / Math.max(...asked().grid);
   const size = () => [asked().grid[1] * cell(), asked().grid[0] * cell()];
   const columns = () => asked().grid[1] / merge();
-  const share = byte => byte / 255, percent = byte => `${Math.round(100 * share(byte))} %`;
+  const percent = share => `${Math.round(100 * share)} %`;
+  const FULL = 65535, BYTE = 255;  // steps that shares of the prompt, and of a patch's attention, are kept in
   const slice = (array, ...place) => {  // an array at `place` of its first axes
     const length = array.shape.slice(place.length).reduce((a, b) => a * b, 1);
     const start = place.reduce((sum, index, axis) => sum * array.shape[axis] + index, 0) * length;
@@ -36,9 +37,9 @@ export default explorer(view => {
   }
   const at = (x, y) => patch_at(Math.floor(x / cell()), Math.floor(y / cell()));
   const step = (item, dx, dy) => patch_at(asked().patches[2 * item + 1] + dx, asked().patches[2 * item] + dy);
-  function shade(pen, x, y, side, byte, most) {
-    pen.globalAlpha = 0.8 * byte / Math.max(1, most);
-    pen.fillStyle = view.colors.highlight; pen.fillRect(x, y, side, side);
+  function dim(pen, x, y, side, part, most) {  // what gets the most stays as it is; colours stay true
+    pen.globalAlpha = 0.8 * (1 - part / Math.max(1, most));
+    pen.fillStyle = "#000"; pen.fillRect(x, y, side, side);
     pen.globalAlpha = 1;
   }
   function label(pen, text, x, y) {
@@ -54,14 +55,14 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `"${asked().prompt}" Choosing "${asked().answer[token()]}" (${Math.round(100 * asked().chances[token()])} %), ` +
-      `layer ${view.option("layer")}, head ${view.option("head")}: ${percent(sum(picture(weights())))} to the picture`,
+      `layer ${view.option("layer")}, head ${view.option("head")}: ${percent(sum(picture(weights())) / FULL)} to the picture; bright: where it looks`,
     size, at, step,
     draw(pen, width, height) {
       pen.drawImage(asked().photo, 0, 0, width, height);
       const looked = picture(weights()), most = Math.max(...looked), side = merge() * cell();
-      looked.forEach((byte, t) => shade(pen, (t % columns()) * side, Math.floor(t / columns()) * side, side, byte, most));
-      if (side >= 40) looked.forEach((byte, t) =>
-        label(pen, percent(byte), (t % columns() + 0.5) * side, (Math.floor(t / columns()) + 0.5) * side));
+      looked.forEach((part, t) => dim(pen, (t % columns()) * side, Math.floor(t / columns()) * side, side, part, most));
+      if (side >= 40) looked.forEach((part, t) =>
+        label(pen, percent(part / FULL), (t % columns() + 0.5) * side, (Math.floor(t / columns()) + 0.5) * side));
       if (view.item >= 0) frame(pen, token_of(view.item) * merge() ** 2, side, view.colors.highlight);
     },
   });
@@ -76,7 +77,7 @@ export default explorer(view => {
     draw(pen, width, height) {
       pen.drawImage(asked().photo, 0, 0, width, height);
       const c = cell(), seen = view.item < 0 ? [] : tower(view.item), most = Math.max(...seen);
-      seen.forEach((byte, patch) => shade(pen, ...corner(patch), c, byte, most));
+      seen.forEach((part, patch) => dim(pen, ...corner(patch), c, part, most));
       pen.beginPath(); pen.strokeStyle = "#ffffff90"; pen.lineWidth = 0.5;
       for (let x = c; x < width - 1; x += c) { pen.moveTo(x, 0); pen.lineTo(x, height); }
       for (let y = c; y < height - 1; y += c) { pen.moveTo(0, y); pen.lineTo(width, y); }
@@ -96,10 +97,10 @@ export default explorer(view => {
   });
 
   const LEFT = 46, TOP = 18, GAP = 4;
-  const shape = () => asked().language.shape, small = () => (W - LEFT) / shape()[2];
+  const shape = () => asked().language.shape, small = () => (W() - LEFT) / shape()[2];
   view.canvas({
     name: () => `every layer and head: the picture's tokens, by their share of "${asked().answer[token()]}"`,
-    size: () => [W, TOP + shape()[1] * small() * size()[1] / size()[0]],
+    size: () => [W(), TOP + shape()[1] * small() * size()[1] / size()[0]],
     drag(x, y) {
       const head = Math.floor((x - LEFT) / small()), layer = Math.floor((y - TOP) / (small() * size()[1] / size()[0]));
       if (head < 0 || head >= shape()[2] || layer < 0 || layer >= shape()[1]) return;
@@ -115,13 +116,13 @@ export default explorer(view => {
           const x = LEFT + head * small(), y = TOP + layer * high, looked = picture(language(layer, head));
           const wide = (small() - GAP) / columns(), tall = (high - GAP) / rows;
           pen.fillStyle = view.colors.empty; pen.fillRect(x, y, small() - GAP, high - GAP);
-          looked.forEach((byte, t) => {
-            pen.globalAlpha = share(byte); pen.fillStyle = view.colors.highlight;
+          looked.forEach((part, t) => {
+            pen.globalAlpha = part / FULL; pen.fillStyle = view.colors.ink;
             pen.fillRect(x + (t % columns()) * wide, y + Math.floor(t / columns()) * tall, wide, tall);
           });
           pen.globalAlpha = 1;
           if (layer === view.place("layer") && head === view.place("head")) {
-            pen.strokeStyle = view.colors.ink; pen.lineWidth = 2; pen.strokeRect(x, y, small() - GAP, high - GAP);
+            pen.strokeStyle = view.colors.highlight; pen.lineWidth = 3; pen.strokeRect(x, y, small() - GAP, high - GAP);
           }
           if (!head) {
             pen.textAlign = "left"; pen.fillStyle = view.colors.muted;
@@ -135,21 +136,21 @@ export default explorer(view => {
   view.canvas({
     name: () => `where the whole prompt is looked at: ${asked().words.filter(Boolean).slice(0, asked().length).join(" ")}`,
     caption: () => "the attention over the whole prompt: text, and the picture's tokens",
-    size: () => [2 * W + 24, BARS + 84],
+    size: () => [view.fit(2 * W() + 24), BARS + 84],
     draw(pen, width) {
       const all = weights(), wide = width / all.length, [first, count] = asked().span, most = Math.max(...all);
-      all.forEach((byte, i) => {
+      all.forEach((part, i) => {
         const inside = i >= first && i < first + count;
         pen.fillStyle = view.item >= 0 && i === first + token_of(view.item) ? view.colors.highlight
           : view.colors[inside ? "image" : "text"];
-        const high = BARS * byte / Math.max(1, most);
+        const high = BARS * part / Math.max(1, most);
         pen.fillRect(i * wide + 1, BARS - high, Math.max(1, wide - 2), high);
         pen.fillRect(i * wide + 1, BARS, Math.max(1, wide - 2), 2);
         if (wide < 9) return;
         pen.save(); pen.translate((i + 0.5) * wide, BARS + 6); pen.rotate(Math.PI / 2);
         pen.font = "11px system-ui, sans-serif"; pen.textAlign = "left"; pen.textBaseline = "middle";
         pen.fillStyle = view.colors.ink;
-        pen.fillText(inside ? i - first : asked().words[i].slice(0, 14), 0, 0); pen.restore();
+        pen.fillText(inside ? i - first : asked().words[i].replace(/^<\|(.*)\|>$/, "$1").slice(0, 12), 0, 0); pen.restore();
       });
     },
   });
@@ -158,10 +159,10 @@ export default explorer(view => {
     const t = token_of(view.item), [row, column] = asked().patches.slice(2 * view.item, 2 * view.item + 2), seen = tower(view.item);
     const best = seen.indexOf(Math.max(...seen)), other = asked().patches.slice(2 * best, 2 * best + 2);
     const own = sum(seen.filter((_, i) => segments()[i] === segments()[view.item]));
-    return `patch ${view.item} at (${row}, ${column}) is in token ${t} of the picture, which gets ${percent(picture(weights())[t])} ` +
+    return `patch ${view.item} at (${row}, ${column}) is in token ${t} of the picture, which gets ${percent(picture(weights())[t] / FULL)} ` +
       `when "${asked().answer[token()]}" is chosen; the answer: ${asked().text}\n` +
-      `in block ${view.option("block")} it takes most, ${percent(seen[best])}, from patch (${other[0]}, ${other[1]}), ` +
-      `and ${percent(Math.min(255, own))} from its own window`;
+      `in block ${view.option("block")} it takes most, ${percent(seen[best] / BYTE)}, from patch (${other[0]}, ${other[1]}), ` +
+      `and ${percent(Math.min(1, own / BYTE))} from its own window`;
   });
   return {
     count: () => asked().patches.length / 2,

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from refvl.study.watch import media_attention
 from refvl.viz.attention import plot_attention
 from refvl.viz.explorers.base import Control, module, photo
-from refvl.viz.explorers.watched import Watched, WatchedExplorer, as_bytes, dense, mean_first, word_of
+from refvl.viz.explorers.watched import FINE, Watched, WatchedExplorer, dense, in_steps, mean_first, word_of
 
 LABELS = {
     "question": "question", "token": "new token", "layer": "layer", "head": "head", "block": "block of the tower",
@@ -28,15 +28,18 @@ class AttentionExplorer(WatchedExplorer):
 
     _esm = module("attention")
     title = "Where does it look"
+    asks = "Where does the model look when it answers?"
+    action = "Choose another question, then another layer and head."
+    takeaway = "A few heads find what is asked about; most of them look elsewhere."
 
     def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
         watched = self.watch(questions)
-        first = watched[0].trace
+        first, text = watched[0].trace, self.model.language_model.config
         offered: dict[str, list[Any]] = {
             "question": list(questions),
             "token": list(range(1, max(len(w.answer) for w in watched) + 1)),
-            "layer": list(range(len(first.attentions))),
-            "head": ["mean", *range(len(first.attentions[0]))],
+            "layer": [i for i, weights in enumerate(first.attentions) if weights is not None],
+            "head": ["mean", *range(text.num_attention_heads)],
             "block": list(range(len(first.tower_attentions))),
             "tower_head": ["mean", *range(len(first.tower_attentions[0][0].weights))],
         }
@@ -45,27 +48,31 @@ class AttentionExplorer(WatchedExplorer):
             for name, options in offered.items()
         ]
         every = itertools.product(*offered.values())
+        layer, block = (offered[name][len(offered[name]) // 2] for name in ("layer", "block"))
         shorter = min(len(w.answer) for w in watched) < offered["token"][-1]
         return {
             "controls": controls,
             "shared": {"questions": [self._shown(w) for w in watched], "merge": watched[0].merge},
             "states": [s for s in every if s[1] <= len(self.watched[s[0]].answer)] if shorter else None,
-            "start": (next(iter(questions)), 1, len(offered["layer"]) // 2, "mean", len(offered["block"]) // 2, "mean"),
+            "start": (next(iter(questions)), 1, layer, "mean", block, "mean"),
         }
 
     def _shown(self, w: Watched) -> dict[str, Any]:
-        """What all states of one question draw from; shares as bytes."""
+        """What all states of one question draw from; shares in steps."""
         trace, [span] = w.trace, w.trace.spans
         before = len(trace.input_ids) - 1
-        rows_LHTQ = torch.stack([weights[:, before:] for weights in trace.attentions])
+        some = next(weights for weights in trace.attentions if weights is not None)
+        every = (torch.zeros_like(some) if weights is None else weights for weights in trace.attentions)
+        rows_LHTQ = torch.stack([weights[:, before:] for weights in every])
         read = [*trace.input_ids.tolist(), *trace.token_ids[:-1]]
         return {
             "photo": photo(w.picture), "grid": w.grid, "patches": w.patches, "prompt": w.prompt, "text": trace.text,
             "answer": w.answer, "chances": w.chances, "span": [span.offset, span.num_tokens], "length": before + 1,
             "words": ["" if span.offset <= i < span.offset + span.num_tokens else word_of(self.model, token)
                       for i, token in enumerate(read)],
-            "language": as_bytes(mean_first(rows_LHTQ.transpose(0, 1)).permute(2, 1, 0, 3)),  # (T, layers, 1 + H, Q)
-            "tower": as_bytes(torch.stack([mean_first(dense(block)) for block in trace.tower_attentions])),
+            # (T, layers, 1 + H, Q)
+            "language": in_steps(mean_first(rows_LHTQ.transpose(0, 1)).permute(2, 1, 0, 3), FINE),
+            "tower": in_steps(torch.stack([mean_first(dense(block)) for block in trace.tower_attentions])),
             "segments": torch.stack([w.segments(block) for block in range(len(trace.tower_attentions))]),
         }  # fmt: skip
 

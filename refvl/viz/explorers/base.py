@@ -64,9 +64,10 @@ class Explorer(anywidget.AnyWidget):
 
     index: the state shown. selected: the item that the reader chose in it, -1 for none; what items are is up to the
     subclass. Both are set by the reader and by Python. Raises ValueError for states and rows that do not fit.
+    asks, action, takeaway: what its page asks, what to try there, and the sentence to remember.
     """
 
-    title = "Explorer"
+    title = asks = action = takeaway = "Explorer"
 
     index = traitlets.Int(0).tag(sync=True)
     selected = traitlets.Int(-1).tag(sync=True)

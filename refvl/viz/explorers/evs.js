@@ -2,11 +2,11 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const GAP = 8, WIDE = 520, CHART = 190, LEFT = 40, RIGHT = 80;
+  const GAP = 8, WIDE = () => view.fit(520), CHART = 190, LEFT = 40, RIGHT = 80;
   const clip = () => view.shared.clips[view.row.clip], thw = () => clip().thw;
   const per_frame = () => thw()[1] * thw()[2], count = () => thw()[0] * per_frame();
-  const columns = () => Math.min(5, thw()[0]), lines = () => Math.ceil(thw()[0] / columns());
-  const frame_width = () => Math.min(180, (760 - GAP) / columns());
+  const columns = () => Math.min(view.fit(760) < 600 ? 3 : 5, thw()[0]), lines = () => Math.ceil(thw()[0] / columns());
+  const frame_width = () => Math.min(180, (view.fit(760) - GAP * columns()) / columns());
   const cell = () => { const [first] = clip().frames, w = frame_width(); return [w / thw()[2], w * first.height / first.width / thw()[1]]; };
   const corner = token => {
     const step = Math.floor(token / per_frame()), [w, h] = cell(), inside = token % per_frame();
@@ -58,9 +58,9 @@ export default explorer(view => {
   const length = () => clip().is_clip.length, most = () => Math.max(...clip().positions);
   view.canvas({
     name: () => `positions: ${view.row.tokens} of ${length()} prompt tokens are left, at the positions they had; delta ${view.row.delta}`,
-    size: () => [WIDE, CHART],
+    size: () => [WIDE(), CHART],
     at: x => {
-      const i = Math.floor((x - LEFT) / (WIDE - LEFT) * length());
+      const i = Math.floor((x - LEFT) / (WIDE() - LEFT) * length());
       return clip().is_clip[i] ? sum(clip().is_clip.subarray(0, i)) : -1;
     },
     draw(pen, width, height) {
@@ -69,7 +69,8 @@ export default explorer(view => {
       for (const value of [0, most()]) pen.fillText(value, LEFT - 5, high(value));
       pen.textAlign = "left"; pen.fillText("token of the prompt; a gap is a pruned one", LEFT, height - 6);
       ["t", "h", "w"].forEach((axis, i) => {
-        pen.fillStyle = view.colors[axis]; pen.fillText(axis, LEFT + 16 * i, 8);
+        pen.fillStyle = view.colors[`${axis}_text`] ?? view.colors[axis]; pen.fillText(axis, LEFT + 16 * i, 8);
+        pen.fillStyle = view.colors[axis];
         view.row.kept.forEach((kept, token) => {
           if (!kept) return;
           const side = 7 - 2 * i;  // where axes agree, the later lies on the earlier
@@ -101,13 +102,13 @@ export default explorer(view => {
     },
   });
 
-  const last_rate = () => clip().rates.at(-1), per_rate = () => (WIDE - LEFT - RIGHT) / last_rate();
-  const tones = () => ["highlight", "h", "t", "w"].map(name => view.colors[name]);
+  const last_rate = () => clip().rates.at(-1), per_rate = () => (WIDE() - LEFT - RIGHT) / last_rate();
+  const STROKES = [["ink", []], ["muted", [7, 3]], ["ink", [2, 3]], ["muted", [1, 4]]];  // of the words; colours are taken
   view.canvas({
     name: () => clip().words.length
       ? `the model says "${view.row.answer}"; its first word, at every q: ${clip().words.map((w, i) => `${w} ${percent(view.row.chances[i])}`).join(", ")}`
       : "no model was asked: viz.explore_evs takes one",
-    size: () => [WIDE, clip().words.length ? CHART : 1],
+    size: () => [WIDE(), clip().words.length ? CHART : 1],
     drag(x) {
       const wanted = (x - LEFT) / per_rate(), far = k => Math.abs(clip().rates[k] - wanted);
       const near = clip().rates.reduce((best, _, k) => (far(k) < far(best) ? k : best), 0);
@@ -128,13 +129,19 @@ export default explorer(view => {
       pen.strokeStyle = view.colors.ink; pen.lineWidth = 2; pen.setLineDash([4, 3]);
       pen.beginPath(); pen.moveTo(here, high(1)); pen.lineTo(here, high(0)); pen.stroke(); pen.setLineDash([]);
       clip().words.forEach((word, i) => {
-        pen.strokeStyle = pen.fillStyle = tones()[i]; pen.lineWidth = 2.5; pen.beginPath();
+        const [color, dashes] = STROKES[i];
+        pen.strokeStyle = pen.fillStyle = view.colors[color]; pen.lineWidth = 2.5; pen.setLineDash(dashes); pen.beginPath();
         clip().rates.forEach((q, k) => pen.lineTo(across(q), high(clip().curves[k][i])));
-        pen.stroke();
+        pen.stroke(); pen.setLineDash([]);
         pen.beginPath(); pen.arc(here, high(view.row.chances[i]), 4.5, 0, 7); pen.fill();
       });
       pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = "bold 12px system-ui, sans-serif";
-      clip().words.forEach((word, i) => { pen.fillStyle = tones()[i]; pen.fillText(word.slice(0, 10), across(last_rate()) + 6, 14 + 18 * i); });
+      let lowest = -Infinity;  // names stand at the ends of their lines, and never on each other
+      const ends = clip().words.map((word, i) => [high(clip().curves.at(-1)[i]), word, STROKES[i][0]]).sort((a, b) => a[0] - b[0]);
+      ends.forEach(([y, word, color], i) => {
+        lowest = Math.min(Math.max(y, lowest + 16), height - 24 - 16 * (ends.length - 1 - i));
+        pen.fillStyle = view.colors[color]; pen.fillText(word.slice(0, 10), across(last_rate()) + 6, lowest);
+      });
     },
   });
 

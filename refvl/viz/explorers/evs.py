@@ -25,6 +25,9 @@ class EvsExplorer(Explorer):
 
     _esm = module("evs")
     title = "EVS with the answer"
+    asks = "How many tokens of a video can go before the answer breaks?"
+    action = "Press play, or drag across the curve of the answer."
+    takeaway = "What did not change can go, and what is left keeps its positions; past a point the answer breaks."
 
     def __init__(self, clips: list[dict[str, Any]], *, model=None, q: float = 0.5):
         """clips: as `clip_asked` or `clip_of_embeddings` make them, each with a name."""

@@ -2,7 +2,9 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const W = 250, H = 190, LEFT = 8, BOTTOM = 20, TOP = 8, LINE = 26;
+  const H = 190, LEFT = 8, BOTTOM = 20, TOP = 8, GAP = 24, NAME = 120;
+  const wide = () => view.fit(1100), narrow = () => wide() < 700, LINE = () => (narrow() ? 48 : 26);
+  const W = () => (narrow() ? Math.min(340, wide()) : (wide() - 3 * GAP) / 4 - 1);
   const { families, measures, curves, device, clip } = view.shared;
   const names = Object.keys(families);
   const curve = () => curves[view.option("kind")];
@@ -24,7 +26,7 @@ export default explorer(view => {
 
   // places on a logarithmic scale from the smallest to the largest of what is drawn
   const along = (value, low, high, length) => length * Math.log(value / low) / Math.log(high / low);
-  const x = size => LEFT + along(size, curve()[0].size, curve().at(-1).size, W - 2 * LEFT);
+  const x = size => LEFT + along(size, curve()[0].size, curve().at(-1).size, W() - 2 * LEFT);
   function limits(measure) {
     const values = curve().flatMap(row => Object.values(row.families).map(costs => costs[measure]));
     return [Math.min(...values), Math.max(...values)];
@@ -32,13 +34,13 @@ export default explorer(view => {
 
   Object.entries(measures).forEach(([measure, label]) => view.canvas({
     name: () => `${label} against the ${view.option("kind") === "image" ? "side of the image" : "length of the video"}`,
-    caption: () => label + (measure === "seconds" ? `: no run can be faster on an ${device}` : ""),
-    size: () => [W, H],
+    caption: () => `${label}, both scales logarithmic` + (measure === "seconds" ? `; no run can be faster on an ${device}` : ""),
+    size: () => [W(), H],
     drag(px) {
       const sizes = curve().map(row => x(row.size));
       const nearest = sizes.reduce((best, at, i) => (Math.abs(at - px) < Math.abs(sizes[best] - px) ? i : best), 0);
-      const first = view.states.findIndex(state => state[0] === view.place("kind"));
-      view.choose("size", view.states[first + nearest][1]);
+      const { states } = view.table, first = states.findIndex(state => state[0] === view.place("kind"));
+      view.choose("size", states[first + nearest][1]);
     },
     draw(pen, width, height) {
       const [low, high] = limits(measure), y = value => height - BOTTOM - along(value, low, high, height - BOTTOM - TOP);
@@ -62,26 +64,27 @@ export default explorer(view => {
     },
   }));
 
-  const COLUMNS = ["patches", ...Object.keys(measures)], CELL = 110;
+  const COLUMNS = ["patches", ...Object.keys(measures)], TITLES = { bytes: "memory", seconds: "time" };
+  const left = () => (narrow() ? 0 : NAME), cell = () => (narrow() ? wide() / COLUMNS.length : 110);
   view.canvas({
     name: () => `what each family makes of ${view.option("kind") === "image" ? "a square image" : `a video of ${clip} px`}, ${view.option("size")}`,
     caption: () => view.option("kind") === "image"
-      ? "bfloat16, true sizes; bytes: key-value cache and the tower's activations"
+      ? "bfloat16, true sizes; memory: key-value cache and the tower's activations"
       : `a video of ${clip} px, sampled as each family does; Step3-VL takes none`,
-    size: () => [120 + COLUMNS.length * CELL, (names.length + 1) * LINE],
-    at: (px, py) => Math.floor(py / LINE) - 1,
+    size: () => [left() + COLUMNS.length * cell(), (names.length + 1) * LINE()],
+    at: (px, py) => Math.floor(py / LINE()) - 1,
     step: (i, dx, dy) => i + dy,
     draw(pen, width) {
       pen.textBaseline = "middle"; pen.textAlign = "right"; pen.fillStyle = view.colors.muted;
-      COLUMNS.forEach((measure, c) => pen.fillText(measure, 120 + (c + 1) * CELL - 8, LINE / 2));
+      COLUMNS.forEach((measure, c) => pen.fillText(TITLES[measure] ?? measure, left() + (c + 1) * cell() - 8, 13));
       names.forEach((name, i) => {
-        const y = (i + 1) * LINE, costs = here()[name];
-        if (i === view.item) { pen.fillStyle = view.colors.empty; pen.fillRect(0, y, width, LINE); }
-        mark(pen, name, 10, y + LINE / 2, 8);
-        pen.textAlign = "left"; pen.fillStyle = view.colors.ink; pen.fillText(name, 22, y + LINE / 2);
+        const y = (i + 1) * LINE(), costs = here()[name];
+        if (i === view.item) { pen.fillStyle = view.colors.empty; pen.fillRect(0, y, width, LINE()); }
+        mark(pen, name, 10, y + 13, 8);
+        pen.textAlign = "left"; pen.fillStyle = view.colors.ink; pen.fillText(name, 22, y + 13);
         pen.textAlign = "right";
         COLUMNS.forEach((measure, c) =>
-          pen.fillText(costs ? shown(measure, costs[measure]) : "-", 120 + (c + 1) * CELL - 8, y + LINE / 2));
+          pen.fillText(costs ? shown(measure, costs[measure]) : "-", left() + (c + 1) * cell() - 8, y + LINE() - 13));
       });
     },
   });

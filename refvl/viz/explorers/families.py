@@ -16,6 +16,9 @@ class FamiliesExplorer(Explorer):
 
     _esm = module("families")
     title = "Family race"
+    asks = "What does one image cost in each family?"
+    action = "Drag across a chart to make the image larger."
+    takeaway = "At 1344 px, 9,216 patches become 2,304 tokens in Qwen2.5-VL, and 10,240 become 640 in MiniCPM-V."
 
     def __init__(self, counted: Mapping):
         rows: dict[tuple, dict] = {}

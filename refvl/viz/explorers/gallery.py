@@ -33,8 +33,11 @@ SIZES = [480, 2100, 768, 5320, 264, 1496, 3024, 620, 912, 4080, 352, 1180]  # of
 
 @cache
 def small_model(name: str = "tiny-qwen2_5_vl") -> VLM:
-    """One that ships, trained on scenes; Qwen2.5-VL's has a tower with windows, and its videos are pruned."""
-    return refvl.load(DATA / "checkpoints" / name, device="cpu", progress=False)
+    """One that ships, trained on scenes; Qwen2.5-VL's has a tower with windows, and its videos are pruned.
+
+    With torch's linear layers, so that pages are the same whichever CPU makes them.
+    """
+    return refvl.load(DATA / "checkpoints" / name, device="cpu", linear="torch", progress=False)
 
 
 GALLERY: dict[str, Callable[[], Explorer]] = {

@@ -2,15 +2,20 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const NAME = 92, CELL = 8.5, LINE = 24, CHIP = 24, SIDE = 160;
+  const NAME = 92, LINE = 24, CHIP = 24, SIDE = 160;
   const { groups, kinds, shapes, reads, buffers, photos } = view.shared;
   const longest = Math.max(...groups.map(g => g.count));
+  const cell = () => (view.fit(NAME + longest * 8.5) - NAME) / longest;
   const starts = groups.map((_, k) => groups.slice(0, k).reduce((sum, g) => sum + g.count, 0));
   const lineOf = i => starts.findLastIndex(start => start <= i);
   const reader = (i, b) => reads[i * buffers.length + b] > 0;
   const stale = () => view.place("stale") - 1;
   const label = name => ({ "": "tower", patch_embed: "patch embed" })[name] ?? name.replace("blocks.", "block ");
-  const level = value => view.colors.sequence(value / 255);
+  const channels = color => [1, 3, 5].map(i => parseInt(color.slice(i, i + 2), 16));
+  function level(value) {  // from orange to ink: the more wrong, the more it stands out, in both themes
+    const [least, most] = [view.colors.highlight, view.colors.ink].map(channels);
+    return `rgb(${least.map((c, i) => Math.round(c + (most[i] - c) * value / 255)).join(" ")})`;
+  }
   const percent = share => `${(100 * share).toFixed(share > 0.9 && share < 1 ? 1 : 0)} %`;
   const wrong = () => view.row.operations.findIndex(v => v > 0);
 
@@ -18,11 +23,11 @@ export default explorer(view => {
     name: () => `${kinds.length} recorded operations, a line per part of the tower`,
     caption: () => stale() < 0
       ? "marks below: reads a buffer. Every result is as it should be"
-      : `marks below: reads a buffer (orange: ${buffers[stale()].name}). Coloured: the result is wrong, the brighter the more; ` +
+      : `marks below: reads a buffer (orange: ${buffers[stale()].name}). Orange to ${view.colors.surface === "#111111" ? "white" : "black"}: the result is wrong, little to entirely; ` +
         `first wrong: operation ${wrong()}`,
-    size: () => [NAME + longest * CELL, groups.length * LINE],
+    size: () => [NAME + longest * cell(), groups.length * LINE],
     at(x, y) {
-      const line = Math.floor(y / LINE), place = Math.floor((x - NAME) / CELL);
+      const line = Math.floor(y / LINE), place = Math.floor((x - NAME) / cell());
       return place >= 0 && line < groups.length && place < groups[line].count ? starts[line] + place : -1;
     },
     step(i, dx, dy) {
@@ -36,19 +41,19 @@ export default explorer(view => {
         const y = line * LINE;
         pen.fillStyle = view.colors.ink; pen.fillText(label(group.name), 0, y + 9);
         for (let k = 0; k < group.count; k++) {
-          const i = starts[line] + k, x = NAME + k * CELL, error = view.row.operations[i];
+          const i = starts[line] + k, x = NAME + k * cell(), error = view.row.operations[i];
           pen.fillStyle = error ? level(error) : view.colors.empty;
-          pen.fillRect(x, y + 2, CELL - 1, 14);
+          pen.fillRect(x, y + 2, cell() - 1, 14);
           for (let b = 0; b < buffers.length; b++) if (reader(i, b)) {
-            pen.fillStyle = b === stale() ? view.colors.highlight : view.colors.h;
-            pen.fillRect(x, y + 17, CELL - 1, b === stale() ? 5 : 3);
+            pen.fillStyle = b === stale() ? view.colors.highlight : view.colors.kept;
+            pen.fillRect(x, y + 17, cell() - 1, b === stale() ? 5 : 3);
           }
         }
       });
       if (view.item < 0) return;
       const line = lineOf(view.item);
       pen.strokeStyle = view.colors.ink; pen.lineWidth = 2;
-      pen.strokeRect(NAME + (view.item - starts[line]) * CELL - 1, line * LINE + 1, CELL + 1, 16);
+      pen.strokeRect(NAME + (view.item - starts[line]) * cell() - 1, line * LINE + 1, cell() + 1, 16);
     },
   });
 
@@ -60,7 +65,7 @@ export default explorer(view => {
       pen.textBaseline = "middle";
       buffers.forEach(({ name, shape }, b) => {
         const y = b * CHIP, lit = view.item >= 0 && reader(view.item, b);
-        pen.fillStyle = lit ? (b === stale() ? view.colors.highlight : view.colors.h) : view.colors.surface;
+        pen.fillStyle = lit ? (b === stale() ? view.colors.highlight_text : view.colors.kept) : view.colors.surface;
         pen.fillRect(1, y + 2, 228, CHIP - 5);
         pen.strokeStyle = b === stale() ? view.colors.highlight : view.colors.line;
         pen.lineWidth = b === stale() ? 2.5 : 1; pen.setLineDash(b === stale() ? [5, 3] : []);
@@ -100,7 +105,7 @@ export default explorer(view => {
     draw(pen, width) {
       const changed = view.row.answer !== view.shared.right;
       pen.textBaseline = "top"; pen.fillStyle = view.colors.muted; pen.fillText(view.shared.question, 0, 4, width);
-      pen.font = "bold 20px system-ui, sans-serif"; pen.fillStyle = changed ? view.colors.highlight : view.colors.kept;
+      pen.font = "bold 20px system-ui, sans-serif"; pen.fillStyle = changed ? view.colors.highlight_text : view.colors.kept;
       pen.fillText(view.row.answer, 0, 26, width);
       pen.font = "12px system-ui, sans-serif"; pen.fillStyle = view.colors.ink;
       pen.fillText(changed ? `wrong: it was "${view.shared.right}"` : "as it should be", 0, 54);

@@ -32,6 +32,9 @@ class GraphExplorer(Explorer):
 
     _esm = module("graph")
     title = "Graph step-through"
+    asks = "What happens if one buffer is not refilled before a replay?"
+    action = "Move through the buffers and read the answer to each."
+    takeaway = "A stale buffer raises no error: the graph replays, and a wrong answer can be as sure as a correct one."
 
     def __init__(self, model: VLM, before, image, question: str):
         self.model, self.first = model, model.trace(question, images=[before], max_new_tokens=1)

@@ -9,7 +9,7 @@ from refvl.positions import apply_rotary, mrope_axis_of_pairs, vision_rotary_cos
 from refvl.viz.explorers.base import Control, Explorer, module
 from refvl.viz.style import AXIS_COLORS, SEQUENCE_CMAP
 
-THETAS = [10_000, 100_000, 1_000_000, 5_000_000]
+THETAS = [10_000, 100_000, 1_000_000, 5_000_000, 10_000_000]
 SECTIONS = {  # planes of t, h and w, and whether they are interleaved
     "Qwen2.5-VL: 16, 24, 24 in runs": ((16, 24, 24), False),
     "Qwen3-VL: 24, 20, 20 interleaved": ((24, 20, 20), True),
@@ -27,12 +27,17 @@ class MropeExplorer(Explorer):
 
     _esm = module("mrope")
     title = "M-RoPE playground"
+    asks = "How does attention know how far apart two tokens are?"
+    action = "Drag the key ✕ down from its row: now the pairs of h open, too."
+    takeaway = (
+        "Every rotary pair turns with one axis, so the score of two equal tokens depends on their distance alone."
+    )
 
     def __init__(self):
         controls = [
             Control("sections", "sections", list(SECTIONS), kind="menu"),
             Control("theta", "theta", THETAS),
-            *(Control(axis, f"key's {axis}", list(range(extent))) for axis, extent in EXTENT.items()),
+            *(Control(axis, f"{axis} of the key", list(range(extent))) for axis, extent in EXTENT.items()),
         ]
         self.axes = {name: mrope_axis_of_pairs(s, interleaved=i) for name, (s, i) in SECTIONS.items()}
         turns = {(name, theta): plane_turns(len(axes), theta) for name, axes in self.axes.items() for theta in THETAS}
@@ -45,7 +50,7 @@ class MropeExplorer(Explorer):
                 [axis_scores(axes, *turns[name, theta]) for theta in THETAS] for name, axes in self.axes.items()
             ],
         }
-        super().__init__(controls, shared=shared, start=("Qwen3-VL: 24, 20, 20 interleaved", 1_000_000, 5, 3, 9))
+        super().__init__(controls, shared=shared, start=("Qwen3-VL: 24, 20, 20 interleaved", 5_000_000, 4, 6, 9))
 
     def row(self, index: int) -> dict:
         """axes, cos and sin (planes,) of the key's angles; the part of each axis in the score, and their sum."""
@@ -64,7 +69,7 @@ class MropeExplorer(Explorer):
         scores = self.shared["scores"][list(SECTIONS).index(options["sections"])][THETAS.index(options["theta"])]
         far = {axis: (torch.arange(EXTENT[axis]) - QUERY[axis]).abs() for axis in "hw"}
         parts = scores[0, abs(options["t"] - QUERY["t"])] + scores[1, far["h"]][:, None] + scores[2, far["w"]]
-        shown = left.imshow(parts, cmap=SEQUENCE_CMAP, vmin=0, vmax=1)
+        shown = left.imshow(parts, cmap=SEQUENCE_CMAP)  # from the lowest score to the highest: they hardly differ
         figure.colorbar(shown, ax=left, label="score")
         left.plot(QUERY["w"], QUERY["h"], "o", color="white", markeredgecolor="black", label="query")
         left.plot(options["w"], options["h"], "X", color="white", markeredgecolor="black", label="key")

@@ -2,10 +2,12 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const W = 620, ROW = 26, GAP = 6, TEXT = 250;
+  const ROW = 26, TEXT = 250, SIDE = 52;
+  const narrow = () => view.fit(700) < 700, W = () => (narrow() ? view.fit(700) : view.fit(1120) - TEXT);
+  const LINE = () => ROW + (narrow() ? 24 : 6);  // on a phone a replay's words stand below it
   const tokens = () => view.row.tokens;
   const largest = () => view.shared.largest[view.place("arrivals")];
-  const scale = () => W / Math.max(view.shared.widest, largest());
+  const scale = () => W() / Math.max(view.shared.widest, largest());
   const color = i => view.colors.sequence(i / Math.max(1, view.shared.most - 1));
   const replayOf = item => view.row.replays.findIndex(r => r.items.includes(item));
   const percent = share => `${Math.round(100 * share)} %`;
@@ -14,7 +16,7 @@ export default explorer(view => {
   const places = () => view.row.replays.flatMap((replay, line) => {
     let left = 0;
     return replay.items.map(item => {
-      const box = { item, x: left * scale(), y: line * (ROW + GAP), width: tokens()[item] * scale() };
+      const box = { item, x: left * scale(), y: line * LINE(), width: tokens()[item] * scale() };
       left += tokens()[item];
       return box;
     });
@@ -41,19 +43,19 @@ export default explorer(view => {
     pen.stroke(); pen.restore();
   }
 
-  const SIDE = 52;
+  const across = () => Math.min(view.shared.most, Math.floor(view.fit(1120) / (SIDE + 8)));
   const side = i => SIDE * Math.sqrt(tokens()[i] / largest());
   view.canvas({
     name: () => `${tokens().length} images in the order of their arrival, with their tokens`,
-    size: () => [view.shared.most * (SIDE + 8), SIDE + 16],
-    at: x => Math.floor(x / (SIDE + 8)),
-    step: (i, dx) => i + dx,
+    size: () => [across() * (SIDE + 8), Math.ceil(view.shared.most / across()) * (SIDE + 18)],
+    at: (x, y) => Math.floor(y / (SIDE + 18)) * across() + Math.floor(x / (SIDE + 8)),
+    step: (i, dx, dy) => i + dx + dy * across(),
     draw(pen) {
       for (let i = 0; i < view.shared.most; i++) {
-        const x = i * (SIDE + 8);
-        if (i < tokens().length) item(pen, i, x, SIDE - side(i), side(i), side(i));
+        const x = (i % across()) * (SIDE + 8), y = Math.floor(i / across()) * (SIDE + 18);
+        if (i < tokens().length) item(pen, i, x, y + SIDE - side(i), side(i), side(i));
         pen.font = "12px system-ui, sans-serif"; pen.textAlign = "left"; pen.textBaseline = "bottom";
-        pen.fillStyle = view.colors.muted; pen.fillText(i < tokens().length ? `${i + 1}: ${tokens()[i]}` : "-", x, SIDE + 16);
+        pen.fillStyle = view.colors.muted; pen.fillText(i < tokens().length ? `${i + 1}: ${tokens()[i]}` : "-", x, y + SIDE + 16);
       }
     },
   });
@@ -62,7 +64,7 @@ export default explorer(view => {
     name: () => `${view.row.replays.length} replays, as long as their budgets; hatched: padding`,
     caption: () => `dotted: the graphs captured, of ${view.row.budgets.join(", ")} tokens. Bars: replays, as long as their budget; ` +
       `hatched: padding; dashed: too large for every graph, so it runs eagerly`,
-    size: () => [W + TEXT, Math.max(5, view.row.replays.length) * (ROW + GAP) + 18],
+    size: () => [narrow() ? W() : W() + TEXT, Math.max(narrow() ? 0 : 5, view.row.replays.length) * LINE() + 18],
     at(x, y) {
       const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW);
       return hit ? hit.item : -1;
@@ -82,7 +84,7 @@ export default explorer(view => {
       });
       pen.textBaseline = "middle";
       view.row.replays.forEach((replay, line) => {
-        const y = line * (ROW + GAP), total = replay.tokens, end = Math.max(total, replay.budget) * scale();
+        const y = line * LINE(), total = replay.tokens, end = Math.max(total, replay.budget) * scale();
         if (replay.budget > total) hatch(pen, total * scale(), y, (replay.budget - total) * scale(), ROW);
         pen.strokeStyle = view.colors.ink; pen.lineWidth = 1.5; pen.setLineDash(replay.budget ? [] : [5, 4]);
         pen.strokeRect(0.75, y + 0.75, end - 1.5, ROW - 1.5);
@@ -91,7 +93,8 @@ export default explorer(view => {
         const says = replay.budget
           ? `graph of ${replay.budget}: ${total} tokens, ${percent(1 - total / replay.budget)} padding`
           : `${total} tokens: fits no graph`;
-        pen.fillText(says, end + 8, y + ROW / 2, W + TEXT - end - 8);
+        if (narrow()) pen.fillText(says, 0, y + ROW + 10);
+        else pen.fillText(says, end + 8, y + ROW / 2, W() + TEXT - end - 8);
       });
       places().forEach(p => item(pen, p.item, p.x + 1.5, p.y + 1.5, Math.max(2, p.width - 3), ROW - 3));
     },
@@ -99,7 +102,7 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `${percent(view.row.waste)} of what the replays compute is padding`,
-    size: () => [W, 18],
+    size: () => [W(), 18],
     draw(pen, width, height) {
       pen.fillStyle = view.colors.kept; pen.fillRect(0, 0, width * (1 - view.row.waste), height);
       hatch(pen, width * (1 - view.row.waste), 0, width * view.row.waste, height);

@@ -63,6 +63,9 @@ class PositionsExplorer(Explorer):
 
     _esm = module("positions")
     title = "Positions"
+    asks = "What is the position of a token that is part of an image?"
+    action = "Press play: the prompt is read token by token. Then point at a cell of the image."
+    takeaway = "Text moves on t, h and w together; an image stands still in t and spreads over h and w."
 
     def __init__(self, processors: Mapping[str, Any], image, clip, *, second_per_grid: float, side: int):
         self.processors, self.image = processors, load_image(image)
@@ -79,17 +82,19 @@ class PositionsExplorer(Explorer):
             Control("clip", "frames, tokens", list(CLIP_SIZES), kind="menu"),
             Control("seconds", "length, s", SECONDS),
             Control("rate", "frames per second", RATES),
-            Control("convention", "compare with", [OURS, *CONVENTIONS], kind="menu"),
+            Control("convention", "compare with a release", [OURS, *CONVENTIONS], kind="menu"),
         ]
         rate = min(RATES, key=lambda rate: abs(2 / rate - second_per_grid))
         size = min(CLIP_SIZES, key=lambda size: abs(CLIP_SIZES[size][0] - side))
-        start = (next(iter(processors)), "6 x 4", size, SECONDS[1], rate, next(iter(CONVENTIONS)))
+        start = (next(iter(processors)), "6 x 4", size, SECONDS[1], rate, OURS)
         shared = {
             "words": list(self.words),
             "image": photo(self.image, side=240),
             "frames": [photo(frame, side=160) for frame in self.frames],
         }
         super().__init__(controls, list(found.values()), shared=shared, states=list(found), start=start)
+        image_tokens = (found[start]["kinds"] == 1).nonzero().flatten()
+        self.selected = int(image_tokens[len(image_tokens) // 2])
 
     def prompt(self, family: str, image_size: str, clip_size: str, seconds: int, rate: int) -> Prompt:
         """The family's tokens of "image, question, video, question" at these sizes."""

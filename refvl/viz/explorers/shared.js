@@ -10,30 +10,40 @@
 //       draw(pen) { pen.fillStyle = view.colors.h; pen.fillRect(0, 0, cell, cell); },
 //       at: (x, y) => Math.floor(x / cell),              // the item at a point, -1 for none; makes it hover and click
 //       step: (item, dx, dy) => item + dx,               // where an arrow key leads; out of range stays
-//       drag: (x, y) => view.choose("budget", 3),        // instead of a click, where pulling moves a control
+//       drag: (x, y) => view.choose("budget", 3),        // instead of a click, where pulling moves a control; by touch
+//                                                        // a finger pulls sideways, and one that scrolls changes nothing
+//       grab: (x, y) => x < 22,                          // where a finger that drags both ways takes hold
 //     });
 //     view.readout(() => `token ${view.item}`);          // says what the item is, below; called when item >= 0
 //     return { count: () => 12, read: () => view.row };  // how many items there are; the numbers behind the pictures
+//                                                        // walk: "token by token" adds a button that goes through them
 //   });
 //
 // view.row, view.shared: the table of the state, arrays as typed arrays with a `shape`; pictures are `Image`s.
 // view.option(name): the option of a control, one of view.options(name). view.place(name): its number.
 // view.choose(name, number): move it.
 // view.item: the item under the pointer, or the selected one, or -1. view.select(item): select it.
-// view.colors: the palette of the theme, `viz.style.THEMES`; `sequence(x)` is for order, 0 to 1.
+// view.fit(n): n, or the width there is if that is smaller: phones get a narrower picture, never smaller text.
+// view.colors: the palette of the theme, `viz.style.THEMES`; `sequence(x)` is for order, 0 to 1. Names that end in
+// `_text` are for words.
 
 const STYLE = `
 .refvl { color: var(--ink); background: var(--surface); font: 14px/1.4 system-ui, sans-serif; padding: 8px; }
 .refvl .controls, .refvl .pictures { display: flex; flex-wrap: wrap; gap: 8px 24px; align-items: flex-start; }
 .refvl .controls { margin-bottom: 8px; }
-.refvl label { display: flex; gap: 8px; align-items: center; }
+.refvl label { display: flex; gap: 8px; align-items: center; max-width: 100%; }
 .refvl label > output { min-width: 6ch; font-variant-numeric: tabular-nums; }
-.refvl input[type=range] { width: 180px; accent-color: var(--h); }
-.refvl select, .refvl button { font: inherit; color: inherit; background: var(--surface); border: 1px solid var(--line); }
-.refvl canvas { max-width: 100%; outline-offset: 2px; touch-action: manipulation; }
+.refvl input[type=range] { width: 180px; accent-color: var(--ink); }
+.refvl select, .refvl button { font: inherit; color: inherit; background: var(--surface); border: 1px solid var(--line); min-width: 0; max-width: 100%; }
+.refvl canvas { max-width: 100%; outline-offset: 2px; touch-action: manipulation; cursor: default; }
 .refvl :focus-visible { outline: 2px solid var(--highlight); }
 .refvl figure { margin: 0; max-width: 100%; } .refvl figcaption { contain: inline-size; color: var(--muted); font-size: 12px; }
-.refvl .readout { display: block; min-height: 2.8em; margin-top: 8px; white-space: pre-line; }`;
+.refvl .readout { display: block; min-height: 2.8em; margin-top: 8px; white-space: pre-line; }
+@media (pointer: coarse), (max-width: 600px) {
+  .refvl label { flex-wrap: wrap; gap: 0 8px; } .refvl label > span { flex-basis: 100%; }
+  .refvl input[type=range] { width: 200px; flex: 0 1 auto; }
+  .refvl input[type=range], .refvl select, .refvl button { min-height: 44px; min-width: 44px; }
+}`;
 const ARRAYS = { u1: Uint8Array, i2: Int16Array, u2: Uint16Array, i4: Int32Array, f4: Float32Array };
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
@@ -118,7 +128,7 @@ function themes(palette, redraw) {
 // A slider or menu over the options that exist; `update` puts it where the state is.
 function controller(view, number, { label, options, kind }) {
   const menu = kind === "menu", widget = make(menu ? "select" : "input", menu ? {} : { type: "range", min: 0, step: 1 });
-  const shown = make("output"), node = make("label", {}, label, widget, menu ? "" : shown);
+  const shown = make("output"), node = make("label", {}, make("span", {}, label), widget, menu ? "" : shown);
   let available = [];
   widget.setAttribute("aria-label", label);
   widget.addEventListener("input", () => view.choose(number, available[+widget.value]));
@@ -145,7 +155,7 @@ function controller(view, number, { label, options, kind }) {
   };
   button.addEventListener("click", () => {
     if (timer) return stop();
-    if (+widget.value === available.length - 1) view.choose(number, available[0]);
+    if (2 * widget.value >= available.length) view.choose(number, available[0]);  // little is left: all of it
     timer = setInterval(next, 700);
     says(true);
   });
@@ -154,26 +164,58 @@ function controller(view, number, { label, options, kind }) {
   return { node, update, stop };
 }
 
-// A canvas in CSS pixels, sharp on every screen.
-function surface(view, { name, caption, size, draw, at, step, drag }) {
+// A button that goes through the items, and stops at the last.
+function walker(view, label) {
+  const button = make("button", { type: "button" });
+  let timer = 0;
+  const says = walking => { button.textContent = `${walking ? "⏸" : "▶"} ${label}`; };
+  const stop = () => { clearInterval(timer); timer = 0; says(false); };
+  button.setAttribute("aria-label", `go through them ${label}`);
+  button.addEventListener("click", () => {
+    if (timer) return stop();
+    if (view.selected >= view.count() - 1) view.select(0);
+    timer = setInterval(() => (view.selected < view.count() - 1 ? view.select(view.selected + 1) : stop()), 180);
+    says(true);
+  });
+  says(false);
+  return { node: button, update() {}, stop };
+}
+
+// A canvas in CSS pixels, sharp on every screen. A mouse acts when it is pressed, a finger when it is lifted, unless it
+// pulls: until then nobody knows whether it scrolls.
+const PULL = 8;  // CSS pixels that a finger moves before it pulls
+function surface(view, { name, caption, size, draw, at, step, drag, grab }) {
   const canvas = make("canvas"), text = make("figcaption"), node = make("figure", {}, canvas, text);
   const point = event => {
     const box = canvas.getBoundingClientRect(), [width, height] = size();
     return [((event.clientX - box.left) * width) / box.width, ((event.clientY - box.top) * height) / box.height];
   };
   const valid = item => (item >= 0 && item < view.count() ? item : -1);
+  const act = event => (drag ? drag(...point(event)) : view.select(valid(at(...point(event)))));
+  let from = null, pulls = false;  // where a finger or the mouse went down; that it moves a control
   if (at || drag) {
     canvas.addEventListener("pointermove", event => {
-      if (drag && event.buttons) return drag(...point(event));
-      if (at) view.hover(valid(at(...point(event))));
+      const touch = event.pointerType === "touch";
+      if (from && touch && Math.abs(event.clientX - from) > PULL) pulls = true;
+      if (drag && pulls) return drag(...point(event));
+      if (at && !touch) view.hover(valid(at(...point(event))));
+      canvas.style.cursor = drag ? (grab ? "grab" : "ew-resize") : valid(at(...point(event))) < 0 ? "default" : "pointer";
     });
     canvas.addEventListener("pointerleave", () => view.hover(-1));
     canvas.addEventListener("pointerdown", event => {
-      if (drag) { canvas.setPointerCapture(event.pointerId); return drag(...point(event)); }
-      view.select(valid(at(...point(event))));
+      [from, pulls] = [event.clientX, drag && (event.pointerType !== "touch" || grab?.(...point(event)))];
+      if (drag) canvas.setPointerCapture(event.pointerId);
+      if (event.pointerType !== "touch") act(event);
     });
+    canvas.addEventListener("pointerup", event => {
+      if (event.pointerType === "touch" && !pulls) act(event);
+      [from, pulls] = [null, false];
+    });
+    canvas.addEventListener("pointercancel", () => { [from, pulls] = [null, false]; });
   }
-  if (drag) canvas.style.touchAction = "pan-y";  // a finger across pulls the control, not the page
+  if (drag) canvas.style.touchAction = "pan-y pinch-zoom";
+  const hold = event => { if (grab(...point(event.touches[0]))) event.preventDefault(); };
+  if (grab) canvas.addEventListener("touchstart", hold, { passive: false });
   if (step) canvas.tabIndex = 0;
   if (step) canvas.addEventListener("keydown", event => {
     if (event.key === "Escape") view.select(-1);
@@ -190,6 +232,7 @@ function surface(view, { name, caption, size, draw, at, step, drag }) {
     canvas.style.width = `${width}px`;
     canvas.setAttribute("aria-label", name() + (step ? "; arrow keys move" : ""));
     text.textContent = caption?.() ?? name();
+    text.ariaHidden = !caption;  // said once
     pen.scale(scale, scale);
     pen.font = "12px system-ui, sans-serif";
     draw(pen, width, height);
@@ -237,7 +280,13 @@ export function explorer(build) {
       hover(item) { if (item !== hovered) { hovered = item; later(); } },
       canvas(parts) { const made = surface(view, parts); canvases.push(made); pictures.append(made.node); },
       readout(f) { say = f; },
+      fit: n => Math.min(n, root.clientWidth ? root.clientWidth - 16 : n),
       count: () => 0, read: () => view.row,
+    };
+    const built = () => {
+      widgets = model.get("controls").map((control, number) => controller(view, number, control));
+      if (view.walk) widgets.unshift(walker(view, view.walk));
+      controls.replaceChildren(...widgets.map(w => w.node));
     };
     const load = async () => {
       const source = model.get("table"), list = model.get("controls");
@@ -246,8 +295,7 @@ export function explorer(build) {
       [table, seen, hovered] = [fresh, source, -1];
       wish = [...view.state];
       widgets.forEach(w => w.stop());
-      widgets = list.map((control, number) => controller(view, number, control));
-      controls.replaceChildren(...widgets.map(w => w.node));
+      built();
     };
     const draw = () => {
       frame = 0;
@@ -267,15 +315,19 @@ export function explorer(build) {
     };
     await load();
     Object.assign(view, build(view));
+    built();
     root.read = () => plain(view.read());  // for tests
     const events = ["change:index", "change:selected", "change:table"];
     events.forEach(event => model.on(event, changed));
-    draw();
     el.append(root);
+    draw();
+    const resized = new ResizeObserver(later);
+    resized.observe(root);
     return () => {
       events.forEach(event => model.off(event, changed));
       widgets.forEach(w => w.stop());
       cancelAnimationFrame(frame);
+      resized.disconnect();
       theme.stop();
     };
   } };

@@ -2,11 +2,29 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const W = 380, SMALL = 110, BAR = 780;
+  const SMALL = 110, W = () => view.fit(380), BAR = () => view.fit(780);
+  const narrow = () => BAR() < 600, LINE = () => (narrow() ? 54 : 38);
   const { photo, question, queries } = view.shared;
   const shape = () => view.row.size;
-  const large = () => fitted(shape(), W), small = limit => fitted(shape(), limit);
+  const large = () => fitted(shape(), W()), small = limit => fitted(shape(), limit);
   const fitted = ([w, h], limit) => [w * limit / Math.max(w, h), h * limit / Math.max(w, h)];
+
+  // Items: the queries, then MiniCPM-V's parts of the image, then Step3-VL's; part 0 is the overview
+  const FAMILIES = ["MiniCPM-V", "Step3-VL"], Q = queries || 0;
+  const lengths = () => [1 + view.row.slices.grid[0] * view.row.slices.grid[1], 1 + view.row.crops.grid[0] * view.row.crops.grid[1]];
+  const item = (family, part) => Q + family * lengths()[0] + part;
+  const query = () => (view.item < Q ? view.item : view.selected < Q ? view.selected : -1);  // -1: none
+  const inside = (grid, size) => (x, y) => 1 + Math.min(grid[1] - 1, Math.floor(y / size[1])) * grid[0] + Math.min(grid[0] - 1, Math.floor(x / size[0]));
+  function frame(pen, family, part, x, y, width, height) {
+    const chosen = view.item === item(family, part);
+    for (const [color, thickness] of [["#000", chosen ? 9 : 4], [chosen ? view.colors.highlight : "#fff", chosen ? 5 : 2]]) {
+      pen.strokeStyle = color; pen.lineWidth = thickness; pen.strokeRect(x, y, width, height);
+    }
+  }
+  function framed(pen, family, parts) {  // the chosen one last, so that its frame is whole
+    parts.sort((a, b) => (view.item === item(family, a[0])) - (view.item === item(family, b[0])));
+    parts.forEach(([part, ...box]) => frame(pen, family, part, ...box));
+  }
 
   // the middle of the photo in the shape of the state
   function middle(pen, x, y, width, height) {
@@ -20,8 +38,8 @@ export default explorer(view => {
   }
   // what the chosen query takes from each patch of slice k
   function heat(pen, values, k, x, y, width, height) {
-    if (view.item < 0 || !values.length) return;
-    const [, Q, rows, columns] = values.shape, first = (k * Q + view.item) * rows * columns;
+    if (query() < 0 || !values.length) return;
+    const [, count, rows, columns] = values.shape, first = (k * count + query()) * rows * columns;
     for (let i = 0; i < rows * columns; i++) {
       pen.globalAlpha = 0.8 * (1 - Math.sqrt(values[first + i] / 255));
       pen.fillStyle = "#000";
@@ -30,7 +48,7 @@ export default explorer(view => {
     }
     pen.globalAlpha = 1;
   }
-  const reading = () => (queries && view.item >= 0 ? `; bright: what query ${view.item} reads` : "");
+  const reading = () => (query() >= 0 ? `; bright: what query ${query()} reads` : "");
 
   view.canvas({
     name: () => `MiniCPM-V: ${view.row.slices.grid[0] ? view.row.slices.grid.join(" x ") + " slices" : "no slices"}${reading()}`,
@@ -40,25 +58,31 @@ export default explorer(view => {
         + reading();
     },
     size: large,
+    at(x, y) {
+      const { grid } = view.row.slices, [w, h] = large();
+      return item(0, grid[0] ? inside(grid, [w / grid[0], h / grid[1]])(x, y) : 0);
+    },
     draw(pen, width, height) {
       middle(pen, 0, 0, width, height);
-      const [columns, rows] = view.row.slices.grid, [w, h] = [width / columns, height / rows];
+      const [columns, rows] = view.row.slices.grid, [w, h] = [width / columns, height / rows], boxes = [];
       for (let k = 0; k < columns * rows; k++) {
         const x = (k % columns) * w, y = Math.floor(k / columns) * h;
         heat(pen, view.row.slice_heat ?? [], k, x, y, w, h);
-        pen.strokeStyle = "#000"; pen.lineWidth = 4; pen.strokeRect(x, y, w, h);
-        pen.strokeStyle = "#fff"; pen.lineWidth = 2; pen.strokeRect(x, y, w, h);
-        number(pen, k + 1, x + w / 2, y + h / 2);
+        boxes.push([k + 1, x, y, w, h]);
       }
+      framed(pen, 0, boxes);
+      boxes.forEach(([k, x, y]) => number(pen, k, x + w / 2, y + h / 2));
     },
   });
   view.canvas({
     name: () => `MiniCPM-V's overview${reading()}`,
     caption: () => `overview, ${view.row.slices.overview.join(" x ")} px`,
     size: () => small(SMALL),
+    at: () => item(0, 0),
     draw(pen, width, height) {
       middle(pen, 0, 0, width, height);
       heat(pen, view.row.overview_heat ?? [], 0, 0, 0, width, height);
+      frame(pen, 0, 0, 0, 0, width, height);
       number(pen, 0, width / 2, height / 2);
     },
   });
@@ -69,23 +93,28 @@ export default explorer(view => {
       return window ? `Step3-VL cuts ${grid[1]} x ${grid[0]} windows of ${window} px from ${canvas.join(" x ")} px` : "Step3-VL: the overview holds all";
     },
     size: large,
+    at(x, y) {
+      const { grid, window, canvas } = view.row.crops, [w, h] = large();
+      return item(1, grid[0] ? inside([grid[1], grid[0]], [w * window / canvas[0], h * window / canvas[1]])(x, y) : 0);
+    },
     draw(pen, width, height) {
       middle(pen, 0, 0, width, height);
-      const { grid: [rows, columns], window, canvas } = view.row.crops;
+      const { grid: [rows, columns], window, canvas } = view.row.crops, boxes = [];
       const [w, h] = [width * window / canvas[0], height * window / canvas[1]];
       for (let k = 0; k < columns * rows; k++) {
         const x = (k % columns) * w, y = Math.floor(k / columns) * h;
-        pen.strokeStyle = "#000"; pen.lineWidth = 4; pen.strokeRect(x, y, w, h);
-        pen.strokeStyle = "#fff"; pen.lineWidth = 2; pen.strokeRect(x, y, w, h);
-        number(pen, k + 1, x + w / 2, y + Math.min(h, height) / 2);
+        boxes.push([k + 1, x, y, w, h]);
       }
+      framed(pen, 1, boxes);
+      boxes.forEach(([k, x, y]) => number(pen, k, x + w / 2, y + Math.min(h, height) / 2));
     },
   });
   view.canvas({
     name: () => "Step3-VL's overview, a square whatever the shape",
     caption: () => `overview, ${view.shared.overview} x ${view.shared.overview} px`,
     size: () => [SMALL, SMALL],
-    draw(pen, width, height) { middle(pen, 0, 0, width, height); number(pen, 0, width / 2, height / 2); },
+    at: () => item(1, 0),
+    draw(pen, width, height) { middle(pen, 0, 0, width, height); frame(pen, 1, 0, 0, 0, width, height); number(pen, 0, width / 2, height / 2); },
   });
 
   // The prompt from left to right: [number, tokens] of every part, the overview being number 0
@@ -94,23 +123,34 @@ export default explorer(view => {
     const { grid, of_crop, of_overview } = view.row.crops;
     return [...Array.from({ length: grid[0] * grid[1] }, (_, k) => [k + 1, of_crop]), [0, of_overview]];
   };
+  const strip = () => (BAR() - (narrow() ? 4 : 240)) / Math.max(view.row.slices.tokens, view.row.crops.tokens);
   view.canvas({
     name: () => `the prompts: MiniCPM-V ${view.row.slices.tokens} tokens, Step3-VL ${view.row.crops.tokens}`,
     caption: () => "the image in both prompts, left to right, on one scale; 0 is the overview; orange: a mark for a new line",
-    size: () => [BAR, 74],
+    size: () => [BAR(), 2 * LINE()],
+    at(x, y) {
+      const family = y < LINE() ? 0 : 1, scale = strip();
+      let left = narrow() ? 0 : 90;
+      for (const [part, length] of [sliced(), cropped()][family]) if (x < (left += length * scale)) return item(family, part);
+      return -1;
+    },
     draw(pen, width) {
-      const scale = (width - 240) / Math.max(view.row.slices.tokens, view.row.crops.tokens);
+      const left = narrow() ? 0 : 90, top = narrow() ? 20 : 2;
+      const scale = strip();
       [["MiniCPM-V", sliced(), view.row.slices.tokens, view.row.slices.grid[0], 1, ""],
         ["Step3-VL", cropped(), view.row.crops.tokens, view.row.crops.grid[1], 0, ` + ${view.row.crops.marks} marks`]]
         .forEach(([name, parts, tokens, columns, first, marks], line) => {
-          const y = line * 38;
-          let x = 90;
+          const y = line * LINE() + top - 2;
+          let x = left;
           pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = "12px system-ui, sans-serif";
-          pen.fillStyle = view.colors.ink; pen.fillText(name, 0, y + 15);
+          pen.fillStyle = view.colors.ink; pen.fillText(name, 0, narrow() ? y - 6 : y + 15);
           parts.forEach(([k, length], place) => {
             const w = length * scale;
             pen.fillStyle = k ? view.colors.sequence(k / parts.length) : view.colors.image;
             pen.fillRect(x, y + 2, Math.max(1, w - 1), 26);
+            if (view.item === item(line, k)) {
+              pen.strokeStyle = view.colors.ink; pen.lineWidth = 3; pen.strokeRect(x + 1.5, y + 1.5, Math.max(1, w - 4), 27);
+            }
             if (w > 15) number(pen, k, x + w / 2, y + 15);
             x += w;
             if (k && k % columns === 0 && place < parts.length - 1 - !first) {
@@ -118,7 +158,8 @@ export default explorer(view => {
             }
           });
           pen.textAlign = "left"; pen.font = "12px system-ui, sans-serif"; pen.fillStyle = view.colors.ink;
-          pen.fillText(`${tokens} tokens${marks}`, x + 8, y + 15);
+          if (!narrow()) pen.fillText(`${tokens} tokens${marks}`, x + 8, y + 15);
+          else { pen.textAlign = "right"; pen.fillText(`${tokens} tokens${marks}`, width, y - 6); }
         });
     },
   });
@@ -126,13 +167,13 @@ export default explorer(view => {
   if (queries) view.canvas({
     name: () => `the ${queries} learned queries`,
     caption: () => "the queries of a small MiniCPM-V that sees the photo cut alike; choose one. And what that model says",
-    size: () => [400, 108],
+    size: () => [view.fit(400), 108],
     at: (x, y) => (x < 108 ? Math.floor(y / 36) * 3 + Math.floor(x / 36) : -1),
-    step: (i, dx, dy) => ((i % 3) + dx < 0 || (i % 3) + dx > 2 ? -1 : i + dx + 3 * dy),
+    step: (i, dx, dy) => (i >= Q ? 0 : (i % 3) + dx < 0 || (i % 3) + dx > 2 ? -1 : i + dx + 3 * dy),
     draw(pen, width) {
       for (let i = 0; i < queries; i++) {
         const x = (i % 3) * 36, y = Math.floor(i / 3) * 36;
-        pen.fillStyle = i === view.item ? view.colors.highlight : view.colors.empty;
+        pen.fillStyle = i === query() ? view.colors.highlight : view.colors.empty;
         pen.fillRect(x + 1, y + 1, 34, 34);
         number(pen, i, x + 18, y + 18);
       }
@@ -143,7 +184,17 @@ export default explorer(view => {
     },
   });
 
-  view.readout(() => `query ${view.item} of ${queries}: the same query reads the overview and every slice, ` +
-    `and becomes one token of each\nasked "${question}", the small MiniCPM-V, which cuts at most ${view.shared.most}, says "${view.row.answer}"`);
-  return { count: () => queries };
+  // a part and the tokens of the image that it becomes
+  function told(family, part) {
+    const parts = [sliced(), cropped()][family], place = parts.findIndex(([k]) => k === part);
+    const first = parts.slice(0, place).reduce((sum, [, length]) => sum + length, 0), length = parts[place][1];
+    return `${part ? `${family ? "crop" : "slice"} ${part}` : "the overview"} of ${FAMILIES[family]}: ${length} tokens, ` +
+      `${first ? `after ${first} others` : "the first of the image"}`;
+  }
+  view.readout(() => {
+    if (view.item >= Q) return view.item < item(1, 0) ? told(0, view.item - Q) : told(1, view.item - item(1, 0));
+    return `query ${view.item} of ${queries}: the same query reads the overview and every slice, ` +
+      `and becomes one token of each\nasked "${question}", the small MiniCPM-V, which cuts at most ${view.shared.most}, says "${view.row.answer}"`;
+  });
+  return { count: () => item(1, 0) + lengths()[1] };
 });

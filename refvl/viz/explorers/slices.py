@@ -28,11 +28,17 @@ class SlicesExplorer(Explorer):
 
     Items are the queries of `model`, a MiniCPM-V whose slices are a whole number of times smaller than those of
     `slices`: its queries read the photo scaled down as much, cut in the same way. Asked `question` about that photo, it
-    cuts at most as many slices as its own config says.
+    cuts at most as many slices as its own config says. After the queries come MiniCPM-V's overview and slices, and
+    Step3-VL's overview and crops.
     """
 
     _esm = module("slices")
     title = "Slices and crops"
+    asks = "How do two families cut the same photo?"
+    action = "Change the shape of the photo. Then choose a query to see what it reads in every slice."
+    takeaway = (
+        "MiniCPM-V fits its slices to the photo, Step3-VL cuts squares, and each pays with its own number of tokens."
+    )
 
     def __init__(self, image, slices: SliceConfig, crops: CropConfig, model: VLM | None, question: str):
         self.image, self.slices, self.crops = load_image(image), slices, crops
@@ -151,7 +157,7 @@ def query_heat(encoder: Any, rows: torch.Tensor, sizes: Sequence[tuple[int, int]
     """(Q, h, w) of each slice, from all patch rows and the slices' (h, w): the mean over heads, shares sum to 1."""
     metadata = encoder.plan([sizes])
     weights = attention_weights(encoder.resampler, encoder.vpm.encode(rows, metadata.vision), metadata.resampler)
-    return [w.mean(0).view(-1, *size).numpy() for w, size in zip(weights, sizes, strict=True)]
+    return [w.mean(0).view(-1, *size).float().numpy(force=True) for w, size in zip(weights, sizes, strict=True)]
 
 
 def quantised(heat: Sequence[np.ndarray]) -> np.ndarray:

@@ -2,18 +2,19 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const W = 720, SIDE = 12, LINE = 66, CELL = 44, HIGH = 36, COLUMNS = 16;
+  const SIDE = 12, LINE = 66, CELL = 44, HIGH = 36;
+  const W = () => view.fit(1120), COLUMNS = () => Math.floor(W() / CELL);
   const { rules } = view.shared, sampled = () => view.row.sampled;
   const steps = line => sampled()[line].timestamps.length;
   const most = () => Math.max(...rules.map((_, line) => steps(line)));
-  const x = frame => SIDE + (W - 2 * SIDE) * (frame / Math.max(1, view.row.frames - 1));
+  const x = frame => SIDE + (W() - 2 * SIDE) * (frame / Math.max(1, view.row.frames - 1));
   const frames = (line, step) => [0, 1].map(k => sampled()[line].indices[2 * step + k]);
   const middle = (line, step) => frames(line, step).reduce((sum, frame) => sum + x(frame) / 2, 0);
   const item = (line, step) => step * rules.length + line;
   const lineOf = i => Math.max(0, i) % rules.length;
   const stepOf = i => Math.min(Math.floor(i / rules.length), steps(lineOf(i)) - 1);
   const chosen = (line, step) => view.item >= 0 && line === lineOf(view.item) && step === stepOf(view.item);
-  const color = (line, step) => chosen(line, step) ? view.colors.highlight : step % 2 ? view.colors.video : view.colors.image;
+  const color = (line, step) => chosen(line, step) ? view.colors.highlight : step % 2 ? view.colors.muted : view.colors.ink;
   const along = (line, i) => (i >= 0 && i < steps(line) ? item(line, i) : -1);
   const nearest = (line, px) => {
     let best = 0;
@@ -25,7 +26,7 @@ export default explorer(view => {
     name: () => `frames that three rules sample from ${view.row.frames.toLocaleString("en")}`,
     caption: () => `below: the video's ${view.row.frames.toLocaleString("en")} frames; above: those sampled by each rule, ` +
       "two to a grid step, the steps in two colours",
-    size: () => [W, rules.length * LINE + 36],
+    size: () => [W(), rules.length * LINE + 36],
     at: (px, py) => nearest(Math.min(rules.length - 1, Math.floor(py / LINE)), px),
     step(i, dx, dy) {
       const line = lineOf(i), to = line + dy;
@@ -43,7 +44,7 @@ export default explorer(view => {
           frames(line, i).forEach(frame => pen.fillRect(x(frame) - 1, top + 22 - high, 2, 32 + high));
         }
       });
-      const bottom = rules.length * LINE, every = Math.ceil(view.row.frames / (W - 2 * SIDE));
+      const bottom = rules.length * LINE, every = Math.ceil(view.row.frames / (W() - 2 * SIDE));
       pen.strokeStyle = view.colors.line; pen.lineWidth = 0.5; pen.beginPath();
       for (let f = 0; f < view.row.frames; f += every) { pen.moveTo(x(f), bottom); pen.lineTo(x(f), bottom + 14); }
       pen.stroke();
@@ -56,14 +57,14 @@ export default explorer(view => {
   view.canvas({
     name: () => `the prompt's ${steps(shown())} steps by the rule of ${rules[shown()]}, each followed by its second`,
     caption: () => `in the prompt, by the rule of ${rules[shown()]}: a step's tokens, then its second`,
-    size: () => [COLUMNS * CELL, Math.ceil(most() / COLUMNS) * HIGH],
-    at: (px, py) => along(shown(), Math.floor(py / HIGH) * COLUMNS + Math.floor(px / CELL)),
-    step: (i, dx, dy) => along(lineOf(i), stepOf(i) + dx + dy * COLUMNS),
+    size: () => [COLUMNS() * CELL, Math.ceil(most() / COLUMNS()) * HIGH],
+    at: (px, py) => along(shown(), Math.floor(py / HIGH) * COLUMNS() + Math.floor(px / CELL)),
+    step: (i, dx, dy) => along(lineOf(i), stepOf(i) + dx + dy * COLUMNS()),
     draw(pen) {
       const line = shown();
       pen.textAlign = "center"; pen.textBaseline = "bottom";
       sampled()[line].timestamps.forEach((second, i) => {
-        const left = (i % COLUMNS) * CELL, top = Math.floor(i / COLUMNS) * HIGH;
+        const left = (i % COLUMNS()) * CELL, top = Math.floor(i / COLUMNS()) * HIGH;
         pen.fillStyle = color(line, i); pen.fillRect(left, top, CELL - 4, 14);
         pen.fillStyle = view.colors.ink; pen.fillText(second, left + (CELL - 4) / 2, top + HIGH - 4);
       });

@@ -17,6 +17,11 @@ class TimelineExplorer(Explorer):
 
     _esm = module("timeline")
     title = "Frames and seconds"
+    asks = "Which frames of a video does the model see?"
+    action = "Press play, and compare the three rules as the video gets longer."
+    takeaway = (
+        "Three releases sample the same video by different rules, and the prompt names one second for every two frames."
+    )
 
     def __init__(self, duration: float, fps: float, variant: str):
         durations, rates = sorted({*SECONDS, duration}), sorted({*RATES, fps})

@@ -2,13 +2,13 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const W = 250, TILE = 76, GAP = 8, TEXT = 18;
+  const W = () => (view.fit(700) < 700 ? view.fit(342) : 300), TILE = 76, GAP = 8, TEXT = 18;
   const shown = () => view.shared.pictures[view.place("picture")];
   const merge = () => view.shared.merge, stage = () => view.place("stage");
   const stages = () => shown().colors.shape[0], count = () => shown().patches.length / 2;
   const at_stage = (array, s) => array.subarray(s * array.length / stages(), (s + 1) * array.length / stages());
   const grid = () => shown().grid, unit = () => 1 / Math.max(...grid());
-  const size = () => [W * grid()[1] * unit(), W * grid()[0] * unit()];
+  const size = () => [W() * grid()[1] * unit(), W() * grid()[0] * unit()];
   const place = patch => [shown().patches[2 * patch + 1], shown().patches[2 * patch]];
   const token_of = patch => Math.floor(patch / merge() ** 2);  // rows are in merge-block order
   const rgb = (colors, i) => `rgb(${colors[3 * i]} ${colors[3 * i + 1]} ${colors[3 * i + 2]})`;
@@ -24,7 +24,7 @@ export default explorer(view => {
     }
     return column < 0 || row < 0 || column >= grid[1] || row >= grid[0] ? -1 : found.get(patches)[row * grid[1] + column];
   }
-  const at = (x, y) => patch_at(Math.floor(x / (W * unit())), Math.floor(y / (W * unit())));
+  const at = (x, y) => patch_at(Math.floor(x / (W() * unit())), Math.floor(y / (W() * unit())));
   const step = (item, dx, dy) => patch_at(place(item)[0] + dx, place(item)[1] + dy);
   function frame(pen, x, y, side) {
     pen.strokeStyle = "#000"; pen.lineWidth = 5; pen.strokeRect(x, y, side, side);
@@ -52,7 +52,7 @@ export default explorer(view => {
     size, at, step,
     draw(pen, width, height) {
       pen.drawImage(shown().photo, 0, 0, width, height);
-      const c = W * unit(), m = merge();
+      const c = W() * unit(), m = merge();
       for (const [every, thickness] of [[c, 0.4], [m * c, 1.5]]) {
         pen.beginPath(); pen.strokeStyle = "#ffffffb0"; pen.lineWidth = thickness;
         for (let x = every; x < width - 1; x += every) { pen.moveTo(x, 0); pen.lineTo(x, height); }
@@ -86,16 +86,16 @@ export default explorer(view => {
   view.canvas({
     name: () => `3. all patches after ${view.option("stage")}: a colour is a direction of their states`,
     size, at, step,
-    draw(pen) { map(pen, stage(), 0, 0, W); },
+    draw(pen) { map(pen, stage(), 0, 0, W()); },
   });
 
-  const small = () => (2 * W - GAP * (stages() - 1)) / stages();
+  const small = () => (view.fit(2 * W()) - GAP * (stages() - 1)) / stages();
   view.canvas({
     name: () => "every state, from the patch embedding to the last block; below, the norm of each patch's state",
-    size: () => [2 * W, TEXT + small() * size()[1] / W + 110],
+    size: () => [view.fit(2 * W()), TEXT + small() * size()[1] / W() + 110],
     drag: x => view.choose("stage", Math.max(0, Math.min(stages() - 1, Math.floor(x / (small() + GAP))))),
     draw(pen, width, height) {
-      const top = TEXT, bottom = height - 8, roof = top + small() * size()[1] / W + 14;
+      const top = TEXT, bottom = height - 8, roof = top + small() * size()[1] / W() + 14;
       const most = Math.max(...shown().norms), high = value => bottom - value / most * (bottom - roof);
       const middle = s => s * (small() + GAP) + small() / 2;
       const line = patch => {
@@ -110,7 +110,7 @@ export default explorer(view => {
         pen.fillText(s ? `block ${s - 1}` : "patches", middle(s), TEXT / 2);
       }
       pen.strokeStyle = view.colors.highlight; pen.lineWidth = 3;
-      pen.strokeRect(stage() * (small() + GAP), top, small(), small() * size()[1] / W);
+      pen.strokeRect(stage() * (small() + GAP), top, small(), small() * size()[1] / W());
       pen.strokeStyle = view.colors.line; pen.lineWidth = 0.5;
       for (let patch = 0; patch < count(); patch++) line(patch);
       if (view.item < 0) return;
@@ -122,16 +122,16 @@ export default explorer(view => {
 
   view.canvas({
     name: () => "4. the merger: each block of patches becomes one token; the longer its bar, the more the answer looks at it",
-    size: () => [W, size()[1] * 0.6 + TEXT],
+    size: () => [W(), size()[1] * 0.6 + TEXT],
     at: (x, y) => at(x / 0.6, y / 0.6),
     draw(pen) {
-      const c = 0.6 * W * unit() * merge(), columns = grid()[1] / merge(), { tokens, looked } = shown();
+      const c = 0.6 * W() * unit() * merge(), columns = grid()[1] / merge(), { tokens, looked } = shown();
       looked.forEach((byte, t) => {
         const x = (t % columns) * c, y = Math.floor(t / columns) * c;
         pen.fillStyle = rgb(tokens, t); pen.fillRect(x, y, c - 2, c - 2);
         if (view.item >= 0 && t === token_of(view.item)) frame(pen, x + 2, y + 2, c - 6);
       });
-      const left = 0.6 * size()[0] + GAP, wide = W - left, most = Math.max(...looked), tall = 0.6 * size()[1] / looked.length;
+      const left = 0.6 * size()[0] + GAP, wide = W() - left, most = Math.max(...looked), tall = 0.6 * size()[1] / looked.length;
       looked.forEach((byte, t) => {
         pen.fillStyle = view.colors[view.item >= 0 && t === token_of(view.item) ? "highlight" : "image"];
         pen.fillRect(left, t * tall + 1, Math.max(1, wide * byte / most), tall - 2);
@@ -148,7 +148,7 @@ export default explorer(view => {
     return `patch ${view.item} at (${row}, ${column}); after ${view.option("stage")} the norm of its state is ` +
       `${norm(s, view.item).toFixed(2)}${s ? `, and it has attended to ${own} of ${count()} patches there` : ""}\n` +
       `with ${merge() ** 2 - 1} others it becomes token ${t}, number ${shown().offset + t} of the prompt, which gets ` +
-      `${Math.round(shown().looked[t] / 2.55)} % of the last layer's attention when "${shown().word}" is chosen`;
+      `${Math.round(shown().looked[t] / 655.35)} % of the last layer's attention when "${shown().word}" is chosen`;
   });
   return {
     count,

@@ -13,7 +13,7 @@ from refvl.pixels.by_hand import unpatchify
 from refvl.study.watch import media_attention
 from refvl.viz.attention import plot_states
 from refvl.viz.explorers.base import Control, module, photo
-from refvl.viz.explorers.watched import Watched, WatchedExplorer, as_bytes
+from refvl.viz.explorers.watched import FINE, Watched, WatchedExplorer, in_steps
 from refvl.viz.style import HIGHLIGHT
 
 COMMON = 0.98  # share of the values that the colours tell apart; the others are cut off
@@ -29,6 +29,11 @@ class TowerExplorer(WatchedExplorer):
 
     _esm = module("tower")
     title = "One patch through the tower"
+    asks = "What becomes of a patch on its way through the tower?"
+    action = "Choose a patch of the red circle, then move on from block to block."
+    takeaway = (
+        "A patch starts as a row of pixel values, reads other patches block by block, and ends as a quarter of a token."
+    )
 
     def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
         watched = self.watch(questions)
@@ -62,7 +67,7 @@ class TowerExplorer(WatchedExplorer):
             "segments": torch.stack([torch.zeros(len(w.patches)), *map(w.segments, range(len(colors) - 1))]).int(),
             "pixels": tiles[tuple(w.patches.T.numpy())].transpose(0, 3, 1, 2),  # (N, 3, P, P)
             "values": config.patch_values, "offset": trace.spans[0].offset, "tokens": token_colors,
-            "looked": as_bytes(looked),
+            "looked": in_steps(looked, FINE),
         }  # fmt: skip
 
     def row(self, index: int) -> dict[str, Any]:
@@ -109,7 +114,7 @@ def project_colors(states: list[Tensor]) -> list[np.ndarray]:
     directions = torch.linalg.eigh((all_NE - mean).T @ (all_NE - mean)).eigenvectors[:, -3:].flip(1)  # (E, 3)
     largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
     directions = directions * largest.sign()  # either sign is right: the largest entry is positive
-    low, high = torch.quantile((all_NE - mean) @ directions, torch.tensor([1 - COMMON, COMMON]).double(), dim=0)
+    low, high = torch.quantile((all_NE - mean) @ directions, mean.new_tensor([1 - COMMON, COMMON]), dim=0)
     return [
         (((state.double() - mean) @ directions - low) / (high - low).clamp(min=1e-9)).clamp(0, 1).mul(255).round()
         .to(torch.uint8).numpy(force=True)

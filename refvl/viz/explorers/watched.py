@@ -15,6 +15,7 @@ from refvl.study.report import Trace
 from refvl.study.watch import SegmentAttention, media_attention, probabilities
 from refvl.viz.explorers.base import Explorer
 
+COARSE, FINE = 255, 65_535  # steps of a share that is drawn, and of one that is written in per cent
 MAX_PATCHES = 400  # of a picture: every patch's attention to every other one is kept
 
 
@@ -114,7 +115,7 @@ def word_of(model, token: int) -> str:
 def dense(segments: list[SegmentAttention]) -> Tensor:
     """(H, N, N) of a block's segments: zero between patches of different ones."""
     count = sum(len(rows) for rows, _ in segments)
-    weights_HNN = torch.zeros(len(segments[0].weights), count, count)
+    weights_HNN = torch.zeros(len(segments[0].weights), count, count, device=segments[0].weights.device)
     for rows, weights in segments:
         weights_HNN[:, rows[:, None], rows] = weights.float()
     return weights_HNN
@@ -125,6 +126,6 @@ def mean_first(weights: Tensor) -> Tensor:
     return torch.cat([weights.mean(0, keepdim=True), weights])
 
 
-def as_bytes(shares: Tensor) -> np.ndarray:
-    """Shares of 0 to 1 as 0 to 255."""
-    return (shares * 255).round().to(torch.uint8).numpy(force=True)
+def in_steps(shares: Tensor, steps: int = COARSE) -> np.ndarray:
+    """Shares of 0 to 1 as whole numbers of 0 to `steps`."""
+    return (shares * steps).round().int().numpy(force=True)

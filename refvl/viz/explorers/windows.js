@@ -2,9 +2,9 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const W = 440, BAND = 130, side = 260;
+  const W = () => view.fit(440), BAND = 130, side = 260;
   const grid = () => view.row.grid;
-  const cell = () => W / Math.max(...grid());
+  const cell = () => W() / Math.max(...grid());
   const tokens = () => view.row.window_index.length;
   const block = () => view.shared.merge ** 2;
   const token = () => (view.item < 0 ? -1 : Math.floor(view.item / block()));  // rows are in merge-block order
@@ -55,7 +55,7 @@ export default explorer(view => {
         pen.stroke();
       };
       lines(c, 0.3); lines(m * c, 0.9);
-      if (windows() <= 40) middle.forEach(([x, y], k) => number(pen, k, x, y));
+      if (windows() <= 40) middle.forEach(([x, y], k) => number(pen, k + 1, x, y));
       if (view.item < 0) return;
       const [bx, by] = corner(token() * block()), [x, y] = corner(view.item);
       pen.strokeStyle = view.colors.highlight; pen.lineWidth = 3;
@@ -103,7 +103,7 @@ export default explorer(view => {
 
   view.canvas({
     name: () => "the patch's rotary angles: planes that turn with its row (first line) and its column (second)",
-    size: () => [W, 56],
+    size: () => [W(), 56],
     draw(pen, width) {
       const planes = view.shared.cos.shape[1], step = width / planes, radius = step / 2 - 2;
       if (view.item < 0) { pen.fillStyle = view.colors.muted; pen.fillText("point at a patch", 4, 30); return; }
@@ -124,7 +124,7 @@ export default explorer(view => {
   view.readout(() => {
     const t = token(), [row, column] = view.row.patches.slice(2 * view.item, 2 * view.item + 2);
     return `row ${view.item}: patch (${row}, ${column}) of the grid, in merge block ${t}\n` +
-      `merged token ${t} is number ${place(t)} in window order, in window ${window(t)} of ${windows()}`;
+      `merged token ${t} is number ${place(t)} in window order, in window ${window(t) + 1} of ${windows()}`;
   });
   return {
     count: () => view.row.patches.length / 2,

@@ -24,6 +24,9 @@ class WindowsExplorer(Explorer):
 
     _esm = module("windows")
     title = "Patches and windows"
+    asks = "Who may look at whom inside an image?"
+    action = "Make the window larger until one holds the whole image. Then choose a patch."
+    takeaway = "A window is an order and a cut: its tokens stand side by side, and attention stays among them."
 
     def __init__(
         self, images: Mapping[str, object], config: PatchConfig, *, max_tokens: int, window_sizes: Sequence[int]

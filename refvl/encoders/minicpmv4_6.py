@@ -1,0 +1,264 @@
+"""The vision encoder of MiniCPM-V 4.6 and 4.7, read downward: SigLIP over slices of any shape, folded on the way.
+
+    patch rows (N, 3*P*P)      one row per patch, slice after slice, row by row inside a slice
+       | order                 4 x 4 blocks lie together, and the four windows of 2 x 2 inside each
+       | embeddings            as in `refvl.encoders.navit_siglip`
+    (N, E)
+       | layers 0 ... 6        attention inside slices
+       | vit_merger            attention inside windows; then the four rows of a window become one
+    (N / 4, E)
+       | layers 7 ...          attention inside slices, of windows now
+       | post_layernorm
+       | merger                four rows side by side -> one
+    tokens (N / 16, D)
+
+That is the mode "16x". In "4x" nothing is folded on the way, so that a slice makes four times as many tokens; sides are
+then multiples of 2 patches instead of 4. Layouts are MiniCPM-V's: a tuple of `SliceGroup`s, one per slice.
+
+Shape suffixes: N patches of all slices, W windows, M tokens, E tower width, D language width.
+Upstream: `MiniCPMV4_6VisionModel` and `MiniCPMV4_6Merger` (transformers 5.23).
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from refvl.arguments import check_plan
+from refvl.attention import Segments, group_segments, plan_segments, segment_capacity
+from refvl.checks import check_pixel_rows
+from refvl.encoders.navit_siglip import NaVitMetadata, NaVitSiglip, NaVitSiglipConfig, SelfAttention, place_in_table
+from refvl.encoders.slice_layouts import as_layouts
+from refvl.encoders.tower import to_device
+from refvl.encoders.weights import config_dict
+from refvl.pixels.slices import SliceLayout
+
+
+@dataclass(frozen=True, slots=True)
+class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
+    """Sizes of tower and merger, under transformers' names and with its defaults."""
+
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    image_size: int = 224
+    patch_size: int = 16
+    insert_layer_id: int = 6  # the layer after which windows are folded
+    downsample_mode: str = "16x"  # or "4x"
+    out_hidden_size: int = 1024  # D
+
+    def __post_init__(self):
+        NaVitSiglipConfig.__post_init__(self)
+        if self.downsample_mode not in ("16x", "4x"):
+            raise ValueError(f"downsample_mode: expected '16x' or '4x', got {self.downsample_mode!r}")
+        if self.folds and not 0 <= self.insert_layer_id < self.num_hidden_layers:
+            raise ValueError(f"insert_layer_id: there are {self.num_hidden_layers} layers, got {self.insert_layer_id}")
+
+    @classmethod
+    def from_hf(cls, config) -> "MiniCPMV4_6VisionConfig":
+        """From the config of a whole model, as an object or as the dict in `config.json`, or a vision config."""
+        whole = config_dict(config)
+        for name, wanted in (("merge_kernel_size", [2, 2]), ("merger_times", 1)):
+            if (value := whole.get(name, wanted)) not in (wanted, (2, 2)):
+                raise ValueError(f"{name}: the merger is written for {wanted}, got {value}")
+        given = {name: whole[name] for name in ("insert_layer_id", "downsample_mode") if name in whole}
+        if (width := (whole.get("text_config") or {}).get("hidden_size")) is not None:
+            given["out_hidden_size"] = width
+        vision = config_dict(whole.get("vision_config", whole)) | given
+        return super(MiniCPMV4_6VisionConfig, cls).from_hf(vision)  # by name: slots make the class anew
+
+    @classmethod
+    def tiny(cls, **changes) -> "MiniCPMV4_6VisionConfig":
+        """Three layers, folded after the second, and a table of 7 x 7 positions: for tests."""
+        sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
+        return cls(
+            **{**sizes, "image_size": 98, "patch_size": 14, "insert_layer_id": 1, "out_hidden_size": 56} | changes
+        )
+
+    @property
+    def folds(self) -> bool:
+        return self.downsample_mode == "16x"
+
+    @property
+    def merge_size(self) -> int:
+        """Patches along a side of what becomes one token."""
+        return 4 if self.folds else 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoldMetadata(NaVitMetadata):
+    """As the tower's of earlier versions; what follows the fold has the same segments, a quarter as long."""
+
+    order: Tensor = field(metadata={"pad": "identity"})  # (N,) int64: which patch row is read at each place
+    folded_groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # of windows; planned for sdpa alone
+
+    @property
+    def summary(self) -> str:
+        """One line for tables."""
+        return f"{len(self.cu_seqlens) - 1} slices"
+
+
+class MiniCPMV4_6Encoder(NaVitSiglip):
+    """Patch rows of slices in, embeddings of the language model's width out."""
+
+    config_class = MiniCPMV4_6VisionConfig
+    config: MiniCPMV4_6VisionConfig
+
+    def __init__(self, config: MiniCPMV4_6VisionConfig, *, attention: str = "auto"):
+        super().__init__(config, attention=attention)
+        if config.folds:
+            self.vit_merger = WindowMerger(config)
+        self.merger = Merger(config)
+        self.block_size = config.merge_size**2  # patches that become one token
+
+    def check_layouts(self, layouts, *, name: str = "layouts") -> list[SliceLayout]:
+        """Return one tuple of `SliceGroup`s per item, normalised and hashable; forms and errors as in `as_layouts`."""
+        checked, m = as_layouts(layouts, name, reads_times=False), self.config.merge_size
+        for i, size in ((i, size) for i, layout in enumerate(checked) for group in layout for size in group.slices):
+            if size[0] % m or size[1] % m:
+                raise ValueError(f"{name}[{i}]: sides of slices must be multiples of {m} patches, got {size}")
+        return checked
+
+    def item_size(self, layout: SliceLayout) -> tuple[int, int, int]:
+        """Return the (patch rows, output tokens, slices) of one item."""
+        sizes = [size for group in layout for size in group.slices]
+        patches = sum(h * w for h, w in sizes)
+        return patches, patches // self.block_size, len(sizes)
+
+    def plan(self, layouts) -> FoldMetadata:  # type: ignore[override]  # layouts of items, not sizes of slices
+        """Compute everything that depends on sizes on the CPU, and move it to the encoder's device."""
+        return self.plan_checked(check_plan(self, self.check_layouts(layouts)))
+
+    def plan_checked(self, layouts: Sequence[SliceLayout]) -> FoldMetadata:  # type: ignore[override]
+        """Plan layouts that are known to be good."""
+        sizes = [size for layout in layouts for group in layout for size in group.slices]
+        orders, places, start = [torch.arange(0)], [torch.arange(0)], 0
+        for h, w in sizes:
+            order = fold_order(h, w, folds=self.config.folds)
+            orders.append(order + start)
+            places.append(place_in_table(h, w, self.table_side)[order])
+            start += h * w
+        segments = plan_segments([h * w for h, w in sizes], with_groups=self.backend() == "sdpa")
+        folded = group_segments(segments["cu_seqlens"] // 4) if segments["groups"] is not None else None
+        metadata = FoldMetadata(
+            **segments, position_ids=torch.cat(places), order=torch.cat(orders), folded_groups=folded
+        )
+        return to_device(metadata, self.device)
+
+    def forward(  # type: ignore[override]  # rows and layouts, not strips
+        self, pixel_values: Tensor, layouts=None, *, metadata: FoldMetadata | None = None, attention: str | None = None
+    ) -> Tensor:
+        """(N, 3*P*P) patch rows of all items -> (M, D) tokens; items, slices and rows of tokens in order.
+
+        Give `layouts` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the backend. Raises
+        ValueError if the rows do not match, and TypeError if they hold no floating-point numbers.
+        """
+        if (metadata is None) == (layouts is None):
+            raise ValueError("forward: give exactly one of layouts and metadata")
+        metadata = self.plan(layouts) if metadata is None else metadata
+        weight = next(self.parameters())
+        check_pixel_rows(pixel_values, (("patches", len(metadata.order)), ("values", self.patch_values)), weight.device)
+        backend = self.backend(attention)
+        segments: Segments = metadata
+        rows_NC = pixel_values.to(weight)[metadata.order]
+        x_NE = self.embeddings["patch_embedding"](rows_NC)
+        x_NE = x_NE + self.embeddings["position_embedding"](metadata.position_ids)
+        for i, layer in enumerate(self.encoder["layers"].children()):
+            x_NE = layer(x_NE, segments, backend)
+            if self.config.folds and i == self.config.insert_layer_id:
+                x_NE = self.vit_merger(x_NE, backend)
+                segments = Segments(metadata.cu_seqlens // 4, metadata.folded_groups, metadata.max_seqlen // 4)
+        return self.merger(self.post_layernorm(x_NE))
+
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        """The tower's."""
+        return self.encoder["layers"].children()
+
+    def block_rows(self, metadata: FoldMetadata) -> list[Tensor]:
+        """Before the fold; behind it, each four of these are one row."""
+        return [metadata.order]
+
+    def plan_capacity(self, max_tokens: int, max_frames: int) -> FoldMetadata:
+        """Plan as much as any batch within these limits can need: one slice holds all patches."""
+        patches = max_tokens * self.block_size
+        metadata = FoldMetadata(
+            **segment_capacity(patches, min(max_frames, max_tokens)),
+            position_ids=torch.zeros(patches, dtype=torch.long),
+            order=torch.arange(patches),
+            folded_groups=None,
+        )
+        return to_device(metadata, self.device)
+
+    def pixel_buffer(self, max_tokens: int) -> Tensor:
+        """Return (patch rows, 3*P*P) zeros for `max_tokens` output tokens."""
+        return self.post_layernorm.weight.new_zeros(max_tokens * self.block_size, self.patch_values)
+
+    def rename(self, name: str) -> str:
+        """`model.vision_tower.` is dropped, and the list around the one merger; q, k, v fill `qkv`."""
+        name = re.sub(r"^(model\.)?(vision_tower\.)?", "", name)
+        return super().rename(re.sub(r"^merger\.mlp\.0\.", "merger.", name))
+
+    @property
+    def unused(self) -> str:
+        """Where nothing is folded, what would fold."""
+        return r"(?!)" if self.config.folds else r"(model\.)?(vision_tower\.)?vit_merger\."
+
+
+class MiniCPMV4_7Encoder(MiniCPMV4_6Encoder):
+    """As 4.6; only the positions of the language model differ (`refvl.positions.canvas`)."""
+
+
+class WindowMerger(nn.Module):
+    """Attention in windows of four rows; then a linear stack over the four side by side, plus their mean."""
+
+    def __init__(self, config: MiniCPMV4_6VisionConfig):
+        super().__init__()
+        E, hidden = config.hidden_size, config.intermediate_size
+        self.layer_norm1 = nn.LayerNorm(E, eps=config.layer_norm_eps)
+        self.self_attn = SelfAttention(config)
+        self.pre_norm = nn.LayerNorm(4 * E, eps=config.layer_norm_eps)
+        self.linear_1 = nn.Linear(4 * E, 4 * hidden)
+        self.linear_2 = nn.Linear(4 * hidden, E)
+
+    def forward(self, x_NE: Tensor, backend: str) -> Tensor:
+        """(N, E) rows in the order of windows -> (W, E)."""
+        N = len(x_NE)
+        index_W4 = torch.arange(N, device=x_NE.device).view(-1, 4)  # known from the shape: in a graph, too
+        windows = Segments(torch.arange(0, N + 1, 4, dtype=torch.int32, device=x_NE.device), (index_W4,), 4)
+        backend = "sdpa" if backend == "masked" else backend  # windows are equally long: no mask is needed
+        x_NE = x_NE + self.self_attn(self.layer_norm1(x_NE), windows, backend)
+        x_W4E = x_NE.unflatten(0, (-1, 4))
+        hidden = F.gelu(self.linear_1(self.pre_norm(x_W4E.flatten(1))), approximate="tanh")
+        return self.linear_2(hidden) + x_W4E.mean(1)
+
+
+class Merger(nn.Module):
+    """Four rows side by side become one of the language model's width."""
+
+    def __init__(self, config: MiniCPMV4_6VisionConfig):
+        super().__init__()
+        E = config.hidden_size
+        self.pre_norm = nn.LayerNorm(4 * E, eps=1e-6)
+        self.linear_1 = nn.Linear(4 * E, 4 * E)
+        self.linear_2 = nn.Linear(4 * E, config.out_hidden_size)
+
+    def forward(self, x_WE: Tensor) -> Tensor:
+        return self.linear_2(F.gelu(self.linear_1(self.pre_norm(x_WE.unflatten(0, (-1, 4)).flatten(1)))))
+
+
+def fold_order(h: int, w: int, *, folds: bool) -> Tensor:
+    """(h * w,) int64: patches of a slice so that what becomes one token lies together, and windows of 2 x 2 in it.
+
+    >>> fold_order(2, 4, folds=False).tolist()
+    [0, 1, 4, 5, 2, 3, 6, 7]
+    """
+    place = torch.arange(h * w)
+    if not folds:
+        return place.view(h // 2, 2, w // 2, 2).transpose(1, 2).flatten()
+    blocks = place.view(h // 4, 2, 2, w // 4, 2, 2)  # (block, window, patch) down, then across
+    return blocks.permute(0, 3, 1, 4, 2, 5).flatten()

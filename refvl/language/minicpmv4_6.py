@@ -1,0 +1,33 @@
+"""The text models of MiniCPM-V 4.6 and 4.7: Qwen3.5's, which transformers has, and how each counts positions."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from refvl.language.qwen3_5 import Qwen3_5TextModel
+from refvl.positions.canvas import CanvasMarks, canvas_positions
+from refvl.positions.mrope import MediaSpan
+
+VISION = r"^(model\.)?(vision_tower|merger)\."  # names of the tower's weights
+
+
+class MiniCPMV4_6TextModel(Qwen3_5TextModel):
+    """Tokens are counted one by one, media included."""
+
+    _keys_to_ignore_on_load_unexpected = [VISION, r"^mtp\."]  # noqa: RUF012
+
+    def positions(self, ids_L: Tensor, spans: Sequence[MediaSpan]) -> Tensor:
+        """(3, L) int64: 0, 1, 2, ... on every axis."""
+        return torch.arange(len(ids_L)).expand(3, -1)
+
+
+class MiniCPMV4_7TextModel(MiniCPMV4_6TextModel):
+    """An overview and its slices share one canvas."""
+
+    def positions(self, ids_L: Tensor, spans: Sequence[MediaSpan]) -> Tensor:
+        """(3, L) int64 positions on canvases. Raises ValueError where config.json does not name the marks."""
+        marks = CanvasMarks(**{name: getattr(self.config, f"{name}_id") for name in CanvasMarks._fields})
+        if spans and None in marks:
+            raise ValueError(f"config.json: image_start_id and its kin must be token ids, got {marks}")
+        return canvas_positions(ids_L, spans, marks)

@@ -1,0 +1,83 @@
+"""Step3-VL-10B's config.json, and the text models of both releases, which are transformers': Qwen3 and Step-3.7's.
+
+transformers has no class for `step_robotics`, the model_type of Step3-VL-10B.
+"""
+
+import re
+
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+
+from refvl.language.model import SequentialTextModel
+
+VISION = r"^(model\.)?(vision_model|vit_large_projector|multi_modal_projector)\."  # names of the tower's weights
+
+
+class PerceptionEncoderConfig(PretrainedConfig):
+    """Sizes of the images and of the tower, under the released file's names."""
+
+    model_type = "perception_encoder"
+    base_config_key = "vision_config"
+
+    width: int = 1536
+    layers: int = 47
+    heads: int = 16
+    mlp_ratio: float = 8960 / 1536
+    num_channels: int = 3
+    image_size: int = 728
+    patch_size: int = 14
+    crop_size: int = 504  # this and the next are constants of the released code; small checkpoints state others
+    max_side: int = 3024
+    hidden_act: str = "quick_gelu"
+    layer_norm_eps: float = 1e-5
+
+
+class StepVLConfig(PretrainedConfig):
+    """The whole config.json of Step3-VL-10B."""
+
+    model_type = "step_robotics"
+    sub_configs = {"vision_config": PerceptionEncoderConfig, "text_config": Qwen3Config}  # noqa: RUF012
+
+    vision_config: dict | PretrainedConfig | None = None
+    text_config: dict | PretrainedConfig | None = None
+    understand_projector_stride: int = 2
+    projector_bias: bool = False
+    image_token_id: int = 151679
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs):
+        for name, config_class in self.sub_configs.items():
+            if not isinstance(values := getattr(self, name), PretrainedConfig):
+                setattr(self, name, config_class(**(values or {})))
+        super().__post_init__(**kwargs)
+
+
+AutoConfig.register(StepVLConfig.model_type, StepVLConfig, exist_ok=True)
+
+
+class StepVLTextModel(SequentialTextModel):
+    """Step3-VL-10B: Qwen3."""
+
+    _keys_to_ignore_on_load_unexpected = [VISION]  # noqa: RUF012
+
+
+class Step37TextModel(SequentialTextModel):
+    """Step-3.7; the layers after the last, which predict several tokens at once, are skipped, as in transformers."""
+
+    _keys_to_ignore_on_load_unexpected = [VISION, r"layers\.(45|46|47)\."]  # noqa: RUF012
+
+    def __init__(self, config):
+        from transformers.models.step3p7 import modeling_step3p7  # here: few need it
+
+        config.allow_global_per_layer_attribute_access = True  # `refvl info` asks for heads; sliding layers have others
+        PreTrainedModel.__init__(self, config)
+        self.model = modeling_step3p7.Step3p7TextModel(config)  # `AutoModel` knows it as a part of the whole model only
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+# one tensor for all experts, in three parts in the checkpoint: transformers maps them for the whole model only
+_mapping = get_checkpoint_conversion_mapping("step3p7") or []
+_experts = [rule for rule in _mapping if re.search(r"moe|share_expert", "".join(rule.source_patterns))]
+register_checkpoint_conversion_mapping(Step37TextModel.__name__, _experts, overwrite=True)

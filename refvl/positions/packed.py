@@ -1,0 +1,134 @@
+"""Several prompts as one sequence, for training without padding. No prompt sees another; each keeps its own positions.
+
+    prompt A  input_ids (5,)   positions (3, 5)
+    prompt B  input_ids (3,)   positions (3, 3)
+
+    pack      input_ids     A A A A A B B B
+              position_ids  0 1 2 3 4 0 1 2    its index in its prompt: where this starts again, another prompt starts
+                            t, h, w of A, then t, h, w of B
+              cu_seqlens    0 5 8
+
+transformers builds the mask from the first of the four rows, if there is neither an `attention_mask` nor a cache. With
+the three rows of M-RoPE alone, it takes all prompts for one, and they see each other.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refvl.checks import check_positive_int, check_shape
+
+IGNORED = -100  # a label without a loss
+TOKENWISE = ("labels", "inputs_embeds", "deepstack_embeds")  # of a feature: one entry per token
+
+
+def pack(prompts: Sequence, *, pad_to: int | None = None) -> dict[str, Tensor]:
+    """Lay prompts end to end.
+
+    prompts: traces of `VLM.trace`, or mappings with `input_ids` (L,) and `positions` (3, L). pad_to: the length of the
+    result; what is left becomes one more sequence, of token 0, which no prompt sees.
+
+    Returns `input_ids` (1, L), `position_ids` (4, 1, L: index, t, h, w) and `cu_seqlens` (prompts + 1,) int32, where
+    each sequence begins. Raises ValueError for no prompt, shapes that do not fit, or a `pad_to` that is too short.
+    """
+    if not len(prompts):
+        raise ValueError("prompts: expected at least one prompt, got none")
+    ids, positions = map(
+        list, zip(*(_ids_and_positions(p, f"prompts[{i}]") for i, p in enumerate(prompts)), strict=True)
+    )
+    if (room := _room(sum(map(len, ids)), pad_to)) > 0:
+        ids.append(ids[0].new_zeros(room))
+        positions.append(torch.arange(room).expand(3, -1))
+    lengths = torch.tensor([len(ids_L) for ids_L in ids])
+    indexes_L = torch.cat([torch.arange(n) for n in lengths.tolist()])
+    positions_3L = torch.cat([p.to(indexes_L) for p in positions], dim=1)
+    return {
+        "input_ids": torch.cat(ids)[None],
+        "position_ids": torch.cat([indexes_L[None], positions_3L])[:, None],
+        "cu_seqlens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+    }
+
+
+def truncate(trace: Any, max_tokens: int) -> dict[str, Any]:
+    """Cut a prompt after at most `max_tokens` tokens, and never inside an image or a video.
+
+    trace: the result of `VLM.trace`; its prompt may be pruned. Returns what `pack` takes, `input_ids` (L,) and
+    `positions` (3, L), and in `media` the indices of the items that are left. Raises ValueError if the prompt begins
+    with an item that does not fit.
+    """
+    length = min(check_positive_int(max_tokens, "max_tokens"), len(trace.input_ids))
+    extents = media_extents(trace)
+    for first, last in sorted(extents, reverse=True):
+        if first < length <= last:
+            length = first
+    if length == 0:
+        raise ValueError(f"max_tokens: the prompt begins with an item of more than {max_tokens} tokens")
+    return {
+        "input_ids": trace.input_ids[:length],
+        "positions": trace.positions[:, :length],
+        "media": [i for i, (_, last) in enumerate(extents) if last < length],
+    }
+
+
+def media_extents(trace: Any) -> list[tuple[int, int]]:
+    """(first, last) token of each item in a prompt, by the tokens that were kept; text may be between its runs."""
+    spans, kept, extents = iter(trace.spans), trace.keep.long().cumsum(0), []
+    for embeds_MW in trace.embeds:
+        runs, tokens = [], 0
+        while tokens < len(embeds_MW):
+            runs.append(next(spans))
+            tokens += runs[-1].num_tokens
+        end = runs[-1].offset + runs[-1].num_tokens
+        first = int(kept[runs[0].offset] - trace.keep[runs[0].offset].long())
+        extents.append((first, int(kept[end - 1]) - 1))
+    return extents
+
+
+class PackingCollator:
+    """A `data_collator` for transformers' Trainer and TRL: the features of a step as one packed sequence.
+
+    A feature is a mapping with `input_ids` (L,) and `positions` (3, L); `labels` (L,), `inputs_embeds` (L, D) and
+    `deepstack_embeds` are laid end to end as well, and all other tensors, such as `pixel_values` and `image_grid_thw`,
+    are concatenated. The first label of each prompt is ignored, because the token before it belongs to another one.
+    The batch says `use_cache=False`: with a cache transformers takes all prompts for one.
+    """
+
+    def __init__(self, pad_to: int | None = None):
+        self.pad_to = pad_to
+
+    def __call__(self, features: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+        batch: dict[str, Any] = {"use_cache": False, **pack(features, pad_to=self.pad_to)}
+        starts, length = batch.pop("cu_seqlens")[:-1].long(), batch["input_ids"].shape[1]
+        for name in set().union(*features) - {"input_ids", "positions"}:
+            joined = torch.cat([torch.as_tensor(feature[name]) for feature in features if name in feature])
+            if name in TOKENWISE:
+                filler = joined.new_full((length - len(joined), *joined.shape[1:]), IGNORED if name == "labels" else 0)
+                joined = torch.cat([joined, filler])[None]
+            batch[name] = joined
+        if "labels" in batch:
+            batch["labels"][0, starts] = IGNORED
+        return batch
+
+
+def _ids_and_positions(prompt: Any, name: str) -> tuple[Tensor, Tensor]:
+    """Of a trace or a mapping, checked against each other."""
+    get = prompt.__getitem__ if isinstance(prompt, Mapping) else lambda field: getattr(prompt, field)
+    try:
+        ids, positions = torch.as_tensor(get("input_ids")).cpu(), torch.as_tensor(get("positions")).cpu()
+    except (AttributeError, KeyError) as error:
+        raise ValueError(
+            f"{name}: expected a trace, or a mapping with input_ids and positions, got {prompt!r}"
+        ) from error
+    check_shape(ids, (None,), f"{name}: input_ids")
+    check_shape(positions, (3, len(ids)), f"{name}: positions")
+    return ids, positions
+
+
+def _room(tokens: int, pad_to: int | None) -> int:
+    if pad_to is None:
+        return 0
+    if check_positive_int(pad_to, "pad_to") < tokens:
+        raise ValueError(f"pad_to: the prompts have {tokens} tokens, which do not fit into {pad_to}; truncate them")
+    return pad_to - tokens

@@ -1,0 +1,178 @@
+"""The prompts of MiniCPM-V 4.6 and 4.7: as many tokens per slice as it has cells, images and frames alike.
+
+    image   <image_id>0</image_id><image> tokens </image><slice> tokens </slice><slice> tokens </slice>
+            <slice> tokens </slice><slice> tokens </slice>               one line per row of slices
+    video   the same, frame after frame without line breaks; in 4.7 without a number
+
+The chat template writes one placeholder per medium, which is replaced by all of this. Upstream: `MiniCPMV4_6Processor`
+and its image and video processors (transformers 5.23); stacked frames (`stack_frames`) are not made here.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from PIL import Image
+from transformers import PretrainedConfig
+
+from refvl.checks import read_json
+from refvl.merge import MediaTokens
+from refvl.pixels.media import Video
+from refvl.pixels.patches import Levels
+from refvl.pixels.slices import SliceConfig, SliceLayout, SlicePlan, levels_of_slices, slices_of_size
+from refvl.processors.chat import Patches
+from refvl.processors.minicpmv_video import FrameConfig, TakesVideos
+from refvl.processors.minicpmv_vocabulary import MARKS
+from refvl.processors.tokenizers import load_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class SampledFrames(FrameConfig):
+    """One frame a second; of a video longer than max_frames seconds, so many evenly."""
+
+    max_frames: int = 128
+    max_slice_nums: int = 9  # of a frame
+
+    def changed_by(self, folder: Path) -> "SampledFrames":
+        """Return a copy with the values of video_preprocessor_config.json."""
+        file = folder / "video_preprocessor_config.json"
+        values = read_json(file) if file.is_file() else {}
+        if values.get("stack_frames", 1) != 1:
+            raise ValueError(f"{file}: stack_frames must be 1, got {values['stack_frames']}")
+        given = {"max_frames": values.get("max_num_frames"), "max_slice_nums": values.get("max_slice_nums")}
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedMedia(MediaTokens):
+    """One medium in slices, each a run of its own; thw counts them all: (1, 1, tokens)."""
+
+    sizes: tuple[tuple[int, int], ...] = ()  # (h, w) of each overview and slice, in merged tokens
+    grid: tuple[int, int] | None = None  # (columns, rows) of the slices of an image, or of every frame
+    number: int = 0  # among the images, or the videos, of the prompt
+
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        return [(1, h, w) for h, w in self.sizes]
+
+    def check_pruning(self, q: float) -> None:
+        """Raise ValueError if a video should be pruned."""
+        if self.kind == "video" and q > 0:
+            reason = "pruning compares the cells of whole frames, and these are cut into slices"
+            raise ValueError(f"pruning_rate: must be 0 for MiniCPM-V's videos, got {q}: {reason}")
+
+
+class MiniCPMV4_6Processor(TakesVideos):
+    """Layouts are tuples of `SliceGroup`s, one per overview and slice."""
+
+    frames: ClassVar[SampledFrames] = SampledFrames()
+    numbered: ClassVar[tuple[str, ...]] = ("image", "video")
+    video_config: SampledFrames
+
+    def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
+        """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
+        self.config, self.tokenizer, self.assumed = config, tokenizer, image_config is None
+        self.merge_size = 2 if config.downsample_mode == "4x" else 4  # side, in patches, of what becomes one token
+        settings = image_config or SliceConfig(patch_size=14, use_image_id=True)
+        self.image_config = replace(settings, multiple=self.merge_size)
+        self.video_config = video_config or self.frames
+        self.token_ids = {"image": config.image_token_id, "video": config.video_token_id}
+
+    @classmethod
+    def from_folder(cls, folder: Path, config: PretrainedConfig) -> "MiniCPMV4_6Processor":
+        """Read tokenizer, template and limits of a checkpoint folder."""
+        image_config = SliceConfig.from_folder(folder, {"use_image_id": True})
+        return cls(config, load_tokenizer(folder), image_config, cls.frames.changed_by(folder))
+
+    @property
+    def largest_picture(self) -> int:
+        """The number of tokens of the largest square image."""
+        side = self.image_config.scale_resolution * self.image_config.max_slice_nums
+        return self.media_tokens("image", slices_of_size(side, side, self.image_config).layout).num_tokens
+
+    def media_tokens(self, kind: str, layout: SliceLayout, second_per_grid: float = 1.0) -> FoldedMedia:
+        """Return the medium as runs of h x w tokens; second_per_grid is not read."""
+        m = self.merge_size
+        sizes = tuple((h // m, w // m) for group in layout for h, w in group.slices)
+        return FoldedMedia(kind, (1, 1, sum(h * w for h, w in sizes)), sizes=sizes)
+
+    def _patchify_image(self, image: Image.Image) -> Patches:
+        plan = slices_of_size(*image.size, self.image_config)
+        rows = levels_of_slices([image], plan, self.image_config)
+        return Patches(image, rows, plan.layout, self._image_extents(image))
+
+    def _image_extents(self, image: Image.Image) -> FoldedMedia:
+        plan = slices_of_size(*image.size, self.image_config)
+        return replace(self.media_tokens("image", plan.layout), grid=plan.grid)
+
+    def _image_layout(self, image: Image.Image) -> SliceLayout:
+        return slices_of_size(*image.size, self.image_config).layout
+
+    def _patchify_video(self, video: Video) -> Patches:
+        rows = levels_of_slices(map(Image.fromarray, video.frames), self._plan_frame(video), self.image_config)
+        layout = self._video_layout(video)
+        return Patches(video, rows, layout, self._video_extents(video, layout))
+
+    def _video_extents(self, video: Video, layout: SliceLayout) -> FoldedMedia:
+        return replace(self.media_tokens("video", layout), grid=self._plan_frame(video).grid)
+
+    def _video_layout(self, video: Video) -> SliceLayout:
+        return self._plan_frame(video).layout * len(video.frames)
+
+    def _video_pieces(self, video: Video, max_tokens: int) -> Iterator[tuple[SliceLayout, Levels]]:
+        plan = self._plan_frame(video)
+        at_once = max(1, max_tokens // self.media_tokens("video", plan.layout).num_tokens)
+        for start in range(0, len(video.frames), at_once):
+            part = video.frames[start : start + at_once]
+            yield plan.layout * len(part), levels_of_slices(map(Image.fromarray, part), plan, self.image_config)
+
+    def _plan_frame(self, video: Video) -> SlicePlan:
+        _, height, width, _ = video.frames.shape
+        config = replace(self.image_config, max_slice_nums=self.video_config.max_slice_nums)
+        return slices_of_size(width, height, config)
+
+    @staticmethod
+    def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
+        """Take the frame at every second; of a longer video max_frames, evenly from those at every tenth."""
+        duration = total / source_fps
+        if duration <= config.max_frames:
+            return [int(second * source_fps) for second in range(math.ceil(duration))]
+        tenths = [min(int(round(i * 0.1, 1) * source_fps), total - 1) for i in range(int(duration / 0.1))]
+        return [tenths[i] for i in np.linspace(0, len(tenths) - 1, config.max_frames, dtype=int)]
+
+    def tokenize(self, messages: Sequence[dict], media: Sequence[Any], **options) -> list[int]:
+        """Return the (L,) prompt ids of checked messages, media numbered by kind; see `ChatProcessor.tokenize`."""
+        counts, numbered = Counter[str](), []
+        for medium in media:
+            numbered.append(replace(medium, number=counts[medium.kind]))
+            counts[medium.kind] += 1
+        return super().tokenize(messages, numbered, **options)
+
+    def expand(self, token: int, medium: FoldedMedia) -> list[int]:
+        """Overviews and slices between their marks; `token` fills them."""
+        numbered = self.image_config.use_image_id and medium.kind in self.numbered
+        text = write_media(medium, self.tokenizer.convert_ids_to_tokens(token), medium.number if numbered else None)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+class MiniCPMV4_7Processor(MiniCPMV4_6Processor):
+    """Videos have no number."""
+
+    numbered = ("image",)
+
+
+def write_media(medium: FoldedMedia, fill: str, number: int | None) -> str:
+    """Write a medium, an image or every frame of a video, as the prompt has it; `fill` is a token of its cells."""
+    m, (columns, rows) = MARKS, medium.grid or (0, 0)
+    text = "" if number is None else f"{m['im_id_start']}{number}{m['im_id_end']}"
+    pieces = [fill * (h * w) for h, w in medium.sizes]
+    for start in range(0, len(pieces), 1 + columns * rows):
+        overview, *slices = pieces[start : start + 1 + columns * rows]
+        written = [m["slice_start"] + piece + m["slice_end"] for piece in slices]
+        lines = ["".join(written[row * columns : (row + 1) * columns]) for row in range(rows)]
+        text += m["im_start"] + overview + m["im_end"] + "\n".join(lines)
+    return text

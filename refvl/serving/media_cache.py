@@ -1,0 +1,225 @@
+"""A media cache: embeddings are kept by what they were made of, so that no image or video is encoded twice.
+
+    rows, layout, weights -> key    SHA-256 over all that the tower reads, of each medium alone
+    the key is kept                 a copy of its embeddings: a hit
+    another thread encodes it       wait for that thread's embeddings: a hit
+    neither                         encode, keep a copy, drop the least recently used ones: a miss
+
+A key holds the pixels as the tower gets them and how they lie: a frame's time only if the tower reads it (MiniCPM-V
+4.5). It holds no name and no token id, and nothing of the prompt, so a hit may come from another question, batch or
+turn. Pruning follows later and at any rate. A prompt that is read in chunks keeps the pieces of its media.
+
+The weights are a part of the key: a number that changes with them, and which adapters act. What torch does not count as
+a change, such as `weight.data.add_(...)` or a new hook, is not seen; call `clear` after it.
+"""
+
+import hashlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import count
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from refvl.checks import check_positive_int
+from refvl.graphs.weights import baked_in
+from refvl.pixels.patches import Levels
+from refvl.serving.model import VLM
+
+
+class Embeddings(NamedTuple):
+    """What is kept under a key."""
+
+    rows: Tensor  # (M, W), in memory of its own
+    seconds: float  # that encoding took: what a hit saves
+
+
+@dataclass(frozen=True, slots=True)
+class MediaCacheStats:
+    """Counters since `clear`, and what is kept now."""
+
+    hits: int = 0
+    misses: int = 0
+    seconds_saved: float = 0.0
+    items: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+
+class WeightsState:
+    """A number for the values of an encoder's weights: never the same for other values."""
+
+    numbers = count()  # of all encoders, so that models may share a cache
+
+    def __init__(self) -> None:
+        self.owners, self.seen, self.number = list[weakref.ref[Tensor]](), list[tuple](), -1
+
+    def of(self, encoder: nn.Module) -> tuple:
+        """(number, which adapters act)."""
+        tensors = [*encoder.parameters(), *encoder.buffers()]
+        seen = [(x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version) for x in tensors]
+        # a new tensor may get the address of one that is gone: the same tensor it is only while that one lives
+        if seen != self.seen or any(owner() is not x for owner, x in zip(self.owners, tensors, strict=True)):
+            self.owners, self.seen, self.number = [weakref.ref(x) for x in tensors], seen, next(self.numbers)
+        return self.number, [switches for switches in baked_in(encoder) if isinstance(switches, str)]
+
+
+class MediaCache:
+    """Embeddings of the media that were used last, at most `max_tokens` tokens or `max_bytes` bytes of them.
+
+    Threads and models may share one. What `fetch` returns is the caller's own, to be written into.
+    """
+
+    def __init__(self, max_tokens: int | None = None, *, max_bytes: int | None = None):
+        """Give at least one limit. A medium that is larger than a limit is encoded, but not kept."""
+        limits = {"max_tokens": max_tokens, "max_bytes": max_bytes}
+        given = {name: limit for name, limit in limits.items() if limit is not None}
+        if not given:
+            raise ValueError("media_cache: expected a number of tokens, or max_bytes=..., got neither")
+        self.limits = {name: check_positive_int(limit, f"media_cache: {name}") for name, limit in given.items()}
+        self._kept: OrderedDict[bytes, Embeddings] = OrderedDict()  # the least recently used first
+        self._coming: dict[bytes, Future[Embeddings]] = {}  # that a thread encodes now
+        self._weights: weakref.WeakKeyDictionary[nn.Module, WeightsState] = weakref.WeakKeyDictionary()
+        self._stats = MediaCacheStats()
+        self._lock = Lock()
+
+    def keys(self, encoder: Any, rows: Sequence[Levels | Tensor], layouts: Sequence) -> list[bytes]:
+        """A key for each medium. rows, layouts: as of `VLM.encode_rows`."""
+        with self._lock:
+            weights = self._weights.setdefault(encoder, WeightsState()).of(encoder)
+        kind = encoder.device.type
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return [content_key(of_medium, layout, weights, cast) for of_medium, layout in zip(rows, layouts, strict=True)]
+
+    def fetch(
+        self, keys: Sequence[bytes], make: Callable[[list[int]], list[Embeddings]]
+    ) -> tuple[list[Embeddings], list[bool]]:
+        """Return the embeddings of each key, and which of them are hits.
+
+        make: encodes the items of these indices, those that nobody has or is encoding. If that fails in one thread,
+        the threads that wait for it try themselves.
+        """
+        found, made = dict[bytes, Embeddings](), set[bytes]()
+        while missing := [key for key in dict.fromkeys(keys) if key not in found]:
+            mine, others = self._claim(missing, found)
+            if mine:
+                made.update(mine)
+                found |= self._make(mine, lambda: make([keys.index(key) for key in mine]))  # noqa: B023 (called here)
+            for key, future in others.items():  # all that is claimed here is done: nobody waits in a circle
+                with suppress(CancelledError):
+                    found[key] = future.result()
+        hits = [key not in made or key in keys[:i] for i, key in enumerate(keys)]
+        copies = copied([found[key] for key in keys])
+        saved = sum(copy.seconds for copy, hit in zip(copies, hits, strict=True) if hit)
+        with self._lock:
+            s, h = self._stats, sum(hits)
+            self._stats = replace(
+                s, hits=s.hits + h, misses=s.misses + len(hits) - h, seconds_saved=s.seconds_saved + saved
+            )
+        return copies, hits
+
+    def _claim(self, keys: list[bytes], found: dict) -> tuple[list[bytes], dict[bytes, Future[Embeddings]]]:
+        """Put what is kept into `found`; the rest is for this thread to encode, or to wait for."""
+        mine, others = list[bytes](), dict[bytes, Future[Embeddings]]()
+        with self._lock:
+            for key in keys:
+                if key in self._kept:
+                    self._kept.move_to_end(key)
+                    found[key] = self._kept[key]
+                elif key in self._coming:
+                    others[key] = self._coming[key]
+                else:
+                    self._coming[key] = Future()
+                    mine.append(key)
+        return mine, others
+
+    def _make(self, keys: list[bytes], make: Callable[[], list[Embeddings]]) -> dict[bytes, Embeddings]:
+        try:
+            made = copied(make())  # what was encoded may be a view of a batch, or of a buffer that is used again
+        except BaseException:
+            with self._lock:
+                for key in keys:
+                    self._coming.pop(key).cancel()
+            raise
+        with self._lock:
+            for key, entry in zip(keys, made, strict=True):
+                self._coming.pop(key).set_result(entry)
+                if self._fits([entry]):
+                    self._kept[key] = entry
+                while not self._fits(self._kept.values()):
+                    self._kept.popitem(last=False)
+        return dict(zip(keys, made, strict=True))
+
+    def _fits(self, entries: Iterable[Embeddings]) -> bool:
+        sizes = sizes_of(entries)
+        return all(sizes[name.removeprefix("max_")] <= limit for name, limit in self.limits.items())
+
+    def stats(self) -> MediaCacheStats:
+        """Hits, misses and the seconds saved since `clear`; the items, tokens and bytes kept now."""
+        with self._lock:
+            return replace(self._stats, **sizes_of(self._kept.values()))
+
+    def clear(self) -> None:
+        """Drop all embeddings, and count from zero."""
+        with self._lock:
+            self._kept.clear()
+            self._stats = MediaCacheStats()
+
+
+def sizes_of(entries: Iterable[Embeddings]) -> dict[str, int]:
+    """How many items, tokens and bytes these are."""
+    rows = [entry.rows for entry in entries]
+    return {"items": len(rows), "tokens": sum(map(len, rows)), "bytes": sum(x.nbytes for x in rows)}
+
+
+def copied(entries: Iterable[Embeddings]) -> list[Embeddings]:
+    """Copies, done when this returns: on a GPU another thread may read or free the originals on another stream."""
+    copies = [entry._replace(rows=entry.rows.clone()) for entry in entries]
+    if copies and copies[0].rows.is_cuda:
+        torch.cuda.current_stream(copies[0].rows.device).synchronize()
+    return copies
+
+
+def content_key(rows: Levels | Tensor, layout: Any, *read: Any) -> bytes:
+    """SHA-256 over what a tower reads of a medium: rows, their layout, and all else that counts."""
+    of_rows = (rows.values, rows.table) if isinstance(rows, Levels) else (rows,)
+    shapes = [(tuple(x.shape), x.dtype) for x in of_rows]
+    digest = hashlib.sha256(repr((shapes, getattr(rows, "frames", None), layout, read)).encode())
+    for x in of_rows:
+        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+class CachedVLM(VLM):
+    """A `VLM` with a media cache in front of its tower; every method that encodes goes through `encode_rows`."""
+
+    def __init__(self, config, processor, encoder, language_model, media_cache: MediaCache):
+        super().__init__(config, processor, encoder, language_model)
+        self.media_cache: MediaCache | None = media_cache
+
+    def encode_rows(self, trace: Any, rows: Sequence, layouts: Sequence, *, progress: bool = True) -> None:
+        """Set what `VLM.encode_rows` sets, and `cached` and `seconds_saved`; plans are those of the misses."""
+        if self.media_cache is None:
+            return super().encode_rows(trace, rows, layouts, progress=progress)
+        trace.device = self.device  # the clock waits for it: what a hit saves is measured
+        encode = super().encode_rows
+
+        def make(new: list[int]) -> list[Embeddings]:
+            before = sum(trace.seconds.values())
+            encode(trace, [rows[i] for i in new], [layouts[i] for i in new], progress=progress)
+            seconds = (sum(trace.seconds.values()) - before) / max(1, sum(len(rows[i]) for i in new))
+            trace.graph_batches = [replace(b, indices=tuple(new[i] for i in b.indices)) for b in trace.graph_batches]
+            return [Embeddings(e, seconds * len(rows[i])) for i, e in zip(new, trace.embeds, strict=True)]
+
+        with trace.stage("look up"):
+            keys = self.media_cache.keys(self.encoder, rows, layouts)
+        with torch.inference_mode():
+            found, trace.cached = self.media_cache.fetch(keys, make)
+        trace.embeds = [embeddings.rows for embeddings in found]
+        trace.seconds_saved = sum(e.seconds for e, hit in zip(found, trace.cached, strict=True) if hit)

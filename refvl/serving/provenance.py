@@ -1,0 +1,108 @@
+"""The files that shaped a model, and one digest of all that shapes its answers.
+
+files      weights, configs, tokenizer, chat template, processor and generation settings, adapters: `VLM.provenance`
+memory     what a program may have changed since: settings, adapters that act, weights
+
+A file's digest is of its bytes. It is computed when it is asked for, about a second per GB where the processor has
+instructions for SHA-256, and once per process while size, time and inode stay. A file that has changed since the model
+was loaded has no digest, because the model is of its old bytes.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from refvl.checkpoints import INDEX, weight_files
+from refvl.graphs.weights import adapter_switches
+
+ROLES = {  # of files in a checkpoint's folder, by name or pattern: all that refvl, transformers and tokenizers read
+    "config": ("config.json",),
+    "generation": ("generation_config.json",),
+    "tokenizer": (
+        "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+        "vocab.txt", "merges.txt", "tokenizer.model",
+    ),
+    "chat template": ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+    "processor": ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+}  # fmt: skip
+Stamp = tuple[int, int, int]  # bytes, time of the contents in ns, inode
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file that shaped a model. role: a key of `ROLES`, "weights", or "adapter"; stamp: when the model was loaded."""
+
+    role: str
+    path: Path
+    stamp: Stamp
+
+    def digest(self) -> str:
+        """The sha256 of the bytes, as hexadecimal digits; ValueError if they changed after the model was loaded."""
+        if not self.path.is_file() or _stamp(self.path) != self.stamp:
+            raise ValueError(f"provenance: {self.path} has changed since the model was loaded; load it again")
+        return _digest(self.path, self.stamp)
+
+
+def sources(folder: Path | None, *, weights: bool, pattern: str = "") -> list[Source]:
+    """The files in a checkpoint's folder that shape its model, in a fixed order.
+
+    weights: whether those of the weights are among them; pattern: only those that hold weights with such names.
+    """
+    if folder is None:
+        return []
+    found = [(role, path) for role, names in ROLES.items() for name in names for path in sorted(folder.glob(name))]
+    if weights:
+        shards = weight_files(folder, pattern)
+        index = [folder / INDEX] if (folder / INDEX).is_file() else []
+        found += [("weights", path) for path in (*index, *shards)]
+    return [source(role, path) for role, path in found]
+
+
+def source(role: str, path: Path) -> Source:
+    """A file, as it is now."""
+    return Source(role, path, _stamp(path))
+
+
+def digest_of(model: Any, *settings: object) -> str:
+    """The digest of what shapes the answers of `model`, and of `settings`: of its files, and of what it is in memory.
+
+    Of weights in memory up to 1,000 numbers of each count, so that any training shows.
+    """
+    whole = hashlib.sha256()
+    for file in model.provenance:
+        whole.update(f"{file.role} {file.path.name} {file.digest()}\n".encode())
+    processor, text = model.processor, model.language_model
+    generation = text.generation_config if text else None
+    said = (*settings, model.config, generation, processor.image_config, processor.video_config)
+    template = getattr(processor.tokenizer, "chat_template", None)
+    active = model.adapters.active_adapters if model.adapters else []
+    whole.update(f"{said} {template} {active}".encode())
+    for part in filter(None, (model.encoder, text)):  # there may be no language model
+        whole.update("".join(adapter_switches(part)).encode())
+        for piece in _sample(part):
+            whole.update(piece)
+    return whole.hexdigest()[:16]
+
+
+def _sample(part: torch.nn.Module) -> Iterator[bytes]:
+    for name, weight in part.named_parameters():
+        yield f"{name} {tuple(weight.shape)} {weight.dtype}".encode()
+        if type(weight) is torch.nn.Parameter and not weight.is_meta:  # not packed by a quantiser, not on a disk
+            every = max(1, weight.numel() // 1000)
+            yield weight.detach().reshape(-1)[::every].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _stamp(path: Path) -> Stamp:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+@cache
+def _digest(path: Path, stamp: Stamp) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

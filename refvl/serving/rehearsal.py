@@ -1,0 +1,91 @@
+"""Options of `generate` rehearsed before anything is encoded: transformers runs them on a language model of one layer.
+
+transformers checks options where it needs them, some after the prompt has been read, with errors of every kind. Here
+its `generate` makes two tokens with the same options, vocabulary and defaults on a model that is eight values wide.
+"""
+
+import copy
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from refvl.language.model import CausalTextModel, generate
+from refvl.printing import printable
+
+HUB_CODE = ("constraints", "dola_layers", "force_words_ids", "num_beam_groups", "penalty_alpha")  # modes of the hub
+CALLED = ("logits_processor", "stopping_criteria")  # lists of the caller's functions: checked, but not called here
+FUNCTIONS = {"streamer": ("put", "end"), "prefix_allowed_tokens_fn": ("__call__",)}  # the same, and what they need
+FEW = 4  # beams, or sequences, are enough for a rehearsal
+
+
+def rehearse(language_model: CausalTextModel, tokenizer: Any, options: dict) -> None:
+    """Raise ValueError, naming the option, where transformers' `generate` would fail with `options`."""
+    config = options.get("generation_config") or language_model.generation_config
+    for name in HUB_CODE:
+        value = options.get(name, getattr(config, name, None))
+        if value is not None and not (name == "num_beam_groups" and value == 1):
+            raise ValueError(f"{name}: must be None, got {printable(repr(value))}; its code is on the hub, and not run")
+    acting = (*CALLED, *FUNCTIONS)
+    tried = {name: value for name, value in options.items() if name not in acting}
+    if (error := _fails(language_model, tokenizer, tried)) is None:
+        return
+    for name in tried:
+        if _fails(language_model, tokenizer, {other: tried[other] for other in tried if other != name}) is None:
+            raise ValueError(f"{name}: generate refuses {printable(repr(options[name]))}: {_words(error)}") from error
+    names = ", ".join(tried) or "generation_config"
+    raise ValueError(f"{names}: generate refuses them together: {_words(error)}") from error
+
+
+def check_kinds(options: dict) -> None:
+    """Refuse arrays, and values of a wrong kind for options that are not rehearsed, because they act for the caller."""
+    for name, value in options.items():
+        if getattr(value, "ndim", 0) and not name.startswith("negative_prompt"):
+            raise TypeError(f"{name}: expected plain Python values, got {type(value).__name__}")
+    given = {name: value for name, value in options.items() if value is not None}
+    if not isinstance(config := given.get("generation_config", GenerationConfig()), GenerationConfig):
+        raise TypeError(f"generation_config: expected a GenerationConfig, got {type(config).__name__}")
+    for name in FUNCTIONS.keys() & given:
+        if missing := [method for method in FUNCTIONS[name] if not callable(getattr(given[name], method, None))]:
+            raise TypeError(f"{name}: expected an object with {missing[0]}(), got {type(given[name]).__name__}")
+    for name in given.keys() & set(CALLED):
+        if not isinstance(given[name], Sequence) or not all(map(callable, given[name])):
+            raise TypeError(f"{name}: expected a list of functions, got {printable(repr(given[name]))}")
+
+
+def _fails(language_model: CausalTextModel, tokenizer: Any, options: dict) -> Exception | None:
+    """What transformers raises on the narrow model."""
+    eager = language_model.config._attn_implementation == "eager"
+    actor = copy.copy(_narrow_model(language_model.config.vocab_size, "eager" if eager else "sdpa"))
+    actor.generation_config = language_model.generation_config
+    options = {"tokenizer": tokenizer} | options
+    for name in ("num_beams", "num_return_sequences"):
+        if isinstance(options.get(name), int):
+            options[name] = min(options[name], FEW)
+    if options.get("assistant_model") is not None:
+        options["assistant_model"] = actor
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+    if not any(options.get(name) is not None for name in ("prompt_lookup_num_tokens", "assistant_model")):
+        options["inputs_embeds"] = actor.get_input_embeddings()(ids)
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
+            generate(actor, ids, torch.arange(2)[None], torch.ones_like(ids), max_new_tokens=2, **options)
+    except Exception as error:  # values of a wrong kind or size run into all kinds of errors
+        return error
+    return None
+
+
+@lru_cache(maxsize=4)
+def _narrow_model(vocab_size: int, attention: str) -> Any:
+    sizes: dict[str, Any] = dict.fromkeys(("hidden_size", "intermediate_size"), 8)
+    sizes |= dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1)
+    config = LlamaConfig(vocab_size=vocab_size, tie_word_embeddings=True, **sizes | {"attn_implementation": attention})
+    with torch.random.fork_rng(devices=[]):
+        return LlamaForCausalLM(config).eval()
+
+
+def _words(error: Exception) -> str:
+    return printable(error) or type(error).__name__

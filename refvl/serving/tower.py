@@ -1,0 +1,144 @@
+"""The vision tower alone, `refvl.load(folder, text=False)`, and images as grids of features.
+
+    feature_map(image)                 (t, h, w, D)    the embeddings, each where its token lies in the image
+    feature_map(image, blocks=[3, 7])  (t, H, W, E)    for each block, the state of every patch after it
+
+MiniCPM-V and Step3-VL cut an image into slices or crops, and a video of MiniCPM-V into frames: their maps are lists of
+(box, map), one for each cut, in the order in which the encoder reads them.
+
+Shape suffixes: t steps in time, h x w tokens, H x W patches, N patches of all cuts, D the language model's width, E the
+tower's.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from math import isqrt
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from refvl.encoders.tower import send_rows
+from refvl.pixels.crops import CropLayout, plan_cuts
+from refvl.pixels.media import Video
+from refvl.pixels.patches import Patches
+from refvl.serving.images import VIDEO_SUFFIXES
+from refvl.study.comparison import is_grid
+from refvl.study.watch import in_patch_order, keep_output, share_weights
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels of the image
+Size = tuple[int, int, int]  # (t, h, w)
+
+
+class NoText:
+    """What `model.language_model` is without a language model: it is false, and reading it raises a ValueError."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # `copy` and `pickle` look for methods
+            raise AttributeError(name)
+        raise ValueError("text: the model was loaded without its language model; load it without text=False")
+
+
+class Cut(NamedTuple):
+    """A part of a medium that the tower reads as one grid."""
+
+    box: Box  # a crop may reach beyond the image, where it is black
+    patches: Size
+    tokens: Size
+
+
+@torch.inference_mode()
+def feature_map(model: Any, medium: Any, *, blocks: Sequence[int] | None = None) -> Any:
+    """Return an image or a video as a grid of features, (t, h, w, D): what `encode` returns, without DeepStack.
+
+    medium: anything that `encode` accepts. A path with a video's suffix, a list of frames and an array of four
+    dimensions are videos. blocks: tower blocks, -1 the last; then the result is a list with one map per block, (t, H,
+    W, E), of the states after that block, patches in reading order. Families that cut images return a list of (box,
+    map) instead of each map. The queries of MiniCPM-V from 2.5 on have no place in the image: the map of a slice is
+    (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, and for blocks that are not there.
+    """
+    depth = len(list(model.encoder.blocks))
+    if blocks is not None and not all(type(i) is int and -depth <= i < depth for i in blocks):
+        raise ValueError(f"blocks: expected indices of the tower's {depth} blocks, got {blocks!r}")
+    kind = "videos" if _is_video(medium) else "images"
+    [patches] = model.processor.patchify(model.processor.decode(model.processor.messages("", **{kind: [medium]})))
+    cuts = cuts_of(model, patches)
+    boxes = None if is_grid(patches.layout) else [cut.box for cut in cuts]
+    if blocks is None:
+        record = model.record()
+        model.encode_rows(record, [patches.rows], [patches.layout], progress=False)
+        [rows_MW] = record.embeds
+        rows_MD = rows_MW[:, : getattr(model.encoder.config, "out_hidden_size", None)]  # DeepStack's come after them
+        return _as_map(rows_MD, [cut.tokens for cut in cuts], boxes)
+    m = getattr(model.encoder.config, "spatial_merge_size", 1)
+    states = block_states(model.encoder, patches, [i % depth for i in blocks])
+    maps = []
+    for x_NE in states:
+        side = isqrt(len(patches.rows) // len(x_NE))  # 2 behind MiniCPM-V 4.6's fold
+        sizes = [(t, h // side, w // side) for t, h, w in (cut.patches for cut in cuts)]
+        maps.append(_as_map(_in_reading_order(x_NE, cuts[0], m), sizes, boxes))
+    return maps
+
+
+def cuts_of(model: Any, patches: Patches) -> list[Cut]:
+    """The parts of a medium that the tower reads as grids, in the order of its rows."""
+    medium, layout, tokens = patches.source, patches.layout, patches.media_tokens
+    width, height = medium.size if isinstance(medium, Image.Image) else medium.frames.shape[2:0:-1]
+    whole = (0, 0, width, height)
+    if is_grid(layout):
+        return [Cut(whole, layout, tokens.thw)]
+    if isinstance(layout, CropLayout):
+        plan = plan_cuts(width, height, model.processor.image_config)
+        x, y = (padded / side for padded, side in zip(plan.padded, plan.canvas, strict=True))
+        boxes = [(left * x, top * y, right * x, bottom * y) for left, top, right, bottom in plan.boxes]
+        sides = [model.encoder.crop_side] * layout.crops + [model.encoder.image_side]
+        extents = [(1, side, side) for side in sides]
+        return list(map(Cut, [*boxes, (0, 0, *plan.padded)], extents, tokens.runs))
+    columns, rows = getattr(tokens, "grid", None) or (0, 0)
+    x, y = width / max(1, columns), height / max(1, rows)
+    slices = [(c * x, r * y, (c + 1) * x, (r + 1) * y) for r in range(rows) for c in range(columns)]
+    boxes = [whole, *slices] if isinstance(medium, Image.Image) else [whole] * len(layout)
+    groups = [(len(group.slices), *group.slices[0]) for group in layout]
+    if sizes := getattr(tokens, "sizes", None):  # from 4.6 on, tokens have their place in a slice
+        return list(map(Cut, boxes, groups, [(1, h, w) for h, w in sizes]))
+    side = getattr(model.encoder.resampler, "grid_size", None)  # 2.0: its queries form a square
+    of_slice = (1, side, side) if side else tokens.runs[0]
+    return [Cut(box, size, of_slice) for box, size in zip(boxes, groups, strict=True)]
+
+
+def block_states(encoder: Any, patches: Patches, blocks: Sequence[int]) -> list[Tensor]:
+    """(N, E) after each of these blocks, in the order of the patch rows."""
+    watched = share_weights(encoder)
+    kept: dict[int, list[Tensor]] = {i: [] for i in blocks}
+    for i, block in enumerate(watched.blocks):
+        if i in kept:
+            block.register_forward_hook(partial(keep_output, kept[i]))
+    metadata = watched.plan_checked([patches.layout])
+    watched(send_rows([patches.rows], watched), metadata=metadata)
+    places = watched.block_rows(metadata)
+    return [in_patch_order(kept[i], places) for i in blocks]
+
+
+def _in_reading_order(x_NE: Tensor, cut: Cut, m: int) -> Tensor:
+    """Patches of m x m merge blocks, row by row; where nothing is merged they lie so."""
+    if m == 1:
+        return x_NE
+    t, h, w = cut.patches
+    return x_NE.view(t, h // m, w // m, m, m, -1).transpose(2, 3).flatten(0, 4)
+
+
+def _as_map(rows: Tensor, sizes: Sequence[Size], boxes: Sequence[Box] | None) -> Any:
+    parts = rows.split([t * h * w for t, h, w in sizes])
+    maps = [part.unflatten(0, size) for part, size in zip(parts, sizes, strict=True)]
+    return maps[0] if boxes is None else list(zip(boxes, maps, strict=True))
+
+
+def _is_video(medium: Any) -> bool:
+    if isinstance(medium, (str, Path)):
+        return Path(medium).suffix.lower() in VIDEO_SUFFIXES
+    return isinstance(medium, (Video, list, tuple)) or getattr(medium, "ndim", 3) == 4

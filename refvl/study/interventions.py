@@ -1,0 +1,116 @@
+"""`VLM.trace(..., replace={stage: f})`: the result of a stage is what f makes of it, and the run goes on with that.
+
+    stage            f gets, and returns
+    patchify         list of `Patches`, one per item; it may return tensors (N, C) in their place: their rows
+    plan             list of plans, one per forward of the tower
+    encode, embeds   list of tensors (M, W), one per item
+    prune            list of masks (M,) bool or None, one per item
+    merge            (L, D) embeddings of the prompt
+    positions        (3, L) positions; tokens that follow count on from their maximum
+    position_table   the learned table of a tower that has one, in the shape of its weights
+    window_index     or any other tensor of the plan, by its name
+
+The model itself is not changed. Such a run is eager, also if the model has graphs, and uses no media cache.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from refvl.pixels.patches import Patches
+from refvl.positions import mrope_delta
+from refvl.study.readout import share_weights
+from refvl.study.report import Trace
+
+RESULTS = {  # stage -> the field of a record that it fills
+    "patchify": "patches", "plan": "metadata", "encode": "embeds", "prune": "keep_masks", "merge": "inputs_embeds",
+    "positions": "positions",
+}  # fmt: skip
+TABLE = re.compile(r"(^|\.)(pos_embed|position_embedding|positional_embedding)(\.weight)?$")  # a tower's parameter
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Intervened(Trace):
+    """A trace that changes results on the way."""
+
+    changes: Mapping[str, Callable] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage, then put what its function returns in the place of its result."""
+        with Trace.stage(self, name):
+            yield
+        if name == "plan":
+            self.metadata[:] = [self._changed_plan(plan) for plan in self.metadata]
+        if name in self.changes:
+            made = getattr(self, RESULTS[name])
+            changed = _checked(name, made, self.changes[name](made))
+            if isinstance(made, list):
+                made[:] = changed  # the run holds the same list
+            else:
+                setattr(self, RESULTS[name], changed)
+            if name == "positions":
+                self.delta = mrope_delta(changed)
+
+    def _changed_plan(self, plan: Any) -> Any:
+        tensors = [name for name in plan.__dataclass_fields__ if isinstance(getattr(plan, name), Tensor)]
+        named = self.changes.keys() - RESULTS.keys() - {"position_table"}
+        if unknown := sorted(named - set(tensors)):
+            stages = [*RESULTS, "position_table", *tensors]
+            raise ValueError(f"replace: expected stages among {', '.join(stages)}, got {unknown[0]!r}")
+        return replace(plan, **{n: _checked(n, getattr(plan, n), self.changes[n](getattr(plan, n))) for n in named})
+
+
+def with_replacements(model: Any, changes: Mapping[str, Callable]) -> Any:
+    """A copy of `model`, on the same weights, whose runs are changed.
+
+    Raises TypeError for values that are no functions. A stage that does not exist is a ValueError of the run.
+    """
+    if not isinstance(changes, Mapping) or not all(map(callable, changes.values())):
+        raise TypeError(f"replace: expected a dict of functions by stage, got {changes!r}")
+    changes = {"encode" if name == "embeds" else name: function for name, function in changes.items()}
+    found = [name for name, _ in model.encoder.named_parameters() if TABLE.search(name)]
+    if "position_table" in changes and not found:
+        raise ValueError(f"replace: the tower of {model.family.name} has no position_table")
+
+    changed = copy.copy(model)
+    changed.graphs = changed.media_cache = None
+    changed.record = lambda **given: Intervened(changes=changes, **given)
+    if table := changes.get("position_table"):
+        changed.encoder = share_weights(model.encoder)
+        owner, _, name = found[0].rpartition(".")
+        weight = changed.encoder.get_parameter(found[0])
+        values = _checked("position_table", weight.detach(), table(weight.detach().clone()))
+        setattr(changed.encoder.get_submodule(owner), name, nn.Parameter(values, requires_grad=False))
+    return changed
+
+
+def _checked(name: str, made: Any, changed: Any) -> Any:
+    """What replaces `made`, in its type and shape; raises ValueError or TypeError naming the stage."""
+    where = f"replace[{name!r}]"
+    if isinstance(made, list):
+        if not isinstance(changed, list | tuple) or len(changed) != len(made):
+            raise ValueError(f"{where}: expected a list of {len(made)}, got {_in_words(changed)}")
+        pairs = zip(made, changed, strict=True)
+        return [_checked(f"{name}, {i}", old, new) for i, (old, new) in enumerate(pairs)]
+    if isinstance(made, Patches) and isinstance(changed, Tensor):
+        return replace(made, rows=_checked(name, made.pixel_values, changed))
+    if isinstance(made, Tensor):
+        if not isinstance(changed, Tensor) or changed.shape != made.shape:
+            raise ValueError(f"{where}: expected a tensor of shape {tuple(made.shape)}, got {_in_words(changed)}")
+        kept_kind = changed.is_floating_point() == made.is_floating_point() or name == "positions"
+        return changed.to(made.device, made.dtype if kept_kind and name != "positions" else changed.dtype)
+    if made is not None and not isinstance(changed, type(made)):
+        raise TypeError(f"{where}: expected {type(made).__name__}, got {_in_words(changed)}")
+    return changed
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"one of shape {tuple(value.shape)}"
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else repr(value)

@@ -1,0 +1,95 @@
+"""What lies behind an answer: the last prompt token after each layer, the first logits, and how nearly tokens tie.
+
+    share_weights   a module once more, on the same weights
+    Readout         hooks on a text model, refvl's or transformers', while it answers one prompt
+    margins         how far the best logit lies above the second
+
+Shape suffixes: L tokens of the prompt, D text model width, V vocabulary.
+"""
+
+import copy
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def share_weights(module: Module) -> Module:
+    """A copy with modules, hooks and configs of its own, and the same tensors."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+
+
+def margins(logits: Tensor) -> Tensor:
+    """(..., V) logits -> (...) float32: the best less the second; 0 is a tie."""
+    best, second = logits.float().topk(2).values.unbind(-1)
+    return best - second
+
+
+class Readout:
+    """Hooks on a text model while it answers one prompt; `remove` takes them off.
+
+    Rows are counted over everything that was read, so chunks and rejected drafts make no difference: row L - 1 is the
+    last prompt token, and new token k was chosen after row L - 1 + k. Only forwards of this thread count.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], length: int):
+        """model: its output has `logits`, (B, rows, V). layers: those of the text model. length: L, tokens read."""
+        self.length, self.start, self.stop, self.thread = length, 0, 0, threading.get_ident()
+        self.states, self.first, self.by_row = list[Tensor](), list[Tensor](), dict[int, Tensor]()
+        self.hooks = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._end),
+            layers[0].register_forward_pre_hook(self._enter, with_kwargs=True),
+            *(layer.register_forward_hook(lambda _, __, output: self._keep(output)) for layer in layers),
+        ]
+
+    def remove(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    @property
+    def last_states(self) -> Tensor | None:
+        """(layers + 1, D) of row L - 1: into layer 0, then out of each layer; not normed. On the CPU."""
+        return torch.stack([state.cpu() for state in self.states]) if self.states else None
+
+    @property
+    def first_logits(self) -> Tensor | None:
+        """(V,) after row L - 1, on the CPU."""
+        return self.first[0].cpu() if self.first else None
+
+    def margins(self, count: int) -> Tensor | None:
+        """(count,) of as many new tokens; None if several sequences were decoded together."""
+        rows = range(self.length - 1, self.length - 1 + count)
+        return torch.stack([self.by_row[row] for row in rows]).cpu() if all(r in self.by_row for r in rows) else None
+
+    def _begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        if threading.get_ident() == self.thread:
+            cache = kwargs.get("past_key_values")
+            self.start = 0 if cache is None else int(cache.get_seq_length())
+
+    def _enter(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        x_BLD = args[0] if args else kwargs["hidden_states"]
+        if threading.get_ident() == self.thread:
+            self.stop = self.start + x_BLD.shape[1]
+        self._keep(x_BLD)
+
+    def _keep(self, output: Any) -> None:
+        x_BLD = output[0] if isinstance(output, tuple) else output
+        if threading.get_ident() == self.thread and not self.first:  # the first forward reads row L - 1
+            self.states.append(x_BLD[0, self.length - 1 - self.start].clone())
+
+    def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
+        if threading.get_ident() != self.thread:
+            return
+        logits_BRV = output.logits.detach()
+        first_row = self.stop - logits_BRV.shape[1]
+        if not self.first:
+            self.first.append(logits_BRV[0, self.length - 1 - first_row].clone())
+        if len(logits_BRV) == 1:
+            self.by_row |= {first_row + i: margin for i, margin in enumerate(margins(logits_BRV[0]))}

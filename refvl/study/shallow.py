@@ -1,0 +1,77 @@
+"""A released shape at reduced depth, with random weights: the widths of a release before any download.
+
+Tokenizer, chat template and token ids are those of a small checkpoint, so the vocabulary is small, too; what does not
+depend on depth or vocabulary - widths, heads, rotary sections, pixel limits - is the release's own.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForImageTextToText, PretrainedConfig
+
+from refvl import families
+from refvl.language.loading import progress_bars
+
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+PIXEL_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
+
+
+def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, depth: int = 4, seed: int = 0) -> Path:
+    """Write a random checkpoint in bfloat16 to the empty or new `folder`, and return its path.
+
+    release: the JSON file of a released config; pixel limits are taken from the folder of that name, if there is one.
+    like: a checkpoint folder of the same family, for everything about words. depth: the number of tower blocks and of
+    text layers. seed: of the weights, which transformers draws as it does before training.
+
+    Raises ValueError for another family in `like`, for a depth below the number of features that a tower hands to
+    the text model, and for a folder that contains anything.
+    """
+    release, folder, like = Path(release), Path(folder), Path(like)
+    config, small = families.read_config(release), families.read_config(like)
+    if config.model_type != small.model_type:
+        raise ValueError(f"like: expected a checkpoint of {config.model_type}, got one of {small.model_type}")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"folder: expected a new or empty folder, got {folder}, which contains files")
+    _make_shallow(config, depth)
+    _take_vocabulary(config, small)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    model.generation_config.eos_token_id = None  # random weights have no reason to stop
+    with progress_bars(False):
+        model.save_pretrained(folder)
+    for name in TEXT_FILES:
+        shutil.copy(like / name, folder / name)
+    for name in PIXEL_FILES:
+        own = release.with_suffix("") / name
+        shutil.copy(own if own.is_file() else like / name, folder / name)
+    return folder
+
+
+def _make_shallow(config: PretrainedConfig, depth: int) -> None:
+    """Cut both models to `depth` layers; lists of layers keep their length where each entry has weights."""
+    text, vision = config.text_config, config.vision_config
+    features = getattr(vision, "deepstack_visual_indexes", None) or []
+    if depth < max(1, len(features)):
+        raise ValueError(
+            f"depth: expected at least {max(1, len(features))} layers for {config.model_type}, got {depth}"
+        )
+    if features:
+        vision.deepstack_visual_indexes = list(range(len(features)))
+    if getattr(vision, "fullatt_block_indexes", None):
+        vision.fullatt_block_indexes = [depth - 1]
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:depth]
+    vision.depth = text.num_hidden_layers = depth
+
+
+def _take_vocabulary(config: PretrainedConfig, small: PretrainedConfig) -> None:
+    """Set the vocabulary size and every token id of `config`, and of its text config, to those of `small`."""
+    config.text_config.vocab_size = small.text_config.vocab_size
+    for own, other in ((config, small), (config.text_config, small.text_config)):
+        for name in json.loads(other.to_json_string(use_diff=False)):
+            if name.endswith("_token_id"):
+                setattr(own, name, getattr(other, name))

@@ -1,0 +1,569 @@
+"""The checks of `python -m refvl check-gpu`: each is a function of a `Bench` that yields rows.
+
+    attention       every backend against float64 on irregular segments
+    pixels          rows normalised on the GPU against the CPU, bit for bit
+    towers          all towers, eager and by graphs, against a CPU's results in data/measurements/gpu
+    answers         token ids of the shipped models, against the same file
+    graphs          replays after empty_cache, after torch.compile, and the memory that `clear` returns
+    streams         two threads with a stream each
+    data parallel   two GPUs, joined by NCCL
+    compiled        all towers, compiled
+    suite           `pytest -m gpu`
+    times           a tower of the 7B's width: eager, planned, graph alone, graph with packing, compiled
+    decode          one token of a text model of the 7B's width
+
+A row holds (what, measured, allowed). Where nothing is allowed, nothing is demanded. `python -m refvl.tools.gpu_checks`
+writes the expected results anew.
+
+Shape suffixes: N rows, H heads, K head dimension, M output tokens, D hidden.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cache, partial
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor, multiprocessing
+
+from refvl import families
+from refvl.attention import HALF, available_backends, cumulative_lengths, is_ampere, varlen_attention
+from refvl.checks import read_json
+from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
+from refvl.encoders.tower import send_rows
+from refvl.families import FAMILIES
+from refvl.graphs import EncoderGraphManager
+from refvl.graphs.cuda import pool_bytes
+from refvl.language.loading import random_language_model
+from refvl.loading import load
+from refvl.paths import CLONE, DATA
+from refvl.pixels.patches import PatchConfig, levels_of_frames, levels_of_image
+from refvl.serving.parallel import run_dp_sharded_mrope_vision_model
+from refvl.study.arithmetic import encoder_operations
+
+EXPECTED = DATA / "measurements" / "gpu" / "expected.safetensors"
+SCENE, PAGE, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png", DATA / "clips" / "scene.mp4"
+HEAD_DIMS = (64, 72, 80, 112, 128)  # GLM-OCR, SigLIP, Qwen2.5-VL, Step3-VL, GLM-4.1V and the resamplers
+LENGTHS = (64, 0, 33, 1, 0, 257, 64, 0)  # segments; empty ones first, last and between do not occur by chance
+SEVEN_B = Qwen2_5_VisionConfig()
+TWO_BLOCKS = replace(SEVEN_B, depth=2, fullatt_block_indexes=(1,))
+SEVEN_B_TEXT = DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json"
+RANKS = ("nccl", "cuda")  # what joins the processes of `data parallel`, and the devices on which they encode
+QUESTIONS: dict[
+    str, tuple[str, dict[str, Any]]
+] = {  # of each shipped model; every token wins by at least 3 logits, so that rounding turns none
+    "tiny-qwen2_5_vl": ("What color is the circle?", {"images": [SCENE]}),
+    "tiny-qwen3_vl": ("Which way does the circle move?", {"videos": [CLIP]}),
+    "tiny-glm4v": ("Which way does the circle move?", {"videos": [CLIP], "pruning_rate": 0.5}),
+    "tiny-minicpmv-4_5": ("What color is the circle?", {"images": [SCENE]}),
+    "tiny-step3": ("Which letter is in the red box?", {"images": [PAGE]}),
+}
+MINICPMV = {  # a small config.json of MiniCPM-V
+    "hidden_size": 64, "query_num": 4, "scale_resolution": 56,
+    "vision_config": {
+        "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 98,
+        "patch_size": 14,
+    },
+}  # fmt: skip
+
+
+class Skipped(Exception):
+    """A check that cannot run here, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A device, and how much is run on it."""
+
+    device: torch.device
+    tower: Qwen2_5_VisionConfig = TWO_BLOCKS  # of `times`
+    small: Qwen2_5_VisionConfig = TWO_BLOCKS  # of `graphs` and `streams`
+    sides: Sequence[int] = (16, 36, 74)  # patches: images of 224, 504 and 1036 px
+    clip: tuple[int, int, int] = (8, 36, 36)
+    text: dict = field(default_factory=lambda: read_json(SEVEN_B_TEXT) | {"num_hidden_layers": 4})
+    prompt: int = 1024  # tokens before the decode step
+    repeats: int = 20  # of a timed call, and of each thread's in `streams`
+    attachments: dict[str, str] = field(default_factory=dict)  # file name -> text, for the zip
+
+    @property
+    def half(self) -> torch.dtype:
+        return torch.bfloat16 if is_ampere(self.device) else torch.float16
+
+
+def row(check: str, measured: float, allowed: float | None, unit: str = "") -> dict:
+    """One check. measured must be at most allowed; where that is None nothing is demanded."""
+    measured = float(measured)
+    passed = allowed is None or measured <= allowed  # nan fails
+    kept = measured if isfinite(measured) else str(measured)  # JSON has no nan
+    return {"check": check, "measured": kept, "allowed": allowed, "unit": unit, "passed": passed}
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def check_attention(bench: Bench) -> Iterator[dict]:
+    """Each backend, dtype and head dimension against float64, as a share of the largest value.
+
+    The result is a mean of values, weighted: a kernel rounds the weights, the sum and the result, each by eps / 2 at
+    most; float32 sums of 257 terms add nothing that half precision shows.
+    """
+    for dtype in (*HALF, torch.float32):
+        for head_dim in HEAD_DIMS:
+            generator = torch.Generator().manual_seed(head_dim)
+            qkv = torch.randn(sum(LENGTHS), 3, 2, head_dim, generator=generator).to(bench.device, dtype)
+            q, k, v = qkv.unbind(1)  # strided, as a fused projection leaves them
+            exact = _exact_attention(q, k, v)
+            for backend in available_backends(bench.device, dtype, head_dim):
+                cu_seqlens = cumulative_lengths(LENGTHS).to(bench.device)
+                out = varlen_attention(q, k, v, cu_seqlens, max(LENGTHS), backend=backend)
+                steps = 2 if dtype in HALF else max(LENGTHS) ** 0.5  # of float32, tf32 aside
+                error = float((out.double() - exact).abs().max() / v.double().abs().max())
+                yield row(f"{backend}, {_name(dtype)}, heads of {head_dim}", error, steps * torch.finfo(dtype).eps)
+
+
+def _exact_attention(*qkv_NHK: Tensor) -> Tensor:
+    """Segment by segment in float64."""
+    segments = zip(*(x.double().transpose(0, 1).split(LENGTHS, dim=1) for x in qkv_NHK), strict=True)
+    outs_HNK = [F.scaled_dot_product_attention(*segment) for segment in segments]
+    return torch.cat(outs_HNK, dim=1).transpose(0, 1)
+
+
+@torch.inference_mode()
+def check_pixels(bench: Bench) -> Iterator[dict]:
+    """An image and a clip, copied as bytes and normalised on the device. Oracle: the CPU, to the bit."""
+    config = PatchConfig(min_pixels=784)
+    with Image.open(SCENE) as image:
+        media = {"an image": levels_of_image(image.convert("RGB"), config)[0]}
+    frames = torch.randint(0, 256, (4, 56, 84, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    media["a clip"] = levels_of_frames(frames.numpy(), config)[0]
+    encoder = Qwen2_5_VisionTransformer(Qwen2_5_VisionConfig.tiny())
+    for dtype in (*HALF, torch.float32):
+        encoder.to(bench.device, dtype)
+        for name, levels in media.items():
+            sent, wanted = send_rows([levels], encoder).cpu(), levels.normalize().to(dtype)
+            yield row(f"{name} in {_name(dtype)}, values that differ", float((sent != wanted).sum()), 0)
+
+
+@cache
+def towers() -> dict[str, Any]:
+    """Family -> its encoder, each once."""
+    classes = {family.encoder: family.name.partition(",")[0] for family in reversed(FAMILIES)}
+    return {name: encoder for encoder, name in reversed(classes.items())}
+
+
+def build_tower(name: str) -> tuple[Any, Tensor, list]:
+    """A small tower in float32 on the CPU, rows, and the layouts of two items.
+
+    Weights and rows are exact in float16, so that what differs was rounded on the way.
+    """
+    encoder_class = towers()[name]
+    if hasattr(encoder_class, "config_class") and hasattr(encoder_class.config_class, "tiny"):
+        config = encoder_class.config_class.tiny()
+        narrow = getattr(config, "hidden_size", 64) % 64  # a kernel reads heads of 8, 16, ... values
+        encoder = encoder_class(replace(config, hidden_size=64) if narrow else config)
+    else:
+        encoder = encoder_class.from_config(MINICPMV)
+    layouts: list = [(1, 8, 8), (2, 4, 6)]
+    if "MiniCPM" in name:
+        layouts = [((4, 8),), ((8, 4), (4, 4))] if name.endswith(("4.6", "4.7")) else [((4, 5), (3, 3)), ((6, 2),)]
+    elif "Step" in name:
+        layouts = [(1, 2), (0, 0)]
+    generator = _draw_weights(encoder)
+    counts = _row_counts(encoder, layouts)
+    values = getattr(encoder.config, "vision", encoder.config).patch_values
+    return encoder.eval(), torch.randn(sum(counts), values, generator=generator).half().float(), layouts
+
+
+@torch.inference_mode()
+def check_towers(bench: Bench, *, compiled: bool = False) -> Iterator[dict]:
+    """Each tower in float32 and float16 against a CPU's float32: eager, and by graphs A, B and A again; or compiled."""
+    if compiled and available_backends(bench.device, torch.float16)[0] != "varlen":
+        raise Skipped("blocks are compiled where varlen attention runs: on compute capability 8.0 and above")
+    expected = load_file(EXPECTED)
+    for name in towers():
+        encoder, rows, layouts = build_tower(name)
+        growth, wanted = _growth(encoder, rows, layouts), expected[f"tower {name}"]
+        for dtype in (torch.float32, torch.float16):
+            encoder.to(bench.device, dtype)
+            values = rows.to(bench.device, dtype)
+            allowed = _allowed(encoder, dtype) * growth
+            if compiled:
+                if encoder.backend() == "varlen":  # only then are blocks compiled
+                    encoder.compile_blocks()
+                    yield row(f"{name}, {_name(dtype)}, compiled", _error(encoder(values, layouts), wanted), allowed)
+                continue
+            yield row(f"{name}, {_name(dtype)}, eager", _error(encoder(values, layouts), wanted), allowed)
+            if next(family for family in FAMILIES if family.encoder is type(encoder)).can["graphs"]:
+                error, others = _replay(encoder, values, layouts, wanted)
+                yield row(f"{name}, {_name(dtype)}, graphs", error, allowed)
+                yield row(f"{name}, {_name(dtype)}, graphs again, values that differ", others, 0)
+
+
+def _replay(encoder: Any, rows: Tensor, layouts: list, wanted: Tensor) -> tuple[float, float]:
+    """Replay A, B and A. Returns the largest error, and how many values of A differ the second time."""
+    manager = EncoderGraphManager(encoder, budgets=_budgets(encoder, layouts), progress=False)
+    tokens = [encoder.item_size(layout)[1] for layout in encoder.check_layouts(layouts)]
+    parts, errors, outs = rows.split(_row_counts(encoder, layouts)), [], []
+    for i in (0, 1, 0):
+        [out] = manager.execute(parts[i], [layouts[i]])
+        outs.append(out)
+        errors.append(_error(out, wanted.split(tokens)[i]))
+    if manager.stats().misses:
+        raise RuntimeError(f"graphs: {manager.stats().misses} items ran eagerly, where all should replay")
+    manager.clear()
+    return max(errors), float((outs[0] != outs[2]).sum())
+
+
+def _budgets(encoder: Any, layouts: list):
+    """One budget on each path, that of the largest item."""
+    checked = encoder.check_layouts(layouts)
+    if not hasattr(encoder, "paths"):
+        return [max(encoder.item_size(layout)[1] for layout in checked)]
+    parts = [encoder.path_layouts(layout) for layout in checked]
+    return {
+        name: [max(path.item_size(part[name])[1] for part in parts if part[name])]
+        for name, path in encoder.paths.items()
+    }
+
+
+@torch.inference_mode()
+def check_answers(bench: Bench) -> Iterator[dict]:
+    """Token ids of every shipped model in float32, in half precision, and by graphs. Oracle: a CPU, in float32."""
+    expected = load_file(EXPECTED)
+    for name, (question, media) in QUESTIONS.items():
+        wanted = expected[f"ids {name}"].tolist()
+        for dtype in (torch.float32, bench.half):
+            model = load(name, device=bench.device, dtype=dtype, progress=False)
+            trace = model.trace(question, max_new_tokens=8, **media)
+            yield row(f"{name}, {_name(dtype)}, ids that differ", _differing(trace.token_ids, wanted), 0)
+        budgets = _budgets(model.encoder, trace.layouts)
+        model.graphs = EncoderGraphManager(model.encoder, budgets=budgets, progress=False)
+        ids = model.trace(question, max_new_tokens=8, **media).token_ids
+        yield row(f"{name}, graphs, ids that differ", _differing(ids, wanted), 0)
+        yield row(f"{name}, graphs, items that ran eagerly", model.graphs.stats().misses, 0)
+
+
+@torch.inference_mode()
+def check_graphs(bench: Bench) -> Iterator[dict]:
+    """Replays of A, B, A against the eager tower; again after freed memory was overwritten, and after a compile."""
+    encoder = _random_tower(bench.small)
+    grids = [(1, bench.sides[0], bench.sides[0])]
+    growth = _growth(encoder, _pixels(encoder, grids), grids)
+    manager, pictures = _manager_and_pictures(bench, encoder.to(bench.device, bench.half))
+    first: dict[str, Tensor] = {}
+    for name in "ABA":
+        [out] = manager.execute(*pictures[name])
+        error = _error(out, encoder(*pictures[name]))
+        yield row(f"image {name} against eager", error, _allowed(encoder, out.dtype) * growth)
+        others = _others(first.setdefault(name, out), out)
+        yield row(f"image {name}, values that differ from its first replay", others, 0)
+    for moment in ("empty_cache", "torch.compile"):
+        if moment == "torch.compile":
+            torch.compile(lambda x: (x @ x).relu(), mode="reduce-overhead")(torch.ones(64, 64, device=bench.device))
+        torch.cuda.empty_cache()
+        poison = [torch.full((2**n,), torch.nan, device=bench.device) for n in range(8, 24)]  # takes what was freed
+        [out] = manager.execute(*pictures["A"])
+        yield row(f"after {moment} and NaN in freed memory, values that differ", _others(first["A"], out), 0)
+        del poison
+    pool = manager._pool
+    manager.clear()
+    yield row("left in the pool after clear()", pool_bytes(pool) / 2**20, 0, "MiB")
+
+
+def check_streams(bench: Bench) -> Iterator[dict]:
+    """Two threads share a tower and its graphs, each on a stream of its own. Oracle: one thread, to the bit."""
+    encoder = _random_tower(bench.small).to(bench.device, bench.half)
+    with torch.inference_mode():
+        manager, pictures = _manager_and_pictures(bench, encoder)
+        wanted = {name: (encoder(*given), *manager.execute(*given)) for name, given in pictures.items()}
+    torch.cuda.synchronize(bench.device)
+
+    @torch.inference_mode()
+    def work(name: str) -> float:
+        stream, others = torch.cuda.Stream(bench.device), 0.0
+        with torch.cuda.device(bench.device), torch.cuda.stream(stream):
+            for _ in range(bench.repeats):
+                outs = encoder(*pictures[name]), *manager.execute(*pictures[name])
+                others += sum(map(_others, outs, wanted[name]))
+        return others
+
+    with ThreadPoolExecutor(2) as pool:
+        for name, others in zip("AB", pool.map(work, "AB"), strict=True):
+            yield row(f"image {name} in a thread with a stream, values that differ", others, 0)
+    manager.clear()
+
+
+def check_data_parallel(bench: Bench, seconds: float = 120) -> Iterator[dict]:
+    """Two processes, each with a GPU, share four items. Oracle: one process."""
+    backend, kind = RANKS
+    if kind == "cuda" and torch.cuda.device_count() < 2:
+        raise Skipped("it needs two GPUs, and torch sees one")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = multiprocessing.spawn(_encode_share, (backend, kind, folder), nprocs=2, join=False)
+        end = time.monotonic() + seconds
+        try:
+            while not ranks.join(timeout=1):
+                if time.monotonic() > end:
+                    raise TimeoutError(f"data parallel: two processes were not done after {seconds:.0f} s")
+        finally:
+            for process in ranks.processes:
+                process.kill()
+        outs = [load_file(Path(folder, f"{rank}.safetensors"))["embeds"] for rank in range(2)]
+    encoder, rows, grids = _shared_items()
+    with torch.inference_mode():
+        wanted = encoder(rows, grids)
+    for rank, out in enumerate(outs):
+        yield row(f"rank {rank} against a CPU", _error(out, wanted), _allowed(encoder, torch.float32))
+
+
+def _shared_items():
+    encoder, rows, _ = build_tower("Qwen2.5-VL")
+    grids = [(1, 4, 6), (1, 2, 4), (1, 8, 4), (1, 4, 4)]
+    return encoder, rows[: sum(t * h * w for t, h, w in grids)], grids
+
+
+def _encode_share(rank: int, backend: str, kind: str, folder: str) -> None:
+    """What one process of `data parallel` runs."""
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    where: dict[str, Any] = {
+        "init_method": f"file://{folder}/group",
+        "rank": rank,
+        "world_size": 2,
+        "timeout": timedelta(seconds=60),
+    }
+    dist.init_process_group(backend, **where)
+    encoder, rows, grids = _shared_items()
+    embeds = run_dp_sharded_mrope_vision_model(encoder.to(device), rows, grids)
+    save_file({"embeds": torch.cat(embeds).cpu()}, Path(folder, f"{rank}.safetensors"))
+    dist.destroy_process_group()
+
+
+def run_suite(bench: Bench, seconds: float = 240, arguments: Sequence[str] = ("-m", "gpu")) -> Iterator[dict]:
+    """The repository's own tests that need a GPU, in a process that sees the device alone."""
+    if not (CLONE / "tests").is_dir() or importlib.util.find_spec("pytest") is None:
+        raise Skipped("it needs a clone of the repository, and pip install -e '.[test]'")
+    index = bench.device.index or 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible[index] if visible[0] else str(index)}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments]
+    with tempfile.TemporaryFile("w+") as said:
+        try:
+            done = subprocess.run(command, cwd=CLONE, env=environment, stdout=said, stderr=said, timeout=seconds)
+        finally:
+            said.seek(0)
+            bench.attachments["suite.txt"] = output = said.read()
+    summary = (output.strip().splitlines() or [""])[-1]
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", summary)}
+    yield row("tests that passed", counts.get("passed", 0), None)
+    failed = counts.get("failed", 0) + counts.get("error", 0)
+    yield row("tests that failed", failed or int(done.returncode != 0 or not counts), 0)
+
+
+def said_last(bench: Bench) -> str:
+    """Return the last line of the suite's output."""
+    return (bench.attachments["suite.txt"].strip().splitlines() or [""])[-1]
+
+
+# --- times ------------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def measure_times(bench: Bench) -> Iterator[dict]:
+    """Milliseconds by CUDA events, medians; the floor is the tower's products at the rate of a large one here."""
+    encoder = _random_tower(bench.tower).to(bench.device, bench.half)
+    patch = encoder.config.patch_size
+    inputs = {f"{side * patch} px": [(1, side, side)] for side in bench.sides}
+    t, side, _ = bench.clip
+    inputs |= {f"clip of {2 * t} frames, {side * patch} px": [bench.clip]}
+    rate = _matmul_rate(bench, encoder)
+    yield row("a large matrix product", rate / 1e12, None, "TFLOP/s")
+    for name, grids in inputs.items():
+        pixels, metadata = _pixels(encoder, grids), encoder.plan(grids)
+        limits: dict[str, Any] = {
+            "budgets": [len(pixels) // encoder.config.block_size],
+            "max_items": 1,
+            "max_frames": grids[0][0],
+        }
+        manager = EncoderGraphManager(encoder, **limits, progress=False)
+        manager.execute(pixels, grids)
+        [captured] = manager.captured.values()
+        ways: dict[str, Callable] = {
+            "eager": partial(encoder, pixels, grids),
+            "planned": partial(encoder, pixels, metadata=metadata),
+            "graph alone": captured.graph.replay,
+            "graph with packing": partial(manager.execute, pixels, grids),
+        }
+        yield row(f"{name}: floor", encoder_operations(encoder, grids) / rate * 1e3, None, "ms")
+        for way, call in ways.items():
+            yield row(f"{name}: {way}", _milliseconds(bench, call), None, "ms")
+        del captured, ways
+        manager.clear()
+    if encoder.backend() == "varlen":
+        encoder.compile_blocks()
+        for name, grids in inputs.items():
+            run = partial(encoder, _pixels(encoder, grids), metadata=encoder.plan(grids))
+            yield row(f"{name}: compiled", _milliseconds(bench, run), None, "ms")
+
+
+@torch.inference_mode()
+def measure_decode(bench: Bench) -> Iterator[dict]:
+    """Milliseconds of one token after a prompt; the floor reads the weights once at the rate of a large copy here."""
+    config = families.read_config(bench.text)
+    text, model_class = families.text_config_of(config), families.find_family(config).text_model
+    model: Any = random_language_model(text, dtype=bench.half, device=bench.device, model_class=model_class)
+    weights = sum(x.nbytes for x in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    source = torch.ones(min(weights, 2**29), dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    rate = 2 * source.nbytes / _milliseconds(bench, lambda: target.copy_(source))
+    ids = torch.ones(1, bench.prompt, dtype=torch.int64, device=bench.device)
+    cached = model(ids, use_cache=True).past_key_values
+    step = _milliseconds(bench, lambda: model(ids[:, :1], use_cache=True, past_key_values=cached))
+    layers = model.config.num_hidden_layers
+    yield row(f"{layers} layers, {weights / 2**20:.0f} MiB of weights: floor", weights / rate, None, "ms")
+    yield row(f"{layers} layers, after {bench.prompt} tokens: a token", step, None, "ms")
+
+
+def _milliseconds(bench: Bench, call: Callable[[], object]) -> float:
+    """The median of many calls after three, by CUDA events."""
+    times = []
+    for _ in range(3 + bench.repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(torch.cuda.current_stream(bench.device))
+        call()
+        end.record(torch.cuda.current_stream(bench.device))
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times[3:])
+
+
+def _matmul_rate(bench: Bench, encoder: Any, size: int = 4096) -> float:
+    """Operations per second of a large matrix product in the tower's dtype."""
+    size = min(size, 4 * encoder.config.hidden_size)
+    x = torch.ones(size, size, dtype=encoder.dtype, device=bench.device)
+    return 2 * size**3 / _milliseconds(bench, lambda: x @ x) * 1e3
+
+
+# --- what they share --------------------------------------------------------------------------------------------------
+
+
+def _draw_weights(encoder: Any) -> torch.Generator:
+    """Wide weights: attention is sharp, and wrong positions change the output by a tenth or more.
+
+    A layer's outputs are 1.6 times as wide as its inputs, whatever its width. Returns the generator, for the inputs.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for key, parameter in encoder.named_parameters():
+            mean = float(parameter.ndim == 1 and key.endswith("weight"))  # the scale of a norm
+            std = 0.2 if parameter.ndim == 1 else 1.6 / parameter[0].numel() ** 0.5
+            if "position" in key or "pos_embed" in key:
+                std = 1.0
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(drawn.mul_(std).add_(mean).half())
+    return generator
+
+
+def _random_tower(config: Qwen2_5_VisionConfig) -> Any:
+    """On the CPU, in float32: the same everywhere."""
+    encoder = Qwen2_5_VisionTransformer(config).eval().requires_grad_(False)
+    _draw_weights(encoder)
+    return encoder
+
+
+def _manager_and_pictures(bench: Bench, encoder: Any):
+    """Graphs of one budget, and two images "A" and "B" that fit: rows and grids."""
+    sides = bench.sides[:2]
+    budgets = [max(sides) ** 2 // encoder.config.block_size]
+    manager = EncoderGraphManager(encoder, budgets=budgets, max_items=4, max_frames=4, progress=False)
+    grids = {name: [(1, side, side)] for name, side in zip("AB", sides, strict=True)}
+    return manager, {name: (_pixels(encoder, grid), grid) for name, grid in grids.items()}
+
+
+def _pixels(encoder: Any, grids: list) -> Tensor:
+    generator = torch.Generator().manual_seed(len(grids))
+    count = sum(t * h * w for t, h, w in grids)
+    return torch.randn(count, encoder.config.patch_values, generator=generator).to(encoder.device, encoder.dtype)
+
+
+def _row_counts(encoder: Any, layouts: list) -> list[int]:
+    return [encoder.item_size(layout)[0] for layout in encoder.check_layouts(layouts)]
+
+
+@torch.inference_mode()
+def _growth(encoder: Any, rows: Tensor, layouts: list) -> float:
+    """How much larger a small relative change of the rows comes out, at least 1: roundings grow likewise."""
+    noise = 1e-4 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
+    before, after = encoder(rows, layouts), encoder(rows * (1 + noise), layouts)
+    return max(1.0, float((after - before).pow(2).mean().sqrt() / (1e-4 * before.abs().max())))
+
+
+def _allowed(encoder: Any, dtype: torch.dtype) -> float:
+    """As a share of the largest value: a block rounds a dozen times, what comes after the blocks as often as two.
+
+    n roundings, each by at most eps / 2, up as often as down, add up to less than 2 * sqrt(n) * eps. In float32 the
+    sums inside of a product count, too: some hundred terms.
+    """
+    blocks = len(list(encoder.blocks))
+    roundings = 12 * (blocks + 2) * (1 if dtype in HALF else 256)
+    return 2 * roundings**0.5 * torch.finfo(dtype).eps
+
+
+def _error(out_MD: Tensor, wanted: Tensor) -> float:
+    """The largest difference as a share of the largest value; `wanted` may hold every nth column."""
+    step = out_MD.shape[1] // wanted.shape[1]
+    out, want = out_MD[:, ::step].double().cpu(), wanted.double().cpu()
+    return float((out - want).abs().max() / want.abs().max())
+
+
+def _others(a: Tensor, b: Tensor) -> float:
+    return float((a != b).sum())
+
+
+def _differing(ids: list[int], wanted: list[int]) -> float:
+    return sum(a != b for a, b in zip(ids, wanted, strict=False)) + abs(len(ids) - len(wanted))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@torch.inference_mode()
+def cpu_results() -> dict[str, Tensor]:
+    """What `expected.safetensors` holds: every fourth column of each tower's output, and ids of the shipped models."""
+    results = {}
+    for name in towers():
+        encoder, rows, layouts = build_tower(name)
+        results[f"tower {name}"] = encoder(rows, layouts)[:, ::4].contiguous()
+    for name, (question, media) in QUESTIONS.items():
+        model = load(name, device="cpu", dtype="float32", progress=False)
+        results[f"ids {name}"] = torch.tensor(model.trace(question, max_new_tokens=8, **media).token_ids)
+    return results
+
+
+QUICK = {"attention": check_attention, "pixels": check_pixels, "towers": check_towers, "answers": check_answers,
+         "graphs": check_graphs, "streams": check_streams, "times": measure_times}  # fmt: skip
+ALL = QUICK | {"data parallel": check_data_parallel, "decode": measure_decode,
+               "compiled": partial(check_towers, compiled=True), "suite": run_suite}  # fmt: skip
+
+if __name__ == "__main__":
+    EXPECTED.parent.mkdir(exist_ok=True)
+    save_file(cpu_results(), EXPECTED)

@@ -1,0 +1,35 @@
+"""The live page in a notebook: a frame whose page the kernel sends when the frame asks for it."""
+
+import base64
+
+import anywidget
+import traitlets
+
+from refvl.paths import DATA
+from refvl.viz.live.page import FOLDER, LIVE, check_checkpoint, page
+
+STILL = DATA / "figures" / "live.png"  # written by tests/browser/test_live_page.py
+
+
+class LivePage(anywidget.AnyWidget):
+    """The live page of `checkpoint`; a saved notebook keeps its name and a still picture, not its weights."""
+
+    _esm = (FOLDER / "widget.js").read_text(encoding="utf-8")
+    checkpoint = traitlets.Unicode().tag(sync=True)
+
+    def __init__(self, checkpoint: str):
+        super().__init__(checkpoint=check_checkpoint(checkpoint))
+        self.on_msg(self._send_page)
+
+    def _send_page(self, *_) -> None:
+        self.send({"page": self.checkpoint}, buffers=[page(self.checkpoint).encode()])
+
+    def _repr_mimebundle_(self, **kwargs):
+        """The frame; where it cannot run, a still; where there are no pictures, a sentence."""
+        data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
+        text = f"A small {LIVE[self.checkpoint]} in the browser: paint a scene, ask, follow the image to the word."
+        data |= {"text/plain": text}
+        if STILL.is_file():
+            data |= {"image/png": base64.b64encode(STILL.read_bytes()).decode()}
+            metadata |= {"image/png": {"alt": text, "width": 700}}
+        return data, metadata

@@ -1,0 +1,55 @@
+"""The notebooks' claims under other parameters: `make test-claims`.
+
+A notebook may have a cell of code tagged `parameters` (papermill's convention), with one assignment a line:
+
+    first = 0  # the first scene; tried: 100, 200, 300; breaks: 7
+
+Set i takes the i-th value that was tried of each parameter, and every assertion of the notebook has to hold. With a
+value that breaks, and the others as they are, an assertion has to fail: the notebook's "Try to break it" says which.
+"""
+
+import ast
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SETS = 3  # beside the one that is committed
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """name -> value as committed, values that were tried, values at which a claim breaks."""
+
+    committed: dict[str, Any] = field(default_factory=dict)
+    tried: dict[str, tuple] = field(default_factory=dict)
+    breaks: dict[str, tuple] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, notebook: Path) -> "Parameters | None":
+        """Those of a notebook, None if it has no such cell."""
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        tagged = [cell for cell in cells if "parameters" in cell["metadata"].get("tags", ())]
+        return cls.parse("".join(tagged[0]["source"])) if tagged else None
+
+    @classmethod
+    def parse(cls, source: str) -> "Parameters":
+        """
+        >>> Parameters.parse("first = 0  # a scene; tried: 1, 2, 3; breaks: 7").breaks
+        {'first': (7,)}
+        """
+        parameters = cls()
+        for line in source.splitlines():
+            name, value, comment = re.fullmatch(r"(\w+) = (.+?)  # (.+)", line).groups()
+            parameters.committed[name] = ast.literal_eval(value)
+            for kind in ("tried", "breaks"):
+                if found := re.search(rf"; {kind}: ([^;]+)", comment):
+                    getattr(parameters, kind)[name] = ast.literal_eval(f"({found[1]},)")
+        return parameters
+
+    def sets(self) -> list[dict[str, Any]]:
+        return [{name: values[i] for name, values in self.tried.items()} for i in range(SETS)]
+
+    def breaking(self) -> list[dict[str, Any]]:
+        return [{name: value} for name, values in self.breaks.items() for value in values]

@@ -1,0 +1,196 @@
+"""What each family can do (`Family.can`): every yes gives the answer of the plain run, every no is refused by name.
+
+Oracle: the greedy ids of one plain run of the same request. Two forwards that round in other orders may only differ
+where the best two tokens are nearer than rounding, which they are in none of these.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from random_models import HAS_5_23, NEWER, RANDOM, WITHOUT_VIDEOS, random_folder, random_model
+
+import refvl
+from refvl.families import CAPABILITIES, FAMILIES
+from refvl.pipeline import Request
+from refvl.serving import adapters
+
+ROOT = Path(__file__).resolve().parents[2]
+PHOTO = np.random.default_rng(1).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+FRAMES = np.random.default_rng(2).integers(0, 256, (6, 60, 90, 3), dtype=np.uint8)
+QUESTION = {"prompt": "What is it? What is it?", "images": [PHOTO], "max_new_tokens": 5}
+
+
+@cache
+def plain_run(name: str) -> Any:
+    """The trace that the others are compared with."""
+    return random_model(name).trace(**QUESTION)
+
+
+def load(name: str, **options) -> refvl.VLM:
+    vlm = refvl.load(random_folder(name), device="cpu", progress=False, **options)
+    vlm.language_model.generation_config.eos_token_id = None  # answers as long as asked
+    return vlm
+
+
+def ids_with(name: str, **options) -> list[int]:
+    return random_model(name).trace(**QUESTION, **options).token_ids
+
+
+def drafts(name):
+    assert ids_with(name, prompt_lookup_num_tokens=3, max_matching_ngram_size=1) == plain_run(name).token_ids
+
+
+def assistant(name):
+    """The model drafts for itself, so that some drafts are accepted and, for its caution, some are not."""
+    trace = random_model(name).trace(**QUESTION, assistant_model=random_model(name))
+    assert trace.token_ids == plain_run(name).token_ids and trace.accepted
+
+
+def chunks(name):
+    assert ids_with(name, prefill_chunk=9) == plain_run(name).token_ids
+
+
+def chunked_beams(name):
+    assert ids_with(name, prefill_chunk=9, num_beams=2) == ids_with(name, num_beams=2)
+
+
+def static_cache(name):
+    assert ids_with(name, cache_implementation="static") == plain_run(name).token_ids
+
+
+def attentions(name):
+    """By number of layer: each of the layers that attend sums to 1 over its keys."""
+    vlm, trace = random_model(name), random_model(name).trace(**QUESTION, attentions=True)
+    assert trace.token_ids == plain_run(name).token_ids
+    kinds = getattr(vlm.language_model.config, "layer_types", None) or ["full"] * len(trace.attentions)
+    assert len(kinds) == vlm.language_model.config.num_hidden_layers
+    for weights, kind in zip(trace.attentions, kinds, strict=True):
+        assert (weights is None) == (kind == "linear_attention")
+        if weights is not None:
+            torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:2]))
+
+
+def pruning(name):
+    """What the language model reads is what it reads in the plain run, rows and positions, at the tokens kept."""
+    vlm = random_model(name)
+    plain, pruned = (vlm.read(Request("What?", videos=[FRAMES], pruning_rate=q)) for q in (0.0, 0.6))
+    assert len(plain.input_ids) > len(pruned.input_ids) == int(pruned.keep.sum())
+    torch.testing.assert_close(pruned.inputs_embeds, plain.inputs_embeds[pruned.keep])
+    assert torch.equal(pruned.positions, plain.positions[:, pruned.keep])
+
+
+def graphs(name):
+    vlm = load(name, graphs={"max_budget": 64})
+    assert vlm.trace(**QUESTION).token_ids == plain_run(name).token_ids and vlm.graphs.stats().hits
+
+
+def embeds(name):
+    plain = plain_run(name)
+    given = {"image_embeds": plain.embeds, "image_grid_thw": plain.layouts, "max_new_tokens": 5}
+    ids = random_model(name).generate(plain.full_ids[None], **given)
+    assert ids[0, len(plain.full_ids) :].tolist() == plain.token_ids
+
+
+def lora(name):
+    """An adapter beside the weights answers as it does merged into them, and not as the plain model."""
+    vlm = load(name)
+    layers = adapters.layers(vlm, "tower", "language_model")
+    attached = adapters.attach(vlm, peft.LoraConfig(r=2, target_modules=layers, init_lora_weights=False))
+    beside = vlm.trace(**QUESTION).token_ids
+    attached.merge_adapter()
+    assert vlm.trace(**QUESTION).token_ids == beside != plain_run(name).token_ids
+
+
+def quantised(name):
+    """Oracle: a plain model with the matrices that the packed ones stand for."""
+    pytest.importorskip("torchao", reason="needs pip install -e '.[quantized]'")
+    from torchao.quantization import IntxWeightOnlyConfig
+    from torchao.quantization.granularity import PerGroup
+    from transformers import TorchAoConfig
+
+    layout = IntxWeightOnlyConfig(torch.int8, PerGroup(8))
+    packed, plain = load(name, quantization_config=TorchAoConfig(quant_type=layout)), load(name)
+    rounded = 0
+    for theirs, ours in zip(packed.language_model.modules(), plain.language_model.modules(), strict=True):
+        if hasattr(getattr(theirs, "weight", None), "dequantize") and type(theirs.weight.data) is not torch.Tensor:
+            ours.weight.data, rounded = theirs.weight.dequantize().to(ours.weight), rounded + 1
+    assert rounded and packed.trace(**QUESTION).token_ids == plain.trace(**QUESTION).token_ids
+
+
+PROOFS: dict[str, Callable] = {
+    "drafts": drafts, "assistant": assistant, "chunks": chunks, "chunked_beams": chunked_beams,
+    "static_cache": static_cache, "attentions": attentions, "pruning": pruning, "graphs": graphs, "embeds": embeds,
+    "adapters": lora, "quantised": quantised,
+}  # fmt: skip
+ASKED: dict[str, Callable] = {  # how each is asked for, in a call that must not get as far as the media
+    "drafts": lambda vlm: vlm.chat("", images=["none.png"], prompt_lookup_num_tokens=2),
+    "assistant": lambda vlm: vlm.chat("", images=["none.png"], assistant_model=vlm),
+    "chunks": lambda vlm: vlm.chat("", images=["none.png"], prefill_chunk=8),
+    "chunked_beams": lambda vlm: vlm.trace("", images=["none.png"], prefill_chunk=8, num_beams=2),
+    "static_cache": lambda vlm: vlm.chat("", images=["none.png"], cache_implementation="static"),
+    "attentions": lambda vlm: vlm.trace("", images=["none.png"], attentions=True),
+    "pruning": lambda vlm: vlm.chat("", images=["none.png"], pruning_rate=0.5),
+    "graphs": lambda vlm: refvl.load(vlm.config.to_dict(), weights="random", graphs=True),
+    "embeds": lambda vlm: vlm.generate(torch.tensor([[5, 6]]), image_embeds=[], image_grid_thw=[]),
+    "adapters": lambda vlm: adapters.attach(vlm, peft.LoraConfig()),
+    "quantised": lambda vlm: load(RANDOM[0], quantization_config={"quant_method": "torchao"}),
+}
+FAMILY_OF = dict(zip(RANDOM, [f for f in FAMILIES if HAS_5_23 or f.name not in NEWER], strict=True))
+
+
+def test_no_capability_is_left_out():
+    """Each row of `FAMILIES` says yes or no to everything, and everything is tried below."""
+    assert set(CAPABILITIES) == set(PROOFS) == set(ASKED)
+    for family in FAMILIES:
+        assert list(family.can) == list(CAPABILITIES) and set(family.cannot) <= set(CAPABILITIES)
+    assert {name for name in RANDOM if not FAMILY_OF[name].can["pruning"]} >= set(WITHOUT_VIDEOS)
+
+
+def test_the_readme_says_what_each_release_cannot():
+    """Its rows are model types; oracle: `FAMILIES`."""
+    _, *rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| .+ \| (.+) \|$", (ROOT / "README.md").read_text(), re.M)
+    named = {kind: set(re.findall(r"`(\w+)`", said)) for kinds, said in rows for kind in re.findall(r"`(\w+)`", kinds)}
+    cannot: dict[str, set] = {kind: set() for family in FAMILIES for kind in family.model_types}
+    for family in FAMILIES:
+        for kind in family.model_types:
+            cannot[kind] |= {CAPABILITIES[capability] for capability in family.cannot}
+    assert named == cannot
+
+
+def test_the_map_says_what_the_rows_say():
+    """Oracle: `FAMILIES`."""
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.+) \|$", (ROOT / "docs/map.md").read_text(), re.M)
+    without = {c: ", ".join(family.name for family in FAMILIES if not family.can[c]) or "-" for c in CAPABILITIES}
+    assert rows == [(c, argument, without[c]) for c, argument in CAPABILITIES.items()]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", RANDOM)
+def test_a_yes_is_the_plain_answer_and_a_no_is_refused(name, capability, monkeypatch):
+    vlm = random_model(name)
+    assert vlm.family is FAMILY_OF[name]
+    if vlm.family.can[capability]:
+        monkeypatch.setattr(vlm.language_model.generation_config, "eos_token_id", None)
+        PROOFS[capability](name)
+    else:
+        message = re.escape(f"{CAPABILITIES[capability]}: not with {vlm.family.name}, ")
+        with pytest.raises(ValueError, match=message):
+            ASKED[capability](vlm)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_row_that_says_no_is_enough(capability, monkeypatch):
+    """Every capability has a check at the border, also where no family says no today."""
+    vlm = random_model(RANDOM[0])
+    rows = [replace(f, cannot={capability: "for a test"}) if f is vlm.family else f for f in FAMILIES]
+    monkeypatch.setattr(refvl.families, "FAMILIES", rows)
+    with pytest.raises(ValueError, match=f"^{CAPABILITIES[capability]}: not with {vlm.family.name}, for a test$"):
+        ASKED[capability](vlm)

@@ -1,0 +1,33 @@
+"""Run a notebook on the simulated device, cell by cell: `python tests/cuda_sim/run_notebook.py NAME`."""
+
+import os
+import sys
+from pathlib import Path
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+
+
+def run(name: str, device: str = "cuda") -> None:
+    """Every code cell of notebooks/NAME.ipynb, its models on `device`. Raises what a cell raises."""
+    import matplotlib.pyplot as plt
+    import nbformat
+    from IPython.core.interactiveshell import InteractiveShell
+    from simulated_cuda import simulated_cuda
+
+    os.environ["REFVL_DEVICE"] = device
+    os.chdir(NOTEBOOKS)
+    sys.path.insert(0, str(NOTEBOOKS))
+    shell = InteractiveShell.instance()
+    notebook = nbformat.read(f"{name}.ipynb", as_version=4)
+    with simulated_cuda():
+        for number, cell in enumerate(notebook.cells):
+            if cell.cell_type == "code":
+                print(f"--- {name}, cell {number}", flush=True)
+                shell.run_cell(cell.source).raise_error()
+                plt.close("all")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # as in tests/conftest.py
+    os.environ["MPLBACKEND"] = "agg"
+    run(*sys.argv[1:])

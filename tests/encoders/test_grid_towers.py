@@ -1,0 +1,329 @@
+"""The towers on grids: equal to transformers' in any size, their plans equal to vLLM's metadata, and their configs.
+
+What every encoder keeps is in `contracts/test_encoders.py`, strict loading in `test_weights.py`.
+"""
+
+import json
+from copy import deepcopy
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from closeness import assert_agree, assert_as_exact_as
+from towers import CLASSES, random_patches, run_theirs, same_weights, transformers_tower
+from transformers import AutoConfig
+
+from refvl.attention import available_backends
+from refvl.encoders import Glm4vVisionTransformer, Qwen2_5_VisionTransformer
+from refvl.encoders.qwen2_5_vl import clamp_overflow
+from refvl.graphs import EncoderGraphManager
+from refvl.paths import DATA
+from refvl.positions.rotary import rotary_cos_sin
+
+FOLDER = Path(__file__).parents[1] / "golden"
+GOLDEN = json.loads((FOLDER / "vit_rope_metadata.json").read_text())
+ARRAYS = np.load(FOLDER / "vit_rope_metadata.npz")
+RELEASES = {"qwen2_5_vl": "Qwen2.5-VL-7B-Instruct", "glm4v": "GLM-4.1V-9B-Thinking", "glm_ocr": "GLM-OCR"}
+STD = {"qwen2_5_vl": 0.08, "glm4v": 0.12, "glm_ocr": 0.12}  # of the weights
+GRIDS = [(1, 8, 12), (3, 6, 10), (1, 4, 4), (2, 16, 8)]  # images and videos
+# the position table's own size, one merged token, whole windows, ragged ones, equal images, portrait and landscape
+MORE_GRIDS = [(1, 6, 6), (1, 2, 2), (1, 8, 16), (1, 14, 16), (1, 6, 8), (1, 6, 8), (1, 14, 6), (1, 30, 2), (1, 2, 26)]
+each_family = pytest.mark.parametrize("family", RELEASES)
+two_families = pytest.mark.parametrize("family", ["qwen2_5_vl", "glm4v"])
+
+
+def tiny(family):
+    return CLASSES[family].config_class.tiny()
+
+
+@cache
+def theirs(family):
+    return transformers_tower(family, tiny(family), std=STD[family])
+
+
+def ours(family, **options):
+    return same_weights(family, theirs(family), tiny(family), **options)
+
+
+def half_steps(family):
+    """How many results of the blocks are rounded to half precision: norms, products, sums."""
+    return 12 * tiny(family).depth
+
+
+# --- equal to transformers --------------------------------------------------------------------------------------------
+
+
+@each_family
+@torch.no_grad()
+def test_equals_transformers(family):
+    """Oracle: transformers' tower with the same weights."""
+    grids = GRIDS + MORE_GRIDS
+    patches = random_patches(grids, tiny(family))
+    want = run_theirs(theirs(family), patches, grids)
+    assert_agree(ours(family)(patches, grids), want, theirs(family))
+    assert want.std() > 0.3
+
+
+@torch.no_grad()
+def test_equals_transformers_model_on_clips():
+    """Oracle: `Glm4vModel.get_video_features`, which takes the clip as it is."""
+    from transformers.models.glm4v.modeling_glm4v import Glm4vModel
+
+    class Model:
+        visual = theirs("glm4v")
+
+    grids = [(3, 6, 10), (2, 4, 4)]
+    patches = random_patches(grids, tiny("glm4v"))
+    features = Glm4vModel.get_video_features.__wrapped__.__wrapped__(Model, patches, torch.tensor(grids))
+    assert_agree(ours("glm4v")(patches, grids), torch.cat(features.pooler_output), Model.visual)
+
+
+MERGE_3 = {"spatial_merge_size": 3, "patch_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2_5_vl", MERGE_3 | {"window_size": 112, "temporal_patch_size": 1, "fullatt_block_indexes": ()}),
+        ("glm4v", {"attention_bias": True}),
+        ("glm4v", MERGE_3 | {"temporal_patch_size": 1, "rms_norm_eps": 1e-3}),
+        ("glm4v_moe", {"attention_bias": True, "image_size": 126}),  # the tower of GLM-4.5V
+        ("glm4v_moe", {}),
+        ("glm_ocr", {"attention_bias": False}),
+        ("glm_ocr", MERGE_3 | {"in_channels": 1, "rms_norm_eps": 1e-3}),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_other_configurations_equal_transformers(family, changes):
+    """Oracle: as above; sides that 2 and 3 divide."""
+    config, grids = replace(tiny(family), depth=2, **changes), [(1, 6, 12), (2, 12, 6), (1, 18, 30)]
+    tower, patches = transformers_tower(family, config, std=0.1), random_patches(grids, config)
+    want = run_theirs(tower, patches, grids)
+    assert_agree(same_weights(family, tower, config)(patches, grids), want, tower)
+
+
+@pytest.mark.parametrize(
+    ("family", "std", "changes"),
+    [
+        ("qwen2_5_vl", 0.016, {"depth": 2, "fullatt_block_indexes": (1,)}),  # one windowed block and one full
+        ("glm4v", 0.024, {"depth": 1, "intermediate_size": 512}),  # the merger's inner width alone is smaller
+    ],
+    ids=["qwen2_5_vl", "glm4v"],
+)
+@torch.no_grad()
+def test_equals_transformers_at_full_width(family, std, changes):
+    """Oracle: as above, at the widths of the release: few blocks, an image of 10 x 14 patches."""
+    config, grids = replace(CLASSES[family].config_class(), **changes), [(1, 10, 14)]
+    tower, patches = transformers_tower(family, config, std=std), random_patches(grids, config)
+    want = run_theirs(tower, patches, grids)
+    assert_agree(same_weights(family, tower, config)(patches, grids), want, tower)
+    assert want.std() > 0.3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@two_families
+@torch.no_grad()
+def test_half_precision_is_as_exact_as_transformers(family, dtype):
+    """Oracle: the float32 tower, whose outputs are of size 1; as near to it as transformers' is."""
+    patches = random_patches(GRIDS, tiny(family))
+    exact, half = run_theirs(theirs(family), patches, GRIDS), ours(family).to(dtype)(patches, GRIDS)
+    assert half.dtype == dtype
+    assert_agree(half, exact.double(), half_steps(family))
+    their_half = run_theirs(deepcopy(theirs(family)).to(dtype), patches.to(dtype), GRIDS)
+    assert_as_exact_as(half, their_half, exact)
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def golden_plans(family):
+    return [case for case in GOLDEN["cases"] if case["model"] == family]
+
+
+def unpadded(cumulative):
+    """vLLM pads cumulative lengths for a captured graph by repeating the last."""
+    return sorted(set(cumulative))
+
+
+@pytest.mark.parametrize("case", golden_plans("qwen2_5_vl"), ids=lambda c: c["name"])
+def test_the_plan_of_qwen_equals_golden_metadata(case):
+    """Oracle: vLLM 0.33.0 `prepare_encoder_metadata`; its padding and overridden maxima belong to graphs, not here."""
+    plan = Qwen2_5_VisionTransformer.from_config(GOLDEN["qwen_config"]).plan(case["grid_thw"])
+    assert plan.window_index.tolist() == case["window_index"]
+    assert plan.reverse_index.tolist() == case["reverse_indices"]
+    assert plan.cu_seqlens.tolist() == unpadded(case["cu_seqlens"])
+    assert plan.cu_window_seqlens.tolist() == unpadded(case["cu_window_seqlens"])
+    if case["attn_backend"] == "FLASH_ATTN" and not any("override" in name for name in case["kwargs"]):
+        assert plan.max_seqlen == case["max_seqlen_full"]
+        assert plan.max_window_seqlen == case["max_seqlen_window"]
+    if "cos" in case:
+        for ours, name in zip(plan.cos_sin(), ("cos", "sin"), strict=True):
+            assert_agree(ours, torch.from_numpy(ARRAYS[case[name]]), 4)
+            assert str(ours.dtype) == case["dtypes"][f"rotary_pos_emb_{name}"]
+    kept = {"reverse_indices": plan.reverse_index}
+    for name in ("window_index", "reverse_indices", "cu_seqlens", "cu_window_seqlens"):
+        assert str(kept.get(name, getattr(plan, name, None)).dtype) == case["dtypes"][name]
+
+
+@pytest.mark.parametrize("case", golden_plans("glm4v"), ids=lambda c: c["name"])
+def test_the_plan_of_glm_equals_golden_metadata(case):
+    """Oracle: as above."""
+    tower = Glm4vVisionTransformer.from_config(GOLDEN["glm_config"])
+    table = torch.from_numpy(ARRAYS["glm_position_embedding_weight"])
+    tower.embeddings.position_embedding.weight.data.copy_(table)
+    plan = tower.plan(case["grid_thw"])
+    if case["attn_backend"] == "FLASH_ATTN":
+        assert plan.cu_seqlens.tolist() == unpadded(case["cu_seqlens"])
+        assert plan.max_seqlen == case["max_seqlen"]
+    else:
+        assert plan.cu_seqlens.diff().tolist() == [n for n in case["sequence_lengths"] if n]
+    if "pos_embeds" in case:
+        cos, sin = rotary_cos_sin(plan.positions, plan.frequencies)
+        found = {"pos_embeds": plan.position_embeds, "rotary_pos_emb_cos": cos, "rotary_pos_emb_sin": sin}
+        for name, ours in found.items():
+            assert_agree(ours, torch.from_numpy(ARRAYS[case[name]]), 4)
+            assert str(ours.dtype) == case["dtypes"][name]
+    assert str(plan.cu_seqlens.dtype) == case["dtypes"]["cu_seqlens"]
+
+
+def test_the_golden_cases_are_all_there():
+    assert len(golden_plans("qwen2_5_vl")) == 11 and sum("cos" in case for case in golden_plans("qwen2_5_vl")) == 4
+    assert [c["name"] for c in golden_plans("glm4v")] == ["native", "video", "tiny", "two_flashinfer", "pad_frames"]
+
+
+# --- float16 overflow: Qwen2.5-VL -------------------------------------------------------------------------------------
+
+
+def upstream_clamp(x, offset=1000):
+    """`cast_overflow_tensors` of vLLM, with its branch: clamp when anything is inf or nan."""
+    if x.isinf().any() or x.isnan().any():
+        bound = torch.finfo(x.dtype).max - offset
+        x = torch.clamp(x, min=-bound, max=bound)
+    return x
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[1.0, -2.0], [65504.0, -65504.0], [float("inf"), 65504.0, 1.0], [float("-inf"), 0.0], [float("nan"), 65504.0]],
+    ids=str,
+)
+def test_the_clamp_equals_upstream_s(values):
+    """Oracle: `upstream_clamp` of one row. Values near the maximum are left alone unless something overflowed."""
+    x = torch.tensor(values, dtype=torch.float16)
+    torch.testing.assert_close(clamp_overflow(x), upstream_clamp(x), atol=0, rtol=0, equal_nan=True)
+    beside = torch.full_like(x, 65504)
+    rows = clamp_overflow(torch.stack([x, beside]))
+    torch.testing.assert_close(rows, torch.stack([upstream_clamp(x), beside]), atol=0, rtol=0, equal_nan=True)
+
+
+def test_other_dtypes_are_not_clamped():
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.tensor([float("inf"), 1.0], dtype=dtype)
+        assert clamp_overflow(x) is x
+
+
+@torch.no_grad()
+def test_an_overflowing_tower_stays_finite():
+    """Weights that overflow in the last block: the embeddings are those of the stream clamped by upstream's rule."""
+    encoder = ours("qwen2_5_vl").half()
+    encoder.blocks[-1].mlp.down_proj.bias[:3] = torch.tensor([60000.0, -60000.0, 0.0])
+    encoder.blocks[-1].attn.proj.bias[:3] = torch.tensor([60000.0, -60000.0, 0.0])
+    stream = []
+    encoder.blocks[-1].register_forward_hook(lambda module, inputs, output: stream.append(output))
+    grids = [(1, 8, 12)]
+    out = encoder(random_patches(grids, encoder.config), grids)
+    assert stream[0].isinf().any()
+    want = encoder.merger(upstream_clamp(stream[0]))[encoder.plan(grids).reverse_index]
+    assert torch.equal(out, want)
+    assert out.isfinite().all()
+    assert not encoder.merger(stream[0]).isfinite().all()
+
+
+# --- configs ----------------------------------------------------------------------------------------------------------
+
+
+@each_family
+def test_config_from_every_source(family):
+    """A whole model's dict, its vision_config, and transformers' objects of both describe one tower."""
+    values = json.loads((DATA / "configs" / f"{RELEASES[family]}.json").read_text())
+    config, whole = CLASSES[family].config_class, AutoConfig.for_model(**values)
+    for source in (values, values["vision_config"], whole, whole.to_dict(), whole.vision_config, {}):
+        assert config.from_hf(source) == config()  # the release's: test_defaults.py
+    grey = {name: n for name, n in values["vision_config"].items() if name != "in_channels"} | {"in_chans": 1}
+    assert 3 * config.from_hf(grey).patch_values == config().patch_values
+
+
+@each_family
+def test_from_config_takes_all_of_them(family):
+    kind, tower = CLASSES[family], theirs(family)
+    shapes = {name: p.shape for name, p in kind.from_config(tiny(family)).named_parameters()}
+    for config in (asdict(tiny(family)), tower.config, tower.config.to_dict()):
+        encoder = kind.from_config(config, attention="sdpa")
+        assert encoder.config == tiny(family)
+        assert encoder.attention == "sdpa"
+        assert {name: p.shape for name, p in encoder.named_parameters()} == shapes
+
+
+BAD = [
+    ({"hidden_act": "gelu"}, "hidden_act: the tower is written for 'silu', got 'gelu'"),
+    ({"hidden_size": 66}, "hidden_size: must be num_heads times .* got 66 for 4 heads"),
+    ({"num_heads": 32}, "hidden_size: must be num_heads times .* multiple of 4, got 64 for 32 heads"),
+    ({"image_size": 13}, "image_size: must be at least patch_size=14, got 13"),  # of GLM-4.1V's table
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "message"),
+    [(family, *bad) for family in RELEASES for bad in BAD if family == "glm4v" or "image_size" not in bad[0]],
+)
+def test_a_config_that_cannot_be_built_is_named(family, changed, message):
+    with pytest.raises(ValueError, match=message):
+        CLASSES[family].from_config(asdict(tiny(family)) | changed)
+
+
+@each_family
+def test_a_config_of_the_wrong_kind_is_named(family):
+    with pytest.raises(TypeError, match="config: expected a dict or a transformers config, got str"):
+        CLASSES[family].from_config("Qwen/Qwen2.5-VL-3B-Instruct")
+
+
+# --- with a GPU: python -m pytest -m gpu ------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["varlen", "flash"])
+@torch.no_grad()
+def test_backends_agree_on_the_gpu(backend):
+    """Oracle: the float32 tower on the CPU; in bfloat16 each kernel comes as near to it and to sdpa as it rounds."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if backend not in available_backends("cuda", torch.bfloat16):
+        pytest.skip(f"{backend} is not available here")
+    family = "qwen2_5_vl"
+    patches = random_patches(GRIDS, tiny(family))
+    exact, outs = run_theirs(theirs(family), patches, GRIDS), {}
+    for name in (backend, "sdpa"):
+        encoder = ours(family, attention=name).to("cuda", torch.bfloat16)
+        outs[name] = encoder(patches.cuda(), GRIDS).cpu()
+        assert_agree(outs[name], exact.double(), half_steps(family))
+    assert_agree(outs[backend], outs["sdpa"], half_steps(family))
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_graphs_equal_eager_on_the_gpu():
+    """Oracle: the float32 tower on the CPU; CUDA graphs of the bfloat16 tower come as near as it rounds."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    patches = random_patches(GRIDS, tiny("glm4v"))
+    exact = run_theirs(theirs("glm4v"), patches, GRIDS)
+    encoder = ours("glm4v").to("cuda", torch.bfloat16)
+    manager = EncoderGraphManager(encoder, budgets=[32, 64], max_items=4, max_frames=4, progress=False)
+    for _ in range(2):
+        outputs = torch.cat(manager.execute(patches.cuda(), GRIDS)).cpu()
+        assert_agree(outputs, exact.double(), half_steps("glm4v"))
+    assert manager.stats().misses == 0

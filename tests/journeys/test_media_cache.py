@@ -1,0 +1,454 @@
+"""The media cache. Oracle: the same model without it, and a tower that refuses to run where a hit is promised.
+
+Each of the five bugs that serving engines had in 2026 is planted here once, so that the test is seen to notice it.
+"""
+
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from random_models import MAKERS, WITHOUT_VIDEOS, random_folder, random_model
+from shipped import shipped
+
+import refvl
+from refvl.encoders.tower import send_rows
+from refvl.graphs import EncoderGraphManager
+from refvl.paths import DATA
+from refvl.pixels.media import load_video
+from refvl.serving import media_cache
+from refvl.serving.media_cache import CachedVLM, MediaCache, WeightsState
+
+RANDOM = np.random.default_rng(0)
+A, B, C = (Image.fromarray(x) for x in RANDOM.integers(0, 256, (3, 112, 112, 3), dtype=np.uint8))
+CLIP = RANDOM.integers(0, 256, (6, 60, 90, 3), dtype=np.uint8)
+each_family = pytest.mark.parametrize("name", MAKERS)
+
+
+def cached(model: refvl.VLM, cache: MediaCache | None = None) -> CachedVLM:
+    """The same parts behind a cache."""
+    return CachedVLM(model.config, model.processor, model.encoder, model.language_model, cache or MediaCache(4096))
+
+
+def qwen(cache: MediaCache | None = None) -> CachedVLM:
+    return cached(random_model("Qwen2.5-VL"), cache)
+
+
+def own_qwen() -> CachedVLM:
+    """One whose weights a test may change."""
+    return refvl.load(random_folder("Qwen2.5-VL"), device="cpu", progress=False, media_cache=4096)
+
+
+def counts(model) -> tuple[int, int]:
+    stats = model.media_cache.stats()
+    return stats.hits, stats.misses
+
+
+@contextmanager
+def no_tower(model):
+    """A tower that does not run: what is answered here was kept."""
+
+    def refuse(*_):
+        raise AssertionError("the tower ran")
+
+    handle = model.encoder.register_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@each_family
+def test_nothing_is_encoded_twice(name):
+    model = cached(random_model(name))
+    media = {"images": [A, B]} | ({} if name in WITHOUT_VIDEOS else {"videos": [CLIP]})
+    want = random_model(name).trace("What is it?", max_new_tokens=6, **media)
+    first = model.trace("What is it?", max_new_tokens=6, **media)
+    n = len(want.patches)
+    assert counts(model) == (0, n) and first.cached == [False] * n and not first.seconds_saved
+    with no_tower(model):
+        again = model.trace("What is it?", max_new_tokens=6, **media)
+    assert counts(model) == (n, n) and again.cached == [True] * n
+    assert again.seconds_saved == model.media_cache.stats().seconds_saved > 0
+    assert f"{n} of {n} in the media cache" in repr(again)
+    for trace in (first, again):
+        assert trace.token_ids == want.token_ids
+        assert all(torch.equal(x, y) for x, y in zip(trace.embeds, want.embeds, strict=True))
+
+
+ASKED = {
+    "stream": lambda m: "".join(m.chat("And this?", images=[A], max_new_tokens=6, stream=True)),
+    "chunks": lambda m: m.chat("And this?", images=[A], max_new_tokens=6, prefill_chunk=99),
+    "second turn": lambda m: m.chat(
+        [
+            {"role": "user", "content": [{"type": "image", "image": A}, {"type": "text", "text": "What?"}]},
+            {"role": "assistant", "content": "A square."},
+            {"role": "user", "content": "And this?"},
+        ],
+        max_new_tokens=6,
+    ),
+    "batch": lambda m: m.chat_batch([{"prompt": f"{i}?", "images": [A] * i} for i in range(3)], max_new_tokens=6),
+    "pruned": lambda m: m.chat("And this?", videos=[CLIP], max_new_tokens=6, pruning_rate=0.5),
+    "beams": lambda m: m.chat("And this?", images=[A], max_new_tokens=6, num_beams=2),
+    "feature map": lambda m: m.feature_map(A).tolist(),
+    "generate": lambda m: m.generate(**tensors(), max_new_tokens=6).tolist(),
+}
+
+
+@cache
+def tensors() -> dict:
+    trace = random_model("Qwen2.5-VL").trace("What?", images=[A], max_new_tokens=1)
+    rows, grids = trace.patches[0].pixel_values, trace.layouts
+    return {"input_ids": trace.full_ids[None], "pixel_values": rows, "image_grid_thw": grids}
+
+
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
+def test_every_way_of_asking_uses_it(ask):
+    model = qwen()
+    want = ask(random_model("Qwen2.5-VL"))
+    assert ask(model) == want
+    with no_tower(model):
+        assert ask(model) == want
+
+
+def test_another_prompt_order_and_rate_are_hits():
+    model = qwen()
+    model.encode([A, B], [CLIP])
+    with no_tower(model):
+        model.chat("One?", images=[B], max_new_tokens=1)
+        model.chat("Two?", images=[B, A, B], videos=[CLIP], max_new_tokens=1, pruning_rate=0.3)
+    assert counts(model) == (5, 3)
+
+
+def test_a_medium_that_comes_twice_is_encoded_once():
+    model = qwen()
+    one, two, other = model.encode([A, A, B])
+    assert counts(model) == (1, 2) and torch.equal(one, two) and not torch.equal(one, other)
+
+
+def test_misses_alone_go_through_the_graphs():
+    """What a replay held is told by the numbers that media have in the prompt."""
+    model = own_qwen()
+    model.graphs = EncoderGraphManager(model.encoder, budgets=[16, 64], progress=False)
+    want = random_model("Qwen2.5-VL").encode([A, B, C])
+    model.encode([B])
+    trace = model.trace("What?", images=[A, B, C], max_new_tokens=2)
+    assert trace.cached == [False, True, False] and {i for b in trace.graph_batches for i in b.indices} == {0, 2}
+    assert model.graphs.stats().hits == 3
+    for ours, theirs in zip(trace.embeds, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+# ---------------------------------------------------------------------------------------------------------- the key
+
+
+def test_times_are_in_the_key_where_the_tower_reads_them():
+    """The same frames at another rate: MiniCPM-V 4.5 gives them other times, Qwen2.5-VL's tower sees no time."""
+    slow, fast = (load_video(CLIP, fps=fps) for fps in (1.0, 4.0))
+    for name, hits in (("MiniCPM-V 4.5", 0), ("Qwen2.5-VL", 1)):
+        model = cached(random_model(name))
+        first, second = model.encode(videos=[slow])[0], model.encode(videos=[fast])[0]
+        assert counts(model) == (hits, 2 - hits) and torch.equal(first, second) == bool(hits)
+        assert torch.equal(second, random_model(name).encode(videos=[fast])[0])
+
+
+def test_preprocessing_is_in_the_key():
+    """Another mean gives other values of the same levels; another layout other neighbours of the same rows."""
+    model = own_qwen()
+    model.encode([A])
+    config = model.processor.image_config
+    model.processor.image_config = replace(config, image_mean=(0.5, 0.5, 0.5))
+    [shifted] = model.encode([A])
+    model.media_cache.clear()
+    assert torch.equal(shifted, model.encode([A])[0]) and counts(model) == (0, 1)
+    [patches] = model.processor.patchify([A])
+    keys = [model.media_cache.keys(model.encoder, [patches.rows], [grid])[0] for grid in ((1, 8, 8), (1, 4, 16))]
+    assert len({*keys}) == 2 and all(len(key) == 32 for key in keys)
+
+
+def change_in_place(encoder):
+    with torch.no_grad():
+        encoder.merger.mlp[2].bias.add_(1.0)
+
+
+def step_of_an_optimizer(encoder):
+    [bias] = parameters = [encoder.merger.mlp[2].bias]
+    bias.grad = torch.ones_like(bias)
+    torch.optim.SGD(parameters, lr=1.0).step()
+
+
+def through_meta(encoder):
+    """Old weights are gone before new ones come, often at the same addresses and with the same versions."""
+    weights = {name: x + 1 for name, x in encoder.state_dict().items()}
+    encoder.to("meta").to_empty(device="cpu").load_weights(weights.items())
+
+
+CHANGES = {
+    "in place": change_in_place,
+    "an optimizer": step_of_an_optimizer,
+    "load_state_dict": lambda e: e.load_state_dict({n: x + 1 for n, x in e.state_dict().items()}),
+    "assigned": lambda e: e.load_state_dict({n: x + 1 for n, x in e.state_dict().items()}, assign=True),
+    "through meta": through_meta,
+    "dtype": lambda e: e.to(torch.bfloat16),
+    "a module": lambda e: setattr(e, "merger", type(e.merger)(e.config)),
+    "a parameter": lambda e: setattr(e.merger.mlp[2], "bias", torch.nn.Parameter(e.merger.mlp[2].bias + 1)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_other_weights_miss(change):
+    model = own_qwen()
+    for _ in range(2):  # and so they do when changed again
+        [before] = model.encode([A])
+        change(model.encoder)
+        [after] = model.encode([A])
+        model.media_cache.clear()
+        assert torch.equal(after, model.encode([A])[0]) and not torch.equal(after.float(), before.float())
+        if change in (CHANGES["dtype"], CHANGES["a module"]):
+            break
+
+
+@pytest.mark.thorough
+def test_adapters_miss_while_they_act():
+    peft = pytest.importorskip("peft")
+    model = own_qwen()
+    [plain] = model.encode([A])
+    config = peft.LoraConfig(target_modules=refvl.adapters.layers(model, "tower"), init_lora_weights=False)
+    adapters = refvl.adapters.attach(model, config)
+    [adapted] = model.encode([A])
+    with adapters.disable_adapter():
+        assert torch.equal(model.encode([A])[0], plain)
+    assert counts(model) == (0, 3) and not torch.equal(adapted, plain)
+    with no_tower(model):
+        assert torch.equal(model.encode([A])[0], adapted)
+        with adapters.disable_adapter():
+            model.encode([A])
+
+
+# ------------------------------------------------------------------------------------------------- bounds and copies
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_bytes"])
+def test_the_least_recently_used_goes_first(limit):
+    [rows] = random_model("Qwen2.5-VL").encode([A])
+    two = {"max_tokens": 2 * len(rows), "max_bytes": 2 * rows.nbytes}[limit]
+    model = qwen(MediaCache(**{limit: two}))
+    model.encode([A, B])
+    model.encode([A])
+    model.encode([C])  # B goes
+    stats = model.media_cache.stats()
+    assert (stats.items, stats.tokens, stats.bytes) == (2, 2 * len(rows), 2 * rows.nbytes)
+    with no_tower(model):
+        model.encode([A, C])
+    model.encode([B])
+    assert counts(model) == (3, 4)
+
+
+def test_what_is_larger_than_the_cache_drives_nothing_out():
+    small = A.resize((56, 56))
+    rows, larger = random_model("Qwen2.5-VL").encode([small, A])
+    model = qwen(MediaCache(len(rows)))
+    model.encode([small])
+    for _ in range(2):
+        assert len(larger) > len(rows) and torch.equal(model.encode([A])[0], random_model("Qwen2.5-VL").encode([A])[0])
+    with no_tower(model):
+        model.encode([small])
+    assert counts(model) == (1, 3)
+
+
+def test_clear_drops_and_counts_from_zero():
+    model = qwen()
+    model.encode([A, A])
+    model.media_cache.clear()
+    assert model.media_cache.stats() == media_cache.MediaCacheStats()
+    model.encode([A])
+    assert counts(model) == (0, 1)
+
+
+@torch.inference_mode()
+def test_what_comes_out_may_be_written_into():
+    model = qwen()
+    want = random_model("Qwen2.5-VL").encode([A])[0]
+    for _ in range(3):
+        for rows in model.encode([A, A]):
+            assert torch.equal(rows, want)
+            rows.zero_()
+
+
+def test_a_watched_run_looks_inside_a_tower_that_runs():
+    model = qwen()
+    model.encode([A])
+    trace = model.trace("What?", images=[A], max_new_tokens=1, hidden_states=True)
+    assert len(trace.tower_hidden_states) == model.encoder.config.depth + 1
+
+
+# ------------------------------------------------------------------------------------------------------------ threads
+
+
+def test_of_two_threads_that_ask_at_once_one_encodes():
+    model, entered, go = qwen(), threading.Event(), threading.Event()
+    ran, results = list[int](), dict[int, torch.Tensor]()
+
+    def slow(*_):
+        ran.append(threading.get_ident())
+        entered.set()
+        assert go.wait(60)
+
+    handle = model.encoder.register_forward_pre_hook(slow)
+    threads = [threading.Thread(target=lambda i=i: results.update({i: model.encode([A])[0]})) for i in range(4)]
+    threads[0].start()
+    assert entered.wait(60)
+    for thread in threads[1:]:
+        thread.start()
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    handle.remove()
+    assert len(ran) == 1 and counts(model) == (3, 1)
+    [want] = random_model("Qwen2.5-VL").encode([A])
+    assert len(results) == 4 and all(torch.equal(rows, want) for rows in results.values())
+    assert len({rows.data_ptr() for rows in results.values()}) == 4
+
+
+def test_who_waits_for_a_thread_that_fails_encodes_itself():
+    """And nobody waits in a circle: one wants A then B, the other B then A."""
+    model, entered, go, failed = qwen(), threading.Event(), threading.Event(), list[str]()
+    results = list[torch.Tensor]()
+
+    def fail_once(*_):
+        if not entered.is_set():
+            entered.set()
+            assert go.wait(60)
+            raise RuntimeError("out of memory")
+
+    def first():
+        try:
+            model.encode([A, B])
+        except RuntimeError as error:
+            failed.append(str(error))
+
+    handle = model.encoder.register_forward_pre_hook(fail_once)
+    threads = [threading.Thread(target=first), threading.Thread(target=lambda: results.extend(model.encode([B, A, C])))]
+    threads[0].start()
+    assert entered.wait(60)
+    threads[1].start()
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    handle.remove()
+    assert failed == ["out of memory"] and counts(model) == (0, 3)
+    want = random_model("Qwen2.5-VL").encode([B, A, C])
+    assert len(results) == 3
+    for ours, theirs in zip(results, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+# --------------------------------------------------------------------------------------------- five bugs of 2026
+
+
+def same_grid_other_picture() -> bool:
+    model = qwen()
+    return all(torch.equal(model.encode([x])[0], random_model("Qwen2.5-VL").encode([x])[0]) for x in (A, B))
+
+
+def forty_pictures() -> bool:
+    """Of one token each, so that many cost little."""
+    pictures = [Image.new("RGB", (28, 28), (i, 5 * i, 250 - 6 * i)) for i in range(40)]
+    model = qwen()
+    together = [model.encode([x])[0] for x in pictures]
+    return all(torch.equal(x, random_model("Qwen2.5-VL").encode([p])[0]) for x, p in zip(together, pictures))  # noqa: B905
+
+
+def two_models() -> bool:
+    """Two checkpoints of one shape that share a cache."""
+    cache = MediaCache(4096)
+    whole = random_model("Qwen2.5-VL")
+    other = own_qwen()
+    change_in_place(other.encoder)
+    qwen(cache).encode([A])
+    ours = CachedVLM(whole.config, whole.processor, other.encoder, whole.language_model, cache)
+    other.media_cache = None
+    return torch.equal(ours.encode([A])[0], other.encode([A])[0])
+
+
+def two_in_a_request() -> bool:
+    model = qwen()
+    ours, want = model.encode([A, B]), random_model("Qwen2.5-VL").encode([A, B])
+    return all(torch.equal(x, y) for x, y in zip(ours, want, strict=True))
+
+
+@torch.inference_mode()
+def written_between() -> bool:
+    model = qwen()
+    model.encode([A])[0].zero_()
+    return torch.equal(model.encode([A])[0], random_model("Qwen2.5-VL").encode([A])[0])
+
+
+RIGHT_KEY, RIGHT_KEYS = media_cache.content_key, MediaCache.keys
+BUGS = {
+    "a key of token ids alone": (
+        same_grid_other_picture, media_cache, "content_key", lambda rows, layout, *read: repr((layout, read)).encode(),
+    ),
+    "a truncated hash": (
+        forty_pictures, media_cache, "content_key", lambda *made_of: RIGHT_KEY(*made_of)[:1],
+    ),
+    "no model in the key": (two_models, WeightsState, "of", lambda self, encoder: ()),
+    "one key per request": (
+        two_in_a_request, MediaCache, "keys", lambda *request: [b"".join(RIGHT_KEYS(*request))] * len(request[2]),
+    ),
+    "a view of what is used again": (written_between, media_cache, "copied", list),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("is_right", "owner", "name", "wrong"), BUGS.values(), ids=BUGS)
+def test_bugs_of_2026(monkeypatch, is_right, owner, name, wrong):
+    """sglang-omni#258; LMCache#4086 and sglang#25462; rMLX#135; omlx#1417; react-native-executorch#1229."""
+    assert is_right()
+    monkeypatch.setattr(owner, name, wrong)
+    assert not is_right()
+
+
+# --------------------------------------------------------------------------------------------------------- the border
+
+
+@pytest.mark.parametrize("bound", [0, -1, True, 1.5, "many"])
+def test_a_bound_is_a_positive_number(bound):
+    with pytest.raises((ValueError, TypeError), match="media_cache: max_tokens"):
+        refvl.load(random_folder("Qwen2.5-VL"), device="cpu", progress=False, media_cache=bound)
+
+
+def test_a_cache_has_a_bound():
+    with pytest.raises(ValueError, match="media_cache: expected a number of tokens, or max_bytes"):
+        MediaCache()
+
+
+def test_a_model_says_what_it_keeps():
+    model = qwen()
+    model.encode([A])
+    assert "media_cache     MediaCacheStats(hits=0, misses=1" in repr(model)
+    assert random_model("Qwen2.5-VL").media_cache is None
+
+
+def test_six_prompts_about_two_pictures_on_a_trained_model():
+    """Seven of nine media are hits, and every answer is what the model says without a cache."""
+    plain = shipped("tiny-qwen2_5_vl")
+    model = cached(plain)
+    scene, coffee = DATA / "pictures" / "scene.png", DATA / "pictures" / "coffee.jpg"
+    for images in ([scene], [scene], [coffee], [scene, coffee], [coffee, scene], [scene, scene]):
+        question = partial(refvl.VLM.chat, prompt="What color is the circle?", images=images, max_new_tokens=4)
+        assert question(model) == question(plain)
+    assert counts(model) == (7, 2)
+
+
+def test_rows_of_the_caller_on_any_device_have_a_key():
+    """bfloat16 has no NumPy type, and rows may be a view."""
+    model = qwen()
+    [patches] = model.processor.patchify([A])
+    rows = send_rows([patches.rows], model.encoder)
+    variants = [rows, rows.to(torch.bfloat16), torch.stack([rows, rows], 1)[:, 0], rows.clone().requires_grad_()]
+    keys = [model.media_cache.keys(model.encoder, [x], [patches.layout])[0] for x in variants]
+    assert keys[0] == keys[2] == keys[3] != keys[1]

@@ -1,0 +1,314 @@
+"""The vision tower without its language model, and images as grids of features.
+
+Oracles: the same folder with its language model; bytes of every tensor that a model holds, and of every one that is
+read; transformers' towers with the same weights, their blocks overheard; patches put into reading order by loops;
+Step3's encoder on one square; an image whose colours say where they are.
+"""
+
+import io
+import json
+import pickle
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from closeness import assert_agree, roundings
+from PIL import Image
+from random_models import MAKERS, WITHOUT_VIDEOS, random_folder, random_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForImageTextToText
+
+import refvl
+from refvl import checkpoints
+from refvl.pixels.crops import cut_loaded, prepare_pixels
+from refvl.serving.tower import NoText
+
+RANDOM = np.random.default_rng(0)
+PICTURE = Image.fromarray(RANDOM.integers(0, 256, (112, 168, 3), dtype=np.uint8))
+CLIP = list(RANDOM.integers(0, 256, (6, 60, 90, 3), dtype=np.uint8))
+SIDE_FILES = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+ON_GRIDS = [name for name in MAKERS if name.startswith(("Qwen", "qwen", "GLM"))]
+FOLDED = [name for name in MAKERS if name.startswith(("MiniCPM-V 4.6", "MiniCPM-V 4.7"))]  # they merge on the way
+CUT = [name for name in MAKERS if name not in (*ON_GRIDS, *FOLDED)]
+each_family = pytest.mark.parametrize("name", MAKERS)
+
+
+def load(folder, **options):
+    return refvl.load(folder, text=False, device="cpu", progress=False, **options)
+
+
+def of_tower(name: str, weights: dict) -> dict:
+    return {key: x for key, x in weights.items() if re.search(random_model(name).family.vision_prefix, key)}
+
+
+def tower_folder(name: str, folder):
+    """A folder with the tower's files alone: configs and its weights; no tokenizer, no chat template."""
+    folder.mkdir()
+    for file in SIDE_FILES:
+        if (random_folder(name) / file).is_file():
+            shutil.copy(random_folder(name) / file, folder)
+    save_file(of_tower(name, load_file(random_folder(name) / "model.safetensors")), folder / "model.safetensors")
+    return folder
+
+
+def media_of(name: str) -> dict:
+    return {"images": [PICTURE]} | ({} if name in WITHOUT_VIDEOS else {"videos": [CLIP]})
+
+
+class TensorBytes(pickle.Pickler):
+    """Walks through all that an object holds; `found` are the bytes of each storage under a tensor."""
+
+    def __init__(self):
+        super().__init__(io.BytesIO())
+        self.found = dict[int, int]()
+
+    def persistent_id(self, value):
+        if not isinstance(value, torch.Tensor):
+            return None
+        self.found[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+        return "tensor"
+
+
+def bytes_held(model) -> int:
+    walk = TensorBytes()
+    walk.dump(model)
+    return sum(walk.found.values())
+
+
+@each_family
+def test_it_encodes_what_the_whole_model_encodes(name, tmp_path):
+    want = random_model(name).encode(**media_of(name))
+    for folder in (random_folder(name), tower_folder(name, tmp_path / "tower")):
+        for ours, theirs in zip(load(folder).encode(**media_of(name)), want, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@each_family
+def test_it_takes_the_memory_of_its_weights(name, monkeypatch):
+    """Every tensor that the model holds, and all that was read from the file: at most a tenth more than the weights."""
+    whole, read, open_shard = random_model(name), list[int](), checkpoints.open_shard
+
+    def counting(file):
+        shard = open_shard(file)
+
+        class Shard:
+            def __enter__(self):
+                shard.__enter__()
+                return self
+
+            def __exit__(self, *error):
+                return shard.__exit__(*error)
+
+            def keys(self):
+                return shard.keys()
+
+            def get_tensor(self, key):
+                read.append(shard.get_tensor(key).nbytes)
+                return shard.get_tensor(key)
+
+        return Shard()
+
+    monkeypatch.setattr(checkpoints, "open_shard", counting)
+    model = load(random_folder(name))
+    weights = sum(p.nbytes for p in [*model.encoder.parameters(), *model.encoder.buffers()])
+    stored = load_file(random_folder(name) / "model.safetensors")
+    of_file = sum(x.nbytes for x in of_tower(name, stored).values())
+    assert weights <= bytes_held(model) <= 1.1 * weights < 0.9 * bytes_held(whole)
+    assert 0 < sum(read) <= of_file < 0.9 * sum(x.nbytes for x in stored.values())
+
+
+def test_shards_of_the_text_model_need_not_be_there(tmp_path):
+    folder = tower_folder("Qwen2.5-VL", tmp_path / "tower")
+    (folder / "model.safetensors").rename(folder / "tower.safetensors")
+    names = load_file(random_folder("Qwen2.5-VL") / "model.safetensors")
+    tower = of_tower("Qwen2.5-VL", names)
+    weight_map = {name: "tower.safetensors" if name in tower else "text.safetensors" for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert torch.equal(load(folder).encode([PICTURE])[0], random_model("Qwen2.5-VL").encode([PICTURE])[0])
+    with pytest.raises(FileNotFoundError, match=r"shards that are not there: \['text.safetensors'\]"):
+        refvl.load(folder, device="cpu", progress=False)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_of_a_hub_id_the_shards_of_the_tower_are_downloaded(tmp_path, monkeypatch, sharded):
+    """Oracle: a stand-in for `snapshot_download` that records what it is asked for."""
+    folder, asked = tower_folder("Qwen2.5-VL", tmp_path / "tower"), list[list[str]]()
+    file = folder / "model.safetensors"
+    if sharded:
+        weight_map = dict.fromkeys(load_file(file), "a.safetensors") | {"model.norm.weight": "b.safetensors"}
+        file.rename(folder / "a.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+    def snapshot_download(repo_id, *, allow_patterns, **kwargs):
+        asked.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    load("Qwen/Qwen2.5-VL-72B-Instruct")
+    assert asked == [["*.json", "*.txt", "*.jinja"], ["a.safetensors" if sharded else "model.safetensors"]]
+
+
+ASKED = {
+    "chat": lambda m: m.chat("What?"),
+    "stream": lambda m: m.chat("What?", stream=True),
+    "trace": lambda m: m.trace("What?", attentions=True),
+    "chat_batch": lambda m: m.chat_batch([{"prompt": "What?"}]),
+    "generate": lambda m: m.generate(torch.ones(1, 2, dtype=torch.long)),
+    "answers": lambda m: m.answers([]),
+    "max_context": lambda m: m.max_context,
+    "language_model": lambda m: m.language_model.config,
+}
+
+
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
+def test_what_needs_the_language_model_names_the_argument(ask):
+    whole = random_model("Qwen2.5-VL")
+    model = refvl.VLM(whole.config, whole.processor, whole.encoder, NoText())
+    with pytest.raises(ValueError, match="^text: the model was loaded without its language model"):
+        ask(model)
+    assert "none: loaded with text=False" in repr(model)
+
+
+def test_arguments_of_the_language_model_are_refused():
+    with pytest.raises(TypeError, match="device_map: is for the language model, which text=False leaves out"):
+        load(random_folder("Qwen2.5-VL"), device_map="auto")
+    with pytest.raises(TypeError, match="text"):
+        refvl.load(random_folder("Qwen2.5-VL"), text=0)
+
+
+def test_the_command_line_needs_the_tower_alone(tmp_path, shell):
+    """`encode` and `info --tower` on a folder without a language model; `chat` says what is missing."""
+    folder, media = tower_folder("Qwen2.5-VL", tmp_path / "tower"), tmp_path / "media"
+    media.mkdir()
+    PICTURE.save(media / "picture.png")
+
+    assert shell("encode", folder, media, "--out", tmp_path / "out", "--device", "cpu")[1].startswith("1 images")
+    [want] = random_model("Qwen2.5-VL").encode([PICTURE])
+    assert torch.equal(refvl.handover.read_embeddings(tmp_path / "out", "picture.png"), want)
+    code, said, _ = shell("info", folder, "--tower", "--image", media / "picture.png")
+    assert not code and "vision tower" in said and not re.search("language model|kv cache|key-value", said)
+    code, _, said = shell("chat", folder, "What?", "--device", "cpu")
+    assert code == 1 and "the config's text model has 796,288 values, the weights are 0" in " ".join(said.split())
+
+
+# ------------------------------------------------------------------------------------------------------ feature maps
+
+
+def in_reading_order(x: torch.Tensor, grid: tuple, m: int) -> torch.Tensor:
+    """(t, h, w, E), patch by patch in the order in which rows lie."""
+    (t, h, w), rows = grid, iter(x)
+    out = x.new_empty(t, h, w, x.shape[1])
+    places = [(k, y, x) for k in range(t) for y in range(0, h, m) for x in range(0, w, m)]
+    for k, y, x0 in places:
+        for dy in range(m):
+            for dx in range(m):
+                out[k, y + dy, x0 + dx] = next(rows)
+    return out
+
+
+@pytest.mark.parametrize("medium", [PICTURE, CLIP], ids=["image", "video"])
+@pytest.mark.parametrize("name", ON_GRIDS)
+@torch.no_grad()
+def test_states_of_blocks_are_those_of_transformers(name, medium):
+    """Qwen2.5-VL's blocks work in window order: which patch is where is read off what they are given first."""
+    model = random_model(name)
+    theirs = AutoModelForImageTextToText.from_pretrained(random_folder(name), dtype=torch.float32).eval().model.visual
+    kept = list[torch.Tensor]()
+    theirs.blocks[0].register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+    for block in theirs.blocks:
+        block.register_forward_hook(lambda _, args, out: kept.append(out[0] if isinstance(out, tuple) else out))
+    kind = "images" if medium is PICTURE else "videos"
+    [patches] = model.processor.patchify(model.processor.decode(model.processor.messages("", **{kind: [medium]})))
+    t, h, w = patches.layout
+    theirs(patches.pixel_values, torch.tensor([(1, h, w)] * t))
+    order = torch.arange(t * h * w)
+    if name == "Qwen2.5-VL":
+        order = torch.cdist(theirs.patch_embed(patches.pixel_values), kept[0]).argmin(1)
+    assert sorted(order.tolist()) == list(range(t * h * w))
+    blocks = list(range(len(theirs.blocks)))
+    states = model.feature_map(medium, blocks=[*blocks, -1])
+    assert torch.equal(states[-1], states[-2])
+    for ours, state in zip(states, kept[1:], strict=False):
+        assert_agree(ours, in_reading_order(state[order], (t, h, w), 2), roundings(theirs))
+    embeds = model.feature_map(medium)
+    assert embeds.shape[:3] == (t, h // 2, w // 2)
+    [rows] = model.encode(**{kind: [medium]})
+    assert torch.equal(embeds.flatten(0, 2), rows[:, : embeds.shape[-1]])
+    assert embeds.shape[-1] == model.language_model.config.hidden_size
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_slices_that_are_folded_are_grids_of_tokens(name):
+    """Of all slices together: the rows of `encode`."""
+    model = random_model(name)
+    maps = model.feature_map(PICTURE)
+    assert len(maps) > 1 and torch.equal(torch.cat([x.flatten(0, 2) for _, x in maps]), model.encode([PICTURE])[0])
+    assert maps[0][0] == (0, 0, *PICTURE.size)
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_slices_and_crops_are_grids_of_their_own(name):
+    """Of all cuts together: the rows of `encode`, and the states that a watched run keeps."""
+    model = random_model(name)
+    [want] = model.encode([PICTURE])
+    maps = model.feature_map(PICTURE)
+    assert len(maps) > 3 and torch.equal(torch.cat([x.flatten(0, 2) for _, x in maps]), want)
+    trace = model.trace("What?", images=[PICTURE], max_new_tokens=1, hidden_states=True)
+    [last] = model.feature_map(PICTURE, blocks=[-1])
+    assert torch.equal(torch.cat([x.flatten(0, 2) for _, x in last]), trace.tower_hidden_states[-1])
+    assert [box for box, _ in last] == [box for box, _ in maps]
+
+
+def test_a_crop_of_step3_is_what_its_encoder_makes_of_one_square():
+    model, config = random_model("Step3-VL"), random_model("Step3-VL").processor.image_config
+    overview, crops, _ = cut_loaded(PICTURE, config)
+    squares = [prepare_pixels(x, config.crop_size, config) for x in crops] + [prepare_pixels(overview, 84, config)]
+    for (_, ours), square in zip(model.feature_map(PICTURE), squares, strict=True):
+        with torch.no_grad():
+            want = model.encoder(square[None])[0]
+        assert_agree(ours.flatten(0, 2), want, roundings(model.encoder))
+        assert ours.shape[1] == ours.shape[2]
+
+
+@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("size", [(168, 112), (300, 150), (75, 260)])
+def test_boxes_are_where_the_pixels_come_from(name, size):
+    """Red grows from left to right, green from top to bottom: their means in a cut are the centre of its box."""
+    width, height = size
+    x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
+    image = Image.fromarray(np.stack([x, y, 0 * x], -1).round().astype(np.uint8))
+    model = random_model(name)
+    [patches] = model.processor.patchify([image])
+    boxes = [box for box, _ in model.feature_map(image)]
+    config = model.processor.image_config
+    mean, std = np.array(config.image_mean)[:2], np.array(config.image_std)[:2]
+    sizes = [x.shape[:3].numel() for _, x in model.feature_map(image, blocks=[0])[0]]
+    for rows, box in zip(patches.pixel_values.split(sizes), boxes, strict=True):
+        seen = rows.unflatten(1, (3, -1))[:, :2].mean((0, 2)).numpy() * std + mean
+        left, top, right, bottom = np.array(box) / [width, height, width, height]
+        inside = 1.0 if max(right, bottom) <= 1.01 else None  # what lies beyond the image is black
+        if inside:
+            assert seen == pytest.approx([(left + right) / 2, (top + bottom) / 2], abs=0.03)
+
+
+def test_frames_of_minicpmv_keep_their_packs():
+    model = random_model("MiniCPM-V 4.5")
+    [rows], maps = model.encode(videos=[CLIP]), model.feature_map(CLIP)
+    assert torch.equal(torch.cat([x.flatten(0, 2) for _, x in maps]), rows)
+    [states] = model.feature_map(CLIP, blocks=[0])
+    assert sum(len(x) for _, x in states) == len(CLIP) and {box for box, _ in maps} == {(0, 0, 90, 60)}
+
+
+@pytest.mark.parametrize("blocks", [[99], [-99], ["first"], [True], [0.5]])
+def test_blocks_that_are_not_there_are_refused(blocks):
+    with pytest.raises(ValueError, match=r"blocks: expected indices of the tower's \d blocks, got "):
+        random_model("Qwen2.5-VL").feature_map(PICTURE, blocks=blocks)
+
+
+def test_a_hook_stays_on_the_copy():
+    model = random_model("Qwen2.5-VL")
+    model.feature_map(PICTURE, blocks=[0])
+    assert not any(module._forward_hooks for module in model.encoder.modules() if isinstance(module, nn.Module))

@@ -1,0 +1,60 @@
+"""Every claim holds under three other sets of parameters, and breaks where a notebook says so.
+
+Oracle: the notebook's own assertions, run by papermill. `make test-claims`; NB=12 runs one notebook.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from claims import SETS, Parameters
+
+NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("[0-9]*.ipynb"))
+FOUND = {path: parameters for path in NOTEBOOKS if (parameters := Parameters.read(path))}
+WANTED = {path: p for path, p in FOUND.items() if path.stem.startswith(os.environ.get("NB", ""))}
+HELD = [(path, values) for path, p in WANTED.items() for values in p.sets()]
+BROKEN = [(path, values) for path, p in WANTED.items() for values in p.breaking()]
+
+
+def named(value) -> str:
+    return value.stem if isinstance(value, Path) else ", ".join(f"{n}={v}" for n, v in value.items())
+
+
+def run(path: Path, values: dict, out: Path) -> None:
+    papermill = pytest.importorskip("papermill")
+    how = {"cwd": path.parent, "progress_bar": False, "kernel_name": "python3"}
+    papermill.execute_notebook(path, out / path.name, values, **how)
+
+
+@pytest.mark.parametrize("path", FOUND, ids=named)
+def test_each_parameter_was_tried_three_times(path):
+    """With three values of its kind, none of which is the committed one."""
+    parameters = FOUND[path]
+    for name, value in parameters.committed.items():
+        tried = parameters.tried[name]
+        assert len({*tried, value}) == SETS + 1 and {type(each) for each in tried} == {type(value)}, name
+
+
+@pytest.mark.parametrize("path", FOUND, ids=named)
+def test_a_claim_breaks_where_the_notebook_says(path):
+    """Its text names each value that breaks one, as it is written in the cell."""
+    text = path.read_text(encoding="utf-8")
+    assert FOUND[path].breaking() and "Try to break it" in text
+    for [(name, value)] in map(dict.items, FOUND[path].breaking()):
+        assert f"`{name} = {value!r}`".replace("'", '"') in text.replace('\\"', '"'), name
+
+
+@pytest.mark.claims
+@pytest.mark.parametrize(("path", "values"), HELD, ids=named)
+def test_the_claims_hold(path, values, tmp_path):
+    run(path, values, tmp_path)
+
+
+@pytest.mark.claims
+@pytest.mark.parametrize(("path", "values"), BROKEN, ids=named)
+def test_a_claim_breaks(path, values, tmp_path):
+    """In an assertion, and not because a cell cannot run."""
+    papermill = pytest.importorskip("papermill")
+    with pytest.raises(papermill.exceptions.PapermillExecutionError) as caught:
+        run(path, values, tmp_path)
+    assert caught.value.ename == "AssertionError", caught.value
