@@ -172,13 +172,21 @@ def _limited(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def limited(*args, **kwargs):
-        timer = threading.Timer(LIMIT, raise_in, (thread, ctypes.py_object(TooLong)))
+        running, lock = [True], threading.Lock()
+
+        def stop():
+            with lock:  # either before the function has ended, or not at all
+                if running:
+                    raise_in(thread, ctypes.py_object(TooLong))
+
+        timer = threading.Timer(LIMIT, stop)
         timer.start()
         try:
             return function(*args, **kwargs)
         finally:
             timer.cancel()
-            raise_in(thread, None)  # nothing is raised later
+            with lock:
+                running.clear()
 
     return limited
 

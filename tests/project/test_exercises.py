@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
@@ -709,6 +711,19 @@ def test_a_loop_that_never_ends_is_stopped(monkeypatch, catch):
     verdict = exercises.check_window_index(my_function)
     assert verdict.status == "wrong" and re.search("my_function took longer than .* in the line: ", verdict.line)
     assert exercises.check_window_index(window_index).status == "right"
+
+
+@pytest.mark.thorough
+def test_a_debugger_still_steps_after_a_check():
+    """What was raised in a thread and then taken back kept the interpreter busy for ever, once it was traced."""
+    code = (
+        "import sys, exercises\n"
+        "assert exercises.check_window_index(lambda h, w, side: 1).status == 'wrong'\n"
+        "sys.settrace(lambda frame, event, value: None)\n"
+        "(lambda: None)()\n"
+        "sys.settrace(None)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=NOTEBOOKS, timeout=120, check=True)
 
 
 def test_a_wrong_result_is_drawn_beside_the_expected_one():
