@@ -4,15 +4,15 @@
     model = refvl.load("data/checkpoints/tiny-qwen2_5_vl")
     print(model.chat("What color is the circle?", images=["data/pictures/scene.png"]))
 
-`load` gives a `VLM`, whose `trace` gives a `Trace`. Start reading at `refvl/pipeline.py`; the rooms beside it, each a
-stage of the path from an image to text, are imported when they are first used: `refvl.positions`, `refvl.graphs`, ...
+`load` returns a `VLM`, whose `trace` returns a `Trace`. Start reading at `refvl/pipeline.py`. The other folders are
+the stages from an image to text; they are imported on first use: `refvl.positions`, `refvl.graphs`, ...
 """
 
 import importlib
 
 __version__ = "0.1.0"
 __all__ = ["VLM", "Trace", "compare", "load"]
-# what type checkers and editors should see is in __init__.pyi
+# __init__.pyi declares the names for type checkers and editors
 _HOME = {
     "load": "refvl.loading",
     "VLM": "refvl.serving.model",
@@ -29,14 +29,14 @@ _ROOMS = {
 }  # fmt: skip
 
 
-def __getattr__(name: str):  # transformers is slow to import: `import refvl.positions` should not pay for it
+def __getattr__(name: str):  # transformers is slow to import, and `import refvl.positions` does not need it
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     if name not in _ROOMS:
         raise AttributeError(f"module 'refvl' has no attribute {name!r}")
     try:
         return importlib.import_module(_ROOMS[name])
-    except ImportError as error:  # what looks through a module, as `help` does, expects no other error
+    except ImportError as error:  # tools that inspect a module, such as `help`, expect no other error
         raise AttributeError(f"refvl.{name} cannot be imported: {error}") from error
 
 

@@ -37,11 +37,11 @@ def loss_of(language_model, features: list[dict], position_ids) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[:-1], labels[1:], reduction="sum", ignore_index=-100)
 
 
-def features_of(traces: list) -> list[dict]:
-    """In float64, with the ids as labels but for the first of each prompt."""
+def features_of(traces: list, placeholders: torch.Tensor) -> list[dict]:
+    """In float64, with the ids as labels but for placeholders and the first of each prompt."""
     features = []
     for trace in traces:
-        labels = trace.input_ids.clone()
+        labels = trace.input_ids.masked_fill(torch.isin(trace.input_ids, placeholders), -100)
         labels[0] = -100
         rows = {"inputs_embeds": trace.inputs_embeds.double(), "deepstack_embeds": trace.deepstack.double()}
         features.append({"input_ids": trace.input_ids, "positions": trace.positions, "labels": labels} | rows)
@@ -53,7 +53,8 @@ def features_of(traces: list) -> list[dict]:
 def test_packed_prompts_give_the_losses_and_gradients_of_separate_ones(name):
     """To 1e-6, as routers of experts are float32 in any case; with the rows of M-RoPE alone prompts see each other."""
     traces = traces_of(name)
-    features, language_model = features_of(traces), copy.deepcopy(random_model(name).language_model).double()
+    features = features_of(traces, torch.tensor(list(random_model(name).token_ids.values())))
+    language_model = copy.deepcopy(random_model(name).language_model).double()
     packed = pack(traces)
     if isinstance(language_model, Qwen3_5TextModel):
         with pytest.raises(
