@@ -35,7 +35,7 @@ def find_family(name: str = DEFAULT) -> "TinyFamily":
 
 
 def family_names() -> list[str]:
-    shared = {"family", "model", "step3", "minicpmv4_7"}  # step3: by train_step3.py; 4.7 has not been trained yet
+    shared = {"family", "model", "step3"}  # step3: by train_step3.py
     return sorted({file.stem.removeprefix("tiny_") for file in Path(__file__).parent.glob("tiny_*.py")} - shared)
 
 
@@ -56,6 +56,8 @@ class TinyFamily:
     clips: tuple[str, ...] = ("motion",)  # the sorts of videos it learns from, of `scenes.SORTS`
     sliced: bool = False  # whether an image becomes an overview and slices, whose order says where they are
     reads_places: bool = False  # whether the language model is to read from positions where a token is in an image
+    moves_with_token: tuple[int, ...] = (0,)  # columns beside a token of a place whose positions are exchanged with it
+    reads_canvas: bool = False  # ... where it is given to whole slices
     reads_steps: bool = False  # ... and when, in a video
     spells_seconds: bool = False  # whether seconds are written digit by digit, so that prompts differ in length
     packing: int = 0  # frames of a video that share tokens, whose temporal ids say when each was taken; 0: none do

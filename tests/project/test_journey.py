@@ -16,6 +16,8 @@ from html.parser import HTMLParser
 import pytest
 import torch
 from project.test_contributing import code_lines
+from random_models import NEEDS_5_23
+from shipped import is_read_here
 
 import refvl
 from refvl.paths import DATA
@@ -29,6 +31,7 @@ BUDGETS = {
     "qwen3_vl": Numbers(105, 56, 18, 760, 111, 1639),
     "glm4v": Numbers(103, 56, 18, 758, 111, 1728),
     "minicpmv": Numbers(108, 64, 19, 794, 117, 2094),
+    "minicpmv4_7": Numbers(103, 57, 20, 801, 120, 1975),
     "step3": Numbers(102, 52, 17, 792, 118, 1824),
     "clip": Numbers(118, 56, 17, 896, 150, 1700),
 }
@@ -52,10 +55,15 @@ def html(name: str) -> str:
     return page(journey(name), title=SHIPPED[name].checkpoint)
 
 
-each_journey = pytest.mark.parametrize("name", SHIPPED)
+def here(names) -> list:
+    """Those whose checkpoint this transformers cannot read are skipped."""
+    return [n if is_read_here(SHIPPED[n].checkpoint) else pytest.param(n, marks=NEEDS_5_23) for n in names]
 
 
-@pytest.mark.parametrize("name", BUDGETS)
+each_journey = pytest.mark.parametrize("name", here(SHIPPED))
+
+
+@pytest.mark.parametrize("name", here(BUDGETS))
 def test_the_path_does_not_grow(name):
     """Fewer is always right; more has to be written into the table."""
     now, allowed = journey(name).numbers, BUDGETS[name]
