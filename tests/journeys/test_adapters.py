@@ -458,4 +458,4 @@ def test_the_command_line_takes_adapters(qwen, saved):
     result = CliRunner().invoke(app, ["chat", str(qwen), "What is it?", "--max-new-tokens", "8", *given])
     assert result.exit_code == 0 and result.stdout == plain(vlm.chat("What is it?", max_new_tokens=8)) + "\n"
     result = CliRunner().invoke(app, ["trace", str(qwen), "What is it?", "--with", "transformers", *given])
-    assert result.exit_code == 1 and result.stderr.startswith("refvl: adapter: not beside transformers")
+    assert result.exit_code == 1 and result.stderr.startswith("refvl: adapter: not supported with transformers")

@@ -406,7 +406,7 @@ def test_one_command_says_why_the_two_differ(shell, tmp_path):
         ),
         (
             ["trace", QWEN, "Hi", "-v", CLIP, "--with", "transformers", "--pruning-rate", 0.5],
-            "pruning_rate: must be 0 beside",
+            "pruning_rate: must be 0 with",
         ),
     ],
 )

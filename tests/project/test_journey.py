@@ -420,7 +420,7 @@ def test_the_command_writes_a_page(shell, tmp_path):
     ("file", "said"),
     [
         ("--source=way.txt", "source: expected a file that ends in .html, or nothing, got 'way.txt'"),
-        ("--source=gone/way.html", "source: gone is no folder to write way.html into"),
+        ("--source=gone/way.html", "source: gone is not a folder to write way.html into"),
     ],
 )
 def test_the_command_refuses_files_before_it_loads(shell, file, said):

@@ -230,7 +230,7 @@ def test_a_mistake_is_one_line(shell, checkpoint, tmp_path, arguments, message):
 def test_several_processes_must_share(shell, monkeypatch, checkpoint, folder, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
     status, _, err = shell("encode", checkpoint, folder, "--out", tmp_path / "out")
-    assert status == 1 and "give --data-parallel" in err and not (tmp_path / "out").exists()
+    assert status == 1 and "add --data-parallel" in err and not (tmp_path / "out").exists()
 
 
 def by_torchrun(arguments, folder):

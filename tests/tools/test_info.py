@@ -218,8 +218,8 @@ def test_a_small_picture_is_enlarged_and_the_step_says_so():
         ),
         (["tiny-qwen2_5_vl", "--max-pixels", "9"], "min_pixels: must not exceed max_pixels=9"),
         (["tiny-qwen2_5_vl", "--max-pixels", "0"], "max_pixels: must be at least 1, got 0"),
-        (["tiny-qwen2_5_vl", "--fps", "2"], "fps: samples video files, and none was given"),
-        (["tiny-qwen2_5_vl", "--num-frames", "2"], "num_frames: samples video files, and none was given"),
+        (["tiny-qwen2_5_vl", "--fps", "2"], "fps: needs a video file, but none was given"),
+        (["tiny-qwen2_5_vl", "--num-frames", "2"], "num_frames: needs a video file, but none was given"),
         (["tiny-qwen2_5_vl", "--video", str(CLIP), "--fps", "0"], "fps: must be a finite number above 0"),
         (["tiny-qwen2_5_vl", "--video", str(CLIP), "--num-frames", "2", "--fps", "1"], "fps, num_frames: expected one"),
         (
