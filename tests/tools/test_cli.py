@@ -77,7 +77,10 @@ def test_info_on_a_released_config(shell):
         (["chat", "FOLDER", "Hi", "--max-new-tokens", "0"], "max_new_tokens: must be at least 1, got 0"),
         (["trace", "FOLDER", "Hi", "--dtype", "int3"], "dtype: expected"),
         (["info", "FOLDER", "--image", "nothing.png"], "nothing.png"),
-        (["chat", "FOLDER/config.json", "Hi"], "config.json is a config without weights; use it only with `refvl info`"),
+        (
+            ["chat", "FOLDER/config.json", "Hi"],
+            "config.json is a config without weights; use it only with `refvl info`",
+        ),
         (["chat", "FOLDER", LATIN], "prompt: expected text in UTF-8, got 'caf\\udce9'"),
         (["trace", "FOLDER", LATIN], "prompt: expected text in UTF-8, got 'caf\\udce9'"),
     ],
