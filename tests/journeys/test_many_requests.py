@@ -172,7 +172,7 @@ def test_what_holds_anything_else_is_left_alone(vlm, file, tmp_path, text):
     out = tmp_path / "out" if text else file
     out.write_text(text or file.read_text())
     before = out.read_bytes()
-    with pytest.raises(ValueError, match=rf"out: .*{out.name}, line 1: is no answer to that line of the requests"):
+    with pytest.raises(ValueError, match=rf"out: .*{out.name}, line 1: is not an answer to that line of the requests"):
         answer_file(vlm, file, out, common=COMMON, progress=False)
     assert out.read_bytes() == before
 

@@ -326,7 +326,7 @@ class Read(HTMLParser):
 def test_a_page_holds_every_stage_and_every_function_in_order(name):
     found = journey(name)
     read = Read(html(name))
-    expected, number = [("h1", "One picture, line by line")], 0
+    expected, number = [("h1", "One image, line by line")], 0
     for place, (stage, functions) in enumerate(found.stages, 1):
         expected.append(("h2", f"{place} {stage}"))
         for function in functions:

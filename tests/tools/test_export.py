@@ -173,7 +173,7 @@ def test_new_changed_and_removed_pictures(vlm, folder, tmp_path):
 def test_another_model_is_refused(vlm, folder, tmp_path):
     encode_folder(vlm, folder, tmp_path / "out", progress=False)
     other = refvl.load(make_checkpoint(tmp_path / "other", seed=1), progress=False)
-    with pytest.raises(ValueError, match=r"out: .*embeds-000-00000.safetensors holds embeddings of another model"):
+    with pytest.raises(ValueError, match=r"out: .*embeds-000-00000.safetensors contains embeddings of another model"):
         encode_folder(other, folder, tmp_path / "out", progress=False)
 
 
@@ -216,7 +216,7 @@ def test_unreadable_pictures_are_named_and_the_others_encoded(shell, vlm, checkp
     ("arguments", "message"),
     [
         (["NOWHERE"], "folder: NOWHERE is no folder"),
-        (["EMPTY"], "holds no image that Pillow can read"),
+        (["EMPTY"], "contains no image that Pillow can read"),
         (["EMPTY", "--shard-size", "0"], "shard_size: must be at least 1, got 0"),
     ],
 )

@@ -1,10 +1,10 @@
-// A bar per rank: its items as long as they are large, and hatched while it waits for the slowest.
+// A bar per rank: its items, each as long as it is large, and hatched while the rank waits for the slowest.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
   const ROW = 28, LEFT = 60, TEXT = 200;
   const narrow = () => view.fit(700) < 700, W = () => (narrow() ? view.fit(700) : view.fit(1120) - TEXT);
-  const LINE = () => ROW + (narrow() ? 24 : 6);  // on a phone a rank's words stand below it
+  const LINE = () => ROW + (narrow() ? 24 : 6);  // on a phone, a rank's text is below it
   const sizes = () => view.row.sizes, ranks = () => view.row.ranks;
   const longest = () => Math.max(1, ...ranks().map(rank => rank.load));
   const scale = () => (W() - LEFT) / longest();
@@ -29,13 +29,13 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `${sizes().length} items on ${ranks().length} ranks, ${view.row.speed_up.toFixed(1)} times as fast as one`,
-    caption: () => `${view.row.speed_up.toFixed(1)} times as fast as one rank, if time goes with ${view.shared.unit}; hatched: waits`,
+    caption: () => `${view.row.speed_up.toFixed(1)} times as fast as one rank, if time is proportional to ${view.shared.unit}; hatched: waiting`,
     size: () => [narrow() ? W() : W() + TEXT, ranks().length * LINE()],
     at(x, y) {
       const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW);
       return hit ? hit.item : -1;
     },
-    step(i, dx, dy) {  // along a rank, and to the nearest one that has items
+    step(i, dx, dy) {  // along a rank, and to the nearest rank with items
       const line = rankOf(i), place = ranks()[line].items.indexOf(i);
       if (!dy) return ranks()[line].items[place + dx] ?? -1;
       for (let k = line + dy; ranks()[k]; k += dy) if (ranks()[k].items.length) return ranks()[k].items[Math.min(place, ranks()[k].items.length - 1)];
@@ -71,7 +71,7 @@ export default explorer(view => {
     const line = rankOf(view.item), rank = ranks()[line], others = rank.items.length - 1;
     const waits = longest() - rank.load, unit = view.shared.unit;
     return `item ${view.item}: ${sizes()[view.item]} ${unit}, on rank ${line} ${others ? `with ${others} more` : "alone"}, ` +
-      (waits ? `which waits as long as ${waits} ${unit} take` : "which the others wait for");
+      (waits ? `which waits for the time of ${waits} ${unit}` : "for which the others wait");
   });
   return { count: () => sizes().length };
 });

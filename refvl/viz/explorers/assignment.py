@@ -1,4 +1,4 @@
-"""Assignment: items of all sizes arrive, ranks share them by one rule or the other, and wait for the slowest."""
+"""Assignment: items of all sizes arrive, ranks share them by one of two rules, and wait for the slowest."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from refvl.serving.parallel import get_speed_up
 from refvl.viz.explorers.base import Control, Explorer, module
 from refvl.viz.parallel import RULES, plot_assignment
 
-EITHER = "either"  # the rule, where both deal out alike
+EITHER = "either"  # the rule, if both assign alike
 
 
 class AssignmentExplorer(Explorer):
-    """Items are what arrives, in that order."""
+    """The explorer of assignments. Items are the arriving images, in that order."""
 
     _esm = module("assignment")
-    title = "Who encodes what"
-    asks = "Who encodes what if several devices share the images?"
-    action = "Deal the items out by count instead of by size."
-    takeaway = "Everyone waits for the device with the most patches, so sizes have to be balanced, not counts."
+    title = "Which rank encodes what"
+    asks = "Which device encodes what if several share the images?"
+    action = "Assign the items by count instead of by size."
+    takeaway = "Every device waits for the one with the most patches, so balance sizes, not counts."
 
     def __init__(self, sizes: Sequence[int], *, ranks: int, max_ranks: int, unit: str):
         self.sizes, self.unit = list(sizes), unit
@@ -35,7 +35,7 @@ class AssignmentExplorer(Explorer):
         controls = [
             Control("items", "items", arrivals, kind="player"),
             Control("ranks", "ranks", groups),
-            Control("rule", "dealt out", [*RULES, EITHER], kind="menu"),
+            Control("rule", "assigned", [*RULES, EITHER], kind="menu"),
         ]
         middle = max(1, 3 * len(self.sizes) // 4)
         start = next(state for state in rows if state[:2] == (middle, ranks))

@@ -1,4 +1,4 @@
-// The frames of a clip with pruned tokens covered, the positions of what is left, and what the model says at this rate.
+// The frames of a video with pruned tokens covered, the positions of the kept tokens, and the model's answer.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
@@ -13,7 +13,7 @@ export default explorer(view => {
     return [(step % columns()) * (frame_width() + GAP) + (inside % thw()[2]) * w,
       Math.floor(step / columns()) * (thw()[1] * h + GAP + 14) + 14 + Math.floor(inside / thw()[2]) * h];
   };
-  const place = token => { let seen = -1; return clip().is_clip.findIndex(yes => yes && ++seen === token); };  // in the prompt
+  const place = token => { let seen = -1; return clip().is_clip.findIndex(yes => yes && ++seen === token); };  // index in the prompt
   const percent = x => `${Math.round(100 * x)} %`;
   const sum = values => values.reduce((a, b) => a + b, 0);
 
@@ -25,7 +25,7 @@ export default explorer(view => {
     return -1;
   }
   view.canvas({
-    name: () => `${clip().prompt || "a clip"}: at q = ${view.option("q")} EVS keeps ${sum(view.row.keep)} of ${count()} tokens`,
+    name: () => `${clip().prompt || "a video"}: at q = ${view.option("q")} EVS keeps ${sum(view.row.keep)} of ${count()} tokens`,
     size: () => [columns() * (frame_width() + GAP), lines() * (thw()[1] * cell()[1] + GAP + 14)],
     at,
     step: (item, dx, dy) => {
@@ -34,7 +34,7 @@ export default explorer(view => {
         const next = inside + dx + dy * thw()[2];
         return next >= 0 && next < per_frame() ? step * per_frame() + next : -1;
       }
-      return item + dx * (per_frame() - thw()[2] + 1);  // over to the next frame, same row
+      return item + dx * (per_frame() - thw()[2] + 1);  // to the next frame, same row
     },
     draw(pen) {
       const [w, h] = cell();
@@ -57,7 +57,7 @@ export default explorer(view => {
 
   const length = () => clip().is_clip.length, most = () => Math.max(...clip().positions);
   view.canvas({
-    name: () => `positions: ${view.row.tokens} of ${length()} prompt tokens are left, at the positions they had; delta ${view.row.delta}`,
+    name: () => `positions: ${view.row.tokens} of ${length()} prompt tokens are kept, at their old positions; delta ${view.row.delta}`,
     size: () => [WIDE(), CHART],
     at: x => {
       const i = Math.floor((x - LEFT) / (WIDE() - LEFT) * length());
@@ -67,13 +67,13 @@ export default explorer(view => {
       const wide = (width - LEFT) / length(), high = value => height - 22 - value / Math.max(1, most()) * (height - 40);
       pen.font = "11px system-ui, sans-serif"; pen.textBaseline = "middle"; pen.textAlign = "right"; pen.fillStyle = view.colors.muted;
       for (const value of [0, most()]) pen.fillText(value, LEFT - 5, high(value));
-      pen.textAlign = "left"; pen.fillText("token of the prompt; a gap is a pruned one", LEFT, height - 6);
+      pen.textAlign = "left"; pen.fillText("token of the prompt; a gap is a pruned token", LEFT, height - 6);
       ["t", "h", "w"].forEach((axis, i) => {
         pen.fillStyle = view.colors[`${axis}_text`] ?? view.colors[axis]; pen.fillText(axis, LEFT + 16 * i, 8);
         pen.fillStyle = view.colors[axis];
         view.row.kept.forEach((kept, token) => {
           if (!kept) return;
-          const side = 7 - 2 * i;  // where axes agree, the later lies on the earlier
+          const side = 7 - 2 * i;  // where axes agree, the later is drawn on top
           pen.fillRect(LEFT + (token + 0.5) * wide - side / 2, high(clip().positions[i * length() + token]) - side / 2, side, side);
         });
       });
@@ -84,11 +84,11 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => "what is left: tokens of the clip, tokens of the prompt, pairs that attend in a layer",
+    name: () => "kept: tokens of the video, tokens of the prompt, attending pairs per layer",
     size: () => [240, 90],
     draw(pen, width) {
       const full = length(), left = view.row.tokens;
-      [["clip", sum(view.row.keep), count()], ["prompt", left, full], ["pairs", left * (left + 1) / 2, full * (full + 1) / 2]]
+      [["video", sum(view.row.keep), count()], ["prompt", left, full], ["pairs", left * (left + 1) / 2, full * (full + 1) / 2]]
         .forEach(([name, now, before], i) => {
           const y = 30 * i + 4;
           pen.fillStyle = view.colors.empty; pen.fillRect(56, y, width - 56, 18);
@@ -103,11 +103,11 @@ export default explorer(view => {
   });
 
   const last_rate = () => clip().rates.at(-1), per_rate = () => (WIDE() - LEFT - RIGHT) / last_rate();
-  const STROKES = [["ink", []], ["muted", [7, 3]], ["ink", [2, 3]], ["muted", [1, 4]]];  // of the words; colours are taken
+  const STROKES = [["ink", []], ["muted", [7, 3]], ["ink", [2, 3]], ["muted", [1, 4]]];  // for the words, because colours have other meanings
   view.canvas({
     name: () => clip().words.length
-      ? `the model says "${view.row.answer}"; its first word, at every q: ${clip().words.map((w, i) => `${w} ${percent(view.row.chances[i])}`).join(", ")}`
-      : "no model was asked: viz.explore_evs takes one",
+      ? `the model answers "${view.row.answer}"; its first word, at every q: ${clip().words.map((w, i) => `${w} ${percent(view.row.chances[i])}`).join(", ")}`
+      : "no model was given; use viz.explore_evs",
     size: () => [WIDE(), clip().words.length ? CHART : 1],
     drag(x) {
       const wanted = (x - LEFT) / per_rate(), far = k => Math.abs(clip().rates[k] - wanted);
@@ -136,7 +136,7 @@ export default explorer(view => {
         pen.beginPath(); pen.arc(here, high(view.row.chances[i]), 4.5, 0, 7); pen.fill();
       });
       pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = "bold 12px system-ui, sans-serif";
-      let lowest = -Infinity;  // names stand at the ends of their lines, and never on each other
+      let lowest = -Infinity;  // names are at the ends of their lines, and never overlap
       const ends = clip().words.map((word, i) => [high(clip().curves.at(-1)[i]), word, STROKES[i][0]]).sort((a, b) => a[0] - b[0]);
       ends.forEach(([y, word, color], i) => {
         lowest = Math.min(Math.max(y, lowest + 16), height - 24 - 16 * (ends.length - 1 - i));
@@ -148,7 +148,7 @@ export default explorer(view => {
   view.readout(() => {
     const i = place(view.item), [t, h, w] = [0, 1, 2].map(axis => clip().positions[axis * length() + i]);
     const step = Math.floor(view.item / per_frame()), inside = view.item % per_frame();
-    return `token ${view.item} of the clip: step ${step}, row ${Math.floor(inside / thw()[2])}, column ${inside % thw()[2]}; ` +
+    return `token ${view.item} of the video: step ${step}, row ${Math.floor(inside / thw()[2])}, column ${inside % thw()[2]}; ` +
       `${view.row.keep[view.item] ? "kept" : "pruned"} at q = ${view.option("q")}\n` +
       `token ${i} of the full prompt, at position (t, h, w) = (${t}, ${h}, ${w})` +
       (view.row.keep[view.item] ? `, now number ${sum(view.row.kept.subarray(0, i))} of the prompt` : "");

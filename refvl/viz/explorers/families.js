@@ -1,4 +1,4 @@
-// Four measures as curves over the size of an image or the length of a video, and what each family costs at the size shown.
+// Four measures as curves over the size of an image or the length of a video, and the costs of each family at one size.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
@@ -9,7 +9,7 @@ export default explorer(view => {
   const names = Object.keys(families);
   const curve = () => curves[view.option("kind")];
   const color = name => view.colors[families[name][0]];
-  const CORNERS = { o: [32, 0], D: [4, 0], s: [4, 45], "^": [3, -90], v: [3, 90] };  // how many, the first at which angle
+  const CORNERS = { o: [32, 0], D: [4, 0], s: [4, 45], "^": [3, -90], v: [3, 90] };  // number of corners, angle of the first
   function mark(pen, name, px, py, radius) {
     const [corners, first] = CORNERS[families[name][1]];
     pen.fillStyle = color(name); pen.beginPath();
@@ -24,7 +24,7 @@ export default explorer(view => {
     seconds: s => (s < 1 ? `${(1000 * s).toPrecision(3)} ms` : `${s.toPrecision(3)} s`) };
   const shown = (measure, value) => (units[measure] ?? (n => n.toLocaleString("en")))(value);
 
-  // places on a logarithmic scale from the smallest to the largest of what is drawn
+  // coordinates on a logarithmic scale from the smallest to the largest value that is drawn
   const along = (value, low, high, length) => length * Math.log(value / low) / Math.log(high / low);
   const x = size => LEFT + along(size, curve()[0].size, curve().at(-1).size, W() - 2 * LEFT);
   function limits(measure) {
@@ -33,7 +33,7 @@ export default explorer(view => {
   }
 
   Object.entries(measures).forEach(([measure, label]) => view.canvas({
-    name: () => `${label} against the ${view.option("kind") === "image" ? "side of the image" : "length of the video"}`,
+    name: () => `${label} over the ${view.option("kind") === "image" ? "side of the image" : "length of the video"}`,
     caption: () => `${label}, both scales logarithmic` + (measure === "seconds" ? `; no run can be faster on an ${device}` : ""),
     size: () => [W(), H],
     drag(px) {
@@ -54,7 +54,7 @@ export default explorer(view => {
       pen.moveTo(x(view.row.size), 0); pen.lineTo(x(view.row.size), height - BOTTOM); pen.stroke(); pen.setLineDash([]);
       names.forEach((name, i) => {
         const points = curve().filter(row => row.families[name]).map(row => [x(row.size), y(row.families[name][measure])]);
-        // the later a line is drawn, the finer: where two coincide, both are seen
+        // later lines are thinner, so both are visible where two coincide
         const fine = names.length - 1 - i, more = i === view.item ? 3 : 0;
         pen.strokeStyle = color(name); pen.lineWidth = 1.5 + 0.75 * fine + more;
         pen.beginPath(); points.forEach(([px, py]) => pen.lineTo(px, py)); pen.stroke();
@@ -67,10 +67,10 @@ export default explorer(view => {
   const COLUMNS = ["patches", ...Object.keys(measures)], TITLES = { bytes: "memory", seconds: "time" };
   const left = () => (narrow() ? 0 : NAME), cell = () => (narrow() ? wide() / COLUMNS.length : 110);
   view.canvas({
-    name: () => `what each family makes of ${view.option("kind") === "image" ? "a square image" : `a video of ${clip} px`}, ${view.option("size")}`,
+    name: () => `costs in each family of ${view.option("kind") === "image" ? "a square image" : `a video of ${clip} px`}, ${view.option("size")}`,
     caption: () => view.option("kind") === "image"
-      ? "bfloat16, true sizes; memory: key-value cache and the tower's activations"
-      : `a video of ${clip} px, sampled as each family does; Step3-VL takes none`,
+      ? "bfloat16, released sizes; memory: key-value cache and the tower's activations"
+      : `a video of ${clip} px, sampled by each family's rule; Step3-VL accepts none`,
     size: () => [left() + COLUMNS.length * cell(), (names.length + 1) * LINE()],
     at: (px, py) => Math.floor(py / LINE()) - 1,
     step: (i, dx, dy) => i + dy,
@@ -91,9 +91,9 @@ export default explorer(view => {
 
   view.readout(() => {
     const name = names[view.item], costs = here()[name];
-    if (!costs) return `${name} takes no videos`;
+    if (!costs) return `${name} accepts no videos`;
     const folded = (costs.patches / costs.tokens).toPrecision(3);
-    return `${name}: ${folded} patches become a token; ${shown("tokens", costs.tokens)} tokens take ` +
+    return `${name}: ${folded} patches become a token; ${shown("tokens", costs.tokens)} tokens use ` +
       `${shown("positions", costs.positions)} positions, ` +
       `and ${shown("bytes", costs.cache)} of key-value cache`;
   });

@@ -1,4 +1,4 @@
-"""Family race: one image or one video through all families, while its size or length grows."""
+"""Family race: one image or one video in all families, as its size or length grows."""
 
 from collections.abc import Mapping
 
@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 from refvl.viz.explorers.base import Control, Explorer, module
 from refvl.viz.families import FAMILY_KEYS, FAMILY_MARKS, RACE, plot_family_race
 
-DEVICE = "H100"  # whose peak the times are of
+DEVICE = "H100"  # the times are computed for its peak
 
 
 class FamiliesExplorer(Explorer):
-    """Items are the families; those that take no videos have no row there."""
+    """The explorer of families, which are its items; those without video support have no row for videos."""
 
     _esm = module("families")
     title = "Family race"
@@ -30,7 +30,7 @@ class FamiliesExplorer(Explorer):
             row["families"][entry["family"]] = costs
         kinds = list(dict.fromkeys(kind for kind, _ in rows))
         controls = [
-            Control("kind", "medium", kinds, kind="menu"),
+            Control("kind", "media item", kinds, kind="menu"),
             Control("size", "size or length", [size for _, size in rows], kind="player"),
         ]
         shared = {

@@ -1,4 +1,4 @@
-"""Every explorer, on pictures, clips and models that come with the repository: what the pages and the tests show."""
+"""Every explorer, on images, videos and models of the repository, for the pages and the tests."""
 
 import json
 from collections.abc import Callable
@@ -29,14 +29,14 @@ from refvl.viz.explorers.base import Explorer
 from refvl.viz.explorers.packing import arrivals_of_images
 
 SCENE, ROCKET, CLIP = (DATA / "pictures" / "scene.png", DATA / "pictures" / "rocket.jpg", DATA / "clips" / "scene.mp4")
-SIZES = [480, 2100, 768, 5320, 264, 1496, 3024, 620, 912, 4080, 352, 1180]  # of images as they come, in patches
+SIZES = [480, 2100, 768, 5320, 264, 1496, 3024, 620, 912, 4080, 352, 1180]  # of images in order of arrival, in patches
 
 
 @cache
 def small_model(name: str = "tiny-qwen2_5_vl") -> VLM:
-    """One that ships, trained on scenes; Qwen2.5-VL's has a tower with windows, and its videos are pruned.
+    """Load a shipped model, trained on scenes; Qwen2.5-VL's has a tower with windows, and its videos are pruned.
 
-    With torch's linear layers, so that pages are the same whichever CPU makes them.
+    It has torch's linear layers, so pages are the same whichever CPU makes them.
     """
     return refvl.load(DATA / "checkpoints" / name, device="cpu", linear="torch", progress=False)
 

@@ -1,4 +1,4 @@
-// The recording, a line per part of the tower; the buffers that an operation reads; what a stale one does to the tokens.
+// The recording, a line per part of the tower; the buffers of an operation; the effect of a stale one on tokens.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
@@ -12,7 +12,7 @@ export default explorer(view => {
   const stale = () => view.place("stale") - 1;
   const label = name => ({ "": "tower", patch_embed: "patch embed" })[name] ?? name.replace("blocks.", "block ");
   const channels = color => [1, 3, 5].map(i => parseInt(color.slice(i, i + 2), 16));
-  function level(value) {  // from orange to ink: the more wrong, the more it stands out, in both themes
+  function level(value) {  // from orange to ink: a larger error stands out more, in both themes
     const [least, most] = [view.colors.highlight, view.colors.ink].map(channels);
     return `rgb(${least.map((c, i) => Math.round(c + (most[i] - c) * value / 255)).join(" ")})`;
   }
@@ -22,8 +22,8 @@ export default explorer(view => {
   view.canvas({
     name: () => `${kinds.length} recorded operations, a line per part of the tower`,
     caption: () => stale() < 0
-      ? "marks below: reads a buffer. Every result is as it should be"
-      : `marks below: reads a buffer (orange: ${buffers[stale()].name}). Orange to ${view.colors.surface === "#111111" ? "white" : "black"}: the result is wrong, little to entirely; ` +
+      ? "a mark below an operation: it reads a buffer. Every result is correct"
+      : `a mark below an operation: it reads a buffer (orange: ${buffers[stale()].name}). Orange to ${view.colors.surface === "#111111" ? "white" : "black"}: the result is wrong, from slightly to entirely; ` +
         `first wrong: operation ${wrong()}`,
     size: () => [NAME + longest * cell(), groups.length * LINE],
     at(x, y) {
@@ -83,8 +83,8 @@ export default explorer(view => {
     size: () => [SIDE, (SIDE * photos[which].height) / photos[which].width],
     draw(pen, width, height) { pen.drawImage(photos[which], 0, 0, width, height); over?.(pen, width, height); },
   });
-  picture(() => "replayed before: what a stale buffer still holds", "before");
-  picture(() => "the image now, and how wrong each token's embedding is", "image", (pen, width, height) => {
+  picture(() => "the image before: a stale buffer still contains its data", "before");
+  picture(() => "the image now, with the error of each token's embedding", "image", (pen, width, height) => {
     const [rows, columns] = view.row.tokens.shape, [w, h] = [width / columns, height / rows];
     pen.textAlign = "center"; pen.textBaseline = "middle"; pen.font = "bold 12px system-ui, sans-serif";
     view.row.tokens.forEach((error, t) => {
@@ -100,7 +100,7 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `${view.shared.question} ${view.row.answer}, ${percent(view.row.probability)}`,
-    caption: () => "what the model says with these embeddings, and the probability of its first token",
+    caption: () => "the model's answer with these embeddings, and the probability of its first token",
     size: () => [300, 96],
     draw(pen, width) {
       const changed = view.row.answer !== view.shared.right;
@@ -108,7 +108,7 @@ export default explorer(view => {
       pen.font = "bold 20px system-ui, sans-serif"; pen.fillStyle = changed ? view.colors.highlight_text : view.colors.kept;
       pen.fillText(view.row.answer, 0, 26, width);
       pen.font = "12px system-ui, sans-serif"; pen.fillStyle = view.colors.ink;
-      pen.fillText(changed ? `wrong: it was "${view.shared.right}"` : "as it should be", 0, 54);
+      pen.fillText(changed ? `wrong: the correct answer is "${view.shared.right}"` : "correct", 0, 54);
       pen.textAlign = "right"; pen.fillText(percent(view.row.probability), width, 54);
       pen.fillStyle = view.colors.empty; pen.fillRect(0, 74, width, 10);
       pen.fillStyle = changed ? view.colors.highlight : view.colors.kept;
@@ -118,7 +118,7 @@ export default explorer(view => {
 
   view.readout(() => {
     const i = view.item, read = buffers.filter((_, b) => reader(i, b)).map(b => b.name);
-    const error = view.row.operations[i] ? "its result is wrong" : "its result is right";
+    const error = view.row.operations[i] ? "its result is wrong" : "its result is correct";
     return `operation ${i} of ${kinds.length}, in ${label(groups[lineOf(i)].name)}: ${kinds[i]} -> ${shapes[i]}\n` +
       `reads ${read.length ? read.join(", ") : "no buffer"}; ${error}`;
   });

@@ -1,4 +1,4 @@
-// Where the key is, the score at every other position, and the angle between query and key in every rotary pair.
+// The key's position, the score at every other position, and the angle between query and key in every rotary pair.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
@@ -26,7 +26,7 @@ export default explorer(view => {
   view.canvas({
     name: () => `score of a key at every h (down) and w (across), at t = ${key()[0]}; the query ○ is at ` +
       `t, h, w = ${query().join(", ")}; drag the key ✕`,
-    caption: () => `the score of a key at every h (down) and w (across), at t = ${key()[0]}. The query ○ stays at ` +
+    caption: () => `the score of a key at every h (down) and w (across), at t = ${key()[0]}. The query ○ is fixed at ` +
       `t, h, w = ${query().join(", ")}; drag the key ✕`,
     size: () => [MARGIN + sizes()[2] * CELL(), MARGIN + sizes()[1] * CELL() + LEGEND],
     drag(x, y) {
@@ -68,7 +68,7 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `the ${axes().length} rotary pairs, fastest first; the wedge is the angle from the query to the key, on ` +
-      "the axis that turns the pair (t, h, w)",
+      "the axis that rotates the pair (t, h, w)",
     size: () => [ACROSS() * DIAL(), Math.ceil(axes().length / ACROSS()) * (DIAL() + 14)],
     at: (x, y) => Math.floor(y / (DIAL() + 14)) * ACROSS() + Math.floor(x / DIAL()),
     step: (item, dx, dy) => item + dx + dy * ACROSS(),
@@ -95,13 +95,13 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `score ${score(key()).toFixed(3)}: what the pairs of each axis add to it`,
-    caption: () => `score ${score(key()).toFixed(3)}: what the pairs of each axis add to it; the frame is no distance`,
+    caption: () => `score ${score(key()).toFixed(3)}: what the pairs of each axis add to it; frame: at distance 0`,
     size: () => [300, 84],
     draw(pen) {
       pen.textBaseline = "middle";
       NAMES.forEach((name, axis) => {
         const value = part(axis, key()[axis]), most = part(axis, query()[axis]), y = 4 + axis * 28;
-        pen.strokeStyle = view.colors.line; pen.strokeRect(110, y, 170 * most, 20);  // where it is not turned at all
+        pen.strokeStyle = view.colors.line; pen.strokeRect(110, y, 170 * most, 20);  // its value without rotation
         pen.fillStyle = view.colors[name];
         pen.fillRect(value < 0 ? 110 + 170 * value : 110, y, 170 * Math.abs(value), 20);
         pen.fillStyle = words(axis); pen.fillText(`${name}: ${value.toFixed(3)}`, 4, y + 10);
@@ -112,7 +112,7 @@ export default explorer(view => {
   view.readout(() => {
     const plane = view.item, axis = axes()[plane], [a, b] = [query()[axis], key()[axis]];
     const angle = position => Math.atan2(turn("sin", plane, position), turn("cos", plane, position)).toFixed(2);
-    return `rotary pair ${plane} turns with ${NAMES[axis]}\nquery at ${a}: ${angle(a)} rad, key at ${b}: ${angle(b)} rad`;
+    return `rotary pair ${plane} rotates with ${NAMES[axis]}\nquery at ${a}: ${angle(a)} rad, key at ${b}: ${angle(b)} rad`;
   });
   return {
     count: () => axes().length,

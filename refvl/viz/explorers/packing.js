@@ -1,10 +1,10 @@
-// Arrivals above, one bar per replay below: who shares it, and what of it is padding.
+// Arrivals above, one bar per replay below: which images share it, and how much of it is padding.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
   const ROW = 26, TEXT = 250, SIDE = 52;
   const narrow = () => view.fit(700) < 700, W = () => (narrow() ? view.fit(700) : view.fit(1120) - TEXT);
-  const LINE = () => ROW + (narrow() ? 24 : 6);  // on a phone a replay's words stand below it
+  const LINE = () => ROW + (narrow() ? 24 : 6);  // on a phone, a replay's text is below it
   const tokens = () => view.row.tokens;
   const largest = () => view.shared.largest[view.place("arrivals")];
   const scale = () => W() / Math.max(view.shared.widest, largest());
@@ -46,7 +46,7 @@ export default explorer(view => {
   const across = () => Math.min(view.shared.most, Math.floor(view.fit(1120) / (SIDE + 8)));
   const side = i => SIDE * Math.sqrt(tokens()[i] / largest());
   view.canvas({
-    name: () => `${tokens().length} images in the order of their arrival, with their tokens`,
+    name: () => `${tokens().length} images in order of arrival, with their tokens`,
     size: () => [across() * (SIDE + 8), Math.ceil(view.shared.most / across()) * (SIDE + 18)],
     at: (x, y) => Math.floor(y / (SIDE + 18)) * across() + Math.floor(x / (SIDE + 8)),
     step: (i, dx, dy) => i + dx + dy * across(),
@@ -61,9 +61,9 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `${view.row.replays.length} replays, as long as their budgets; hatched: padding`,
-    caption: () => `dotted: the graphs captured, of ${view.row.budgets.join(", ")} tokens. Bars: replays, as long as their budget; ` +
-      `hatched: padding; dashed: too large for every graph, so it runs eagerly`,
+    name: () => `${view.row.replays.length} replays, each as long as its budget; hatched: padding`,
+    caption: () => `dotted: the captured graphs, of ${view.row.budgets.join(", ")} tokens. Bars: replays, each as long as its budget; ` +
+      `hatched: padding; dashed: eager, because too large for every graph`,
     size: () => [narrow() ? W() : W() + TEXT, Math.max(narrow() ? 0 : 5, view.row.replays.length) * LINE() + 18],
     at(x, y) {
       const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW);
@@ -76,7 +76,7 @@ export default explorer(view => {
     },
     draw(pen, width, height) {
       pen.font = "12px system-ui, sans-serif"; pen.textAlign = "right"; pen.textBaseline = "bottom";
-      view.row.budgets.forEach(budget => {  // a ruler for every graph, used or not
+      view.row.budgets.forEach(budget => {  // a line for every graph, used or not
         const x = budget * scale();
         pen.strokeStyle = view.colors.line; pen.lineWidth = 1; pen.setLineDash([2, 3]);
         pen.beginPath(); pen.moveTo(x - 0.5, 0); pen.lineTo(x - 0.5, height - 16); pen.stroke(); pen.setLineDash([]);
@@ -101,7 +101,7 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `${percent(view.row.waste)} of what the replays compute is padding`,
+    name: () => `${percent(view.row.waste)} of the replays' computation is padding`,
     size: () => [W(), 18],
     draw(pen, width, height) {
       pen.fillStyle = view.colors.kept; pen.fillRect(0, 0, width * (1 - view.row.waste), height);
@@ -112,7 +112,7 @@ export default explorer(view => {
 
   view.readout(() => {
     const replay = view.row.replays[replayOf(view.item)], others = replay.items.filter(i => i !== view.item);
-    const where = replay.budget ? `runs in the graph of ${replay.budget}` : "fits no graph and runs eagerly";
+    const where = replay.budget ? `runs in the graph of ${replay.budget} tokens` : "fits no graph and runs eagerly";
     return `image ${view.item + 1}: ${tokens()[view.item]} tokens, ${where}` +
       (others.length ? `, together with ${others.map(i => i + 1).join(", ")}` : ", alone");
   });

@@ -53,7 +53,7 @@ style-src 'unsafe-inline'; img-src data: blob:">
 
 
 def page(explorer: Explorer, *, foot: str = "") -> str:
-    """The explorer as one HTML file; the browser is told to load nothing else. foot: HTML below it."""
+    """Return the explorer as one HTML file; the browser is told to load nothing else. foot: HTML below it."""
     [entry] = Widget.get_manager_state(widgets=[explorer])["state"].values()
     body = host(entry, text=explorer.describe(), keep=True)
     words = {name: html.escape(getattr(explorer, name)) for name in ("title", "asks", "action", "takeaway")}
@@ -61,9 +61,9 @@ def page(explorer: Explorer, *, foot: str = "") -> str:
 
 
 def host(entry: Mapping, *, text: str = "", keep: bool = False) -> str:
-    """HTML that runs a widget's saved state, as notebooks keep it.
+    """Return HTML that runs a widget's saved state, as stored in notebooks.
 
-    text: what is shown if scripts are off. keep: the address keeps the state, so that a link leads back to it.
+    text: shown if scripts are off. keep: the address stores the state, so a link leads back to it.
     """
     state = {key: value for key, value in entry["state"].items() if not str(value).startswith("IPY_MODEL_")}
     content = json.dumps({"state": state, "buffers": entry.get("buffers", [])}, separators=(",", ":"))

@@ -1,4 +1,4 @@
-// A prompt's tokens and their three positions, what stands at a token, and at last another convention dashed over them.
+// A prompt's tokens and their three positions, the content of a token, and optionally another convention, dashed.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
@@ -16,7 +16,7 @@ export default explorer(view => {
 
   const words = axis => view.colors[`${axis}_text`] ?? view.colors[axis];
 
-  // the lines up to the token `until`: what the model has read so far
+  // the lines up to the token `until`: the part that the model has read so far
   function line(pen, table, axis, until) {
     const half = (WIDTH() - LEFT) / count() / 2;
     pen.beginPath();
@@ -29,8 +29,8 @@ export default explorer(view => {
   view.canvas({
     name: () => `t, h, w of ${count()} prompt tokens: delta ${view.row.delta}` +
       (view.row.other ? `; dashed, ${view.option("convention")}: delta ${view.row.other_delta}` : ""),
-    caption: () => `the prompt from left to right, and the positions of its ${count()} tokens upward; the next text ` +
-      `token stands at ${count() + view.row.delta}: delta ${view.row.delta}` +
+    caption: () => `the prompt from left to right, the positions of its ${count()} tokens upward; the next text ` +
+      `token has position ${count() + view.row.delta}: delta ${view.row.delta}` +
       (view.row.other ? `. Dashed, ${view.option("convention")}: delta ${view.row.other_delta}` : ""),
     size: () => [WIDTH(), HEIGHT],
     at: px => Math.floor((px - LEFT) * count() / (WIDTH() - LEFT)),
@@ -77,7 +77,7 @@ export default explorer(view => {
     },
   });
 
-  // the picture of a token's medium: its frame, how large a cell is, and the token at each cell
+  // the image or frame of a token's media item, the size of a cell, and the token at each cell
   function medium(width, height) {
     const kind = view.row.kinds[view.item], [step] = place(view.item), [steps, rows, columns] = extent(view.item);
     const { frames } = view.shared, picture = kind === 1 ? view.shared.image : frames[Math.floor(step * frames.length / steps)];
@@ -93,7 +93,7 @@ export default explorer(view => {
   }
   const SHOWN = 176;
   view.canvas({
-    name: () => "what stands at the token, and its position",
+    name: () => "the content of the token, and its position",
     size: () => [view.fit(PANEL), SHOWN + 84],
     at(px, py) {
       if (view.item < 0 || !view.row.kinds[view.item]) return view.item;
@@ -112,7 +112,7 @@ export default explorer(view => {
         pen.fillText(JSON.stringify(word(view.item)), width / 2, SHOWN / 2, width - 8);
       } else {
         const [w, h] = [columns * cell, rows * cell], scale = Math.max(w / picture.width, h / picture.height);
-        const [cut, rest] = [w / scale, h / scale];  // the middle of the picture, as `ImageOps.fit` takes it
+        const [cut, rest] = [w / scale, h / scale];  // the middle of the image, as in `ImageOps.fit`
         pen.drawImage(picture, (picture.width - cut) / 2, (picture.height - rest) / 2, cut, rest, 0, 0, w, h);
         pen.strokeStyle = "#ffffffb0"; pen.lineWidth = 1;
         for (let i = 1; i < columns; i++) { pen.beginPath(); pen.moveTo(i * cell, 0); pen.lineTo(i * cell, h); pen.stroke(); }
@@ -123,8 +123,8 @@ export default explorer(view => {
       }
       pen.textAlign = "left"; pen.textBaseline = "alphabetic";
       const three = AXES.map((_, axis) => at(view.row.positions, axis, view.item)), start = three[1] - row;
-      const why = kind === 0 ? ["text: one more", "as t", "as t"]
-        : [kind === 1 ? "stands still" : `start ${start} + time ${three[0] - start}`, `start ${start} + row ${row}`, `start ${start} + column ${column}`];
+      const why = kind === 0 ? ["text: previous + 1", "same as t", "same as t"]
+        : [kind === 1 ? `start ${start}` : `start ${start} + time ${three[0] - start}`, `start ${start} + row ${row}`, `start ${start} + column ${column}`];
       AXES.forEach((axis, i) => {
         const py = SHOWN + 26 + 26 * i;
         pen.fillStyle = words(axis); pen.font = "bold 20px system-ui, sans-serif"; pen.fillText(`${axis} ${three[i]}`, 0, py);

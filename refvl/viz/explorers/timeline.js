@@ -1,4 +1,4 @@
-// Every frame of a video as a line, those that each rule samples as pairs above, and the second written for each pair.
+// Every frame of a video as a line, the pairs that each rule samples above, and the timestamp written for each pair.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
@@ -25,7 +25,7 @@ export default explorer(view => {
   view.canvas({
     name: () => `frames that three rules sample from ${view.row.frames.toLocaleString("en")}`,
     caption: () => `below: the video's ${view.row.frames.toLocaleString("en")} frames; above: those sampled by each rule, ` +
-      "two to a grid step, the steps in two colours",
+      "two per grid step, with steps in two colours",
     size: () => [W(), rules.length * LINE + 36],
     at: (px, py) => nearest(Math.min(rules.length - 1, Math.floor(py / LINE)), px),
     step(i, dx, dy) {
@@ -55,8 +55,8 @@ export default explorer(view => {
 
   const shown = () => lineOf(view.item);
   view.canvas({
-    name: () => `the prompt's ${steps(shown())} steps by the rule of ${rules[shown()]}, each followed by its second`,
-    caption: () => `in the prompt, by the rule of ${rules[shown()]}: a step's tokens, then its second`,
+    name: () => `the prompt's ${steps(shown())} steps under the rule of ${rules[shown()]}, each followed by its timestamp`,
+    caption: () => `in the prompt, under the rule of ${rules[shown()]}: a step's tokens, then its timestamp`,
     size: () => [COLUMNS() * CELL, Math.ceil(most() / COLUMNS()) * HIGH],
     at: (px, py) => along(shown(), Math.floor(py / HIGH) * COLUMNS() + Math.floor(px / CELL)),
     step: (i, dx, dy) => along(lineOf(i), stepOf(i) + dx + dy * COLUMNS()),
@@ -75,7 +75,7 @@ export default explorer(view => {
     const line = lineOf(view.item), step = stepOf(view.item), [first, second] = frames(line, step);
     const at = frame => `${frame} (${(frame / view.option("fps")).toFixed(2)} s)`;
     const pair = first === second ? `frame ${at(first)}, used twice` : `frames ${at(first)} and ${at(second)}`;
-    return `${rules[line]}, grid step ${step}: ${pair}; the prompt says ${sampled()[line].timestamps[step]}`;
+    return `${rules[line]}, grid step ${step}: ${pair}; the prompt contains ${sampled()[line].timestamps[step]}`;
   });
   return { count: () => rules.length * most() };
 });

@@ -14,7 +14,7 @@ export default explorer(view => {
   const rgb = (colors, i) => `rgb(${colors[3 * i]} ${colors[3 * i + 1]} ${colors[3 * i + 2]})`;
   const norm = (s, patch) => shown().norms[s * count() + patch];
 
-  const found = new WeakMap();  // per picture, the patch at each place of the grid
+  const found = new WeakMap();  // per image, the patch at each cell of the grid
   function patch_at(column, row) {
     const { patches, grid } = shown();
     if (!found.has(patches)) {
@@ -30,7 +30,8 @@ export default explorer(view => {
     pen.strokeStyle = "#000"; pen.lineWidth = 5; pen.strokeRect(x, y, side, side);
     pen.strokeStyle = "#fff"; pen.lineWidth = 2; pen.strokeRect(x, y, side, side);
   }
-  // the colours of all patches after stage s, `wide` pixels across, the selected patch framed, windows apart
+  // the colours of all patches after stage s, `wide` pixels across, with the selected patch framed and windows
+  // separated
   function map(pen, s, left, top, wide) {
     const c = wide * unit(), colors = at_stage(shown().colors, s), segments = at_stage(shown().segments, s);
     for (let i = 0; i < count(); i++) {
@@ -48,7 +49,7 @@ export default explorer(view => {
   }
 
   view.canvas({
-    name: () => `1. the picture in ${count()} patches; "${shown().prompt}" ${shown().answer}`,
+    name: () => `1. the image in ${count()} patches; "${shown().prompt}" ${shown().answer}`,
     size, at, step,
     draw(pen, width, height) {
       pen.drawImage(shown().photo, 0, 0, width, height);
@@ -84,7 +85,7 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `3. all patches after ${view.option("stage")}: a colour is a direction of their states`,
+    name: () => `3. all patches after ${view.option("stage")}: colours are directions of their states`,
     size, at, step,
     draw(pen) { map(pen, stage(), 0, 0, W()); },
   });
@@ -121,7 +122,7 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => "4. the merger: each block of patches becomes one token; the longer its bar, the more the answer looks at it",
+    name: () => "4. the merger: each merge block becomes one token; a longer bar means more attention from the answer",
     size: () => [W(), size()[1] * 0.6 + TEXT],
     at: (x, y) => at(x / 0.6, y / 0.6),
     draw(pen) {
@@ -138,7 +139,7 @@ export default explorer(view => {
       });
       pen.fillStyle = view.colors.muted; pen.font = "11px system-ui, sans-serif";
       pen.textAlign = "left"; pen.textBaseline = "top";
-      pen.fillText(`looked at: "${shown().word.slice(0, 6)}"`, left, 0.6 * size()[1] + 3);
+      pen.fillText(`attention of "${shown().word.slice(0, 6)}"`, left, 0.6 * size()[1] + 3);
     },
   });
 
@@ -146,8 +147,8 @@ export default explorer(view => {
     const t = token_of(view.item), [column, row] = place(view.item), s = stage();
     const inside = at_stage(shown().segments, s), own = inside.filter(n => n === inside[view.item]).length;
     return `patch ${view.item} at (${row}, ${column}); after ${view.option("stage")} the norm of its state is ` +
-      `${norm(s, view.item).toFixed(2)}${s ? `, and it has attended to ${own} of ${count()} patches there` : ""}\n` +
-      `with ${merge() ** 2 - 1} others it becomes token ${t}, number ${shown().offset + t} of the prompt, which gets ` +
+      `${norm(s, view.item).toFixed(2)}${s ? `, and it attended to ${own} of ${count()} patches in that block` : ""}\n` +
+      `with ${merge() ** 2 - 1} others it becomes token ${t} of the image, token ${shown().offset + t} of the prompt, which gets ` +
       `${Math.round(shown().looked[t] / 655.35)} % of the last layer's attention when "${shown().word}" is chosen`;
   });
   return {

@@ -16,15 +16,15 @@ from refvl.viz.explorers.base import Control, module, photo
 from refvl.viz.explorers.watched import FINE, Watched, WatchedExplorer, in_steps
 from refvl.viz.style import HIGHLIGHT
 
-COMMON = 0.98  # share of the values that the colours tell apart; the others are cut off
+COMMON = 0.98  # share of values within the colour range; others are clipped
 
 
 class TowerExplorer(WatchedExplorer):
-    """What becomes of each patch of a picture, state by state of the tower.
+    """The path of each patch of an image, state by state of the tower.
 
-    Colours are the first three principal components of all patches' states, of all pictures and blocks together, so
-    that a colour means the same everywhere; those of the tokens, which are wider, are of their own. Items are patches,
-    numbered as the rows of the tower's input.
+    Colours are the first three principal components of all patches' states, over all images and blocks, so a colour
+    means the same everywhere; the tokens, which are wider, have their own. Items are patches, numbered like the rows of
+    the tower's input.
     """
 
     _esm = module("tower")
@@ -43,7 +43,7 @@ class TowerExplorer(WatchedExplorer):
         token_colors = project_colors([w.trace.embeds[0] for w in watched])
         return {
             "controls": [
-                Control("picture", "picture", list(questions), kind="menu"),
+                Control("picture", "image", list(questions), kind="menu"),
                 Control("stage", "after", stages),
             ],
             "shared": {
@@ -54,7 +54,7 @@ class TowerExplorer(WatchedExplorer):
         }
 
     def _shown(self, w: Watched, colors: np.ndarray, token_colors: np.ndarray) -> dict[str, Any]:
-        """What all states of one picture draw from."""
+        """Return the data that all states of one image draw."""
         trace, config = w.trace, self.model.processor.image_config
         [frame, *_] = unpatchify(trace.patches[0].pixel_values, (1, *w.grid), config)
         size = config.patch_size
@@ -98,22 +98,22 @@ class TowerExplorer(WatchedExplorer):
     def describe(self) -> str:
         w, norms = self.watched[self.options["picture"]], self.row(self.index)["norms"]
         return (
-            f'The {len(norms)} patches of the picture asked "{w.prompt}" (answer: {w.trace.text}), after '
+            f'The {len(norms)} patches of the image asked "{w.prompt}" (answer: {w.trace.text}), after '
             f"{self.options['stage']}: their states have norms of {float(norms.min()):.1f} to {float(norms.max()):.1f}."
         )
 
 
 def _name(block: int, segments: Tensor) -> str:
-    return f"block {block} ({'windows' if segments.any() else 'whole picture'})"
+    return f"block {block} ({'windows' if segments.any() else 'whole image'})"
 
 
 def project_colors(states: list[Tensor]) -> list[np.ndarray]:
-    """(..., E) states -> (..., 3) uint8: red, green and blue are the first three principal components of all."""
+    """Project (..., E) states to (..., 3) uint8: red, green and blue are the first three principal components."""
     all_NE = torch.cat([state.flatten(0, -2) for state in states]).double()
     mean = all_NE.mean(0)
     directions = torch.linalg.eigh((all_NE - mean).T @ (all_NE - mean)).eigenvectors[:, -3:].flip(1)  # (E, 3)
     largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
-    directions = directions * largest.sign()  # either sign is right: the largest entry is positive
+    directions = directions * largest.sign()  # of the two possible signs, make the largest entry positive
     low, high = torch.quantile((all_NE - mean) @ directions, mean.new_tensor([1 - COMMON, COMMON]), dim=0)
     return [
         (((state.double() - mean) @ directions - low) / (high - low).clamp(min=1e-9)).clamp(0, 1).mul(255).round()

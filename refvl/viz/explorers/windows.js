@@ -1,4 +1,4 @@
-// The image with patches, blocks and windows; where the permutation takes its tokens; the mask; a patch's angles.
+// The image with patches, merge blocks and windows; the permutation of its tokens; the mask; a patch's angles.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
@@ -65,7 +65,7 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => "reading order above, window order below: x[window_index]",
+    name: () => "row-major order above, window order below: x[window_index]",
     size: () => [side, BAND],
     at: x => Math.floor((x / side) * tokens()) * block(),
     draw(pen, width, height) {
@@ -84,7 +84,7 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => "who sees whom, in window order",
+    name: () => "which tokens attend to which, in window order",
     size: () => [side, side],
     at: (x, y) => view.row.window_index[Math.floor((y / side) * tokens())] * block(),
     draw(pen, width, height) {
@@ -102,7 +102,7 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => "the patch's rotary angles: planes that turn with its row (first line) and its column (second)",
+    name: () => "the patch's rotary angles: pairs rotated by its row (first line) and its column (second line)",
     size: () => [W(), 56],
     draw(pen, width) {
       const planes = view.shared.cos.shape[1], step = width / planes, radius = step / 2 - 2;
