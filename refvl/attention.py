@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl import cudnn
+from refvl import cudnn, on_gpu
 from refvl.checks import check_shape
 from refvl.masked_attention import is_padding, masked_sdpa
 
@@ -159,7 +159,7 @@ def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_se
         return torch.zeros_like(q_MHK)
     match backend:
         case "varlen":
-            return _torch_varlen(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            return on_gpu.attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         case "flash":
             kernel = _find(*KERNELS["flash"])
             return kernel(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -186,22 +186,6 @@ def _grouped_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, groups: SegmentPa
 def _batched_sdpa(q_GSHK: Tensor, k_GTHK: Tensor, v_GTHK: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_GSHK, k_GTHK, v_GTHK))  # (G, H, S or T, K)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-
-def _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Tensor:
-    """Attend without a causal mask, torch's default in every release (torch 2.11 renamed the argument that sets it).
-
-    A window as long as the longest segment hides nothing, and flash-attn 2 ignores it. We pass it because torch 2.14
-    on Hopper replaces flash-attn by cuDNN if there is no window, but only for long segments. With it, one kernel
-    encodes an image, eagerly and in graphs, with every release of torch.
-    """
-    from torch.nn.attention.varlen import varlen_attn  # here: few callers need it, and torch.compile can trace it
-
-    out: Any = varlen_attn(
-        q, k, v, cu_seq_q=cu_seqlens_q, cu_seq_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
-        window_size=(max_seqlen_k, max_seqlen_k),
-    )  # fmt: skip
-    return out  # a tuple only if more than the output is requested
 
 
 KERNELS = {  # backend: module and name of its function

@@ -22,6 +22,7 @@ from refvl.graphs.manager import MIN_BUDGET
 from refvl.language.loading import load_language_model, random_language_model
 from refvl.serving.adapters import CONFIG as ADAPTER
 from refvl.serving.adapters import attach
+from refvl.serving.joined import join_gate_up
 from refvl.serving.linear import choose_linear, use_onednn
 from refvl.serving.media_cache import CachedVLM, MediaCache
 from refvl.serving.model import VLM
@@ -117,6 +118,8 @@ def load(
     if kernel == "onednn":
         for model in filter(None, models):
             use_onednn(model)
+    if device.type == "cuda":
+        join_gate_up(models[0])
     with blame(f"{processor_folder}: tokenizer or processor files cannot be read", WORDED):
         processor = families.load_processor(processor_folder, config)
     vlm = VLM(config, processor, *models) if cache is None else CachedVLM(config, processor, *models, cache)
