@@ -14,10 +14,11 @@ from refvl.graphs.packing import Capacity, greedy, pack
 PACKERS = {"greedy": greedy, "optimal": pack}
 POLICIES = tuple(PACKERS)
 FRAME_TOKENS = 2**16
-"""Why so? A capture starts attention blocks for `max_frames` frames, each as long as the whole budget: any may be the
-long one. But all frames together are no longer than the budget: one block in `max_frames` has work, and the empty
-ones take time. 64 frames of 4,096 tokens are 131,072 blocks per layer of 16 heads, of which 2,048 have work; 16 frames
-are 32,768. Batches with more frames run eagerly, which costs little at this size: the host is the faster side.
+"""The reason: a capture starts attention blocks for `max_frames` frames, each as long as the whole budget, because any
+of them may be that long. But all frames together are at most as long as the budget, so one block in `max_frames` has
+work, and the empty ones take time. 64 frames of 4,096 tokens are 131,072 blocks per layer of 16 heads, of which 2,048
+have work; 16 frames are 32,768. Batches with more frames run eagerly, which costs little at this size, because the
+GPU needs more time than the host.
 """
 
 
@@ -44,9 +45,9 @@ class PairedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The graphs of one path: sorted budgets in output tokens, and the most items and frames of one replay.
+    """The graphs of one path: sorted budgets in output tokens, and the maximum items and frames of one replay.
 
-    frame_tokens: the most frames times output tokens that a graph is captured for; None: max_frames for every budget.
+    frame_tokens: the maximum of frames times output tokens of a capture; None: max_frames for every budget.
     """
 
     budgets: tuple[int, ...]
@@ -55,7 +56,7 @@ class Limits:
     frame_tokens: int | None = field(default=None, repr=False, compare=False)
 
     def frames_of(self, budget: int) -> int:
-        """Return the most frames of one replay of this budget."""
+        """Return the maximum number of frames in one replay of this budget."""
         return min(self.max_frames, max(1, (self.frame_tokens or self.max_frames * budget) // budget))
 
 

@@ -23,7 +23,7 @@ PAD_RULES = ("zero", "repeat_last", "identity")
 
 
 class Fill(NamedTuple):
-    """The arguments of `fill_padded`: what one buffer gets."""
+    """The arguments of `fill_padded` for one buffer."""
 
     buffer: Tensor
     values: Any
@@ -32,7 +32,7 @@ class Fill(NamedTuple):
 
     @property
     def rest(self) -> Tensor:
-        """What follows the contents."""
+        """The part of the buffer after the contents."""
         return self.buffer[len(self.values) :]
 
 
@@ -98,7 +98,7 @@ def _fills(buffers, metadata) -> Iterator[Fill]:
 
 
 def _is_in_words(fill: Fill) -> bool:
-    """Whether a fill is a GPU's and fits, and its contents are whole words of 32 bits."""
+    """Return whether a fill is on a GPU and fits, and its contents are whole words of 32 bits."""
     buffer, values = fill.buffer, fill.values
     fits = isinstance(values, Tensor) and 0 < len(values) <= len(buffer) and values.shape[1:] == buffer.shape[1:]
     alike = fits and values.dtype == buffer.dtype and values.device == buffer.device and buffer.is_cuda
@@ -106,9 +106,9 @@ def _is_in_words(fill: Fill) -> bool:
 
 
 def _fill_together(fills: list[Fill]) -> None:
-    """Do to each what `fill_padded` does. All contents are copied by one kernel, and permutations continued by it.
+    """Apply `fill_padded` to each fill. One kernel copies all contents and continues all permutations.
 
-    One more clears all that is zero. Each of the cumulative lengths is continued by a kernel of its own.
+    One more kernel clears all rests that are zero. A kernel each continues the cumulative lengths.
     """
     copies = [(fill.buffer[: len(fill.values)], fill.values) for fill in fills]
     padded = [fill for fill in fills if len(fill.rest)]

@@ -371,4 +371,4 @@ def _limits_of(path: GraphEncoder, min_budget: int, max_budget: int | None, **gi
     limits = infer_limits(unit, max_budget, **given)
     if given["max_frames"]:
         return limits
-    return replace(limits, max_frames=max(1, limits.budgets[-1] // unit), frame_tokens=None)  # no longer than a unit
+    return replace(limits, max_frames=max(1, limits.budgets[-1] // unit), frame_tokens=None)  # each has a unit

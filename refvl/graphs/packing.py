@@ -56,7 +56,7 @@ class Capacity:
         return level if frames <= self.frames_at(level) else len(self.budgets)
 
     def frames_at(self, level: int) -> int:
-        """Return the most frames of the budget of this index."""
+        """Return the maximum number of frames of the budget with this index."""
         return self.frames[level] if level < len(self.frames) else self.max_frames
 
     def budget_for(self, items: Sequence[Item]) -> int | None:

@@ -4,7 +4,7 @@ plot_slices           the image with its slices, and the overview next to it
 plot_query_attention  heat maps over a slice: how much each query takes from each patch
 plot_frame_tokens     tokens of a video against its frames, one line per model
 plot_time_shift       how far embeddings move if frames get different times
-plot_canvas           the windows of a slice, their folds, and where MiniCPM-V 4.7 puts the tokens on the canvas
+plot_canvas           the windows of a slice, their folds, and MiniCPM-V 4.7's positions of the tokens on the canvas
 """
 
 from collections.abc import Mapping, Sequence
@@ -137,16 +137,16 @@ def plot_time_shift(
 
 
 def plot_canvas(image, config: SliceConfig, positions_3L: Tensor, spans: Sequence[MediaSpan], *, ax=None) -> np.ndarray:
-    """Windows of a slice, their two folds, and the canvas: three panels.
+    """Plot windows of a slice, their two folds, and the canvas in three panels.
 
     image: anything `load_image` takes, cut by `config`. positions_3L: (3, L) of its prompt; spans: its overview and
-    slices. Marks are drawn where they stand; the overview's tokens as circles. ax: three Axes, or None. Returns them.
-    Raises ValueError if the image is not cut.
+    slices. Separators are at their positions, the overview's tokens are circles. ax: three Axes, or None. Returns them.
+    Raises ValueError if the image has no slices.
     """
     picture = load_image(image)
     plan = plan_slices(picture.width, picture.height, config)
     if plan.grid is None:
-        raise ValueError(f"image: expected one that is cut, got {picture.width} x {picture.height} px")
+        raise ValueError(f"image: expected one that is cut into slices, got {picture.width} x {picture.height} px")
     left, middle, right = grid_of_axes(ax, 1, 3, (10.5, 3.6))[0]
     (columns, rows), (h, w) = plan.grid, plan.tgt_sizes[-1]
     _draw_cuts(left, picture, plan)
@@ -158,7 +158,7 @@ def plot_canvas(image, config: SliceConfig, positions_3L: Tensor, spans: Sequenc
 
 
 def _draw_folds(ax: Axes, h: int, w: int) -> None:
-    """A slice of h x w patches, coloured by window of 2 x 2; the same after the first fold, and after the second."""
+    """Draw a slice of h x w patches, coloured by window of 2 x 2, then after the first and after the second fold."""
     image_axes(ax, f"each slice: {h} x {w} patches,\nfolded twice, {h // 4 * (w // 4)} token{'s' * (h * w > 16)}")
     left = 0.0
     for side, said in ((1, "windows of 2 x 2"), (2, "folded"), (4, "merged")):
@@ -176,7 +176,7 @@ def _draw_folds(ax: Axes, h: int, w: int) -> None:
 
 
 def _draw_canvas(ax: Axes, picture, positions_3L: Tensor, spans: Sequence[MediaSpan], columns: int, rows: int) -> None:
-    """Parts of the image at the positions of their tokens."""
+    """Draw parts of the image at the positions of their tokens."""
     first, last = spans[0].offset - 1, spans[-1].offset + spans[-1].num_tokens
     h, w = positions_3L[1].tolist(), positions_3L[2].tolist()
     width, height = picture.width / columns, picture.height / rows
