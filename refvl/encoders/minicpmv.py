@@ -195,8 +195,9 @@ class MiniCPMVEncoder(Tower):
     def patches_per_slice(self) -> int:
         """The number of patch rows that a set of queries provides in a graph.
 
-        A slice has the area of S x S patches, S = scale_resolution / P, but its sides are rounded to whole patches:
-        a x b with ab = S * S becomes at most (a + 1/2)(b + 1/2), so 2 S additional rows suffice for ratios up to 12:1.
+        A slice has the area of S x S patches, S = scale_resolution / P, but its sides are rounded to whole patches.
+        Sides a x b with ab = S * S become at most (a + 1/2)(b + 1/2), so 2 S additional rows suffice for ratios up to
+        12:1.
         """
         side = self.config.scale_resolution // self.config.vision.patch_size
         return side**2 + 2 * side

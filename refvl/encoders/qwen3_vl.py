@@ -10,7 +10,7 @@
        | merger           LayerNorm, fold each m x m block, Linear - GELU - Linear
     rows (M, D * (1 + k))                         a token's embedding, then the features that k layers add to it
 
-DeepStack: the language model takes the tower's last features as embeddings, and adds the features of k earlier blocks
+DeepStack: the tower's last features are the embeddings of the language model. It adds the features of k earlier blocks
 to the hidden states of the same tokens, the i-th after its layer i. All features of a token form one wide row, so
 pruning, graphs, sharding and files treat it like any other row. `split` separates them again.
 

@@ -121,9 +121,9 @@ def plan_batches(
     """Pack items into batches, each with the smallest budget that fits it.
 
     output_tokens: tokens of each item (an empty item is one, too). frames: frames of each item, limited by `max_frames`
-    per batch (optional). policy "greedy": fill a batch with the sorted items while they fit the largest budget;
-    "optimal": the smallest sum of budgets, then the fewest batches. That is exact for up to 12 items; for more, it is a
-    bounded search that is never worse than the best cut of the sorted items into consecutive batches.
+    per batch (optional). policy "greedy": fill a batch with sorted items while they fit the largest budget;
+    "optimal": the smallest sum of budgets, then the fewest batches. That is exact for up to 12 items. For more items,
+    it is a bounded search that is never worse than the best cut of the sorted items into consecutive batches.
 
     Batches that begin with the smallest item come first; items that fit no graph come last, alone, with budget None.
     Every index appears once, and equal arguments give equal batches. Raises ValueError (TypeError for a wrong type)

@@ -1,8 +1,8 @@
 """Video files whose header, packets and frames disagree, and files whose frame rate varies.
 
-`refvl.pixels.media` lists the packets of a file and decodes it. It calls this file only if something does not fit: the
-header promises more than there is, there are fewer than two frames, the rate varies, packets contain no frame, or
-the file has a display matrix. This file also lists the formats that are opened at all.
+`refvl.pixels.media` lists the packets of a file and decodes it. It calls this file if the header
+declares more frames than there are, if there are fewer than two frames, or if the rate varies. It also calls it if
+packets contain no frame, or if the file has a display matrix. This file also lists the formats that are opened at all.
 """
 
 import warnings

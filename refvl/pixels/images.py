@@ -60,8 +60,8 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
     as 16 bits up to 65535. Mode "F" contains floats in [0, 1].
 
     Raises FileNotFoundError for a missing file, TypeError for another type of source, ValueError for a URL, a file that
-    is truncated, larger than `limits` or not an image, levels outside those ranges, an array of another shape, dtype or
-    range, an empty image, and an image of a single pixel.
+    is truncated, larger than `limits` or not an image. Also ValueError for levels outside those ranges, an array of a
+    different shape, dtype or range, an empty image, and an image of a single pixel.
     """
     if not isinstance(source, (str, Path)):
         return _image_in_memory(source, limits)

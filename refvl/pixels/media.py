@@ -130,9 +130,9 @@ def load_video(
     A truncated file is an error if its header contains the number of frames (MP4, AVI). Other files (Matroska,
     WebM, FLV) are read to their end, with a warning if the header promises at least 10 % more.
 
-    Raises FileNotFoundError for a missing file, TypeError for another type of source, ValueError for a URL, a file that
-    is damaged, truncated, larger than `limits`, a still image, a playlist of other files or without video frames, and
-    for frames of unequal size.
+    Raises FileNotFoundError for a missing file, TypeError for another type of source, ValueError for a URL and for
+    frames of unequal size. Also ValueError for a file that is damaged, truncated, larger than `limits`, a still image,
+    a playlist of other files or without video frames.
     """
     if isinstance(source, Video):
         return source

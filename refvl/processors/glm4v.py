@@ -7,9 +7,9 @@
     <|end_of_video|>
 
 A frame here is a grid step: two sampled frames. For the positions each is an item of its own. EVS may drop its tokens,
-but never its timestamp. Which frames are sampled, how a timestamp is written and which token fills a frame
-depend on the processor class that the checkpoint's files name (`refvl.families.load_processor`), not on `model_type`:
-GLM-4.5V and GLM-4.6V share theirs.
+but never its timestamp. The sampling of frames, the format of timestamps and the placeholder of a frame depend on
+the processor class in the checkpoint's files (`refvl.families.load_processor`). They do not depend on `model_type`,
+which is the same for GLM-4.5V and GLM-4.6V.
 
     class               releases                              sampler    timestamp   token of a frame
     Glm4vProcessor      GLM-4.1V, GLM-4.5V                    glm4v      3           the video's

@@ -3,9 +3,10 @@
     is_plain(template)   yes: transformers renders it in this process, as always
                          no:  `render_in_child` renders each prompt within seconds of CPU time, bytes and characters
 
-A plain template does work in proportion to the request, as templates of the released families do: it loops over the
-messages and the parts of each, and stores only numbers and parts of the request. Any other template may be harmless,
-too, but only limits can guarantee that: `'a' * 10**10`, a loop in a loop over all messages, a text doubled 40 times.
+The work of a plain template is proportional to the request. It loops over the messages and the parts of each, and
+stores only numbers and parts of the request; so do the templates of the released families. Any other template may be
+harmless, too, but only limits can guarantee that: `'a' * 10**10`, a loop in a loop over all messages, a text doubled 40
+times.
 """
 
 import os

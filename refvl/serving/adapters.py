@@ -132,8 +132,8 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
         adapters.save_pretrained(folder)
 
     A loaded adapter is frozen (`adapters.set_requires_grad(name)`), and dropout is off (`adapters.train()`). Raises
-    ImportError without PEFT; FileNotFoundError, TypeError or ValueError naming `adapter` for anything but a LoRA
-    adapter, for layers that the model does not have or that cannot be adapted, and for weights that do not fit. Nothing
+    ImportError without PEFT. Raises FileNotFoundError, TypeError or ValueError naming `adapter` for anything but a LoRA
+    adapter, for layers that are missing or cannot be adapted, and for weights that do not fit. Nothing
     is ignored, and after an error the model is unchanged.
     """
     try:

@@ -32,9 +32,9 @@ def vllm_inputs(folder: str | Path, names: Sequence[str]) -> dict[str, dict[str,
     """Return vLLM's `multi_modal_data` for one prompt: {"image": ..., "video": ...}, media in the order of `names`.
 
     folder: the output of `refvl encode`; names: from its manifest. Raises FileNotFoundError for another folder,
-    KeyError
-    for a name that it does not contain, TypeError for a bare string, and ValueError for a family whose embeddings vLLM
-    does not accept, MiniCPM-V's videos, and a manifest that leads out of the folder or does not fit the embeddings.
+    KeyError for a name that it does not contain, and TypeError for a bare string. Raises ValueError for a family whose
+    embeddings vLLM does not accept, MiniCPM-V's videos, and a manifest that leads out of the folder or does not fit the
+    embeddings.
     """
     folder = Path(folder)
     if isinstance(names, str) or not names:

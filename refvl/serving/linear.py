@@ -1,9 +1,9 @@
 """Linear layers on a CPU, by torch's default kernel or by oneDNN's, whichever is faster on this machine.
 
-torch passes `F.linear` in float32 to MKL, which is less optimised for AMD processors than oneDNN: there oneDNN takes
-less than half the time; on Intel the two are alike. oneDNN reads torch's weights in place, so a layer keeps them, and
-saving, moving, changing, adapting and watching them works as before. The kernel is private to torch: if a release
-lacks it, or changes its arguments, torch's default is used.
+torch passes `F.linear` in float32 to MKL, which is less optimised for AMD processors. There oneDNN takes less than half
+the time; on Intel both take about the same time. oneDNN reads torch's weights in place. A layer keeps them, so
+you can save, move, change, adapt and watch them as before. The kernel is private to torch: if a release lacks it, or
+changes its arguments, torch's default is used.
 """
 
 import time

@@ -103,13 +103,13 @@ def run_dp_sharded_mrope_vision_model(
 ) -> tuple[Tensor, ...]:
     """Encode items of any size, each on one rank; every rank gets all embeddings, in the caller's order.
 
-    vision_model: an encoder of refvl; an `EncoderGraphManager`, so each rank replays its own graphs; or any
-    callable (rows, grids) -> (M, ...) with `spatial_merge_size` ("rope_3d") or `merge_kernel_size` ("rope_2d").
-    pixel_values: (N, values) patch rows of all items in order, the same on every rank; only a rank's own rows are
-    copied to its encoder's device. grid_thw_list: (t, h, w) per item in patches, or the layouts that a refvl encoder
-    plans. rope_type: "rope_3d" for towers that accept a list of (t, h, w) and return (M, D); "rope_2d" for those, like
-    Kimi-VL's, that accept a tensor of grids (h, w), keep a merge block together and return one (M, block, D) tensor per
-    item.
+    vision_model: an encoder of refvl; an `EncoderGraphManager`, so each rank replays its own graphs; or any callable
+    (rows, grids) -> (M, ...) with `spatial_merge_size` ("rope_3d") or `merge_kernel_size` ("rope_2d"). pixel_values:
+    (N, values) patch rows of all items in order, the same on every rank; only a rank's own rows are copied to its
+    encoder's device. grid_thw_list: (t, h, w) per item in patches, or the layouts that a refvl encoder plans.
+    rope_type: "rope_3d" for towers that accept a list of (t, h, w) and return (M, D); "rope_2d" for towers like
+    Kimi-VL's. These accept a tensor of grids (h, w), keep a merge block together, and return one (M, block, D) tensor
+    per item.
 
     Returns one tensor per item. Raises ValueError if rows and grids do not match, on all ranks, before anything is
     sent. If

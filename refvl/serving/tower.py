@@ -3,8 +3,8 @@
     feature_map(image)                 (t, h, w, D)    the embeddings, each at its token's location in the image
     feature_map(image, blocks=[3, 7])  (t, H, W, E)    for each block, the state of every patch after it
 
-MiniCPM-V and Step3-VL cut an image into slices or crops, and MiniCPM-V a video into frames: their maps are lists of
-(box, map), one per cut, in the order in which the encoder reads them.
+MiniCPM-V and Step3-VL cut an image into slices or crops, and MiniCPM-V a video into frames. Their maps are lists of
+(box, map), one per slice, crop or frame, in the encoder's order.
 
 Shape suffixes: t steps in time, h x w tokens, H x W patches, N patches of all cuts, D the language model's width, E the
 tower's.

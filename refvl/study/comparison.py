@@ -181,12 +181,12 @@ def html_table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[str]
 def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, model: Any = None) -> Comparison:
     """Compare two runs, each a `Trace`, `Stages` or a folder saved by either: where they first differ, and why.
 
-    A value differs if |a - b| > atol + rtol * the largest magnitude of its tensor in b. Without rtol that is 1e-3 up
-    to the positions; in the text model it is what rounding explains, see `rounding`. Integers and masks must be equal,
-    and nan and inf must be in the same places. Stages that only one side recorded are listed, not judged.
-    model: the `VLM` of one of the runs. If the first difference is in the text model or the tower, possible causes are
-    tried one by one (`refvl.study.text_causes`): a few hundred forwards of the layers before
-    it. Raises TypeError or ValueError naming the argument, also if the runs share no stage.
+    A value differs if |a - b| > atol + rtol * the largest magnitude of its tensor in b. The default of rtol is 1e-3 up
+    to the positions; in the text model it is the expected rounding error, see `rounding`. Integers and masks must be
+    equal, and nan and inf must be in the same places. Stages that only one side recorded are listed, not judged. model:
+    the `VLM` of one of the runs. If the first difference is in the text model or the tower, possible causes are tried
+    one by one (`refvl.study.text_causes`): a few hundred forwards of the layers before it. Raises TypeError or
+    ValueError naming the argument, also if the runs share no stage.
     """
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if tolerance is not None and not check_number(tolerance, name) >= 0:

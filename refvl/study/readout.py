@@ -34,7 +34,7 @@ def margins(logits: Tensor) -> Tensor:
 class Readout:
     """Hooks on a text model while it answers one prompt; `remove` removes them.
 
-    Rows are counted over everything that was read, so chunks and rejected drafts make no difference: row L - 1 is the
+    Rows are numbered over all tokens that were read, so chunks and rejected drafts make no difference. Row L - 1 is the
     last prompt token, and new token k was chosen after row L - 1 + k. Only forwards of this thread are recorded.
     """
 

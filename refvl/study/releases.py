@@ -51,7 +51,7 @@ def text_uncounted_positions(
     """Return positions (3, L) and delta of a pruned prompt by a search that counts the media's tokens, but no text.
 
     The rule of vLLM 0.32.0 (`recompute_mrope_positions`) for a prompt in one piece. If the text before an item is
-    longer than the items before it, the search for this item finds the start of an earlier one and overwrites it; the
+    longer than the items before it, the search for this item finds the start of an earlier one and overwrites it. The
     item's own later tokens then share one position. On a server that prunes videos, this also affects prompts with two
     images and no video.
 

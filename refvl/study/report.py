@@ -25,7 +25,7 @@ class Trace(Record):
     """One run, with the result of every stage; fields whose stage has not run are None.
 
     attentions and hidden_states, of language model and tower, are filled only on request. Q counts the tokens that
-    were read: L of the prompt and all new ones but the last; token_ids[k] was chosen after row L - 1 + k. N counts the
+    were read: L of the prompt and all new ones but the last. token_ids[k] was chosen after row L - 1 + k. N counts the
     patch rows of all media, concatenated in the order of `patches`.
     With `prefill_chunk` patches, metadata, embeds and inputs_embeds are empty: their tensors are freed during the run.
     """

@@ -20,8 +20,8 @@ class Source:
     """A file of the library, parsed. All line numbers begin at 1.
 
     lines: the text. code: numbers of lines, without blank lines, comments and docstrings. checks: the code lines that
-    only check: a `raise`, a condition that ends in one, an `except`, a call or a definition of a function with the name
-    of a check, and everything in checks.py. docstrings: numbers of lines. functions: by first line, decorators
+    only check: a `raise`, a condition that ends in one, an `except`, a call or a definition of a check function, and
+    everything in checks.py. docstrings: numbers of lines. functions: by first line, decorators
     included:
     that line, the line of `def`, and the last line.
     """

@@ -272,14 +272,14 @@ def trace(
 ) -> Trace:
     """Run like `chat`, but keep every stage and the seconds each took.
 
-    attentions, hidden_states: keep the weights of all heads, and the values between blocks, of tower and language
-    model (see `Trace`). Both then run eagerly, on the same weights, even if graphs are captured. For long
-    prompts that needs much memory: layers * heads * tokens^2. replace: functions by stage, such as `{"positions": f}`:
-    f gets the result of the stage, and the run continues with the return value of f (`refvl.study.interventions`).
-    With `prefill_chunk` pixels and embeddings are freed during the run. With beams, prefill and decoding are one
-    stage. Raises FileNotFoundError for missing files and ValueError or TypeError, naming the argument, for media
-    that cannot be read, placeholders that do not match the media, a pruning rate outside [0, 1), a prompt longer
-    than the context, and options of `generate` that do not exist or do not lead to one answer in text.
+    attentions, hidden_states: keep the weights of all heads, and the values between blocks, of tower and language model
+    (see `Trace`). Both then run eagerly, on the same weights, even if graphs are captured. For long prompts that needs
+    much memory: layers * heads * tokens^2. replace: functions by stage, such as `{"positions": f}`: f gets the result
+    of the stage, and the run continues with the return value of f (`refvl.study.interventions`). With `prefill_chunk`
+    pixels and embeddings are freed during the run. With beams, prefill and decoding are one stage. Raises
+    FileNotFoundError for missing files. Raises ValueError or TypeError, naming the argument, for media that cannot be
+    read, placeholders that do not match the media, a pruning rate outside [0, 1), and a prompt longer than the context.
+    The same errors are raised for options of `generate` that do not exist or do not lead to one answer in text.
     """
     wanted = model.check_options("trace", generate_kwargs, max_new_tokens)
     watched = {

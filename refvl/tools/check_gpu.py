@@ -224,7 +224,7 @@ def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
     """Return whether a build of torch runs on a GPU. built_for: as `torch.cuda.get_arch_list()` returns it.
 
     Kernels (sm_86) run on the same major capability and an equal or higher minor one; kernels with an "a" run only on
-    their own capability; code for the driver's compiler (compute_90) runs on every later one.
+    their own capability. Code for the driver's compiler (compute_90) runs on every later one.
     """
     for name in built_for:
         wanted = _capability(name)

@@ -37,7 +37,7 @@ def show(console: Console, out: Path, checkpoint: str, device: str) -> None:
     pruned = model.trace(CLIP_QUESTIONS[0], videos=[CLIP], pruning_rate=PRUNING_RATE)
     before, after = (len(trace.input_ids) for trace in (clip, pruned))
     console.print(
-        f"\nthe same clip with {PRUNING_RATE:.0%} of its tokens pruned: {CLIP_QUESTIONS[0]} [bold]{pruned.text}[/bold] "
+        f"\nthe video with {PRUNING_RATE:.0%} of its tokens pruned: {CLIP_QUESTIONS[0]} [bold]{pruned.text}[/bold] "
         f"({before} prompt tokens became {after})"
     )
     console.print("\nThe next photo and video were in the shipped model's training data: it knows them by heart.")

@@ -78,7 +78,7 @@ def first_picture(journey: Journey) -> str:
     for medium in journey.trace.media[:1]:
         is_video = isinstance(medium, Video)
         image = Image.fromarray(medium.frames[len(medium.frames) // 2]) if is_video else medium
-        alt = "The middle frame of the video in question" if is_video else "The picture in question"
+        alt = "The middle frame of the video in question" if is_video else "The image in question"
         return picture(small(image, 360), alt, width=180)
     return ""
 
