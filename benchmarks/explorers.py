@@ -15,6 +15,7 @@ RECORD, SITE = DATA / "measurements" / "explorers_browser.json", DATA.parent / "
 MADE_BY_AND_BEFORE = {
     "windows": ("`explore_windows`, `explore_resize`", "two views with sliders"),
     "positions": ("`explore_positions`", "a view with sliders"),
+    "rules": ("`explore_position_rules`", "-"),
     "mrope": ("`explore_mrope`", "-"),
     "evs": ("`explore_evs`, `explore_keep_mask`", "a view of masks"),
     "attention": ("`explore_attention`", "-"),

@@ -73,7 +73,7 @@ STATIONS = [
             ("serving/parallel.py",), ("assignment",), stage=5),
     Station("Pruning", "video tokens that did not change go", ("03",), ("positions/evs.py",), ("evs",), stage=6),
     Station("Positions", "time, height and width of every token", ("02", "06", "12"),
-            ("positions/mrope.py", "positions/rotary.py"), ("positions", "mrope"), stage=8),
+            ("positions/mrope.py", "positions/rotary.py"), ("positions", "mrope", "rules"), stage=8),
     Station("Answer", "embeddings into the prompt, words out of it", ("00", "10"),
             ("merge.py", "pipeline.py", "trace.py"), ("attention", "families"), stage=9),
     Station("Yours", "what it costs, how to teach it more, and a released checkpoint", ("11", "13", "15"),
@@ -94,7 +94,7 @@ READERS = {
 # in the order of the course, with the notebook that each belongs to
 EXPLORERS = {
     "windows": "01", "tower": "01", "positions": "02", "mrope": "02", "attention": "02", "evs": "03", "graph": "04",
-    "packing": "05", "timeline": "06", "slices": "07", "assignment": "09", "families": "10", "costs": "11",
+    "packing": "05", "timeline": "06", "slices": "07", "rules": "07", "assignment": "09", "families": "10", "costs": "11",
     "deepstack": "12",
 }  # fmt: skip
 

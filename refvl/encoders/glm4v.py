@@ -35,7 +35,7 @@ from refvl.attention import Segments, plan_segments, segment_capacity
 from refvl.checks import Grid
 from refvl.encoders.grid import GridEncoder, GridVisionConfig
 from refvl.encoders.tower import to_device
-from refvl.positions.rotary import block_positions, rotary_factors_of, rotary_frequencies, rotate
+from refvl.positions.rotary import block_positions, rotary_cos_sin, rotary_factors, rotary_frequencies, rotate
 from refvl.positions.tables import sample_position_table
 
 
@@ -140,7 +140,7 @@ class Glm4vVisionTransformer(GridEncoder):
         hold no floating-point numbers.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
-        rotary = rotary_factors_of(metadata.positions, metadata.frequencies)  # for all blocks
+        rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # for all blocks
         x_NE = self.post_conv_layernorm(self.patch_embed(patches_NC)) + metadata.position_embeds
         for block in self.blocks:
             x_NE = block(x_NE, rotary, metadata, backend)
@@ -184,7 +184,7 @@ class VisionBlock(nn.Module):
         self.norm2 = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.out_hidden_size, bias=False)
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], frames: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
         x_NE = x_NE + self.attn(self.norm1(x_NE), rotary, frames, backend)
         return x_NE + self.mlp(self.norm2(x_NE))
 
@@ -198,7 +198,7 @@ class VisionAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.attention_bias)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], frames: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
         q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # in one pass: half as many kernels

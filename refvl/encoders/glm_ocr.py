@@ -35,7 +35,7 @@ from refvl.checks import Grid
 from refvl.encoders.glm4v import PatchMerger, SwiGLU
 from refvl.encoders.grid import GridEncoder, GridVisionConfig
 from refvl.encoders.tower import to_device
-from refvl.positions.rotary import block_positions, rotary_factors_of, rotary_frequencies, rotate
+from refvl.positions.rotary import block_positions, rotary_cos_sin, rotary_factors, rotary_frequencies, rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class GlmOcrVisionTransformer(GridEncoder):
         hold no floating-point numbers.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
-        rotary = rotary_factors_of(metadata.positions, metadata.frequencies)  # for all blocks
+        rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # for all blocks
         x_NE = self.patch_embed(patches_NC)
         for block in self.blocks:
             x_NE = block(x_NE, rotary, metadata, backend)
@@ -166,7 +166,7 @@ class VisionBlock(nn.Module):
         self.norm2 = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.attention_bias)
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], frames: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
         x_NE = x_NE + self.attn(self.norm1(x_NE), rotary, frames, backend)
         return x_NE + self.mlp(self.norm2(x_NE))
 
@@ -182,7 +182,7 @@ class VisionAttention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.attention_bias)
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], frames: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
         q_NHK, k_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
         qk_NHK = torch.cat([self.q_norm(q_NHK), self.k_norm(k_NHK)], dim=1)
         q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)

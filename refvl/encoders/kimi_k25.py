@@ -273,7 +273,7 @@ class VisionBlock(nn.Module):
             OrderedDict(fc1=nn.Linear(E, hidden), act=nn.GELU(approximate="tanh"), fc2=nn.Linear(hidden, E))
         )
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], chunks: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], chunks: Segments, backend: str) -> Tensor:
         x_NE = x_NE + self.attn(self.norm1(x_NE), rotary, chunks, backend)
         return x_NE + self.mlp(self.norm2(x_NE))
 
@@ -287,7 +287,7 @@ class VisionAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], chunks: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], chunks: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
         q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # in one pass: half as many kernels
@@ -310,7 +310,7 @@ class Projector(nn.Module):
         return self.fc2(F.gelu(self.fc1(normed_MF)))  # (M, D)
 
 
-def alternating_factors(positions_N2: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+def alternating_factors(positions_N2: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor | None]:
     """(N, 2) rows and columns, (K/4,) frequencies -> the factors of `rotate`: columns and rows take turns."""
     angles_NK = (positions_N2.flip(1)[:, None] * frequencies[:, None]).flatten(1)  # (N, K/4, 2) -> (N, K/2)
     return rotary_factors(angles_NK.cos(), angles_NK.sin())

@@ -31,7 +31,7 @@ from refvl.attention import Segments, group_segments, plan_segments, segment_cap
 from refvl.checks import Grid
 from refvl.encoders.grid import GridEncoder, GridVisionConfig
 from refvl.encoders.tower import to_device
-from refvl.positions.rotary import block_positions, rotary_cos_sin, rotary_factors_of, rotary_frequencies, rotate
+from refvl.positions.rotary import block_positions, rotary_cos_sin, rotary_factors, rotary_frequencies, rotate
 from refvl.positions.windows import max_window_count, window_order
 
 
@@ -147,7 +147,7 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
         windows = Segments(metadata.cu_window_seqlens, metadata.window_groups, metadata.max_window_seqlen)
         x_NE = self.patch_embed(patches_NC)
-        rotary = rotary_factors_of(metadata.positions, metadata.frequencies)  # for all blocks
+        rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # for all blocks
         x_NE = x_NE.unflatten(0, (-1, self.block_size))[metadata.window_index].flatten(0, 1)  # in window order
         for i, block in enumerate(self.blocks):
             segments = metadata if i in self.config.fullatt_block_indexes else windows
@@ -197,7 +197,7 @@ class VisionBlock(nn.Module):
         self.norm2 = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], segments: Segments, backend: str) -> Tensor:
         x_NE = x_NE + self.attn(self.norm1(x_NE), rotary, segments, backend)
         return x_NE + self.mlp(self.norm2(x_NE))
 
@@ -211,7 +211,7 @@ class VisionAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], segments: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
         q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # in one pass: half as many kernels

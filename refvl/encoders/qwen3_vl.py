@@ -37,7 +37,7 @@ from refvl.attention import Segments, plan_segments, segment_capacity
 from refvl.checks import Grid, check_shape
 from refvl.encoders.grid import GridEncoder, GridVisionConfig
 from refvl.encoders.tower import to_device
-from refvl.positions.rotary import block_positions, rotary_factors_of, rotary_frequencies, rotate
+from refvl.positions.rotary import block_positions, rotary_cos_sin, rotary_factors, rotary_frequencies, rotate
 from refvl.positions.tables import sample_position_table
 
 
@@ -147,7 +147,7 @@ class Qwen3VLVisionTransformer(GridEncoder):
         hold no floating-point numbers.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
-        rotary = rotary_factors_of(metadata.positions, metadata.frequencies)  # for all blocks
+        rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # for all blocks
         mergers = dict(zip(self.config.deepstack_visual_indexes, self.deepstack_merger_list, strict=True))
         deeper = list[Tensor]()  # k of (M, D)
         x_NE = self.patch_embed(patches_NC) + metadata.position_embeds
@@ -193,7 +193,7 @@ class VisionBlock(nn.Module):
         self.norm2 = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.mlp = VisionMLP(config)
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], frames: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
         x_NE = x_NE + self.attn(self.norm1(x_NE), rotary, frames, backend)
         return x_NE + self.mlp(self.norm2(x_NE))
 
@@ -207,7 +207,7 @@ class VisionAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], frames: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
         q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # in one pass: half as many kernels

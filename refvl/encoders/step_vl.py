@@ -33,7 +33,7 @@ from refvl.attention import Segments
 from refvl.encoders.step3_vl import Step3VisionConfig, Step3VisionEncoder, VisionMetadata, VisionMLP
 from refvl.encoders.tower import Tower
 from refvl.encoders.weights import named_tensors
-from refvl.positions.rotary import rotary_factors_of, rotary_frequencies, rotate
+from refvl.positions.rotary import rotary_cos_sin, rotary_factors, rotary_frequencies, rotate
 from refvl.positions.tables import resize_position_table
 
 RENAMED = {  # names of the released file, or of transformers', as regular expressions: the parameter's
@@ -173,7 +173,7 @@ class PerceptionEncoder(nn.Module):
         )
         side = int(T**0.5)
         column_row = torch.stack([index % side, index % T // side], dim=1)
-        rotary = rotary_factors_of(column_row, rotary_frequencies(self.head_dim, device=index.device))
+        rotary = rotary_factors(*rotary_cos_sin(column_row, rotary_frequencies(self.head_dim, device=index.device)))
         x_NE = x_BTE.flatten(0, 1)
         for layer in self.layers:
             x_NE = layer(x_NE, rotary, segments, backend)
@@ -193,7 +193,7 @@ class VisionLayer(nn.Module):
         self.mlp = VisionMLP(config)
         self.lambda_2 = nn.Parameter(torch.full((E,), 0.1))
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], segments: Segments, backend: str) -> Tensor:
         x_NE = x_NE + self.lambda_1 * self.self_attn(self.layernorm_before(x_NE), rotary, segments, backend)
         return x_NE + self.lambda_2 * self.mlp(self.layernorm_after(x_NE))
 
@@ -207,6 +207,6 @@ class VisionAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments, backend: str) -> Tensor:
+    def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], segments: Segments, backend: str) -> Tensor:
         q_NHK, k_NHK, v_NHK = self.qkv(x_NE).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
         return self.out_proj(segments.attend(rotate(q_NHK, *rotary), rotate(k_NHK, *rotary), v_NHK, backend))

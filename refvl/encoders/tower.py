@@ -4,13 +4,14 @@ Each encoder is read in its own file. A config is a frozen dataclass on `TowerCo
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from refvl import on_gpu
 from refvl.arguments import check_plan
 from refvl.attention import available_backends, choose_backend
 from refvl.checks import check_pixel_rows
@@ -125,15 +126,9 @@ class Tower(nn.Module):
         return r"(?!)"
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """A plan, or a part of one, with every tensor in it on `device`."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, tuple):
-        return tuple(to_device(item, device) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: to_device(getattr(value, f.name), device) for f in fields(value)})
-    return value
+def to_device(plan: Any, device: torch.device) -> Any:
+    """A plan, which was made on the CPU, with every tensor in it on `device`."""
+    return plan if device.type == "cpu" else on_gpu.send_plan(plan, device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,25 +171,7 @@ def send_rows(rows: Sequence[Levels | Tensor], encoder) -> Tensor:
     """Patch rows of several items, normalised and end to end, for `encoder` to read on its device."""
     device = encoder.device
     if device.type == "cuda":
-        sent = [_send_to_gpu(item, device, encoder.dtype) for item in rows]
+        sent = [on_gpu.send_levels(item, device, encoder.dtype) for item in rows]
     else:
         sent = [item if isinstance(item, Tensor) else item.normalize() for item in rows]
     return sent[0].to(device) if len(sent) == 1 else torch.cat(sent).to(device)
-
-
-def _send_to_gpu(rows: Levels | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """As little travels as can, from pinned memory, so that the host does not wait.
-
-    Levels are normalised there; rows that are normalised already travel in the encoder's dtype.
-    """
-    if isinstance(rows, Tensor):
-        rows = rows.to(dtype).pin_memory() if rows.device.type == "cpu" else rows
-        return rows.to(device, non_blocking=True)
-    N, C, _, values = rows.values.shape
-    table, levels = rows.table.to(dtype).view(torch.uint8).flatten(), rows.values.flatten()  # one copy for both
-    sent = torch.cat([table, levels]).pin_memory().to(device, non_blocking=True)
-    table, levels = sent[: len(table)].view(dtype).view(C, -1), sent[len(table) :].view(rows.values.shape)
-    patches = torch.empty(N, C, rows.frames, values, dtype=dtype, device=device)
-    for channel in range(C):
-        patches[:, channel] = table[channel].index_select(0, levels[:, channel].flatten().int()).view(N, -1, values)
-    return patches.flatten(1)

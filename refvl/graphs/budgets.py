@@ -13,6 +13,12 @@ from refvl.graphs.packing import Capacity, greedy, pack
 
 PACKERS = {"greedy": greedy, "optimal": pack}
 POLICIES = tuple(PACKERS)
+FRAME_TOKENS = 2**16
+"""Why so? A capture starts attention blocks for `max_frames` frames, each as long as the whole budget: any may be the
+long one. But all frames together are no longer than the budget: one block in `max_frames` has work, and the empty
+ones take time. 64 frames of 4,096 tokens are 131,072 blocks per layer of 16 heads, of which 2,048 have work; 16 frames
+are 32,768. Batches with more frames run eagerly, which costs little at this size: the host is the faster side.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +44,19 @@ class PairedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The graphs of one path: sorted budgets in output tokens, and the most items and frames of one replay."""
+    """The graphs of one path: sorted budgets in output tokens, and the most items and frames of one replay.
+
+    frame_tokens: the most frames times output tokens that a graph is captured for; None: max_frames for every budget.
+    """
 
     budgets: tuple[int, ...]
     max_items: int
     max_frames: int
+    frame_tokens: int | None = field(default=None, repr=False, compare=False)
+
+    def frames_of(self, budget: int) -> int:
+        """Return the most frames of one replay of this budget."""
+        return min(self.max_frames, max(1, (self.frame_tokens or self.max_frames * budget) // budget))
 
 
 def generate_budgets(min_budget: int, max_budget: int) -> list[int]:
@@ -73,7 +87,8 @@ def infer_limits(
     """Fill in what the user left open. min_budget, max_budget: what the model's sizes suggest.
 
     Every item needs at least one token in every graph, so `max_items` may not exceed the smallest budget; given alone,
-    it raises the smallest budget. Budgets given twice count once. Frames default to as many as items, at least 32.
+    it raises the smallest budget. Budgets given twice count once. Frames default to as many as items, at least 32, and
+    to fewer for large budgets: see `FRAME_TOKENS`.
     Raises ValueError when the invariants do not hold. Upstream: the constructor of `EncoderCudaGraphManager`.
     """
     if check_positive_int(min_budget, "min_budget") > check_positive_int(max_budget, "max_budget"):
@@ -88,8 +103,9 @@ def infer_limits(
         max_items = min(max(1, max_budget // min_budget), budgets[0])
     if max_items > budgets[0]:
         raise ValueError(f"max_items: must not exceed the smallest budget, got {max_items} for budgets {list(budgets)}")
-    max_frames = max(max_items, 32) if max_frames is None else check_positive_int(max_frames, "max_frames")
-    return Limits(tuple(budgets), max_items, max_frames)
+    if max_frames is not None:
+        return Limits(tuple(budgets), max_items, check_positive_int(max_frames, "max_frames"))
+    return Limits(tuple(budgets), max_items, max(max_items, 32), FRAME_TOKENS)
 
 
 def plan_batches(

@@ -210,11 +210,12 @@ class EncoderGraphManager:
                 raise
             for path, limits in self.limits.items():
                 max_rows = tuple(len(self.captured[path, budget].pixel_values) for budget in limits.budgets)
-                self._capacities[path] = Capacity(limits.budgets, max_rows, limits.max_items, limits.max_frames)
+                frames = tuple(map(limits.frames_of, limits.budgets))
+                self._capacities[path] = Capacity(limits.budgets, max_rows, limits.max_items, limits.max_frames, frames)
 
     def _capture(self, path: str, budget: int) -> CapturedBudget:
         encoder = self.paths[path]
-        metadata = encoder.plan_capacity(budget, self.limits[path].max_frames)
+        metadata = encoder.plan_capacity(budget, self.limits[path].frames_of(budget))
         pixel_values = encoder.pixel_buffer(budget)
         attention = encoder.graph_attention
         graph = CudaGraph(self._pool, self._last_stream) if self.backend == "cuda" else TraceGraph()
@@ -287,7 +288,9 @@ class EncoderGraphManager:
             batches = self._without_hooks(plan.batches)
             for batch, metadata in zip(batches, plan.metadata, strict=True):
                 parts = [(i, batch.path) for i in batch.indices]
-                embeds = self._encode(batch, torch.cat([rows[part] for part in parts]), metadata)
+                of_batch = [rows[part] for part in parts]
+                together = of_batch[0] if len(parts) == 1 else torch.cat(of_batch)
+                embeds = self._encode(batch, together, metadata)
                 tokens = [plan.sizes[part][1] for part in parts]
                 outputs |= zip(parts, embeds.split(tokens), strict=True)
             for batch in batches:
@@ -362,4 +365,6 @@ def _limits_of(path: GraphEncoder, min_budget: int, max_budget: int | None, **gi
     if given["budgets"] is None and check_positive_int(max_budget, "max_budget") < smallest:
         raise ValueError(f"max_budget: must hold one unit of every path, at least {smallest} tokens, got {max_budget}")
     limits = infer_limits(unit, max_budget, **given)
-    return limits if given["max_frames"] else replace(limits, max_frames=max(1, limits.budgets[-1] // unit))
+    if given["max_frames"]:
+        return limits
+    return replace(limits, max_frames=max(1, limits.budgets[-1] // unit), frame_tokens=None)  # no longer than a unit

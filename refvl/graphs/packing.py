@@ -36,18 +36,28 @@ NEVER = 2**60  # more than any cost
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The limits of one replay. max_rows: the patch rows that the graph of each budget takes."""
+    """The limits of one replay.
+
+    max_rows: the patch rows that the graph of each budget takes. frames: the most frames of each budget, which do not
+    rise with the budget; empty: max_frames everywhere.
+    """
 
     budgets: tuple[int, ...]
     max_rows: tuple[int, ...]
     max_items: int
     max_frames: int
+    frames: tuple[int, ...] = ()
 
     def level(self, count: int, tokens: int, frames: int, rows: int) -> int:
         """Return the index of the smallest budget that holds so much, or the number of budgets if none does."""
         if count > self.max_items or frames > self.max_frames:
             return len(self.budgets)
-        return max(bisect.bisect_left(self.budgets, tokens), bisect.bisect_left(self.max_rows, rows))
+        level = max(bisect.bisect_left(self.budgets, tokens), bisect.bisect_left(self.max_rows, rows))
+        return level if frames <= self.frames_at(level) else len(self.budgets)
+
+    def frames_at(self, level: int) -> int:
+        """Return the most frames of the budget of this index."""
+        return self.frames[level] if level < len(self.frames) else self.max_frames
 
     def budget_for(self, items: Sequence[Item]) -> int | None:
         """Return the smallest budget that holds all of `items`, or None."""
@@ -132,7 +142,8 @@ def search(items: Sequence[Item], capacity: Capacity) -> list[Group]:
     members = sets[:, None] >> np.arange(len(items)) & 1
     tokens, frames, rows = (members @ np.array(items, dtype=np.int64).reshape(-1, 3)).T
     level = np.maximum(np.searchsorted(capacity.budgets, tokens), np.searchsorted(capacity.max_rows, rows))
-    fits = (members.sum(1) <= capacity.max_items) & (frames <= capacity.max_frames) & (level < len(capacity.budgets))
+    most = np.array([capacity.frames_at(i) for i in range(len(capacity.budgets) + 1)])[level]
+    fits = (members.sum(1) <= capacity.max_items) & (frames <= most) & (level < len(capacity.budgets))
     costs = np.where(fits, np.array([*capacity.budgets, 0])[level] * COUNT_BASE + 1, NEVER)  # each set as one group
     best = np.zeros_like(costs)
     for last in (1 << i for i in range(len(items))):
@@ -186,7 +197,7 @@ def _fill_one(items: Sequence[Item], left: list[int], capacity: Capacity, level:
         if place < 0 or len(places) == capacity.max_items:
             break
         more = add(held, items[left[place]])
-        if more[1] <= capacity.max_frames and more[2] <= capacity.max_rows[level]:
+        if more[1] <= capacity.frames_at(level) and more[2] <= capacity.max_rows[level]:
             places.append(place)
             held = more
     return budget - held[0], -held[0], places

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from refvl import on_gpu
 from refvl.arguments import as_grids
 from refvl.checks import Grid, check_positive, check_positive_int
 
@@ -65,18 +66,20 @@ def apply_rotary(x_NHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate(x_NHK, *rotary_factors(cos, sin))
 
 
-def rotary_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, K/2) each -> the factors of `rotate`, (N, 1, K) each: cos twice; -sin and sin. Once for all blocks."""
+def rotary_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(N, K/2) each -> the factors of `rotate`, (N, 1, K) each: cos twice; -sin and sin. Once for all blocks.
+
+    On a GPU: those of `on_gpu.rotate`, and None.
+    """
+    if cos.is_cuda:
+        return on_gpu.rotary_factors(cos, sin), None
     return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
 
 
-def rotary_factors_of(positions_N2: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, 2) rows and columns, (K/4,) frequencies -> the factors of `rotate`, (N, 1, K) each, on their device."""
-    return rotary_factors(*rotary_cos_sin(positions_N2, frequencies))
-
-
-def rotate(x_NHK: Tensor, cos_N1K: Tensor, sin_N1K: Tensor) -> Tensor:
-    """`apply_rotary` by `rotary_factors`, in four kernels: x times cos, plus x with its halves swapped times sin."""
+def rotate(x_NHK: Tensor, cos_N1K: Tensor, sin_N1K: Tensor | None) -> Tensor:
+    """Rotate by `rotary_factors`: x times cos, plus x with its halves swapped times sin."""
+    if sin_N1K is None:
+        return on_gpu.rotate(x_NHK, cos_N1K)
     first, second = x_NHK.chunk(2, dim=-1)
     swapped_NHK = torch.cat([second, first], dim=-1)
     return torch.addcmul(x_NHK * cos_N1K, swapped_NHK, sin_N1K).to(x_NHK.dtype)

@@ -34,11 +34,16 @@ from torch import Tensor, nn
 
 from refvl.checkpoints import download
 from refvl.checks import FLOATS, blame, check_number, read_json
+from refvl.printing import printable
 from refvl.serving.provenance import Source, source
 
 PARTS = ("language_model", "connector", "tower")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 OF_LORA = re.compile(r"\.(lora_(?:A|B|magnitude_vector))(?:\.weight)?$")
+VARIANTS = {  # fields of PEFT's config with which its layers compute more than LoRA or DoRA, or other layers
+    "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config",
+    "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
+}  # fmt: skip
 PEFTS_OWN = re.compile(r"\.(lora_\w+|modules_to_save|original_module)(\.|$)")
 
 
@@ -147,7 +152,9 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
         adapter, weights = _read(model, folder, peft.LoraConfig)
     elif not isinstance(adapter, peft.LoraConfig):
         raise TypeError(f"adapter: expected a folder, a hub id or a peft.LoraConfig, got {type(adapter).__name__}")
-    with _as_before_on_error(model):
+    else:
+        _check_plain(vars(adapter), "adapter")
+    with _as_before_on_error(model), blame("adapter"):
         if model.adapters is None:
             model.adapters = peft.PeftModel(_by_name(model), adapter, name)
         else:
@@ -156,7 +163,7 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
         if weights is not None:
             filled = peft.set_peft_model_state_dict(model.adapters, weights, adapter_name=name)
             if filled.unexpected_keys:
-                raise ValueError(f"adapter: weights without a place: {_some(filled.unexpected_keys)}")
+                raise ValueError(f"weights without a place: {_some(filled.unexpected_keys)}")
         model.provenance = [*model.provenance, *files]
         return model.adapters.eval()
 
@@ -248,8 +255,7 @@ def _read(model, folder: Path, config_class: Any) -> tuple[Any, dict[str, Tensor
     values = read_json(folder / CONFIG)
     if (kind := values.get("peft_type")) != "LORA":
         raise ValueError(f"adapter: {folder} is of the kind {kind!r}; LoRA on linear layers is read")
-    if values.get("target_parameters"):
-        raise ValueError(f"adapter: {folder} adapts more than linear layers, parameters in others (target_parameters)")
+    _check_plain(values, f"adapter: {folder / CONFIG}")
     names = layer_names(model.family)
     with blame(f"adapter: {folder / WEIGHTS}"):
         stored = load_file(folder / WEIGHTS)
@@ -273,11 +279,26 @@ def _read(model, folder: Path, config_class: Any) -> tuple[Any, dict[str, Tensor
         elif not any(layer.rpartition(".")[0].endswith(module) for module in saved):
             of_layers.setdefault(layer, {})
     ranks = _check_weights(folder, of_layers, layers)
+    bare = [layer for layer, found in of_layers.items() if "lora_magnitude_vector" not in found]
+    if config.use_dora and bare:
+        raise ValueError(
+            f"adapter: {folder}: use_dora: expected a magnitude vector of each layer, got none of {_some(bare)}"
+        )
     config.target_modules, config.exclude_modules, config.layers_to_transform = set(ranks), None, None
     config.rank_pattern = {layer: rank for layer, rank in ranks.items() if rank != config.r}
     config.alpha_pattern = {names.rename(layer): alpha for layer, alpha in alphas.items()}
     config.inference_mode = True
     return config, {f"base_model.model.{key}": tensor for key, tensor in weights.items()}
+
+
+def _check_plain(values: dict, name: str) -> None:
+    """Raise ValueError if a config of PEFT asks for one of `VARIANTS`."""
+    for field in sorted(VARIANTS):
+        value = values.get(field)
+        if value is not None and value is not False:
+            raise ValueError(
+                f"{name}: {field}: expected None, got {printable(repr(value))}; only LoRA and DoRA are read"
+            )
 
 
 def _is_copy(key: str, tensor: Tensor, layers: dict[str, nn.Module]) -> bool:

@@ -25,6 +25,7 @@ from refvl.viz.explore import (
     explore_keep_mask,
     explore_mrope,
     explore_packing,
+    explore_position_rules,
     explore_positions,
     explore_resize,
     explore_slices,
@@ -56,6 +57,7 @@ from refvl.viz.graphs import (
 )
 from refvl.viz.live import live
 from refvl.viz.minicpmv import (
+    plot_canvas,
     plot_frame_tokens,
     plot_query_attention,
     plot_slices,
@@ -93,6 +95,7 @@ __all__ = [
     "explore_keep_mask",
     "explore_mrope",
     "explore_packing",
+    "explore_position_rules",
     "explore_positions",
     "explore_resize",
     "explore_slices",
@@ -107,6 +110,7 @@ __all__ = [
     "plot_box_readings",
     "plot_boxes",
     "plot_buffers",
+    "plot_canvas",
     "plot_clip_positions",
     "plot_clip_prompt",
     "plot_clip_tokens",

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from refvl.viz.explorers.mrope import MropeExplorer
     from refvl.viz.explorers.packing import PackingExplorer
     from refvl.viz.explorers.positions import PositionsExplorer
+    from refvl.viz.explorers.rules import PositionRulesExplorer
     from refvl.viz.explorers.slices import SlicesExplorer
     from refvl.viz.explorers.timeline import TimelineExplorer
     from refvl.viz.explorers.tower import TowerExplorer
@@ -114,6 +115,21 @@ def explore_positions(
     image = DATA / "pictures" / "coffee.jpg" if image is None else image
     clip = DATA / "clips" / "bigbuckbunny.mp4" if clip is None else clip
     return PositionsExplorer(processors, image, clip, second_per_grid=second_per_grid, side=side)
+
+
+def explore_position_rules(image=None, clip=None) -> "PositionRulesExplorer":
+    """One sliced image and one video under four rules: Qwen2.5-VL's, Qwen3-VL's, MiniCPM-V 4.7's, and no gaps at all.
+
+    image, clip: what `load_image` and `load_video` take; by default those of the repository. Needs anywidget.
+    Raises FileNotFoundError without them if the shipped data is not installed.
+    """
+    from refvl.viz.explorers.rules import PositionRulesExplorer
+
+    if image is None or clip is None:
+        check_clone("explore_position_rules without image and clip")
+    image = DATA / "pictures" / "coffee.jpg" if image is None else image
+    clip = DATA / "clips" / "bigbuckbunny.mp4" if clip is None else clip
+    return PositionRulesExplorer(image, clip)
 
 
 def explore_mrope() -> "MropeExplorer":

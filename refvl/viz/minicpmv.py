@@ -4,6 +4,7 @@ plot_slices           the image as it is cut, and the overview beside it
 plot_query_attention  heat maps over a slice: how much each query takes from each patch
 plot_frame_tokens     tokens of a video against its frames, one line per model
 plot_time_shift       how far embeddings move when frames are given other times
+plot_canvas           the windows of a slice, their folds, and where MiniCPM-V 4.7 puts the tokens on the canvas
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,9 @@ from torch import Tensor
 from refvl.checks import check_shape
 from refvl.pixels.media import load_image
 from refvl.pixels.slices import SliceConfig, SlicePlan, plan_slices
+from refvl.positions import MediaSpan
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import SEQUENCE_CMAP, STAGE_COLORS, axes_or_new, image_axes
+from refvl.viz.style import HIGHLIGHT, SEQUENCE_CMAP, STAGE_COLORS, TOKEN_COLORS, axes_or_new, image_axes
 
 _PREVIEW = 480  # pixels per side are enough for a figure
 _HEAT = {"cmap": SEQUENCE_CMAP, "alpha": 0.6, "interpolation": "nearest"}
@@ -132,3 +134,71 @@ def plot_time_shift(
     ax.grid(alpha=0.25)
     ax.legend(fontsize=9)
     return ax
+
+
+def plot_canvas(image, config: SliceConfig, positions_3L: Tensor, spans: Sequence[MediaSpan], *, ax=None) -> np.ndarray:
+    """Windows of a slice, their two folds, and the canvas: three panels.
+
+    image: anything `load_image` takes, cut by `config`. positions_3L: (3, L) of its prompt; spans: its overview and
+    slices. Marks are drawn where they stand; the overview's tokens as circles. ax: three Axes, or None. Returns them.
+    Raises ValueError if the image is not cut.
+    """
+    picture = load_image(image)
+    plan = plan_slices(picture.width, picture.height, config)
+    if plan.grid is None:
+        raise ValueError(f"image: expected one that is cut, got {picture.width} x {picture.height} px")
+    left, middle, right = grid_of_axes(ax, 1, 3, (10.5, 3.6))[0]
+    (columns, rows), (h, w) = plan.grid, plan.tgt_sizes[-1]
+    _draw_cuts(left, picture, plan)
+    _draw_folds(middle, h, w)
+    _draw_canvas(right, picture, positions_3L, spans, columns, rows)
+    for panel in (left, middle, right):
+        panel.title.set_size(9)
+    return np.array([left, middle, right])
+
+
+def _draw_folds(ax: Axes, h: int, w: int) -> None:
+    """A slice of h x w patches, coloured by window of 2 x 2; the same after the first fold, and after the second."""
+    image_axes(ax, f"each slice: {h} x {w} patches,\nfolded twice, {h // 4 * (w // 4)} token{'s' * (h * w > 16)}")
+    left = 0.0
+    for side, said in ((1, "windows of 2 x 2"), (2, "folded"), (4, "merged")):
+        rows, columns = h // side, w // side
+        for i in range(rows * columns):
+            row, column = divmod(i, columns)
+            window = (row * side // 2) + (column * side // 2) * (h // 2)
+            color = STAGE_COLORS[window % 4] if side < 4 else TOKEN_COLORS["image"]
+            y, x = (h - rows) / 2 + row, left + column
+            ax.add_patch(Rectangle((x, y), 0.94, 0.94, facecolor=color, linewidth=0))
+        ax.text(left + columns / 2, h + 0.3, said, ha="center", va="top", size=8)
+        left += columns + 2.4
+    ax.set(xlim=(-1, left - 1.4), ylim=(h + 1.2, -0.4))
+    ax.axis("off")
+
+
+def _draw_canvas(ax: Axes, picture, positions_3L: Tensor, spans: Sequence[MediaSpan], columns: int, rows: int) -> None:
+    """Parts of the image at the positions of their tokens."""
+    first, last = spans[0].offset - 1, spans[-1].offset + spans[-1].num_tokens
+    h, w = positions_3L[1].tolist(), positions_3L[2].tolist()
+    width, height = picture.width / columns, picture.height / rows
+    media = {i for span in spans for i in range(span.offset, span.offset + span.num_tokens)}
+    for k, span in enumerate(spans[1:]):
+        for i in range(span.num_tokens):
+            row, column = divmod(i, span.w)
+            x, y = (k % columns + column / span.w) * width, (k // columns + row / span.h) * height
+            part = picture.crop((round(x), round(y), round(x + width / span.w), round(y + height / span.h)))
+            at_h, at_w = h[span.offset + i], w[span.offset + i]
+            ax.imshow(part, extent=(at_w - 0.5, at_w + 0.5, at_h + 0.5, at_h - 0.5))
+            corner, color = (at_w - 0.5, at_h - 0.5), TOKEN_COLORS["image"]
+            ax.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=color, linewidth=1.5))
+            if i == 0:
+                ax.text(at_w - 0.4, at_h - 0.4, str(k + 1), size=8, va="top", bbox=_NUMBER, color="white")
+    overview = range(spans[0].offset, spans[0].offset + spans[0].num_tokens)
+    marks = [i for i in range(first, last + 1) if i not in media]
+    ax.plot([w[i] for i in marks], [h[i] for i in marks], "s", ms=4, color=TOKEN_COLORS["text"], label="marks")
+    x, y = [w[i] for i in overview], [h[i] for i in overview]
+    ax.plot(x, y, "o", ms=13, mfc="none", mec=HIGHLIGHT, mew=2, label="overview")
+    ax.set(aspect="equal", title="positions on the canvas", xlabel="w", ylabel="h")
+    ax.set(
+        xlim=(min(w[first:]) - 1, max(w[first : last + 1]) + 1), ylim=(max(h[first : last + 1]) + 1, min(h[first:]) - 1)
+    )
+    ax.legend(fontsize=8, loc="upper right")

@@ -83,6 +83,9 @@ class CudaTensor(Tensor):
 
     __array__ = numpy
 
+    def __format__(self, spec):
+        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
+
     def untyped_storage(self):
         return self.numbers.untyped_storage()
 

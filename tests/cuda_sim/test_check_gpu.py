@@ -15,14 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from simulated_cuda import simulated_cuda
 
-import refvl.encoders.tower as tower
-from refvl import attention
+from refvl import on_gpu
 from refvl.checks import read_json
 from refvl.encoders import Qwen2_5_VisionConfig
 from refvl.graphs.cuda import CudaGraph
 from refvl.graphs.manager import CapturedBudget
 from refvl.paths import DATA
-from refvl.positions import rotary
 from refvl.tools import check_gpu as runner
 from refvl.tools import cli, gpu_checks
 
@@ -113,18 +111,18 @@ def test_all_checks_pass_on_the_second_gpu_and_leave_a_zip(gpus, monkeypatch, tm
 
 
 def wrong_rotary(monkeypatch):
-    right = rotary.rotary_cos_sin
-    monkeypatch.setattr(rotary, "rotary_cos_sin", lambda positions, f: right(torch.zeros_like(positions), f))
+    right = on_gpu.rotary_factors
+    monkeypatch.setattr(on_gpu, "rotary_factors", lambda cos, sin: right(torch.ones_like(cos), torch.zeros_like(sin)))
 
 
 def values_of_another_segment(monkeypatch):
-    right = attention._torch_varlen
-    monkeypatch.setattr(attention, "_torch_varlen", lambda q, k, v, *rest: right(q, k, v.roll(64, 0), *rest))
+    right = on_gpu.attend
+    monkeypatch.setattr(on_gpu, "attend", lambda q, k, v, *rest: right(q, k, v.roll(64, 0), *rest))
 
 
 def wrong_levels(monkeypatch):
-    right = tower._send_to_gpu
-    monkeypatch.setattr(tower, "_send_to_gpu", lambda *args: right(*args) * 1.01)
+    right = on_gpu.send_levels
+    monkeypatch.setattr(on_gpu, "send_levels", lambda *args: right(*args) * 1.01)
 
 
 def plan_of_the_first_image(monkeypatch):

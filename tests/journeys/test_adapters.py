@@ -1,5 +1,6 @@
 """LoRA adapters on the parts of a model. Oracle: transformers with PEFT on the same checkpoint and the same adapter."""
 
+import dataclasses
 import json
 import sys
 from itertools import chain
@@ -384,7 +385,37 @@ BAD = {  # what is done to a saved adapter: what the error says
     "a word for a number": ({"config": lambda v: v | {"lora_alpha": "two"}}, "lora_alpha: expected a number"),
     "a number for a table": ({"config": lambda v: v | {"alpha_pattern": 3}}, "adapter_config.json: "),
     "another bias": ({"config": lambda v: v | {"bias": "some"}}, "bias: expected none, all or lora_only"),
+    "DoRA without its vectors": (
+        {"config": lambda v: v | {"use_dora": True}},
+        "use_dora: expected a magnitude vector of each",
+    ),
+    "a LoRA that waits for its tokens": (
+        {"config": lambda v: v | {"alora_invocation_tokens": [5, 6]}},
+        r"alora_invocation_tokens: expected None, got \[5, 6\]; only LoRA and DoRA are read",
+    ),
+    "a start that is none": ({"config": lambda v: v | {"init_lora_weights": 3}}, "has no attribute 'lower'"),
+    "dropout beyond all": ({"config": lambda v: v | {"lora_dropout": 9}}, "dropout probability has to be between"),
+    "repeated layers": ({"config": lambda v: v | {"layer_replication": [[0, 2], [1, 3]]}}, "layer_replication: exp"),
 }
+PLAIN_FIELDS = {  # of PEFT's config, with which an adapter is LoRA or DoRA still
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
+    "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
+    "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "use_dora",
+    "qalora_group_size", "runtime_config", "lora_bias", "ensure_weight_tying",
+}  # fmt: skip
+
+
+def test_every_field_of_peft_is_known():
+    """A later PEFT may add a field that changes what layers compute. Oracle: PEFT's own list, sorted here by hand."""
+    fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    assert fields <= PLAIN_FIELDS | adapters.VARIANTS and not PLAIN_FIELDS & adapters.VARIANTS
+
+
+def test_a_new_adapter_is_lora_or_dora(qwen):
+    with pytest.raises(ValueError, match=r"^adapter: kasa_config: expected None, got "):
+        config = peft.LoraConfig(target_modules=["q_proj"], kasa_config={"a": 1})
+        adapters.attach(load(qwen), config)
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -321,7 +321,11 @@ def mask_of(embeds, thw):
     [
         (lambda: compute_retained_tokens_count(0, 2, 0.5), ValueError, "tokens_per_frame: must be at least 1, got 0"),
         (lambda: compute_retained_tokens_count(4, 2.0, 0.5), TypeError, "num_frames: expected an integer, got float"),
-        (lambda: compute_retained_tokens_count(4, 2, 1.0), ValueError, r"q: a pruning rate lies in \[0, 1\), got 1.0"),
+        (
+            lambda: compute_retained_tokens_count(4, 2, 1.0),
+            ValueError,
+            r"q: expected a pruning rate in \[0, 1\), got 1.0",
+        ),
         (lambda: mask_of(torch.ones(2, 4, 2), (2, 4, 4)), ValueError, r"video_embeds: expected 2 dimensions \(8, D\)"),
         (
             lambda: mask_of(torch.ones(8, 2), (2, 4, 5)),

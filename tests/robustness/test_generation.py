@@ -131,8 +131,8 @@ def test_a_streamer_of_the_caller_is_told_every_token(vlm, stream):
 
 
 REFUSED = {
-    "an unknown option": ({"not_an_option": 1}, "not_an_option: generate takes no such argument"),
-    "image": ({"image": PHOTO}, "image: generate takes no such argument; did you mean 'images'"),
+    "an unknown option": ({"not_an_option": 1}, "not_an_option: generate accepts no such argument"),
+    "image": ({"image": PHOTO}, "image: generate accepts no such argument; did you mean 'images'"),
     "max_tokens": ({"max_new_token": 3}, "did you mean 'max_new_tokens'"),
     "several answers": ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences: chat gives one answer"),
     "by config": ({"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)}, "gives one answer"),
@@ -141,7 +141,7 @@ REFUSED = {
     "no cache": ({"use_cache": False}, "use_cache: must be True"),
     "prefill in chunks": ({"prefill_chunk_size": 4}, "prefill_chunk_size: not with media"),
     "early exit": ({"assistant_early_exit": 1}, "assistant_early_exit: not with media"),
-    "code of a checkpoint": ({"custom_generate": "owner/name"}, "custom_generate: generate takes no such argument"),
+    "code of a checkpoint": ({"custom_generate": "owner/name"}, "custom_generate: generate accepts no such argument"),
     "beams and a streamer": ({"num_beams": 2, "streamer": Recorder()}, "streamer: must be None with num_beams"),
 }
 
@@ -245,12 +245,12 @@ BAD_PROMPTS = {
     "meta ids": ({"input_ids": IDS.to("meta")}, "input_ids: expected a dense tensor with values, got one on the meta"),
     "sparse ids": ({"input_ids": IDS.to_sparse()}, "input_ids: expected a dense tensor with values, got layout"),
     "a list": ({"input_ids": [[1, 2]]}, "input_ids: expected a torch.Tensor, got list"),
-    "mask of zeros": ({"attention_mask": torch.zeros(1, 3)}, "attention_mask[0]: padding must stand on the left"),
+    "mask of zeros": ({"attention_mask": torch.zeros(1, 3)}, "attention_mask[0]: expected all padding on the left"),
     "mask with nan": ({"attention_mask": torch.tensor([[1, float("nan"), 1]])}, "attention_mask[0]: expected 0"),
     "mask with -1": ({"attention_mask": torch.tensor([[-1, 1, 1]])}, "expected 0 (padding) or 1, got -1"),
     "mask with 2": ({"attention_mask": torch.tensor([[1, 1, 2]])}, "expected 0 (padding) or 1, got 2"),
-    "a hole": ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask[0]: padding must stand on the left"),
-    "padding on the right": ({"attention_mask": torch.tensor([[1, 1, 0]])}, "attention_mask[0]: padding must stand"),
+    "a hole": ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask[0]: expected all padding on the left"),
+    "padding on the right": ({"attention_mask": torch.tensor([[1, 1, 0]])}, "attention_mask[0]: expected all padding"),
     "meta mask": ({"attention_mask": torch.ones(1, 3, device="meta")}, "attention_mask: expected a dense tensor"),
     "sparse mask": ({"attention_mask": torch.ones(1, 3).to_sparse()}, "attention_mask: expected a dense tensor"),
     "seconds of no video": ({"second_per_grid_ts": [1.0]}, "second_per_grid_ts: expected one number for each of 0"),

@@ -73,7 +73,7 @@ def test_info_on_a_released_config(shell):
         (["chat", "FOLDER", "Hi", "--image", "nothing.png"], "nothing.png"),
         (["chat", "FOLDER", "Hi", "--image", __file__], "test_cli.py"),
         (["chat", "FOLDER", "Hi", "--video", "nothing.mp4"], "nothing.mp4"),
-        (["chat", "FOLDER", "Hi", "--pruning-rate", "1"], "pruning_rate: a pruning rate lies in [0, 1), got 1.0"),
+        (["chat", "FOLDER", "Hi", "--pruning-rate", "1"], "pruning_rate: expected a pruning rate in [0, 1), got 1.0"),
         (["chat", "FOLDER", "Hi", "--max-new-tokens", "0"], "max_new_tokens: must be at least 1, got 0"),
         (["trace", "FOLDER", "Hi", "--dtype", "int3"], "dtype: expected"),
         (["info", "FOLDER", "--image", "nothing.png"], "nothing.png"),

@@ -223,7 +223,7 @@ def test_a_small_picture_is_enlarged_and_the_step_says_so():
         (["tiny-qwen2_5_vl", "--video", str(CLIP), "--fps", "0"], "fps: must be a finite number above 0"),
         (["tiny-qwen2_5_vl", "--video", str(CLIP), "--num-frames", "2", "--fps", "1"], "fps, num_frames: give one"),
         (["tiny-minicpmv-4_5", "--video", str(CLIP), "--pruning-rate", "0.5"], "pruning_rate: not with MiniCPM-V"),
-        (["tiny-qwen2_5_vl", "--pruning-rate", "1"], "pruning_rate: a pruning rate lies in [0, 1), got 1.0"),
+        (["tiny-qwen2_5_vl", "--pruning-rate", "1"], "pruning_rate: expected a pruning rate in [0, 1), got 1.0"),
     ],
 )
 def test_a_wrong_option_is_one_line(info, arguments, message):

@@ -23,6 +23,7 @@ from refvl.viz.explore import (
     explore_graph,
     explore_mrope,
     explore_packing,
+    explore_position_rules,
     explore_positions,
     explore_slices,
     explore_timeline,
@@ -63,6 +64,7 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
     ),
     "families": lambda: explore_families(json.loads((DATA / "measurements/families.json").read_text())),
     "positions": explore_positions,
+    "rules": explore_position_rules,
     "mrope": explore_mrope,
     "attention": lambda: explore_attention(
         small_model(),

@@ -40,7 +40,7 @@ class Watched:
         """(N,) the number of each patch's segment in a block: its window, or 0 everywhere."""
         numbers = torch.empty(len(self.patches), dtype=torch.int64)
         for number, (rows, _) in enumerate(self.trace.tower_attentions[block]):
-            numbers[rows] = number
+            numbers[rows.cpu()] = number
         return numbers
 
     @property
