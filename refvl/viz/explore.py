@@ -11,7 +11,9 @@ explore_evs         the same with a model's answer at every rate
 explore_graph       the recording step by step, with a buffer that is not refilled
 explore_packing     images arrive and share replays
 explore_assignment  the assignment for every number of items and ranks, by both rules
-explore_families    tokens, positions, memory and time in every family, size by size
+explore_costs       operations of a tower with windows and with full frames
+explore_deepstack   answers without some of the features of earlier blocks
+explore_families    tokens, positions, memory and time in every family, one size after the other
 explore_timeline    the timelines of all variants for many durations and frame rates
 explore_slices      slices and crops of one photo at any size, and what the queries read
 explore_crops       the same without a model
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from refvl.serving.model import VLM
     from refvl.viz.explorers.assignment import AssignmentExplorer
     from refvl.viz.explorers.attention import AttentionExplorer
+    from refvl.viz.explorers.costs import CostsExplorer
+    from refvl.viz.explorers.deepstack import DeepstackExplorer
     from refvl.viz.explorers.evs import EvsExplorer
     from refvl.viz.explorers.families import FamiliesExplorer
     from refvl.viz.explorers.graph import GraphExplorer
@@ -198,6 +202,37 @@ def explore_assignment(
     if not 1 <= ranks <= max_ranks:
         raise ValueError(f"ranks: expected 1 to {max_ranks} (max_ranks), got {ranks}")
     return AssignmentExplorer(sizes, ranks=ranks, max_ranks=max_ranks, unit=unit)
+
+
+def explore_costs(image=None) -> "CostsExplorer":
+    """Count the operations of Qwen2.5-VL's tower by image size, window size and number of blocks over full frames.
+
+    image: anything `load_image` takes, by default one of the repository. Sizes are those of the released 7B model.
+    Needs anywidget. Raises FileNotFoundError if the shipped data is not installed.
+    """
+    from refvl.encoders import Qwen2_5_VisionConfig
+    from refvl.families import read_config
+    from refvl.viz.explorers.costs import CostsExplorer
+
+    check_clone("explore_costs")
+    config = Qwen2_5_VisionConfig.from_hf(read_config(DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json").vision_config)
+    return CostsExplorer(DATA / "pictures" / "coffee.jpg" if image is None else image, config)
+
+
+def explore_deepstack(model: "VLM", questions: Mapping[str, tuple[str, Any]]) -> "DeepstackExplorer":
+    """Answer with any of the tower's DeepStack features set to zero. Needs anywidget.
+
+    model: one of Qwen3-VL's family. questions: name -> (prompt, image or video); the first is shown first.
+    Raises ValueError for a model without such features.
+    """
+    from refvl.viz.explorers.deepstack import DeepstackExplorer
+
+    if not getattr(model.encoder.config, "deepstack_visual_indexes", ()):
+        raise ValueError(
+            f"model: expected a tower with DeepStack features, got {model.family.name}; load a Qwen3-VL, for example "
+            "tiny-qwen3_vl"
+        )
+    return DeepstackExplorer(model, questions)
 
 
 def explore_families(counted: Mapping) -> "FamiliesExplorer":

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from refvl.study.report import Trace
 
 FAMILY_KEYS = {  # in THEMES
-    "Qwen2.5-VL": "image", "Qwen3-VL": "t", "GLM-4.1V": "video", "MiniCPM-V 4.5": "kept", "Step3-VL": "w",
+    "Qwen2.5-VL": "image", "Qwen3-VL": "ink", "GLM-4.1V": "video", "MiniCPM-V 4.5": "kept", "Step3-VL": "text",
 }  # fmt: skip
 FAMILY_MARKS = {"Qwen2.5-VL": "o", "Qwen3-VL": "D", "GLM-4.1V": "^", "MiniCPM-V 4.5": "s", "Step3-VL": "v"}
 FAMILY_COLORS = {name: THEMES["light"][key] for name, key in FAMILY_KEYS.items()}

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.figure import Figure
 
 from refvl.serving.parallel import get_speed_up
@@ -18,20 +19,26 @@ class AssignmentExplorer(Explorer):
     """The explorer of assignments. Items are the arriving images, in that order."""
 
     _esm = module("assignment")
-    title = "Which rank encodes what"
-    asks = "Which device encodes what if several share the images?"
-    action = "Assign the items by count instead of by size."
-    takeaway = "Every device waits for the one with the most patches, so balance sizes, not counts."
+    title = "Who encodes what"
+    asks = "Who encodes what if several devices share the images?"
+    action = "Assign the items by count instead of by size, and watch who waits. Then drag to more ranks."
+    takeaway = "Everyone waits for the device with the most patches, so sizes have to be balanced, not counts."
 
     def __init__(self, sizes: Sequence[int], *, ranks: int, max_ranks: int, unit: str):
         self.sizes, self.unit = list(sizes), unit
         arrivals, groups = range(1, len(self.sizes) + 1), range(1, max_ranks + 1)
         rows: dict[tuple, dict] = {}
+        speed_ups = {
+            items: np.array([[get_speed_up(deal(self.sizes[:items], n)[2]) for n in groups] for deal in RULES.values()])
+            for items in arrivals
+        }
         for items, n in itertools.product(arrivals, groups):
             dealt = {rule: deal(self.sizes[:items], n) for rule, deal in RULES.items()}
             if len({str(assignment) for assignment in dealt.values()}) == 1:
                 dealt = {EITHER: dealt["by size"]}
-            rows |= {(items, n, rule): self._row(items, assignment) for rule, assignment in dealt.items()}
+            rows |= {
+                (items, n, rule): self._row(items, assignment, speed_ups[items]) for rule, assignment in dealt.items()
+            }
         controls = [
             Control("items", "items", arrivals, kind="player"),
             Control("ranks", "ranks", groups),
@@ -39,13 +46,17 @@ class AssignmentExplorer(Explorer):
         ]
         middle = max(1, 3 * len(self.sizes) // 4)
         start = next(state for state in rows if state[:2] == (middle, ranks))
-        super().__init__(controls, list(rows.values()), shared={"unit": unit}, states=list(rows), start=start)
+        super().__init__(
+            controls, list(rows.values()), shared={"unit": unit, "ranks": max_ranks}, states=list(rows), start=start
+        )
 
-    def _row(self, items: int, assignment) -> dict:
+    def _row(self, items: int, assignment, speed_ups: np.ndarray) -> dict:
+        """speed_ups: (rules, ranks) of these items."""
         order, counts, loads = assignment
         dealt = iter(order)
         ranks = [{"items": list(islice(dealt, n)), "load": load} for n, load in zip(counts, loads, strict=True)]
-        return {"sizes": self.sizes[:items], "ranks": ranks, "speed_up": round(get_speed_up(loads), 4)}
+        speed_up = round(get_speed_up(loads), 4)
+        return {"sizes": self.sizes[:items], "ranks": ranks, "speed_up": speed_up, "speed_ups": speed_ups}
 
     def figure(self) -> Figure:
         items, ranks, rule = self.states[self.index]

@@ -3,7 +3,7 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const W = () => (view.fit(700) < 700 ? view.fit(342) : (view.fit(1100) - 48) / 3), BARS = 60;
+  const W = () => (view.fit(700) < 700 ? view.fit(342) : (view.fit(1100) - 48) / 3), BARS = () => (view.big ? 110 : 60);
   const asked = () => view.shared.questions[view.place("question")];
   const token = () => view.place("token"), merge = () => view.shared.merge;
   const cell = () => W() / Math.max(...asked().grid);
@@ -37,13 +37,13 @@ export default explorer(view => {
   }
   const at = (x, y) => patch_at(Math.floor(x / cell()), Math.floor(y / cell()));
   const step = (item, dx, dy) => patch_at(asked().patches[2 * item + 1] + dx, asked().patches[2 * item] + dy);
-  function dim(pen, x, y, side, part, most) {  // the cell with the most attention is not dimmed; colours stay true
-    pen.globalAlpha = 0.8 * (1 - part / Math.max(1, most));
+  function dim(pen, key, x, y, side, part, most) {  // what gets the most stays as it is; colours stay true
+    pen.globalAlpha = 0.8 * (1 - view.ease(key, part / Math.max(1, most)));
     pen.fillStyle = "#000"; pen.fillRect(x, y, side, side);
     pen.globalAlpha = 1;
   }
   function label(pen, text, x, y) {
-    pen.font = "bold 12px system-ui, sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
+    pen.font = "bold 12px sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
     pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(text, x, y);
     pen.fillStyle = "#fff"; pen.fillText(text, x, y);
   }
@@ -55,12 +55,12 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `"${asked().prompt}" Choosing "${asked().answer[token()]}" (${Math.round(100 * asked().chances[token()])} %), ` +
-      `layer ${view.option("layer")}, head ${view.option("head")}: ${percent(sum(picture(weights())) / FULL)} to the image; bright: more attention`,
+      `layer ${view.option("layer")}, head ${view.option("head")}: ${percent(sum(picture(weights())) / FULL)} to the image. Bright: where it looks`,
     size, at, step,
     draw(pen, width, height) {
       pen.drawImage(asked().photo, 0, 0, width, height);
       const looked = picture(weights()), most = Math.max(...looked), side = merge() * cell();
-      looked.forEach((part, t) => dim(pen, (t % columns()) * side, Math.floor(t / columns()) * side, side, part, most));
+      looked.forEach((part, t) => dim(pen, `token ${t}`, (t % columns()) * side, Math.floor(t / columns()) * side, side, part, most));
       if (side >= 40) looked.forEach((part, t) =>
         label(pen, percent(part / FULL), (t % columns() + 0.5) * side, (Math.floor(t / columns()) + 0.5) * side));
       if (view.item >= 0) frame(pen, token_of(view.item) * merge() ** 2, side, view.colors.highlight);
@@ -77,7 +77,7 @@ export default explorer(view => {
     draw(pen, width, height) {
       pen.drawImage(asked().photo, 0, 0, width, height);
       const c = cell(), seen = view.item < 0 ? [] : tower(view.item), most = Math.max(...seen);
-      seen.forEach((part, patch) => dim(pen, ...corner(patch), c, part, most));
+      seen.forEach((part, patch) => dim(pen, `patch ${patch}`, ...corner(patch), c, part, most));
       pen.beginPath(); pen.strokeStyle = "#ffffff90"; pen.lineWidth = 0.5;
       for (let x = c; x < width - 1; x += c) { pen.moveTo(x, 0); pen.lineTo(x, height); }
       for (let y = c; y < height - 1; y += c) { pen.moveTo(0, y); pen.lineTo(width, y); }
@@ -108,7 +108,7 @@ export default explorer(view => {
     },
     draw(pen) {
       const high = small() * size()[1] / size()[0], rows = asked().grid[0] / merge();
-      pen.fillStyle = view.colors.muted; pen.font = "11px system-ui, sans-serif"; pen.textBaseline = "middle";
+      pen.fillStyle = view.colors.muted; pen.font = "11px sans-serif"; pen.textBaseline = "middle";
       for (let head = 0; head < shape()[2]; head++) {
         pen.textAlign = "center"; pen.fillStyle = view.colors.muted;
         pen.fillText(head ? head - 1 : "mean", LEFT + (head + 0.5) * small(), TOP / 2);
@@ -134,21 +134,21 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `attention over the whole prompt: ${asked().words.filter(Boolean).slice(0, asked().length).join(" ")}`,
+    name: () => `where the whole prompt is looked at: ${asked().words.filter(Boolean).slice(0, asked().length).join(" ")}`,
     caption: () => "the attention over the whole prompt: text, and the image's tokens",
-    size: () => [view.fit(2 * W() + 24), BARS + 84],
+    size: () => [view.fit(view.big ? 3 * W() + 48 : 2 * W() + 24), BARS() + 84],
     draw(pen, width) {
       const all = weights(), wide = width / all.length, [first, count] = asked().span, most = Math.max(...all);
       all.forEach((part, i) => {
         const inside = i >= first && i < first + count;
         pen.fillStyle = view.item >= 0 && i === first + token_of(view.item) ? view.colors.highlight
           : view.colors[inside ? "image" : "text"];
-        const high = BARS * part / Math.max(1, most);
-        pen.fillRect(i * wide + 1, BARS - high, Math.max(1, wide - 2), high);
-        pen.fillRect(i * wide + 1, BARS, Math.max(1, wide - 2), 2);
+        const high = view.ease(`bar ${i}`, BARS() * part / Math.max(1, most));
+        pen.fillRect(i * wide + 1, BARS() - high, Math.max(1, wide - 2), high);
+        pen.fillRect(i * wide + 1, BARS(), Math.max(1, wide - 2), 2);
         if (wide < 9) return;
-        pen.save(); pen.translate((i + 0.5) * wide, BARS + 6); pen.rotate(Math.PI / 2);
-        pen.font = "11px system-ui, sans-serif"; pen.textAlign = "left"; pen.textBaseline = "middle";
+        pen.save(); pen.translate((i + 0.5) * wide, BARS() + 6); pen.rotate(Math.PI / 2);
+        pen.font = "11px sans-serif"; pen.textAlign = "left"; pen.textBaseline = "middle";
         pen.fillStyle = view.colors.ink;
         pen.fillText(inside ? i - first : asked().words[i].replace(/^<\|(.*)\|>$/, "$1").slice(0, 12), 0, 0); pen.restore();
       });

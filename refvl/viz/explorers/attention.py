@@ -14,8 +14,8 @@ from refvl.viz.explorers.base import Control, module, photo
 from refvl.viz.explorers.watched import FINE, Watched, WatchedExplorer, dense, in_steps, mean_first, word_of
 
 LABELS = {
-    "question": "question", "token": "new token", "layer": "layer", "head": "head", "block": "block of the tower",
-    "tower_head": "tower head",
+    "question": "question", "token": "word of the answer", "layer": "layer", "head": "head",
+    "block": "block of the tower", "tower_head": "its head",
 }  # fmt: skip
 MENUS = ("question", "token", "head", "tower_head")
 
@@ -29,8 +29,8 @@ class AttentionExplorer(WatchedExplorer):
     _esm = module("attention")
     title = "Where does it look"
     asks = "Where does the model look when it answers?"
-    action = "Choose another question, then another layer and head."
-    takeaway = "A few heads look at the object of the question; most of them look elsewhere."
+    action = "Choose another head in the small maps: most look past the circle. Then choose another question."
+    takeaway = "A few heads find what is asked about; most of them look elsewhere."
 
     def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
         watched = self.watch(questions)
@@ -54,7 +54,7 @@ class AttentionExplorer(WatchedExplorer):
             "controls": controls,
             "shared": {"questions": [self._shown(w) for w in watched], "merge": watched[0].merge},
             "states": [s for s in every if s[1] <= len(self.watched[s[0]].answer)] if shorter else None,
-            "start": (next(iter(questions)), 1, layer, "mean", block, "mean"),
+            "start": (next(iter(questions)), 1, layer, _finder(watched[0], layer), block, "mean"),
         }
 
     def _shown(self, w: Watched) -> dict[str, Any]:
@@ -111,6 +111,11 @@ class AttentionExplorer(WatchedExplorer):
             f"of layer {o['layer']} give {float(looked.sum()):.0%} of the attention to the image, "
             f"{float(looked.max()):.0%} to one of its {len(looked)} tokens."
         )
+
+
+def _finder(w: Watched, layer: int) -> int:
+    """The head of a layer that gives the most attention to one token of the image."""
+    return int(media_attention(w.trace)[layer].amax(-1).argmax())
 
 
 def _place(head: str | int) -> int:

@@ -2,11 +2,11 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const GAP = 8, WIDE = () => view.fit(520), CHART = 190, LEFT = 40, RIGHT = 80;
+  const GAP = 8, WIDE = () => (view.big ? (view.fit(1120) - 24) / 2 : view.fit(520)), CHART = () => (view.big ? 270 : 190), LEFT = 40, RIGHT = 80;
   const clip = () => view.shared.clips[view.row.clip], thw = () => clip().thw;
   const per_frame = () => thw()[1] * thw()[2], count = () => thw()[0] * per_frame();
   const columns = () => Math.min(view.fit(760) < 600 ? 3 : 5, thw()[0]), lines = () => Math.ceil(thw()[0] / columns());
-  const frame_width = () => Math.min(180, (view.fit(760) - GAP * columns()) / columns());
+  const frame_width = () => Math.min(view.big ? 230 : 180, (view.fit(view.big && columns() < 5 ? 996 : 760) - GAP * columns()) / columns());
   const cell = () => { const [first] = clip().frames, w = frame_width(); return [w / thw()[2], w * first.height / first.width / thw()[1]]; };
   const corner = token => {
     const step = Math.floor(token / per_frame()), [w, h] = cell(), inside = token % per_frame();
@@ -25,7 +25,7 @@ export default explorer(view => {
     return -1;
   }
   view.canvas({
-    name: () => `${clip().prompt || "a video"}: at q = ${view.option("q")} EVS keeps ${sum(view.row.keep)} of ${count()} tokens`,
+    name: () => `${clip().prompt || "a video"} At q = ${view.option("q")} EVS keeps ${sum(view.row.keep)} of ${count()} tokens`,
     size: () => [columns() * (frame_width() + GAP), lines() * (thw()[1] * cell()[1] + GAP + 14)],
     at,
     step: (item, dx, dy) => {
@@ -41,13 +41,13 @@ export default explorer(view => {
       for (let step = 0; step < thw()[0]; step++) {
         const [x, y] = corner(step * per_frame()), kept = view.row.keep.subarray(step * per_frame(), (step + 1) * per_frame());
         pen.drawImage(clip().frames[step], x, y, frame_width(), thw()[1] * h);
-        pen.font = "11px system-ui, sans-serif"; pen.textAlign = "left"; pen.textBaseline = "bottom";
+        pen.font = "11px sans-serif"; pen.textAlign = "left"; pen.textBaseline = "bottom";
         pen.fillStyle = view.colors.muted; pen.fillText(`step ${step}: ${sum(kept)} kept`, x, y - 1);
       }
       view.row.keep.forEach((keep, token) => {
         const [x, y] = corner(token);
-        if (keep) { pen.strokeStyle = view.colors.kept; pen.lineWidth = 2; pen.strokeRect(x + 1.5, y + 1.5, w - 3, h - 3); return; }
-        pen.globalAlpha = 0.86; pen.fillStyle = view.colors.empty; pen.fillRect(x, y, w, h); pen.globalAlpha = 1;
+        if (keep) { view.ease(token, 0); pen.strokeStyle = view.colors.kept; pen.lineWidth = 2; pen.strokeRect(x + 1.5, y + 1.5, w - 3, h - 3); return; }
+        pen.globalAlpha = view.ease(token, 0.86); pen.fillStyle = view.colors.empty; pen.fillRect(x, y, w, h); pen.globalAlpha = 1;
       });
       if (view.item < 0) return;
       const [x, y] = corner(view.item);
@@ -57,15 +57,77 @@ export default explorer(view => {
 
   const length = () => clip().is_clip.length, most = () => Math.max(...clip().positions);
   view.canvas({
-    name: () => `positions: ${view.row.tokens} of ${length()} prompt tokens are kept, at their old positions; delta ${view.row.delta}`,
-    size: () => [WIDE(), CHART],
+    name: () => "what is left: tokens of the video, tokens of the prompt, pairs that attend in a layer",
+    size: () => [240, 90],
+    draw(pen, width) {
+      const full = length(), left = view.row.tokens;
+      [["video", sum(view.row.keep), count()], ["prompt", left, full], ["pairs", left * (left + 1) / 2, full * (full + 1) / 2]]
+        .forEach(([name, now, before], i) => {
+          const y = 30 * i + 4;
+          pen.fillStyle = view.colors.empty; pen.fillRect(56, y, width - 56, 18);
+          pen.fillStyle = view.colors.kept; pen.fillRect(56, y, (width - 56) * view.ease(name, now / before), 18);
+          pen.font = "12px sans-serif"; pen.textBaseline = "middle"; pen.fillStyle = view.colors.ink;
+          pen.textAlign = "left"; pen.fillText(name, 0, y + 9);
+          pen.font = "bold 12px sans-serif"; pen.textAlign = "right"; pen.lineWidth = 3;
+          pen.strokeStyle = view.colors.surface; pen.strokeText(`${now} of ${before}`, width - 5, y + 9);
+          pen.fillText(`${now} of ${before}`, width - 5, y + 9);
+        });
+    },
+  });
+
+  const last_rate = () => clip().rates.at(-1), per_rate = () => (WIDE() - LEFT - RIGHT) / last_rate();
+  const STROKES = [["ink", []], ["muted", [7, 3]], ["ink", [2, 3]], ["muted", [1, 4]]];  // of the words; colours are taken
+  view.canvas({
+    name: () => clip().words.length
+      ? `the model says "${view.row.answer}"; its first word, at every q: ${clip().words.map((w, i) => `${w} ${percent(view.row.chances[i])}`).join(", ")}`
+      : "no model was asked: viz.explore_evs takes one",
+    size: () => [WIDE(), clip().words.length ? CHART() : 1],
+    drag(x) {
+      const wanted = (x - LEFT) / per_rate(), far = k => Math.abs(clip().rates[k] - wanted);
+      const near = clip().rates.reduce((best, _, k) => (far(k) < far(best) ? k : best), 0);
+      view.choose("q", view.options("q").indexOf(clip().rates[near]));
+    },
+    draw(pen, width, height) {
+      if (!clip().words.length) return;
+      const across = q => LEFT + q * per_rate(), high = p => height - 24 - p * (height - 36);
+      pen.font = "11px sans-serif"; pen.fillStyle = view.colors.muted; pen.strokeStyle = view.colors.line;
+      pen.textBaseline = "middle"; pen.textAlign = "right"; pen.lineWidth = 1;
+      for (const p of [0, 0.5, 1]) {
+        pen.fillText(percent(p), LEFT - 4, high(p));
+        pen.beginPath(); pen.moveTo(LEFT, high(p)); pen.lineTo(across(last_rate()), high(p)); pen.stroke();
+      }
+      pen.textAlign = "center"; pen.textBaseline = "bottom";
+      for (const q of [0, 0.2, 0.4, 0.6, 0.8]) if (q <= last_rate()) pen.fillText(`q = ${q}`, across(q), height - 4);
+      const here = view.ease("q", across(view.option("q")));
+      pen.strokeStyle = view.colors.ink; pen.lineWidth = 2; pen.setLineDash([4, 3]);
+      pen.beginPath(); pen.moveTo(here, high(1)); pen.lineTo(here, high(0)); pen.stroke(); pen.setLineDash([]);
+      clip().words.forEach((word, i) => {
+        const [color, dashes] = STROKES[i];
+        pen.strokeStyle = pen.fillStyle = view.colors[color]; pen.lineWidth = 2.5; pen.setLineDash(dashes); pen.beginPath();
+        clip().rates.forEach((q, k) => pen.lineTo(across(q), high(clip().curves[k][i])));
+        pen.stroke(); pen.setLineDash([]);
+        pen.beginPath(); pen.arc(here, high(view.row.chances[i]), 4.5, 0, 7); pen.fill();
+      });
+      pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = "bold 12px sans-serif";
+      let lowest = -Infinity;  // names stand at the ends of their lines, and never on each other
+      const ends = clip().words.map((word, i) => [high(clip().curves.at(-1)[i]), word, STROKES[i][0]]).sort((a, b) => a[0] - b[0]);
+      ends.forEach(([y, word, color], i) => {
+        lowest = Math.min(Math.max(y, lowest + 16), height - 24 - 16 * (ends.length - 1 - i));
+        pen.fillStyle = view.colors[color]; pen.fillText(word.slice(0, 10), across(last_rate()) + 6, lowest);
+      });
+    },
+  });
+
+  view.canvas({
+    name: () => `positions: ${view.row.tokens} of ${length()} prompt tokens are left, at the positions they had; delta ${view.row.delta}`,
+    size: () => [WIDE(), CHART()],
     at: x => {
       const i = Math.floor((x - LEFT) / (WIDE() - LEFT) * length());
       return clip().is_clip[i] ? sum(clip().is_clip.subarray(0, i)) : -1;
     },
     draw(pen, width, height) {
       const wide = (width - LEFT) / length(), high = value => height - 22 - value / Math.max(1, most()) * (height - 40);
-      pen.font = "11px system-ui, sans-serif"; pen.textBaseline = "middle"; pen.textAlign = "right"; pen.fillStyle = view.colors.muted;
+      pen.font = "11px sans-serif"; pen.textBaseline = "middle"; pen.textAlign = "right"; pen.fillStyle = view.colors.muted;
       for (const value of [0, most()]) pen.fillText(value, LEFT - 5, high(value));
       pen.textAlign = "left"; pen.fillText("token of the prompt; a gap is a pruned token", LEFT, height - 6);
       ["t", "h", "w"].forEach((axis, i) => {
@@ -80,68 +142,6 @@ export default explorer(view => {
       if (view.item < 0) return;
       pen.strokeStyle = view.colors.highlight; pen.lineWidth = 2;
       pen.strokeRect(LEFT + place(view.item) * wide, 16, wide, height - 36);
-    },
-  });
-
-  view.canvas({
-    name: () => "kept: tokens of the video, tokens of the prompt, attending pairs per layer",
-    size: () => [240, 90],
-    draw(pen, width) {
-      const full = length(), left = view.row.tokens;
-      [["video", sum(view.row.keep), count()], ["prompt", left, full], ["pairs", left * (left + 1) / 2, full * (full + 1) / 2]]
-        .forEach(([name, now, before], i) => {
-          const y = 30 * i + 4;
-          pen.fillStyle = view.colors.empty; pen.fillRect(56, y, width - 56, 18);
-          pen.fillStyle = view.colors.kept; pen.fillRect(56, y, (width - 56) * now / before, 18);
-          pen.font = "12px system-ui, sans-serif"; pen.textBaseline = "middle"; pen.fillStyle = view.colors.ink;
-          pen.textAlign = "left"; pen.fillText(name, 0, y + 9);
-          pen.font = "bold 12px system-ui, sans-serif"; pen.textAlign = "right"; pen.lineWidth = 3;
-          pen.strokeStyle = view.colors.surface; pen.strokeText(`${now} of ${before}`, width - 5, y + 9);
-          pen.fillText(`${now} of ${before}`, width - 5, y + 9);
-        });
-    },
-  });
-
-  const last_rate = () => clip().rates.at(-1), per_rate = () => (WIDE() - LEFT - RIGHT) / last_rate();
-  const STROKES = [["ink", []], ["muted", [7, 3]], ["ink", [2, 3]], ["muted", [1, 4]]];  // for the words, because colours have other meanings
-  view.canvas({
-    name: () => clip().words.length
-      ? `the model answers "${view.row.answer}"; its first word, at every q: ${clip().words.map((w, i) => `${w} ${percent(view.row.chances[i])}`).join(", ")}`
-      : "no model was given; use viz.explore_evs",
-    size: () => [WIDE(), clip().words.length ? CHART : 1],
-    drag(x) {
-      const wanted = (x - LEFT) / per_rate(), far = k => Math.abs(clip().rates[k] - wanted);
-      const near = clip().rates.reduce((best, _, k) => (far(k) < far(best) ? k : best), 0);
-      view.choose("q", view.options("q").indexOf(clip().rates[near]));
-    },
-    draw(pen, width, height) {
-      if (!clip().words.length) return;
-      const across = q => LEFT + q * per_rate(), high = p => height - 24 - p * (height - 36);
-      pen.font = "11px system-ui, sans-serif"; pen.fillStyle = view.colors.muted; pen.strokeStyle = view.colors.line;
-      pen.textBaseline = "middle"; pen.textAlign = "right"; pen.lineWidth = 1;
-      for (const p of [0, 0.5, 1]) {
-        pen.fillText(percent(p), LEFT - 4, high(p));
-        pen.beginPath(); pen.moveTo(LEFT, high(p)); pen.lineTo(across(last_rate()), high(p)); pen.stroke();
-      }
-      pen.textAlign = "center"; pen.textBaseline = "bottom";
-      for (const q of [0, 0.2, 0.4, 0.6, 0.8]) if (q <= last_rate()) pen.fillText(`q = ${q}`, across(q), height - 4);
-      const here = across(view.option("q"));
-      pen.strokeStyle = view.colors.ink; pen.lineWidth = 2; pen.setLineDash([4, 3]);
-      pen.beginPath(); pen.moveTo(here, high(1)); pen.lineTo(here, high(0)); pen.stroke(); pen.setLineDash([]);
-      clip().words.forEach((word, i) => {
-        const [color, dashes] = STROKES[i];
-        pen.strokeStyle = pen.fillStyle = view.colors[color]; pen.lineWidth = 2.5; pen.setLineDash(dashes); pen.beginPath();
-        clip().rates.forEach((q, k) => pen.lineTo(across(q), high(clip().curves[k][i])));
-        pen.stroke(); pen.setLineDash([]);
-        pen.beginPath(); pen.arc(here, high(view.row.chances[i]), 4.5, 0, 7); pen.fill();
-      });
-      pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = "bold 12px system-ui, sans-serif";
-      let lowest = -Infinity;  // names are at the ends of their lines, and never overlap
-      const ends = clip().words.map((word, i) => [high(clip().curves.at(-1)[i]), word, STROKES[i][0]]).sort((a, b) => a[0] - b[0]);
-      ends.forEach(([y, word, color], i) => {
-        lowest = Math.min(Math.max(y, lowest + 16), height - 24 - 16 * (ends.length - 1 - i));
-        pen.fillStyle = view.colors[color]; pen.fillText(word.slice(0, 10), across(last_rate()) + 6, lowest);
-      });
     },
   });
 

@@ -4,15 +4,20 @@ import json
 from collections.abc import Callable
 from functools import cache
 
+import numpy as np
+
 import refvl
 from refvl.graphs import generate_budgets
 from refvl.paths import DATA
+from refvl.pixels.media import load_video
 from refvl.pixels.patches import PatchConfig
 from refvl.pixels.slices import SliceConfig
 from refvl.serving.model import VLM
 from refvl.viz.explore import (
     explore_assignment,
     explore_attention,
+    explore_costs,
+    explore_deepstack,
     explore_evs,
     explore_families,
     explore_graph,
@@ -41,6 +46,11 @@ def small_model(name: str = "tiny-qwen2_5_vl") -> VLM:
     return refvl.load(DATA / "checkpoints" / name, device="cpu", linear="torch", progress=False)
 
 
+def upside_down(clip) -> np.ndarray:
+    """The frames of a video, each rotated by 180 degrees."""
+    return np.ascontiguousarray(load_video(clip).frames[:, ::-1, ::-1])
+
+
 GALLERY: dict[str, Callable[[], Explorer]] = {
     "windows": lambda: explore_windows(
         {name: DATA / "pictures" / f"{name}.jpg" for name in ("coffee", "chelsea", "rocket")}, PatchConfig()
@@ -66,6 +76,15 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
     "tower": lambda: explore_tower(
         small_model(),
         {"a scene": ("What color is the circle?", SCENE), "a rocket": ("What is in the picture?", ROCKET)},
+    ),
+    "costs": explore_costs,
+    "deepstack": lambda: explore_deepstack(
+        small_model("tiny-qwen3_vl"),
+        {
+            "a video, upside down": ("Which way does the circle move?", upside_down(CLIP)),
+            "a video": ("Which way does the circle move?", CLIP),
+            "an image": ("What color is the circle?", SCENE),
+        },
     ),
     "timeline": explore_timeline,
     "assignment": lambda: explore_assignment(SIZES),

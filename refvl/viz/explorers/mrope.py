@@ -28,9 +28,9 @@ class MropeExplorer(Explorer):
     _esm = module("mrope")
     title = "M-RoPE playground"
     asks = "How does attention know how far apart two tokens are?"
-    action = "Drag the key ✕ down from its row: now the pairs of h open, too."
+    action = "Drag the key ✕ down from its row: now the pairs of h open, too, and the score falls."
     takeaway = (
-        "Every rotary pair rotates with one axis, so the score of two equal tokens depends only on their distance."
+        "Every rotary pair is rotated by one axis, so the score of two equal tokens depends on their distance alone."
     )
 
     def __init__(self):

@@ -23,21 +23,29 @@
 // view.option(name): the option of a control, one of view.options(name). view.place(name): its index.
 // view.choose(name, number): move it.
 // view.item: the item under the pointer, or the selected one, or -1. view.select(item): select it.
-// view.fit(n): n, or the available width if that is smaller: phones get a narrower drawing, not smaller text.
-// view.colors: the palette of the theme, `viz.style.THEMES`; `sequence(x)` is for order, 0 to 1. Names ending in
-// `_text` are for text.
+// view.ease(key, n): n, reached a quarter of a second after it changed; at once if the reader wants no motion. For places
+// and sizes that are drawn: where a reader points is looked up in the table.
+// view.column(): the canvases that follow stand one below the other, beside those before it.
+// view.big: there is the width of a page of its own, so canvases may be larger.
+// view.fit(n): n, or the width there is if that is smaller: phones get a narrower picture, never smaller text.
+// view.colors: the palette of the theme, `viz.style.THEMES`; `sequence(x)` is for order, 0 to 1. Names that end in
+// `_text` are for words.
 
+const SANS = '-apple-system, "Segoe UI", "Inter", "Helvetica Neue", "Liberation Sans", Roboto, Arial, sans-serif';
 const STYLE = `
-.refvl { color: var(--ink); background: var(--surface); font: 14px/1.4 system-ui, sans-serif; padding: 8px; }
+.refvl { color: var(--ink); background: var(--surface); font: 15px/1.45 ${SANS}; padding: 8px; }
 .refvl .controls, .refvl .pictures { display: flex; flex-wrap: wrap; gap: 8px 24px; align-items: flex-start; }
-.refvl .controls { margin-bottom: 8px; }
+.refvl .column { display: grid; gap: 8px; max-width: 100%; }
+.refvl .controls { margin-bottom: 12px; align-items: center; }
 .refvl label { display: flex; gap: 8px; align-items: center; max-width: 100%; }
 .refvl label > output { min-width: 6ch; font-variant-numeric: tabular-nums; }
 .refvl input[type=range] { width: 180px; accent-color: var(--ink); }
-.refvl select, .refvl button { font: inherit; color: inherit; background: var(--surface); border: 1px solid var(--line); min-width: 0; max-width: 100%; }
+.refvl input, .refvl select, .refvl button { cursor: pointer; } .refvl :disabled { cursor: default; }
+.refvl select, .refvl button { font: inherit; border-radius: 6px; padding: 2px 8px; min-height: 30px; color: inherit; background: var(--surface); border: 1px solid var(--line); min-width: 0; max-width: 100%; }
 .refvl canvas { max-width: 100%; outline-offset: 2px; touch-action: manipulation; cursor: default; }
 .refvl :focus-visible { outline: 2px solid var(--highlight); }
-.refvl figure { margin: 0; max-width: 100%; } .refvl figcaption { contain: inline-size; color: var(--muted); font-size: 12px; }
+.refvl figure { margin: 0; max-width: 100%; } .refvl figcaption { contain: inline-size; color: var(--muted); font-size: 13px; text-wrap: pretty; }
+.refvl figcaption::first-letter, .refvl .readout::first-letter { text-transform: uppercase; }
 .refvl .readout { display: block; min-height: 2.8em; margin-top: 8px; white-space: pre-line; }
 @media (pointer: coarse), (max-width: 600px) {
   .refvl label { flex-wrap: wrap; gap: 0 8px; } .refvl label > span { flex-basis: 100%; }
@@ -125,7 +133,21 @@ function themes(palette, redraw) {
   return { colors, stop };
 }
 
-// A slider or menu over the existing options; `update` moves it to the state.
+// Numbers on their way: `ease(key, n)` is where the number `key` is now, `later` asks for the next frame.
+const MOVES = 250, STILL = matchMedia("(prefers-reduced-motion: reduce)");  // ms
+function easing(later) {
+  const ways = new Map();  // key: [from, to, since]
+  return (key, to) => {
+    const now = performance.now(), way = ways.get(key);
+    if (!way || STILL.matches) { ways.set(key, [to, to, -Infinity]); return to; }
+    const part = Math.min(1, (now - way[2]) / MOVES), here = way[0] + (way[1] - way[0]) * part * part * (3 - 2 * part);
+    if (way[1] !== to) ways.set(key, [here, to, now]);
+    if (way[1] !== to || part < 1) later();
+    return way[1] !== to ? here : part < 1 ? here : to;
+  };
+}
+
+// A slider or menu over the options that exist; `update` puts it where the state is.
 function controller(view, number, { label, options, kind }) {
   const menu = kind === "menu", widget = make(menu ? "select" : "input", menu ? {} : { type: "range", min: 0, step: 1 });
   const shown = make("output"), node = make("label", {}, make("span", {}, label), widget, menu ? "" : shown);
@@ -234,7 +256,7 @@ function surface(view, { name, caption, size, draw, at, step, drag, grab }) {
     text.textContent = caption?.() ?? name();
     text.ariaHidden = !caption;  // read out once
     pen.scale(scale, scale);
-    pen.font = "12px system-ui, sans-serif";
+    pen.font = "12px sans-serif";
     draw(pen, width, height);
   };
   return { node, update };
@@ -254,7 +276,7 @@ export function explorer(build) {
       if (!event.ctrlKey && !event.metaKey && !event.altKey && !event.shiftKey) event.stopPropagation();
     });
 
-    let seen, table, wish, ours, hovered = -1, say = () => "", canvases = [], widgets = [], frame = 0;
+    let seen, table, wish, ours, hovered = -1, say = () => "", canvases = [], widgets = [], frame = 0, column = pictures;
     const theme = themes(model.get("palette"), () => later());
     const view = {
       get table() { return table; },
@@ -278,8 +300,11 @@ export function explorer(build) {
       },
       select(item) { if (item !== model.get("selected")) { model.set("selected", item); model.save_changes(); later(); } },
       hover(item) { if (item !== hovered) { hovered = item; later(); } },
-      canvas(parts) { const made = surface(view, parts); canvases.push(made); pictures.append(made.node); },
+      canvas(parts) { const made = surface(view, parts); canvases.push(made); column.append(made.node); },
+      column() { pictures.append(column = make("div", { className: "column" })); },
       readout(f) { say = f; },
+      ease: easing(() => later()),
+      get big() { return view.fit(960) >= 960; },
       fit: n => Math.min(n, root.clientWidth ? root.clientWidth - 16 : n),
       count: () => 0, read: () => view.row,
     };

@@ -32,7 +32,7 @@ export default explorer(view => {
     pen.drawImage(photo, (photo.width - w * scale) / 2, (photo.height - h * scale) / 2, w * scale, h * scale, x, y, width, height);
   }
   function number(pen, n, x, y) {
-    pen.font = "bold 13px system-ui, sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
+    pen.font = "bold 13px sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
     pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(n, x, y);
     pen.fillStyle = "#fff"; pen.fillText(n, x, y);
   }
@@ -142,10 +142,10 @@ export default explorer(view => {
         .forEach(([name, parts, tokens, columns, first, marks], line) => {
           const y = line * LINE() + top - 2;
           let x = left;
-          pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = "12px system-ui, sans-serif";
+          pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = "12px sans-serif";
           pen.fillStyle = view.colors.ink; pen.fillText(name, 0, narrow() ? y - 6 : y + 15);
           parts.forEach(([k, length], place) => {
-            const w = length * scale;
+            const w = view.ease(`width ${line} ${k}`, length * scale);
             pen.fillStyle = k ? view.colors.sequence(k / parts.length) : view.colors.image;
             pen.fillRect(x, y + 2, Math.max(1, w - 1), 26);
             if (view.item === item(line, k)) {
@@ -157,7 +157,7 @@ export default explorer(view => {
               pen.fillStyle = view.colors.highlight; pen.fillRect(x - 2, y, 3, 30);
             }
           });
-          pen.textAlign = "left"; pen.font = "12px system-ui, sans-serif"; pen.fillStyle = view.colors.ink;
+          pen.textAlign = "left"; pen.font = "12px sans-serif"; pen.fillStyle = view.colors.ink;
           if (!narrow()) pen.fillText(`${tokens} tokens${marks}`, x + 8, y + 15);
           else { pen.textAlign = "right"; pen.fillText(`${tokens} tokens${marks}`, width, y - 6); }
         });
@@ -177,9 +177,9 @@ export default explorer(view => {
         pen.fillRect(x + 1, y + 1, 34, 34);
         number(pen, i, x + 18, y + 18);
       }
-      pen.textAlign = "left"; pen.textBaseline = "top"; pen.font = "12px system-ui, sans-serif";
+      pen.textAlign = "left"; pen.textBaseline = "top"; pen.font = "12px sans-serif";
       pen.fillStyle = view.colors.muted; pen.fillText(question, 126, 4, width - 126);
-      pen.font = "bold 20px system-ui, sans-serif"; pen.fillStyle = view.colors.kept;
+      pen.font = "bold 20px sans-serif"; pen.fillStyle = view.colors.kept;
       pen.fillText(view.row.answer, 126, 26, width - 126);
     },
   });

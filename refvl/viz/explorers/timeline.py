@@ -20,7 +20,7 @@ class TimelineExplorer(Explorer):
     asks = "Which frames of a video does the model see?"
     action = "Press play, and compare the three rules as the video gets longer."
     takeaway = (
-        "Three releases sample the same video by different rules; the prompt has one timestamp for every two frames."
+        "Three releases sample a video by different rules, and the prompt states one timestamp for every two frames."
     )
 
     def __init__(self, duration: float, fps: float, variant: str):
@@ -32,7 +32,7 @@ class TimelineExplorer(Explorer):
             Control("fps", "frames per second", rates),
             Control("duration", "length, s", durations, kind="player"),
         ]
-        shared = {"rules": [f"{name}: {RELEASES[name]}" for name in VARIANTS]}
+        shared = {"rules": [RELEASES[name] for name in VARIANTS]}
         super().__init__(
             controls, [self._row(*state) for state in states], shared=shared, states=states, start=(fps, duration)
         )

@@ -26,7 +26,9 @@ class WindowsExplorer(Explorer):
     title = "Patches and windows"
     asks = "Which patches may attend to each other inside an image?"
     action = "Make the window larger until one holds the whole image. Then choose a patch."
-    takeaway = "A window is an order and a cut: its tokens are contiguous, and attention stays among them."
+    takeaway = (
+        "A window is an order and a cut: its tokens are put side by side, and each looks only at the others in it."
+    )
 
     def __init__(
         self, images: Mapping[str, object], config: PatchConfig, *, max_tokens: int, window_sizes: Sequence[int]
@@ -51,7 +53,9 @@ class WindowsExplorer(Explorer):
             "photos": [photo(image) for image in self.images.values()],
             "merge": config.merge_size, "cos": cos[:, : HEAD_DIM // 4], "sin": sin[:, : HEAD_DIM // 4],
         }  # fmt: skip
-        super().__init__(controls, list(found.values()), shared=shared, states=list(found), start=_middle(found))
+        start = _middle(found)
+        super().__init__(controls, list(found.values()), shared=shared, states=list(found), start=start)
+        self.selected = _inside(found[start], 0.6)
 
     def figure(self) -> Figure:
         options, row = self.options, self.row(self.index)
@@ -89,6 +93,13 @@ def distinct_windows(grid: Grid, config: PatchConfig, sizes: Sequence[int]) -> d
         row = {"grid": grid[1:], "patches": patches, "window_index": index, "cu_window_seqlens": lengths}
         rows.setdefault((*index.tolist(), *lengths.tolist()), (size, row))
     return dict(rows.values())
+
+
+def _inside(row: dict, share: float) -> int:
+    """The patch that lies `share` of the way to the right and down."""
+    rows, columns = row["grid"]
+    distances = (row["patches"] - row["patches"].new_tensor([int(share * rows), int(share * columns)])).abs().sum(1)
+    return int(distances.argmin())
 
 
 def _middle(states) -> tuple:
