@@ -24,6 +24,8 @@ MADE_BY_AND_BEFORE = {
     "packing": ("`explore_packing`", "a view with sliders"),
     "slices": ("`explore_slices`, `explore_crops`", "two views with sliders"),
     "families": ("`explore_families`", "-"),
+    "costs": ("`explore_costs`", "-"),
+    "deepstack": ("`explore_deepstack`", "-"),
     "timeline": ("`explore_timeline`", "a view with sliders"),
     "assignment": ("`explore_assignment`", "a view with sliders"),
 }

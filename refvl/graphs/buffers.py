@@ -1,9 +1,9 @@
 """Static buffers: fixed addresses, changing contents.
 
 A captured graph reads the same memory at every replay. Here that memory is the encoder's own metadata dataclass at full
-capacity, plus pixels. Before a replay each field is filled by the padding rule in its definition, so that nothing of
-the batch before survives; a field without a rule is a TypeError, not stale data. Integers were baked in at capture:
-they are capacities, and a batch must stay below them.
+capacity, plus pixels. Before a replay each field is filled by the padding rule in its definition, so nothing of the
+previous batch remains; a field without a rule is a TypeError, not stale data. Integers were baked in at capture: they
+are capacities, which a batch must not exceed.
 
     rule          what follows the contents
     zero          0
@@ -39,8 +39,7 @@ class Fill(NamedTuple):
 def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
     """Copy `values` (n, ...) into the front of `buffer` (capacity, ...) and pad the rest by `rule`.
 
-    In place. Raises ValueError when the values do not fit, TypeError for an unknown rule or when
-    there is no tensor.
+    In place. Raises ValueError if the values do not fit, TypeError for an unknown rule or anything but a tensor.
     """
     if rule not in PAD_RULES:
         raise TypeError(f"{name}: no padding rule {rule!r}; known: {sorted(PAD_RULES)}")
@@ -68,9 +67,10 @@ def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
 def fill_metadata(buffers, metadata) -> None:
     """Fill a metadata dataclass at capacity (`buffers`) with the planned `metadata` of a batch, field by field.
 
-    Tensors are copied and padded, integers compared with their capacity, tuples left out, dataclasses filled in turn.
-    On a GPU, the contents of all fields are copied by one kernel. Raises TypeError for a field of another class or
-    without a padding rule, ValueError when something exceeds what was captured.
+    Tensors are copied and padded, integers compared with their capacity, tuples skipped, dataclasses filled in turn.
+    On a GPU, one kernel copies the contents of all fields. Raises TypeError for a field of another class or
+    without a padding rule, ValueError if a value exceeds the
+    captured capacity.
     """
     fills = list(_fills(buffers, metadata))
     together = [fill for fill in fills if _is_in_words(fill)]

@@ -1,9 +1,9 @@
-"""MiniCPM-V: where an image is sliced, what each query looks at, and what a video costs when frames are packed.
+"""MiniCPM-V: how an image is sliced, what each query attends to, and the cost of a video if frames are packed.
 
-plot_slices           the image as it is cut, and the overview beside it
+plot_slices           the image with its slices, and the overview next to it
 plot_query_attention  heat maps over a slice: how much each query takes from each patch
 plot_frame_tokens     tokens of a video against its frames, one line per model
-plot_time_shift       how far embeddings move when frames are given other times
+plot_time_shift       how far embeddings move if frames get different times
 plot_canvas           the windows of a slice, their folds, and where MiniCPM-V 4.7 puts the tokens on the canvas
 """
 
@@ -21,15 +21,15 @@ from refvl.positions import MediaSpan
 from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import HIGHLIGHT, SEQUENCE_CMAP, STAGE_COLORS, TOKEN_COLORS, axes_or_new, image_axes
 
-_PREVIEW = 480  # pixels per side are enough for a figure
+_PREVIEW = 480  # pixels per side, enough for a figure
 _HEAT = {"cmap": SEQUENCE_CMAP, "alpha": 0.6, "interpolation": "nearest"}
 _NUMBER = {"boxstyle": "circle,pad=0.2", "facecolor": "black", "alpha": 0.55, "linewidth": 0}
 
 
 def plot_slices(image, config: SliceConfig, *, query_num: int = 64, ax=None) -> np.ndarray:
-    """On the left the image with its slices, numbered in the order of the prompt; on the right the overview (0).
+    """Draw the image with its slices (left), numbered in prompt order, and the overview, number 0 (right).
 
-    image: anything `load_image` takes. query_num: tokens of the overview and of each slice. ax: two Axes, or None.
+    image: anything `load_image` accepts. query_num: tokens of the overview and of each slice. ax: two Axes, or None.
     Returns both.
     """
     picture = load_image(image)
@@ -46,7 +46,7 @@ def plot_slices(image, config: SliceConfig, *, query_num: int = 64, ax=None) -> 
 
 
 def _draw_cuts(ax: Axes, image, plan: SlicePlan) -> None:
-    """The image at the size at which it is cut: all slices together."""
+    """Draw the image at the size at which it is cut: all slices together."""
     size, title = f"{image.width} x {image.height} px", "no slices: the overview holds all"
     (columns, rows), (width, height) = plan.grid or (1, 1), plan.cell or image.size
     if plan.grid:
@@ -80,12 +80,12 @@ def plot_query_attention(
     title: str = "",
     ax=None,
 ) -> np.ndarray:
-    """A heat map per query over the slice it reads: bright where it takes more.
+    """Draw a heat map per query over its slice: brighter where the query takes more.
 
-    image: the slice, anything `load_image` takes, of any size. weights_QL: (Q, L), a row per query, its L = h * w
+    image: the slice, anything `load_image` accepts, of any size. weights_QL: (Q, L), a row per query, its L = h * w
     patches row by row; all maps share one scale from 0 to the largest weight shown. queries: which to show (all).
     columns: maps in a row (all in one). ax: an array of as many Axes as the maps need, or None. Returns that array.
-    Raises ValueError for weights of another shape than (queries, h * w).
+    Raises ValueError for weights of a shape other than (queries, h * w).
     """
     (h, w), image = tgt_size, load_image(image)
     check_shape(weights_QL, ("queries", h * w), "weights_QL")
@@ -110,7 +110,7 @@ def plot_query_attention(
 def plot_frame_tokens(
     frames: Sequence[int], tokens: Mapping[str, Sequence[int]], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Tokens of a video against the frames that are sampled, a line per model; both axes are logarithmic."""
+    """Draw tokens of a video over the number of sampled frames, a line per model; both axes are logarithmic."""
     ax = axes_or_new(ax, figsize=(6.2, 3.8))
     for (name, counts), color in zip(tokens.items(), STAGE_COLORS, strict=False):
         ax.plot(frames, counts, "o-", ms=4, color=color, label=name)
@@ -125,7 +125,7 @@ def plot_frame_tokens(
 def plot_time_shift(
     seconds: Sequence[float], moved: Mapping[str, Sequence[float]], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """How far embeddings move, relative to their length, against the seconds by which times differ; a line per name."""
+    """Draw how far embeddings move, relative to their length, over the difference of times; a line per name."""
     ax = axes_or_new(ax, figsize=(7, 3.4))
     for (name, distances), color in zip(moved.items(), STAGE_COLORS, strict=False):
         ax.plot(seconds, [100 * d for d in distances], "o-", ms=4, color=color, label=name)
