@@ -28,8 +28,8 @@ BUDGETS = {
     "qwen2_5_vl": Numbers(103, 51, 17, 751, 111, 1549),
     "qwen3_vl": Numbers(104, 56, 18, 754, 111, 1618),
     "glm4v": Numbers(102, 56, 18, 752, 111, 1707),
-    "minicpmv": Numbers(108, 64, 19, 788, 117, 2070),
-    "step3": Numbers(102, 52, 17, 788, 118, 1803),
+    "minicpmv": Numbers(108, 64, 19, 788, 117, 2072),
+    "step3": Numbers(102, 52, 17, 788, 118, 1805),
     "clip": Numbers(117, 56, 17, 892, 150, 1679),
 }
 MAX_PAGE = 600_000  # bytes
