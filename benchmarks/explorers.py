@@ -15,6 +15,7 @@ RECORD, SITE = DATA / "measurements" / "explorers_browser.json", DATA.parent / "
 MADE_BY_AND_BEFORE = {
     "windows": ("`explore_windows`, `explore_resize`", "two views with sliders"),
     "positions": ("`explore_positions`", "a view with sliders"),
+    "rules": ("`explore_position_rules`", "-"),
     "mrope": ("`explore_mrope`", "-"),
     "evs": ("`explore_evs`, `explore_keep_mask`", "a view of masks"),
     "attention": ("`explore_attention`", "-"),
@@ -23,6 +24,8 @@ MADE_BY_AND_BEFORE = {
     "packing": ("`explore_packing`", "a view with sliders"),
     "slices": ("`explore_slices`, `explore_crops`", "two views with sliders"),
     "families": ("`explore_families`", "-"),
+    "costs": ("`explore_costs`", "-"),
+    "deepstack": ("`explore_deepstack`", "-"),
     "timeline": ("`explore_timeline`", "a view with sliders"),
     "assignment": ("`explore_assignment`", "a view with sliders"),
 }

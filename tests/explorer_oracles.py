@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from benchmarks.families import blank_clip, count_positions, load_released
+from refvl.encoders import Qwen2_5_VisionTransformer
 from refvl.encoders.resampler import attention_weights
 from refvl.graphs import generate_budgets, padding_waste, plan_batches
 from refvl.paths import DATA
@@ -22,12 +23,13 @@ from refvl.pixels.slices import SliceConfig, plan_slices
 from refvl.positions import compute_retention_mask, get_window_index, merge_block_coordinates, restrict_positions
 from refvl.positions.timestamps import sample_video_frames
 from refvl.serving.parallel import get_count_assignment, get_load_balance_assignment
+from refvl.study.arithmetic import encoder_operations
 from refvl.study.costs import encoder_activation_bytes, kv_cache_bytes_per_token, plan_media
 from refvl.study.stale import replay_stale
+from refvl.study.watch import probabilities
 from refvl.viz.explorers.gallery import SIZES
 from refvl.viz.explorers.mrope import QUERY, SECTIONS
 from refvl.viz.explorers.slices import fit
-from refvl.viz.explorers.tower import project_colors
 from refvl.viz.patches import with_token_budget
 
 
@@ -199,6 +201,83 @@ def positions(explorer, state: tuple) -> dict:
     }  # fmt: skip
 
 
+def rules(explorer, state: tuple) -> dict:
+    """The four rules read piece by piece: `follows` is where the next text or piece stands on all axes."""
+    cut, frames, pruned = state
+    plan = plan_slices(768, 512, SliceConfig(scale_resolution=168, patch_size=14, multiple=4, max_slice_nums=cut))
+    columns, rows = plan.grid or (0, 0)
+    sizes = [(h // 4, w // 4) for h, w in plan.tgt_sizes]
+    boxes = {n: [(r, c) for r in range(n[0]) for c in range(n[1])] for n in {*sizes, (2, 3)}}
+    image = sum(h * w for h, w in sizes)
+    half = explorer.kept(frames, 0.5).tolist()
+    assert sum(half) == 3 * frames and all(half[:6])  # the first frame is never pruned
+    kept = [True] * image + (half if pruned == "half" else [True] * (6 * frames))
+
+    def laid(follows: int, size: tuple, step: int = 0) -> list:
+        return [(follows + step, follows + r, follows + c) for r, c in boxes[size]]
+
+    found = []
+    for rule in ("Qwen2.5-VL", "Qwen3-VL", "MiniCPM-V 4.7", "closed up"):
+        media, text = [], []
+
+        def words(follows: int, count: int, text=text) -> int:
+            text += [(follows + i,) * 3 for i in range(count)]
+            return follows + count
+
+        follows = words(0, 3)
+        if rule == "MiniCPM-V 4.7":
+            for pieces, grid in ((sizes, (columns, rows)), *[([(2, 3)], (0, 0))] * frames):
+                (h, w), slices, at = pieces[0], pieces[1:], follows
+                high, wide = (rows * slices[0][0], columns * slices[0][1]) if slices else (h, w)
+                down = [round(i * (high - 1) / max(h - 1, 1)) for i in range(h)]
+                right = [round(i * (wide - 1) / max(w - 1, 1)) for i in range(w)]
+                text.append((at, at - 1, at - 1))
+                media += [(at, at + r, at + c) for r in down for c in right]
+                text.append((at, at + high, at + wide))
+                for k, size in enumerate(slices):
+                    y, x = at + k // grid[0] * size[0], at + k % grid[0] * size[1]
+                    if k and k % grid[0] == 0:
+                        text.append((at, y - 1, at + wide))
+                    text.append((at, y, x))
+                    media += [(at, y + r, x + c) for r, c in boxes[size]]
+                    text.append((at, y + size[0] - 1, x + size[1] - 1))
+                follows += max(high, wide) + 1
+                follows = words(follows, 3) if pieces is sizes else follows
+        else:
+            for k, size in enumerate(sizes):
+                follows = words(follows, 1 + (k > 1 and (k - 1) % columns == 0))
+                media += laid(follows, size)
+                follows += max(size)
+                follows = words(follows, 1)
+            follows = words(follows, 3)
+            for _ in range(frames if rule == "Qwen3-VL" else 1):
+                follows = words(follows, 4 if rule == "Qwen3-VL" else 1)
+                media += [p for t in range(1 if rule == "Qwen3-VL" else frames) for p in laid(follows, (2, 3), 2 * t)]
+                follows += 3 if rule == "Qwen3-VL" else max(3, 2 * frames - 1)
+                follows = words(follows, 1)
+        follows = words(follows, 3)
+        found.append({"positions": media, "text": text, "end": follows})
+    # closed up: what stands before a token in the prompt of Qwen2.5-VL, less what is pruned
+    order, ids = [*[0] * 3], 0
+    for k, (h, w) in enumerate(sizes):
+        order += [0] * (1 + (k > 1 and (k - 1) % columns == 0)) + [1] * (h * w) + [0]
+    order += [0] * 4 + [1] * (6 * frames) + [0] * 4
+    stays, media, text = iter(kept), [], []
+    for is_media in order:
+        if is_media and not next(stays):
+            media.append((-1,) * 3)
+            continue
+        (media if is_media else text).append((ids,) * 3)
+        ids += 1
+    found[3] = {"positions": media, "text": text, "end": ids}
+    for rule in found:
+        rule["positions"] = np.array([p if k else (-1,) * 3 for p, k in zip(rule["positions"], kept, strict=True)]).T
+        rule["text"] = np.array(rule["text"]).T
+    return {
+        "sizes": sizes, "grid": (columns, rows), "frame": (2, 3), "kept": np.array(kept), "rules": found,
+    }  # fmt: skip
+
+
 def mrope(explorer, state: tuple) -> dict:
     """The definition in float64: plane i turns by position / theta^(i / planes), the score is the mean cosine."""
     (sections, interleaved), theta, *key = SECTIONS[state[0]], *state[1:]
@@ -272,16 +351,24 @@ def attention(explorer, state: tuple) -> dict:
     }  # fmt: skip
 
 
+def cosines(rows: np.ndarray) -> np.ndarray:
+    """By the definition, pair by pair."""
+    return np.array([[a @ b / math.sqrt((a @ a) * (b @ b)) for b in rows] for a in rows])
+
+
 def tower(explorer, state: tuple) -> dict:
     picture, stage = state
     traces = [watched(explorer.model, asked) for asked in explorer.watched.values()]
     number, after = list(explorer.watched).index(picture), explorer.controls[1]["options"].index(stage)
     trace = traces[number]
     none = torch.zeros(len(trace.patches[0].pixel_values), dtype=torch.int64)
+    states = trace.tower_hidden_states[after].double().numpy()
+    alike = cosines(states - states.mean(0))
+    tokens = [range(4 * (i // 4), 4 * (i // 4) + 4) for i in range(len(states))]
+    near = np.array([np.mean([alike[i, j] for j in tokens[i] if j != i]) for i in range(len(states))])
     return {
         "picture": number, "stage": after,
-        "colors": project_colors([torch.stack(t.tower_hidden_states) for t in traces])[number][after],
-        "norms": trace.tower_hidden_states[after].float().norm(dim=-1),
+        "alike": np.round(255 * np.maximum(alike, 0)).astype(int), "near": near,
         "segments": segments_of(trace, after - 1) if after else none,
     }  # fmt: skip
 
@@ -321,14 +408,72 @@ def assignment(explorer, state: tuple) -> dict:
     order, counts, _ = dealt["by size" if rule == "either" else rule]
     own = [order[sum(counts[:rank]) : sum(counts[: rank + 1])] for rank in range(n)]
     loads = [sum(sizes[i] for i in ids) for ids in own]
+    longest = [
+        [max(get(sizes, k)[2]) for k in range(1, 9)] for get in (get_load_balance_assignment, get_count_assignment)
+    ]
     return {
         "sizes": sizes, "ranks": [{"items": ids, "load": load} for ids, load in zip(own, loads, strict=True)],
-        "speed_up": round(sum(sizes) / max(loads), 4),
+        "speed_up": round(sum(sizes) / max(loads), 4), "speed_ups": sum(sizes) / np.array(longest),
+    }  # fmt: skip
+
+
+@kept
+def operations(config, side: int) -> int:
+    with torch.device("meta"):
+        return encoder_operations(Qwen2_5_VisionTransformer(config), [(1, side // 14, side // 14)])
+
+
+def costs(explorer, state: tuple) -> dict:
+    """Counted by torch on towers of one and two blocks, which tell what a block of each kind adds."""
+    side, full, window = state
+
+    def parts(s: int) -> dict[str, int]:
+        one = replace(explorer.config, depth=1, fullatt_block_indexes=(), window_size=window)
+        first, second = operations(one, s), operations(replace(one, depth=2), s)
+        more = operations(replace(one, fullatt_block_indexes=(0,)), s) - first
+        windowed = (
+            4
+            * 1280
+            * sum(n * n for n in get_window_index([(1, s // 14, s // 14)], window_size=window)[1].diff().tolist())
+        )
+        return {
+            "rest": 2 * first - second, "linear": second - first - windowed, "windowed": windowed,
+            "whole": windowed + more,
+        }  # fmt: skip
+
+    def whole_tower(s: int, count: int) -> int:
+        p = parts(s)
+        return p["rest"] + 32 * p["linear"] + count * p["whole"] + (32 - count) * p["windowed"]
+
+    sides = explorer.controls[0]["options"]
+    return {"patches": (side // 14) ** 2} | parts(side) | {
+        "total": whole_tower(side, full),
+        "curves": np.array([[whole_tower(s, count) for s in sides] for count in (0, full, 32)], dtype=float),
+    }  # fmt: skip
+
+
+def deepstack(explorer, state: tuple) -> dict:
+    """The rows of the encoder with zeros in the columns of the features that are left out, through the whole model."""
+    question, name = state
+    asked, kept, width = explorer.asked[question], explorer.subsets[name], explorer.width
+    factors = torch.tensor([1, *kept]).repeat_interleave(width)
+    run = explorer.model.trace(
+        asked.prompt,
+        **asked.medium,
+        hidden_states=True,
+        replace={"embeds": lambda rows: [row * factors for row in rows]},
+    )
+    chances = dict(enumerate(probabilities(explorer.model.language_model, run)[0].tolist()))
+    words = {explorer.model.processor.tokenizer.decode([token]).replace(" ", "␣"): p for token, p in chances.items()}
+    number = list(explorer.asked).index(question)
+    return {
+        "question": number, "kept": list(kept), "answer": run.text,
+        "chances": [round(words[word], 4) for word in explorer.shared["questions"][number]["words"]],
     }  # fmt: skip
 
 
 ORACLES = {
-    "windows": windows, "positions": positions, "mrope": mrope, "graph": graph, "packing": packing, "slices": slices,
-    "families": families, "attention": attention, "tower": tower, "evs": evs,
-    "timeline": timeline, "assignment": assignment,
+    "windows": windows, "positions": positions, "rules": rules, "mrope": mrope, "graph": graph, "packing": packing,
+    "slices": slices, "families": families, "attention": attention, "tower": tower, "evs": evs,
+    "timeline": timeline, "assignment": assignment, "costs": costs, "deepstack": deepstack,
 }  # fmt: skip

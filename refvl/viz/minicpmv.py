@@ -1,9 +1,10 @@
-"""MiniCPM-V: where an image is sliced, what each query looks at, and what a video costs when frames are packed.
+"""MiniCPM-V: how an image is sliced, what each query attends to, and the cost of a video if frames are packed.
 
-plot_slices           the image as it is cut, and the overview beside it
+plot_slices           the image with its slices, and the overview next to it
 plot_query_attention  heat maps over a slice: how much each query takes from each patch
 plot_frame_tokens     tokens of a video against its frames, one line per model
-plot_time_shift       how far embeddings move when frames are given other times
+plot_time_shift       how far embeddings move if frames get different times
+plot_canvas           the windows of a slice, their folds, and where MiniCPM-V 4.7 puts the tokens on the canvas
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,18 +17,19 @@ from torch import Tensor
 from refvl.checks import check_shape
 from refvl.pixels.media import load_image
 from refvl.pixels.slices import SliceConfig, SlicePlan, plan_slices
+from refvl.positions import MediaSpan
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import SEQUENCE_CMAP, STAGE_COLORS, axes_or_new, image_axes
+from refvl.viz.style import HIGHLIGHT, SEQUENCE_CMAP, STAGE_COLORS, TOKEN_COLORS, axes_or_new, image_axes
 
-_PREVIEW = 480  # pixels per side are enough for a figure
+_PREVIEW = 480  # pixels per side, enough for a figure
 _HEAT = {"cmap": SEQUENCE_CMAP, "alpha": 0.6, "interpolation": "nearest"}
 _NUMBER = {"boxstyle": "circle,pad=0.2", "facecolor": "black", "alpha": 0.55, "linewidth": 0}
 
 
 def plot_slices(image, config: SliceConfig, *, query_num: int = 64, ax=None) -> np.ndarray:
-    """On the left the image with its slices, numbered in the order of the prompt; on the right the overview (0).
+    """Draw the image with its slices (left), numbered in prompt order, and the overview, number 0 (right).
 
-    image: anything `load_image` takes. query_num: tokens of the overview and of each slice. ax: two Axes, or None.
+    image: anything `load_image` accepts. query_num: tokens of the overview and of each slice. ax: two Axes, or None.
     Returns both.
     """
     picture = load_image(image)
@@ -44,7 +46,7 @@ def plot_slices(image, config: SliceConfig, *, query_num: int = 64, ax=None) -> 
 
 
 def _draw_cuts(ax: Axes, image, plan: SlicePlan) -> None:
-    """The image at the size at which it is cut: all slices together."""
+    """Draw the image at the size at which it is cut: all slices together."""
     size, title = f"{image.width} x {image.height} px", "no slices: the overview holds all"
     (columns, rows), (width, height) = plan.grid or (1, 1), plan.cell or image.size
     if plan.grid:
@@ -78,12 +80,12 @@ def plot_query_attention(
     title: str = "",
     ax=None,
 ) -> np.ndarray:
-    """A heat map per query over the slice it reads: bright where it takes more.
+    """Draw a heat map per query over its slice: brighter where the query takes more.
 
-    image: the slice, anything `load_image` takes, of any size. weights_QL: (Q, L), a row per query, its L = h * w
+    image: the slice, anything `load_image` accepts, of any size. weights_QL: (Q, L), a row per query, its L = h * w
     patches row by row; all maps share one scale from 0 to the largest weight shown. queries: which to show (all).
     columns: maps in a row (all in one). ax: an array of as many Axes as the maps need, or None. Returns that array.
-    Raises ValueError for weights of another shape than (queries, h * w).
+    Raises ValueError for weights of a shape other than (queries, h * w).
     """
     (h, w), image = tgt_size, load_image(image)
     check_shape(weights_QL, ("queries", h * w), "weights_QL")
@@ -108,7 +110,7 @@ def plot_query_attention(
 def plot_frame_tokens(
     frames: Sequence[int], tokens: Mapping[str, Sequence[int]], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Tokens of a video against the frames that are sampled, a line per model; both axes are logarithmic."""
+    """Draw tokens of a video over the number of sampled frames, a line per model; both axes are logarithmic."""
     ax = axes_or_new(ax, figsize=(6.2, 3.8))
     for (name, counts), color in zip(tokens.items(), STAGE_COLORS, strict=False):
         ax.plot(frames, counts, "o-", ms=4, color=color, label=name)
@@ -123,7 +125,7 @@ def plot_frame_tokens(
 def plot_time_shift(
     seconds: Sequence[float], moved: Mapping[str, Sequence[float]], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """How far embeddings move, relative to their length, against the seconds by which times differ; a line per name."""
+    """Draw how far embeddings move, relative to their length, over the difference of times; a line per name."""
     ax = axes_or_new(ax, figsize=(7, 3.4))
     for (name, distances), color in zip(moved.items(), STAGE_COLORS, strict=False):
         ax.plot(seconds, [100 * d for d in distances], "o-", ms=4, color=color, label=name)
@@ -132,3 +134,71 @@ def plot_time_shift(
     ax.grid(alpha=0.25)
     ax.legend(fontsize=9)
     return ax
+
+
+def plot_canvas(image, config: SliceConfig, positions_3L: Tensor, spans: Sequence[MediaSpan], *, ax=None) -> np.ndarray:
+    """Windows of a slice, their two folds, and the canvas: three panels.
+
+    image: anything `load_image` takes, cut by `config`. positions_3L: (3, L) of its prompt; spans: its overview and
+    slices. Marks are drawn where they stand; the overview's tokens as circles. ax: three Axes, or None. Returns them.
+    Raises ValueError if the image is not cut.
+    """
+    picture = load_image(image)
+    plan = plan_slices(picture.width, picture.height, config)
+    if plan.grid is None:
+        raise ValueError(f"image: expected one that is cut, got {picture.width} x {picture.height} px")
+    left, middle, right = grid_of_axes(ax, 1, 3, (10.5, 3.6))[0]
+    (columns, rows), (h, w) = plan.grid, plan.tgt_sizes[-1]
+    _draw_cuts(left, picture, plan)
+    _draw_folds(middle, h, w)
+    _draw_canvas(right, picture, positions_3L, spans, columns, rows)
+    for panel in (left, middle, right):
+        panel.title.set_size(9)
+    return np.array([left, middle, right])
+
+
+def _draw_folds(ax: Axes, h: int, w: int) -> None:
+    """A slice of h x w patches, coloured by window of 2 x 2; the same after the first fold, and after the second."""
+    image_axes(ax, f"each slice: {h} x {w} patches,\nfolded twice, {h // 4 * (w // 4)} token{'s' * (h * w > 16)}")
+    left = 0.0
+    for side, said in ((1, "windows of 2 x 2"), (2, "folded"), (4, "merged")):
+        rows, columns = h // side, w // side
+        for i in range(rows * columns):
+            row, column = divmod(i, columns)
+            window = (row * side // 2) + (column * side // 2) * (h // 2)
+            color = STAGE_COLORS[window % 4] if side < 4 else TOKEN_COLORS["image"]
+            y, x = (h - rows) / 2 + row, left + column
+            ax.add_patch(Rectangle((x, y), 0.94, 0.94, facecolor=color, linewidth=0))
+        ax.text(left + columns / 2, h + 0.3, said, ha="center", va="top", size=8)
+        left += columns + 2.4
+    ax.set(xlim=(-1, left - 1.4), ylim=(h + 1.2, -0.4))
+    ax.axis("off")
+
+
+def _draw_canvas(ax: Axes, picture, positions_3L: Tensor, spans: Sequence[MediaSpan], columns: int, rows: int) -> None:
+    """Parts of the image at the positions of their tokens."""
+    first, last = spans[0].offset - 1, spans[-1].offset + spans[-1].num_tokens
+    h, w = positions_3L[1].tolist(), positions_3L[2].tolist()
+    width, height = picture.width / columns, picture.height / rows
+    media = {i for span in spans for i in range(span.offset, span.offset + span.num_tokens)}
+    for k, span in enumerate(spans[1:]):
+        for i in range(span.num_tokens):
+            row, column = divmod(i, span.w)
+            x, y = (k % columns + column / span.w) * width, (k // columns + row / span.h) * height
+            part = picture.crop((round(x), round(y), round(x + width / span.w), round(y + height / span.h)))
+            at_h, at_w = h[span.offset + i], w[span.offset + i]
+            ax.imshow(part, extent=(at_w - 0.5, at_w + 0.5, at_h + 0.5, at_h - 0.5))
+            corner, color = (at_w - 0.5, at_h - 0.5), TOKEN_COLORS["image"]
+            ax.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=color, linewidth=1.5))
+            if i == 0:
+                ax.text(at_w - 0.4, at_h - 0.4, str(k + 1), size=8, va="top", bbox=_NUMBER, color="white")
+    overview = range(spans[0].offset, spans[0].offset + spans[0].num_tokens)
+    marks = [i for i in range(first, last + 1) if i not in media]
+    ax.plot([w[i] for i in marks], [h[i] for i in marks], "s", ms=4, color=TOKEN_COLORS["text"], label="marks")
+    x, y = [w[i] for i in overview], [h[i] for i in overview]
+    ax.plot(x, y, "o", ms=13, mfc="none", mec=HIGHLIGHT, mew=2, label="overview")
+    ax.set(aspect="equal", title="positions on the canvas", xlabel="w", ylabel="h")
+    ax.set(
+        xlim=(min(w[first:]) - 1, max(w[first : last + 1]) + 1), ylim=(max(h[first : last + 1]) + 1, min(h[first:]) - 1)
+    )
+    ax.legend(fontsize=8, loc="upper right")

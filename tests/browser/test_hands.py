@@ -149,7 +149,8 @@ def test_a_slice_is_found_again_in_the_prompt(opened):
 CELLS = """const { fillRect } = CanvasRenderingContext2D.prototype;
 window.cells = [];
 CanvasRenderingContext2D.prototype.fillRect = function (x, y, w, h) {
-  if (h === 14) window.cells.push([this.fillStyle, this.canvas.closest('.refvl')?.style.getPropertyValue('--empty')]);
+  const root = this.canvas.closest?.('.refvl');
+  if (h === 14 || h === 28) window.cells.push([this.fillStyle, root?.style.getPropertyValue('--empty')]);
   return fillRect.call(this, x, y, w, h);
 };"""
 

@@ -10,7 +10,7 @@ from closeness import assert_agree
 from safetensors.torch import load_file
 from shipped import shipped
 
-from data.training import evaluate_tiny, scenes
+from data.training import evaluate_tiny, scenes, train_tiny
 from data.training.tiny_family import find_family
 from data.training.tiny_model import PromptBuilder, TinyModel, row_mask
 
@@ -101,3 +101,84 @@ def test_seconds_of_unequal_length_are_refused():
 def test_families_are_known_by_name():
     with pytest.raises(ValueError, match="model: expected one of .*'glm4v'.*'qwen2_5_vl'.*, got 'gpt'"):
         find_family("gpt")
+
+
+# ------------------------------------------------------------------------------------ tables and other sizes
+
+TABLE = find_family("glm4v_table")
+
+
+def place_of(token: int, cells: tuple[int, int]) -> int:
+    """The place in which the middle of a token lies."""
+    row, column = divmod(token, cells[1])
+    return int((row + 0.5) * 3 / cells[0]) * 3 + int((column + 0.5) * 3 / cells[1])
+
+
+@pytest.mark.parametrize("cells", [(3, 3), (4, 4), (2, 5), (4, 3)], ids=str)
+def test_exchanged_vectors_tell_the_place_that_is_asked_for(cells):
+    """Oracle: where the token whose vectors a token gets has its middle. Patches of one token stay together."""
+    rng, seen = np.random.default_rng(0), set()
+    for _ in range(40):
+        table, order = train_tiny.draw_table(cells, rng)
+        tokens = table.reshape(-1, 4) // 4
+        assert (tokens == tokens[:, :1]).all() and sorted(table) == list(range(4 * cells[0] * cells[1]))
+        told = [place_of(token, cells) for token in tokens[:, 0]]
+        assert told == [order[place_of(token, cells)] for token in range(len(told))]
+        seen.add(tuple(table))
+    assert len(seen) > 5
+
+
+def test_an_exchange_in_training_is_an_exchange_of_weights():
+    """Oracle: the public tower, with rows and columns of its table exchanged."""
+    model, config = shipped("tiny-glm4v"), TABLE.config(TABLE.train_tokenizer())
+    ours = TinyModel(TABLE, config)
+    ours.visual.load_state_dict(model.encoder.state_dict())
+    scene = scenes.render(scenes.draw_scene("test", 3))
+    table = np.add.outer(4 * scenes.TRANSPOSED, (0, 2, 1, 3)).flatten()
+    with torch.no_grad():
+        exchanged = ours.encode(torch.from_numpy(scene)[None, None], table=table)[0]
+    change = {"position_table": evaluate_tiny.transposed_table}
+    [wanted] = model.trace("?", images=[scene], max_new_tokens=1, replace=change).embeds
+    assert_agree(exchanged, wanted, ours.visual)
+
+
+@pytest.mark.parametrize(("height", "width"), [(56, 56), (112, 112), (168, 168), (168, 84), (70, 100)])
+def test_a_resized_scene_has_the_grid_of_the_pipeline(height, width):
+    """Oracle: the shipped processor, for images and for videos of six frames."""
+    model, scene = shipped("tiny-glm4v"), torch.zeros(1, 6, 84, 84, 3, dtype=torch.uint8)
+    for frames, name in ((1, "images"), (6, "videos")):
+        own = train_tiny.resize(scene[:, :frames], (height, width))
+        ready = train_tiny.resize(own, TABLE.target_size(height, width, frames))
+        shown = own[0, 0].numpy() if frames == 1 else own[0].numpy()
+        assert [TABLE.grid(ready.shape)] == model.trace("?", **{name: [shown]}, max_new_tokens=1).layouts
+
+
+def test_labels_of_other_numbers_of_tokens():
+    """Oracle: the centre of each object, in tokens; nine tokens are the nine places."""
+    scene = scenes.draw_scene("test", 5)
+    for cells in ((3, 3), (4, 4), (2, 5)):
+        labels = scenes.cell_labels(scene, cells)[0].reshape(*cells, 3)
+        found = {(int(t.center[1] * cells[0] / 84), int(t.center[0] * cells[1] / 84)): t for t in scene.things}
+        assert len(found) == len(scene.things)
+        for row, column in np.ndindex(*cells):
+            thing = found.get((row, column))
+            wanted = (
+                [1 + scenes.SHAPES.index(thing.shape), 1 + list(scenes.COLORS).index(thing.color), 0]
+                if thing
+                else [0] * 3
+            )
+            assert labels[row, column].tolist() == wanted
+    assert {place_of(t, (3, 3)) for t in range(9)} == set(range(9))
+
+
+def test_sizes_are_within_their_limits():
+    rng = np.random.default_rng(0)
+    drawn = np.array([train_tiny.draw_size(rng) for _ in range(500)])
+    ratios = drawn[:, 1] / drawn[:, 0]
+    assert drawn.min() >= 56 and drawn.max() <= 168 and ratios.min() < 0.6 and ratios.max() > 1.7
+
+
+def test_another_checkpoint_than_the_recipe_names_is_refused():
+    recipe = train_tiny.Recipe(begin_with="0" * 64)
+    with pytest.raises(ValueError, match="begin_with: expected the digest of the weights in .*tiny-glm4v"):
+        train_tiny.make_trainer("glm4v_table", recipe, 0)

@@ -89,7 +89,7 @@ def beside(folder, tmp_path):
 def test_an_adapter_beside_the_weights_is_not_attached_unasked(folder, beside, tmp_path):
     """Oracle: the model before the adapter came, and the adapter attached by hand."""
     plain, adapted = beside
-    refused = r"^adapters: .*model holds an adapter beside its weights \(adapter_config.json\); "
+    refused = r"^adapters: .*model contains an adapter next to its weights \(adapter_config.json\); "
     with pytest.raises(ValueError, match=refused):
         load(folder)
     result = CliRunner().invoke(app, ["chat", str(folder), "What is it?"])

@@ -9,6 +9,7 @@ from PIL import Image
 
 from refvl import viz
 from refvl.pixels.slices import SliceConfig, plan_slices
+from refvl.positions import CanvasMarks, MediaSpan, canvas_positions
 from refvl.viz.style import STAGE_COLORS
 
 TINY = SliceConfig(scale_resolution=56, max_slice_nums=6)
@@ -59,3 +60,32 @@ def test_lines_are_the_numbers_given(draw, scale):
     assert [to_rgb(line.get_color()) for line in ax.lines] == list(map(to_rgb, STAGE_COLORS[:2]))
     given = plt.subplots()[1]
     assert draw([1, 10], {"one": [3, 4]}, ax=given) is given
+
+
+def test_the_canvas_shows_every_token_and_mark_at_its_position():
+    """A prompt of 3 x 2 slices of 2 x 3 tokens. Oracle: the positions given, and pixels of the image."""
+    config = SliceConfig(scale_resolution=140, patch_size=14, multiple=4, max_slice_nums=6)
+    picture = PICTURE.resize((420, 280))
+    plan = plan_slices(420, 280, config)
+    ids, spans = [], []
+    for k, (h, w) in enumerate((h // 4, w // 4) for h, w in plan.tgt_sizes):
+        ids.append(3 if k else 1)
+        spans.append(MediaSpan(len(ids), 1, h, w))
+        ids += [0] * (h * w) + [4 if k else 2] + [5] * (k == 3)
+    positions = canvas_positions(torch.tensor(ids), spans, CanvasMarks(1, 2, 3, 4, 5))
+    left, middle, right = viz.plot_canvas(picture, config, positions, spans)
+    assert texts(left) == [str(i + 1) for i in range(6)]
+    (h, w), (high, wide) = plan.tgt_sizes[-1], (spans[1].h, spans[1].w)
+    assert len(middle.patches) == h * w + h * w // 4 + h * w // 16 and texts(middle)[1:] == ["folded", "merged"]
+    places = [
+        (column, row) for span in spans[1:] for row, column in positions[1:, span.offset :][:, : high * wide].T.tolist()
+    ]
+    assert [image.get_extent() for image in right.images] == [[x - 0.5, x + 0.5, y + 0.5, y - 0.5] for x, y in places]
+    whole = np.asarray(picture).reshape(2 * high, 280 // (2 * high), 3 * wide, 420 // (3 * wide), 3)
+    for (x, y), image in zip(places, right.images, strict=True):
+        np.testing.assert_array_equal(image.get_array(), whole[y, :, x])
+    marks, overview = (np.stack(line.get_data(), 1).astype(int).tolist() for line in right.lines)
+    assert overview == positions[[2, 1]][:, 1 : 1 + spans[0].num_tokens].T.tolist()
+    assert marks == [positions[[2, 1], i].tolist() for i, id_ in enumerate(ids) if id_]
+    with pytest.raises(ValueError, match=r"^image: expected one that is cut, got 84 x 84 px$"):
+        viz.plot_canvas(picture.resize((84, 84)), config, positions, spans)

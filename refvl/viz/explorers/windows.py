@@ -13,20 +13,22 @@ from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.patches import with_token_budget
 from refvl.viz.windows import plot_attention_segments, plot_windows
 
-HEAD_DIM = 80  # of the released tower: 20 planes turn with the row, 20 with the column
+HEAD_DIM = 80  # of the released tower: rows rotate 20 pairs, columns the other 20
 
 
 class WindowsExplorer(Explorer):
-    """Patches, merge blocks and windows of images at every grid that a budget up to `max_tokens` leads to.
+    """Patches, merge blocks and windows of images, at every grid of a budget up to `max_tokens`.
 
-    Items are patches, numbered as the rows of the tower's input; the budgets are the smallest that lead to each grid.
+    Items are patches, numbered like the rows of the tower's input; budgets are the smallest for each grid.
     """
 
     _esm = module("windows")
     title = "Patches and windows"
-    asks = "Who may look at whom inside an image?"
+    asks = "Which patches may attend to each other inside an image?"
     action = "Make the window larger until one holds the whole image. Then choose a patch."
-    takeaway = "A window is an order and a cut: its tokens stand side by side, and attention stays among them."
+    takeaway = (
+        "A window is an order and a cut: its tokens are put side by side, and each looks only at the others in it."
+    )
 
     def __init__(
         self, images: Mapping[str, object], config: PatchConfig, *, max_tokens: int, window_sizes: Sequence[int]
@@ -51,7 +53,9 @@ class WindowsExplorer(Explorer):
             "photos": [photo(image) for image in self.images.values()],
             "merge": config.merge_size, "cos": cos[:, : HEAD_DIM // 4], "sin": sin[:, : HEAD_DIM // 4],
         }  # fmt: skip
-        super().__init__(controls, list(found.values()), shared=shared, states=list(found), start=_middle(found))
+        start = _middle(found)
+        super().__init__(controls, list(found.values()), shared=shared, states=list(found), start=start)
+        self.selected = _inside(found[start], 0.6)
 
     def figure(self) -> Figure:
         options, row = self.options, self.row(self.index)
@@ -71,7 +75,7 @@ class WindowsExplorer(Explorer):
 
 
 def distinct_grids(image, config: PatchConfig, max_tokens: int) -> dict[int, Grid]:
-    """Each grid (1, h, w) of the image under the smallest budget, in merged tokens, that leads to it."""
+    """Return each grid (1, h, w) of the image under the smallest budget, in merged tokens, that leads to it."""
     budgets: dict[Grid, int] = {}
     for budget in range(4, max_tokens + 1):
         budgets.setdefault(plan_grid(image.height, image.width, with_token_budget(config, budget)), budget)
@@ -79,7 +83,7 @@ def distinct_grids(image, config: PatchConfig, max_tokens: int) -> dict[int, Gri
 
 
 def distinct_windows(grid: Grid, config: PatchConfig, sizes: Sequence[int]) -> dict[int, dict]:
-    """What each size of a window draws; of sizes with the same windows, the smallest."""
+    """Return the data to draw for each window size; of sizes with the same windows, the smallest."""
     rows: dict[tuple, tuple[int, dict]] = {}
     patches = merge_block_coordinates([grid], spatial_merge_size=config.merge_size)
     for size in sorted(sizes):
@@ -91,7 +95,14 @@ def distinct_windows(grid: Grid, config: PatchConfig, sizes: Sequence[int]) -> d
     return dict(rows.values())
 
 
+def _inside(row: dict, share: float) -> int:
+    """The patch that lies `share` of the way to the right and down."""
+    rows, columns = row["grid"]
+    distances = (row["patches"] - row["patches"].new_tensor([int(share * rows), int(share * columns)])).abs().sum(1)
+    return int(distances.argmin())
+
+
 def _middle(states) -> tuple:
-    """The first image, about a quarter of the largest budget, windows as in the released models."""
+    """Return the first image, about a quarter of the largest budget, windows as in the released models."""
     first, largest = next(iter(states))[0], max(budget for _, budget, _ in states)
     return min((s for s in states if s[0] == first), key=lambda s: (abs(s[1] - largest // 4), abs(s[2] - 112)))
