@@ -94,8 +94,8 @@ READERS = {
 # in the order of the course, with the notebook that each belongs to
 EXPLORERS = {
     "windows": "01", "tower": "01", "positions": "02", "mrope": "02", "attention": "02", "evs": "03", "graph": "04",
-    "packing": "05", "timeline": "06", "slices": "07", "rules": "07", "assignment": "09", "families": "10", "costs": "11",
-    "deepstack": "12",
+    "packing": "05", "timeline": "06", "slices": "07", "rules": "07", "assignment": "09", "families": "10",
+    "costs": "11", "deepstack": "12",
 }  # fmt: skip
 
 PAGE = """<!doctype html>
