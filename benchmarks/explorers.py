@@ -37,7 +37,8 @@ def explorer_rows(record: dict) -> Iterator[str]:
     yield "|---|---|--:|--:|--:|--:|---|"
     for name, (made_by, before) in MADE_BY_AND_BEFORE.items():
         row = record["explorers"][name]
-        numbers = f"{row['states']} | {row['bytes'] / 1000:.0f} | {row['page_ms']:.0f} | {row['lab_ms']:.0f}"
+        page_ms, lab_ms = (f"{row[place]:.0f}" if place in row else "-" for place in ("page_ms", "lab_ms"))
+        numbers = f"{row['states']} | {row['bytes'] / 1000:.0f} | {page_ms} | {lab_ms}"
         yield f"| {row['title']} | {made_by} | {numbers} | {before} |"
 
 

@@ -12,12 +12,16 @@ from refvl.arguments import check_names
 from refvl.checks import check_flag, check_positive, check_positive_int, check_pruning_rate
 from refvl.language.model import CausalTextModel
 from refvl.positions.pruners import find_pruner
+from refvl.printing import printable
 from refvl.serving.rehearsal import check_kinds, rehearse
 
 MAX_BEAMS = 1024  # every beam is a copy of the prompt
 LOSE_MEDIA = (  # with these, transformers returns to the prompt's ids, in which the media are placeholders
     "prefill_chunk_size", "assistant_early_exit",
 )  # fmt: skip
+NEEDS_IDS = {  # options that transformers ignores for embeddings, and the value that switches each off
+    "encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "token_healing": False,
+}  # fmt: skip
 GENERATE_OPTIONS = frozenset(
     {*inspect.signature(GenerationMixin.generate).parameters, *vars(GenerationConfig()), "tokenizer"}
     - {"self", "inputs", "kwargs", "custom_generate"}  # the last would run code of a checkpoint
@@ -28,6 +32,7 @@ NOT_IN_TEXT = (  # options of `generate` whose results do not fit an answer in t
     "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
 )  # fmt: skip
 USUAL: dict[str, tuple] = dict.fromkeys([*LOSE_MEDIA, *DRAFTS], (None,)) | dict.fromkeys(NOT_IN_TEXT, (None, False))
+USUAL |= {name: (None, off) for name, off in NEEDS_IDS.items()}
 USUAL |= {"num_beams": (None, 1), "num_return_sequences": (None, 1)}  # never refused
 
 
@@ -90,6 +95,10 @@ def check_generate_options(language_model: CausalTextModel, options: dict, own: 
     for name in LOSE_MEDIA:
         if option(language_model, options, name) is not None:
             raise ValueError(f"{name}: not supported with media, whose placeholders transformers would read as text")
+    for name, off in NEEDS_IDS.items():
+        if (value := option(language_model, options, name)) not in (None, off):
+            what = f"{name}: must be None or {off}, got {printable(repr(value))}"
+            raise ValueError(f"{what}; transformers applies it to token ids only, and prompts here are embeddings")
     if draft := draft_option(language_model, options):
         if options.get("prompt_lookup_num_tokens") is not None:
             check_positive_int(options["prompt_lookup_num_tokens"], "prompt_lookup_num_tokens")

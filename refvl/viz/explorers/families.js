@@ -4,7 +4,7 @@ import { explorer } from "./shared.js";
 export default explorer(view => {
   const H = () => (view.big ? 320 : 230), LEFT = 8, BOTTOM = 20, HEAD = 24, TOP = HEAD + 8, GAP = 24, NAME = 120;
   const wide = () => view.fit(1100), narrow = () => wide() < 700, LINE = () => (narrow() ? 48 : view.big ? 40 : 28);
-  const W = () => (narrow() ? Math.min(340, wide()) : (wide() - 3 * GAP) / 4 - 1);
+  const W = () => (narrow() ? Math.min(340, wide()) : view.big ? (wide() - 3 * GAP) / 4 - 1 : (wide() - GAP) / 2 - 1);
   const { families, measures, curves, device, clip } = view.shared;
   const names = Object.keys(families);
   const curve = () => curves[view.option("kind")];
