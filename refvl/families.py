@@ -183,9 +183,8 @@ def _without_code(values: dict) -> dict:
 def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
     """Return the text config, with the settings that belong to it but are stored outside of it.
 
-    These are, in older configs, whether embedding and head share their weights; for DeepStack, the number of layers
-    that
-    add features; with a canvas, the ids of its special tokens.
+    In older configs this is the flag for shared weights of embedding and head. With DeepStack it is the number of
+    layers that add features, and with a canvas the ids of its special tokens.
     """
     text_config = config.get_text_config()
     if hasattr(config, "tie_word_embeddings"):

@@ -88,9 +88,9 @@ def infer_limits(
     """Fill in the limits that the user left open. min_budget, max_budget: the values that the model's sizes suggest.
 
     Every item needs at least one token in every graph, so `max_items` may not exceed the smallest budget; given alone,
-    it raises the smallest budget. Repeated budgets count once. Frames default to as many as items, at least 32;
-    for large budgets they are fewer, see `FRAME_TOKENS`.
-    Raises ValueError if the invariants do not hold. Upstream: the constructor of `EncoderCudaGraphManager`.
+    it raises the smallest budget. Repeated budgets count once. Frames default to as many as items, at least 32; for
+    large budgets they are fewer, see `FRAME_TOKENS`. Raises ValueError if the invariants do not hold. Upstream: the
+    constructor of `EncoderCudaGraphManager`.
     """
     if check_positive_int(min_budget, "min_budget") > check_positive_int(max_budget, "max_budget"):
         raise ValueError(f"min_budget: must not exceed max_budget, got {min_budget} and {max_budget}")

@@ -70,9 +70,7 @@ def _own_workspaces() -> Iterator[None]:
 
     Until 2.14, torch keeps one workspace per stream, and a graph keeps its address. The warm-up's workspace does not
     belong to the graph: code that clears the workspaces, such as code compiled with "reduce-overhead", would leave
-    replays
-    writing to freed memory.
-    Upstream: `clear_cublas_manager` (torch), pytorch issue 193402.
+    replays writing to freed memory. Upstream: `clear_cublas_manager` (torch), pytorch issue 193402.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:

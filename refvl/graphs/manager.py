@@ -100,8 +100,7 @@ class GraphPlan:
 
     layouts: of every item. sizes: those of each item's part on each path, in the order of the rows. batches: the items
     that run together, in the order in which they run. metadata: the path's plan of each batch. weights: the addresses
-    of
-    the captured weights.
+    of the captured weights.
     """
 
     layouts: Sequence
@@ -114,11 +113,9 @@ class GraphPlan:
 class EncoderGraphManager:
     """The graphs of one encoder. Outputs are clones, because the next replay overwrites a graph's output.
 
-    While the encoder has forward hooks, items run eagerly, so hooks are called. Copies begin without graphs.
-    Weights may change at any time between calls. The next replay reads new values in the same memory. If the weights
-    have
-    a new address or dtype (`load_state_dict(assign=True)`, `.to(...)`), the next call captures again. Threads may share
-    a
+    While the encoder has forward hooks, items run eagerly, so hooks are called. Copies begin without graphs. Weights
+    may change at any time between calls. The next replay reads new values in the same memory. If the weights have a new
+    address or dtype (`load_state_dict(assign=True)`, `.to(...)`), the next call captures again. Threads may share a
     manager: each call gets its own embeddings, one replay after the other.
 
     limits: `Limits` of each path. captured: `CapturedBudget` of each (path, budget).
@@ -139,8 +136,7 @@ class EncoderGraphManager:
     ):
         """budgets: output tokens per graph; for an encoder with several paths, a mapping from path to these. max_items,
         max_frames: per replay. None is inferred. Inferred budgets double from `min_budget` up to `max_budget`; on a
-        path
-        whose items consist of equal units, they begin with one unit instead.
+        path whose items consist of equal units, they begin with one unit instead.
 
         backend: "cuda", "trace" (any device), or "auto" for the one of the encoder's device. policy: see
         `plan_batches`; "paired" packs items once for several paths. Raises ValueError if limits contradict each other,

@@ -1,4 +1,4 @@
-"""Packing: which items share a replay, so that the sum of budgets is small.
+"""Packing: the choice of items that share a replay, with a small sum of budgets.
 
     greedy   a group takes the next item while the largest budget fits it: one look at each item
     cut      the sorted items are cut into consecutive groups: the best cut, by dynamic programming

@@ -69,8 +69,7 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         """Drop the prompt's DeepStack features for decode steps, to which transformers would pass them, too.
 
         transformers inspects the argument names to find out what a model accepts. Cached tokens do not run through the
-        model
-        again; transformers' assisted decoding would run the prompt twice.
+        model again; transformers' assisted decoding would run the prompt twice.
         """
         base: Any = super()
         if inputs_embeds is None and past_key_values is not None:

@@ -16,9 +16,8 @@ class RewindingCache(DynamicCache):
     """A cache that can remove drafted tokens from linear-attention layers.
 
     Such a layer has one recurrent state for all tokens that it has read. transformers 5.17 to 5.23 crop keys, values
-    and
-    convolution states, but not that state, which then includes rejected drafts. Here every state is copied before each
-    forward. `crop` returns to the last copy without a rejected token; the accepted tokens after it are re-read.
+    and convolution states, but not that state, which then includes rejected drafts. Here every state is copied before
+    each forward. `crop` returns to the last copy without a rejected token; the accepted tokens after it are re-read.
     """
 
     copies: list[tuple[int, dict[int, Any]]] | None = None  # (tokens, linear layers) before each forward since `crop`

@@ -257,8 +257,7 @@ def square_patch_rows(pixels: Tensor, patch_size: int) -> Tensor:
     """Cut squares (B, C, S, S) into (B * (S/P)^2, C*P*P): patches in row-major order; within one, channel, row, column.
 
     These are the inputs of a convolution with kernel = stride = P. Like it, this drops pixels right of and below the
-    last
-    whole patch. Raises ValueError for any other shape.
+    last whole patch. Raises ValueError for any other shape.
     """
     height, width = check_shape(pixels, ("B", "C", "S", "S"), "pixels").shape[2:]
     if height != width or height < patch_size:

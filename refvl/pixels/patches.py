@@ -40,8 +40,7 @@ class PatchConfig:
     """The rule by which pixels become patch rows. Defaults are transformers' for an image; `for_video` has a video's.
 
     Pixel budgets are areas, per image or frame. `cap_pixels_per_frame` also limits the sum over a video: each frame
-    gets
-    an even share of the pixels for 90 % of `max_video_tokens` tokens, so a long video cannot outgrow the context.
+    gets an even share of the pixels for 90 % of `max_video_tokens` tokens, so a long video cannot outgrow the context.
     Released checkpoints set the image budget, 16,384 tokens, for every frame. The reference implementation
     (qwen-vl-utils) applies the cap to videos; transformers (5.17 to 5.23) leaves it off unless it is requested.
     """

@@ -11,10 +11,10 @@ P patch_size. Sizes in pixels are (width, height), as in Pillow and the checkpoi
 count patches and are (height, width). A slice keeps the ratio of its cell, so it is rarely a square: its area
 stays near scale_resolution ** 2.
 
-The checkpoints' code lays out each slice as a strip, (3, P, L * P) for L patches. Here each patch is a row, because
-the rows of different slices can be concatenated.
-Paper: LLaVA-UHD, arXiv 2403.11703. Upstream: `MiniCPMVImageProcessor`, in transformers `MiniCPMV4_6ImageProcessorPil`,
-which rounds sides to four patches (`multiple`); versions 2.0 to 4.5 round to one.
+The checkpoints' code lays out each slice as a strip, (3, P, L * P) for L patches. Here each patch is a row, because the
+rows of different slices can be concatenated. Paper: LLaVA-UHD, arXiv 2403.11703. Upstream: `MiniCPMVImageProcessor`, in
+transformers `MiniCPMV4_6ImageProcessorPil`, which rounds sides to four patches (`multiple`); versions 2.0 to 4.5 round
+to one.
 """
 
 import math

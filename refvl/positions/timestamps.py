@@ -51,8 +51,8 @@ def sample_video_frames(
     duration: seconds; None: computed from the number of frames. do_sample_frames=False keeps `frames_indices`, the
     indices in the video of frames that were sampled elsewhere (ignored otherwise). The rest are settings of a video
     processor: target_fps for "glm4v" and "glmga", max_duration (s) for "glm4v", max_frames for "glm46v" and "glmga",
-    temporal_patch_size for "glm46v".
-    Raises ValueError or TypeError for an unknown variant and for numbers that no video can have.
+    temporal_patch_size for "glm46v". Raises ValueError or TypeError for an unknown variant and for numbers that no
+    video can have.
 
     >>> sample_video_frames("glm4v", fps=30, total_num_frames=75, duration=2.5)
     FrameSample(indices=[0, 15, 30, 45, 60, 60], timestamps=[0, 1, 2])
@@ -121,7 +121,7 @@ def _walk(fps: float, total: int, step: float, stop: float) -> list[int]:
 
 
 def _to_count(indices: list[int], count: int, total: int) -> list[int]:
-    """Bring indices to `count`: spread too few over the same range, and too many over the whole video."""
+    """Return `count` indices: too few are spread over the same range, too many over the whole video."""
     if len(indices) < count:
         return _spread(indices[0], indices[-1], count)
     return indices if len(indices) == count else _spread(0, total - 1, count)

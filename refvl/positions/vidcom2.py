@@ -42,8 +42,7 @@ def vidcom2_similarities(video_embeds: Tensor, num_frames: int) -> tuple[Tensor,
     """Return each token's similarity to the centre of the video and to that of its frame, (t, n) float64, 0 to 5.
 
     video_embeds: (M, D), frame-major. A row with nan or inf counts as zeros in the centres, and as entirely similar, so
-    it
-    is dropped first. Raises TypeError or ValueError as `compute_dissimilarity` does.
+    it is dropped first. Raises TypeError or ValueError as `compute_dissimilarity` does.
     """
     check_floats(check_shape(video_embeds, ("M", "D"), "video_embeds"), "video_embeds")
     usable = video_embeds.isfinite().all(dim=1, keepdim=True)

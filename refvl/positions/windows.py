@@ -21,11 +21,10 @@ def get_window_index(
     """Order merged tokens by window, over all items.
 
     grid_thw: (t, h, w) per item, in patches; a ragged last row or column of patches makes no token (floor division).
-    window_size, patch_size: pixels.
-    Returns `window_index` (M,) int64, for which `x[window_index]` is in window order, and
-    `cu_window_seqlens` (W + 1,) int32, cumulative window lengths **in patches**, leading 0, no empty windows.
-    Upstream: `Qwen2_5_VisionTransformer.get_window_index_thw`, which pads each frame to whole windows
-    (an exact multiple gains an empty window) and drops the padding again; sorting needs no padding.
+    window_size, patch_size: pixels. Returns `window_index` (M,) int64, for which `x[window_index]` is in window order,
+    and `cu_window_seqlens` (W + 1,) int32, cumulative window lengths **in patches**, leading 0, no empty windows.
+    Upstream: `Qwen2_5_VisionTransformer.get_window_index_thw`, which pads each frame to whole windows (an exact
+    multiple gains an empty window) and drops the padding again; sorting needs no padding.
 
     Raises ValueError for sizes below 1.
 

@@ -70,10 +70,9 @@ def find_media(source: Path, *, videos: bool = False) -> list[MediaFile]:
 
     source: a folder (searched recursively), a .tar file, or a text file with one path per line, relative to that file.
     In tar files only images are found. Links to folders are not followed. A missing path of a list has no stamp, nor
-    has a
-    symbolic link in a tar file. Raises FileNotFoundError or NotADirectoryError if there is no source, or no file of a
-    list exists, and OSError for a folder that cannot be listed. Raises ValueError if nothing is found, a list names a
-    file that is not an image, or a tar file cannot be read.
+    has a symbolic link in a tar file. Raises FileNotFoundError or NotADirectoryError if there is no source, or no file
+    of a list exists, and OSError for a folder that cannot be listed. Raises ValueError if nothing is found, a list
+    names a file that is not an image, or a tar file cannot be read.
     """
     suffixes = image_suffixes() | {".tar"} | (VIDEO_SUFFIXES if videos else frozenset())
     is_list = source.is_file() and source.suffix.lower() in LIST_SUFFIXES

@@ -111,7 +111,7 @@ class MediaCache:
             if mine:
                 made.update(mine)
                 found |= self._make(mine, lambda: make([keys.index(key) for key in mine]))  # noqa: B023 (called here)
-            for key, future in others.items():  # all keys claimed here are done, so no threads wait in a circle
+            for key, future in others.items():  # all keys claimed here are done, so threads cannot deadlock
                 with suppress(CancelledError):
                     found[key] = future.result()
         hits = [key not in made or key in keys[:i] for i, key in enumerate(keys)]

@@ -58,10 +58,9 @@ class VLM(pipeline.VLM):
         prompt: text, or messages in the transformers chat format with media anywhere in them. images, videos: paths,
         PIL images, arrays, frame lists; they come before the text, images first. pruning_rate: the share of a video's
         tokens that is dropped, in [0, 1). pruning: which of them, by "evs" or "vidcom2" (`refvl.positions.PRUNERS`).
-        allow_special_tokens: special tokens in the caller's text count as such instead of as plain text.
-        prefill_chunk: prefill this many tokens of the prompt at a time, in memory that grows with the prompt only for
-        the
-        cache (`refvl.serving.long_prompts`); None: all at once. stream: return a generator of text pieces; closing or
+        allow_special_tokens: special tokens in the caller's text count as such instead of as plain text. prefill_chunk:
+        prefill this many tokens of the prompt at a time, in memory that grows with the prompt only for the cache
+        (`refvl.serving.long_prompts`); None: all at once. stream: return a generator of text pieces; closing or
         deleting it ends the generation within one token. generate_kwargs: options of transformers' `generate` that
         produce one answer in text (`num_beams`, `stop_strings`, `streamer`, ...). With `prompt_lookup_num_tokens=n`, or
         another `VLM` with the same prompts as `assistant_model`, tokens are drafted and several checked at once, which

@@ -112,8 +112,7 @@ def run_dp_sharded_mrope_vision_model(
     per item.
 
     Returns one tensor per item. Raises ValueError if rows and grids do not match, on all ranks, before anything is
-    sent. If
-    one rank fails later, the others wait for it until the group's timeout, or until `torchrun` ends them.
+    sent. If one rank fails later, the others wait for it until the group's timeout, or until `torchrun` ends them.
     """
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"rope_type: expected one of {ROPE_TYPES}, got {rope_type!r}")

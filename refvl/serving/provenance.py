@@ -71,7 +71,7 @@ def source(role: str, path: Path) -> Source:
 def digest_of(model: Any, *settings: object) -> str:
     """Return the digest of everything that determines a model's answers, and of `settings`: files and values in memory.
 
-    For weights in memory it uses up to 1,000 numbers of each, so any training shows.
+    For each weight in memory it uses up to 1,000 numbers, so any training changes the digest.
     """
     whole = hashlib.sha256()
     for file in model.provenance:

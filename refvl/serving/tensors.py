@@ -38,12 +38,11 @@ def generate(
     With `num_return_sequences=n` the result is (B * n, L + new), with `return_dict_in_generate=True` transformers'
     output. input_ids: (B, L), left-padded where attention_mask (B, L) is 0, placeholders repeated. pixel_values: (N,
     C*Tp*P*P) patch rows of all images of the batch in order, image_grid_thw: (images, 3) in patches, or the encoder's
-    layouts if a
-    family has no grids. image_embeds: embeddings by `encode` instead of pixel_values, (M, W) for all images in order or
-    one tensor per image. The same arguments exist for videos; pruning
-    works on given embeddings, too. second_per_grid_ts: seconds between two grid steps of each video (default 1;
-    ignored by families whose prompts contain timestamps). Raises ValueError or TypeError, naming argument and
-    dimension, if rows, grids, embeddings and placeholders do not match, and for masks that are not 0s before 1s.
+    layouts if a family has no grids. image_embeds: embeddings by `encode` instead of pixel_values, (M, W) for all
+    images in order or one tensor per image. The same arguments exist for videos; pruning works on given embeddings,
+    too. second_per_grid_ts: seconds between two grid steps of each video (default 1; ignored by families whose prompts
+    contain timestamps). Raises ValueError or TypeError, naming argument and dimension, if rows, grids, embeddings and
+    placeholders do not match, and for masks that are not 0s before 1s.
     """
     q = check_pruning(pruning, pruning_rate)
     check_runnable(model)

@@ -7,10 +7,10 @@ The unit of a coordinate differs from family to family, and no answer contains i
     GLM-4.1V, GLM-4.5V, GLM-4.6V          0 to 1000 of each side
     MiniCPM-V and -o 2.6, MiniCPM-V 4.x   0 to 1000 of each side
 
-These are the makers' statements: QwenLM/Qwen3-VL#676, #866 and #1486, zai-org/GLM-V#114 and #161,
-OpenBMB/MiniCPM-V#772 and #982. Without such a statement, we assume that Qwen3.5 to 3.8 follow Qwen3-VL, and that
-MiniCPM-V 4.0, 4.6 and 4.7 follow 2.6 and 4.5.
-For the others (GLM-OCR, GLM-GA, MiniCPM-V 2.0, 2.5, Step3-VL, Step-3.7) we found no documentation, so we refuse them.
+These are the makers' statements: QwenLM/Qwen3-VL#676, #866 and #1486, zai-org/GLM-V#114 and #161, OpenBMB/MiniCPM-V#772
+and #982. Without such a statement, we assume that Qwen3.5 to 3.8 follow Qwen3-VL, and that MiniCPM-V 4.0, 4.6 and 4.7
+follow 2.6 and 4.5. For the others (GLM-OCR, GLM-GA, MiniCPM-V 2.0, 2.5, Step3-VL, Step-3.7) we found no documentation,
+so we refuse them.
 
 Sizes are (width, height), boxes x1, y1, x2, y2, points x, y, all from the upper left corner. An image's size is that
 after its EXIF orientation, as `refvl.pixels.media.load_image` returns it.
@@ -82,9 +82,9 @@ def find_convention(family: str) -> Convention:
 def space_of(family: str, resized: Sequence[int] | None = None) -> tuple[int, int]:
     """Return the (width, height) of the space of a family's coordinates.
 
-    resized: (width, height) of the image as the tower sees it, for a grid (1, h, w) of patches of 14 px (14 * w,
-    14 * h). Required for Qwen2.5-VL, ignored for others.
-    Raises ValueError if the family counts pixels of the resized image and `resized` is None.
+    resized: (width, height) of the image as the tower sees it, for a grid (1, h, w) of patches of 14 px (14 * w, 14 *
+    h). Required for Qwen2.5-VL, ignored for others. Raises ValueError if the family counts pixels of the resized image
+    and `resized` is None.
     """
     convention = find_convention(family)
     if convention.space is not None:

@@ -386,7 +386,7 @@ def _cause_of_pixels(x: Tensor, y: Tensor) -> str:
 
 
 def _cause_of_positions(x: Tensor, y: Tensor) -> str:
-    """Return a cause, from (3, L) each: if all axes are moved equally, the text after an item is moved."""
+    """Return a cause for different positions x, y (3, L): an equal shift of all axes is a shift of later text."""
     moved = x - y
     uneven = (moved != moved[:1]).any(0)
     if not uneven.any():

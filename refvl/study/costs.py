@@ -193,9 +193,8 @@ def costs(
 
     media: decoded, see `VLM.processor.decode`. pruning_rate: of videos, in [0, 1), by the method `pruning`.
     `activation_bytes` is an estimate of the tower's peak while it encodes that item alone; `memory_bytes` assumes that
-    it encodes all items together.
-    text_bytes: the bytes of the language model's weights, if `vlm` has a form of them that the checkpoint has not
-    (`stored_text_bytes`).
+    it encodes all items together. text_bytes: the bytes of the language model's weights, if `vlm` has a form of them
+    that the checkpoint has not (`stored_text_bytes`).
     """
     dtype, processor = vlm.encoder.dtype, vlm.processor
     text = vlm.language_model or None

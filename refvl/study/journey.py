@@ -308,7 +308,7 @@ def count_checks(function: Function, lines: range) -> str:
 def pieces(function: Function) -> list[tuple[bool, range]]:
     """Split a function without docstrings, in order: (False, one line), or (True, a run of lines that only check).
 
-    Comments and blank lines between two lines that check belong to the run.
+    Comments and blank lines between two such lines belong to the run.
     """
     parsed = function.source
     shown = [line for line in function.lines if line not in parsed.docstrings]

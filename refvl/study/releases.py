@@ -14,7 +14,7 @@ from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_de
 
 
 def second_per_grid_truncated(span: MediaSpan, tokens_per_second: float = 2.0) -> MediaSpan:
-    """Return the span with its seconds per grid step cut to an integer: above 2 frames per second, time stands still.
+    """Return the span with its seconds per grid step truncated to an integer, which is 0 above 2 frames/s.
 
     Found in transformers up to 5.17 (`get_rope_index`), and in vLLM 0.33.0 with pruning
     (`_postprocess_video_embeds_evs`). As in both, images are not changed.

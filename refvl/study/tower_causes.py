@@ -27,7 +27,7 @@ def explain_tower(
 ) -> tuple[str, str]:
     """Return "a" or "b", and the change of tower or plan that reproduces those embeddings ("" if none of them does).
 
-    layouts: of all media of the run, (t, h, w) in patches, or None. medium: the index of the rows' item.
+    layouts: (t, h, w) in patches of all media of the run, or None. medium: the index of the rows' item.
     """
     rows, plan = patches_NC.to(encoder.device, encoder.dtype), encoder.plan([layouts[medium]])
     ours = encoder(rows, metadata=plan).cpu().float()

@@ -201,9 +201,8 @@ def read_out(model: Any, answer: Callable, trace: Trace, max_new_tokens: int, op
 def largest_values(model: Any, *, with_prefill: bool = True) -> Iterator[dict[str, list[Tensor]]]:
     """Collect the largest magnitude in the output of any layer for more than one token, of tower and language model.
 
-    Only layers run by this thread count. Graphs and compiled blocks cannot have these hooks, so for them only the
-    results
-    of stages count.
+    Only layers run by this thread count. Graphs and compiled blocks cannot have these hooks; for them,
+    only the results of stages are used.
     """
     found, thread = {"encode": list[Tensor](), "prefill": list[Tensor]()}, threading.get_ident()
 

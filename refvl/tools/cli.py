@@ -78,7 +78,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Console(rich.console.Console):
-    """A console of rich on which text is text: no markup, no emoji codes, no control characters."""
+    """A console of rich that prints text literally, without markup, emoji codes or control characters."""
 
     def __init__(self, **options):
         super().__init__(**{"markup": False, "emoji": False} | options)
@@ -385,9 +385,8 @@ def encode(
     folder, only images are read. `refvl.serving.handover.vllm_inputs` passes the embeddings to vLLM.
 
     An image that cannot be read is named on stderr and in the manifest, with the reason; the others are encoded, and
-    the
-    exit status is 1. The same command continues a run that was stopped, and encodes images that are new or changed. In
-    the manifest, a path that is not UTF-8 is percent-encoded after "./".
+    the exit status is 1. The same command continues a run that was stopped, and encodes images that are new or changed.
+    In the manifest, a path that is not UTF-8 is percent-encoded after "./".
     """
     from refvl.serving.export import encode_folder
 

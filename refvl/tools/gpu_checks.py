@@ -122,8 +122,7 @@ def check_attention(bench: Bench) -> Iterator[dict]:
     """Compare each backend, dtype and head dimension with float64, as a share of the largest value.
 
     The result is a weighted mean of values. A kernel rounds the weights, the sum and the result, each by at most eps /
-    2;
-    float32 sums of 257 terms add no error visible in half precision.
+    2; float32 sums of 257 terms add no error visible in half precision.
     """
     for dtype in (*HALF, torch.float32):
         for head_dim in HEAD_DIMS:

@@ -101,10 +101,9 @@ def explore_positions(
     """Explore a prompt with an image and a video by size, length and rate: t, h, w of every token, and delta.
 
     It starts near `second_per_grid` seconds per grid step, with frames `side` merged tokens wide. processors: by name,
-    of
-    models with M-RoPE positions; image, clip: inputs of `load_image` and `load_video`; all default to those of the
-    repository. Conventions of released software are drawn over ours if they differ. Needs anywidget.
-    Raises FileNotFoundError without processors if the shipped data is not installed.
+    of models with M-RoPE positions; image, clip: inputs of `load_image` and `load_video`; all default to those of the
+    repository. Conventions of released software are drawn over ours if they differ. Needs anywidget. Raises
+    FileNotFoundError without processors if the shipped data is not installed.
     """
     from refvl.viz.explorers.positions import PositionsExplorer
 
@@ -270,10 +269,8 @@ def explore_slices(
     """Explore how MiniCPM-V and Step3-VL cut one photo, at every size at which one of them cuts it differently.
 
     image: anything `load_image` accepts; its middle is shown in several shapes. crops: Step3-VL's config. model: a
-    small
-    MiniCPM-V that cuts like `config`, but a whole number of times smaller; the explorer then shows what its queries
-    read
-    of every slice, and its answer to `question`. Needs anywidget.
+    small MiniCPM-V that cuts like `config`, but a whole number of times smaller; the explorer then shows what its
+    queries read of every slice, and its answer to `question`. Needs anywidget.
     """
     from refvl.viz.explorers.slices import SlicesExplorer
 

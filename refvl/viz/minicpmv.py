@@ -140,7 +140,7 @@ def plot_canvas(image, config: SliceConfig, positions_3L: Tensor, spans: Sequenc
     """Plot windows of a slice, their two folds, and the canvas in three panels.
 
     image: anything `load_image` takes, cut by `config`. positions_3L: (3, L) of its prompt; spans: its overview and
-    slices. Separators are at their positions, the overview's tokens are circles. ax: three Axes, or None. Returns them.
+    slices. Separators are at their positions, and circles mark the overview. ax: three Axes, or None. Returns them.
     Raises ValueError if the image has no slices.
     """
     picture = load_image(image)

@@ -421,7 +421,7 @@ def test_scaled_and_oblique_display_matrices(tmp_path):
     wanted = shown_by_ffmpeg(tmp_path / "wide.mp4")
     assert np.array_equal(load_video(tmp_path / "wide.mp4", num_frames=len(wanted)).frames, wanted)
     (tmp_path / "oblique.mp4").write_bytes(with_matrix(data, 0.87, 0.5, -0.5, 0.87))
-    with pytest.raises(ValueError, match=r"video: .*oblique\.mp4 has a display matrix that is no quarter turn"):
+    with pytest.raises(ValueError, match=r"video: .*oblique\.mp4 has a display matrix that is not a quarter turn"):
         load_video(tmp_path / "oblique.mp4")
 
 

@@ -83,7 +83,7 @@ def distinct_grids(image, config: PatchConfig, max_tokens: int) -> dict[int, Gri
 
 
 def distinct_windows(grid: Grid, config: PatchConfig, sizes: Sequence[int]) -> dict[int, dict]:
-    """Return the data to draw for each window size; of sizes with the same windows, the smallest."""
+    """Return the data to draw for each window size, but only the smallest of sizes with the same windows."""
     rows: dict[tuple, tuple[int, dict]] = {}
     patches = merge_block_coordinates([grid], spatial_merge_size=config.merge_size)
     for size in sorted(sizes):
