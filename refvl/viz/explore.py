@@ -1,7 +1,7 @@
 """Every explorer's public function: `explore_NAME(...)` checks what it is given and makes the explorer.
 
 explore_windows     patches, merge blocks and windows of an image
-explore_resize      the same, while the pixel budget changes
+explore_resize      patches and merge blocks alone, while the pixel budget changes
 explore_attention   where an answer looks, and where each patch does
 explore_tower       one patch from its pixels to its token
 explore_positions   a prompt with an image and a video, at sizes, lengths and rates
@@ -58,7 +58,8 @@ def explore_windows(
     """Patches, merge blocks and windows while the pixel budget and the side of a window change. Needs anywidget.
 
     image: anything `load_image` takes, or a dict of several by name. max_tokens: the largest budget, in merged tokens.
-    window_sizes: pixels; a size that gives the same windows as a smaller one is left out.
+    window_sizes: pixels; a size that gives the same windows as a smaller one is left out. Without any, patches and
+    merge blocks are shown alone.
     """
     from refvl.viz.explorers.windows import WindowsExplorer
 
@@ -67,8 +68,8 @@ def explore_windows(
 
 
 def explore_resize(image, config: PatchConfig, *, max_tokens: int = 512) -> "WindowsExplorer":
-    """The resized image and its blocks while the pixel budget, in merged tokens, changes: `explore_windows`."""
-    return explore_windows(image, config, max_tokens=max_tokens)
+    """The resized image, its patches and merge blocks while the pixel budget, in merged tokens, changes."""
+    return explore_windows(image, config, max_tokens=max_tokens, window_sizes=())
 
 
 def explore_attention(model, questions: Mapping[str, tuple[str, Any]]) -> "AttentionExplorer":

@@ -13,6 +13,7 @@ export default explorer(view => {
   const borders = () => Array.from(view.row.cu_window_seqlens, n => n / block());
   const window = t => borders().findIndex(n => n > place(t)) - 1;
   const color = k => view.colors.sequence(windows() < 2 ? 0.5 : k / (windows() - 1));
+  const { windowed } = view.shared;
   const corner = patch => [view.row.patches[2 * patch + 1] * cell(), view.row.patches[2 * patch] * cell()];
 
   const number = (pen, n, x, y) => {
@@ -27,7 +28,7 @@ export default explorer(view => {
     return -1;
   }
   view.canvas({
-    name: () => `${grid().join(" x ")} patches, ${tokens()} merged tokens, ${windows()} windows`,
+    name: () => `${grid().join(" x ")} patches, ${tokens()} merged tokens` + (windowed ? `, ${windows()} windows` : ""),
     size: () => [grid()[1] * cell(), grid()[0] * cell()],
     at,
     step(item, dx, dy) {
@@ -37,7 +38,7 @@ export default explorer(view => {
     draw(pen, width, height) {
       const c = cell(), m = view.shared.merge, edges = borders(), middle = [];
       pen.drawImage(view.shared.photos[view.row.photo], 0, 0, width, height);
-      for (let k = 0; k < windows(); k++) {
+      for (let k = 0; windowed && k < windows(); k++) {
         const inside = view.row.window_index.slice(edges[k], edges[k + 1]);
         const [x, y] = corner(inside[0] * block()), [right, bottom] = corner(inside.at(-1) * block());
         pen.globalAlpha = k === (token() < 0 ? -1 : window(token())) ? 0.7 : 0.4;
@@ -55,7 +56,7 @@ export default explorer(view => {
         pen.stroke();
       };
       lines(c, 0.3); lines(m * c, 0.9);
-      if (windows() <= 40) middle.forEach(([x, y], k) => number(pen, k + 1, x, y));
+      if (windowed && windows() <= 40) middle.forEach(([x, y], k) => number(pen, k + 1, x, y));
       if (view.item < 0) return;
       const [bx, by] = corner(token() * block()), [x, y] = corner(view.item);
       pen.strokeStyle = view.colors.highlight; pen.lineWidth = 3;
@@ -63,6 +64,15 @@ export default explorer(view => {
       pen.fillStyle = view.colors.highlight; pen.fillRect(x, y, c, c);
     },
   });
+
+  view.readout(() => {
+    const t = token(), [row, column] = view.row.patches.slice(2 * view.item, 2 * view.item + 2);
+    return `patch row ${view.item}: patch (${row}, ${column}) of the grid, in merge block ${t}\n` + (windowed
+      ? `merged token ${t} is number ${place(t)} in window order, in window ${window(t) + 1} of ${windows()}`
+      : `its merge block becomes token ${t} of ${tokens()}`);
+  });
+  const parts = { count: () => view.row.patches.length / 2 };
+  if (!windowed) return parts;
 
   view.canvas({
     name: () => "reading order above, window order below: x[window_index]",
@@ -121,12 +131,5 @@ export default explorer(view => {
     },
   });
 
-  view.readout(() => {
-    const t = token(), [row, column] = view.row.patches.slice(2 * view.item, 2 * view.item + 2);
-    return `row ${view.item}: patch (${row}, ${column}) of the grid, in merge block ${t}\n` +
-      `merged token ${t} is number ${place(t)} in window order, in window ${window(t) + 1} of ${windows()}`;
-  });
-  return {
-    count: () => view.row.patches.length / 2,
-  };
+  return parts;
 });
