@@ -757,8 +757,134 @@ WRONG_IN_02_TO_05 = [  # three or more for each exercise, with those above
 ]
 
 
+def crop_layout_like(window=lambda long, short: short if long / short > 1.5 else 0, spare=0.2, most=3024, pad=True):
+    """A solution of exercise 08.1 in which a small image's window, the remainder or a limit may be another."""
+
+    def function(width, height):
+        long, short = max(width, height), min(width, height)
+        if pad and short < 32 and long > 4 * short:
+            width = height = short = long
+        if long > most:
+            width, height = int(width * (most / long)), int(height * (most / long))
+            long, short = max(width, height), min(width, height)
+        side = window(long, short) if long < 728 else min(short, 504) if long / short > 4 else 504
+        if not side:
+            return 0, 0
+        return tuple(max(1, n // side + (n / side - n // side > spare)) for n in (height, width))
+
+    return function
+
+
+def test_the_mistakes_of_crops_are_changes_of_a_right_solution():
+    assert exercises.check_crop_layout(crop_layout_like()).status == "right"
+
+
+def overviews_first(counts, crop_tokens, image_tokens):
+    order, crop, overview = [], 0, sum(counts) * crop_tokens
+    for count in counts:
+        order += [*range(overview, overview + image_tokens), *range(crop, crop + count * crop_tokens)]
+        crop, overview = crop + count * crop_tokens, overview + image_tokens
+    return torch.tensor(order)
+
+
+def the_way_there(counts, crop_tokens, image_tokens):
+    """Where each row goes, not where it comes from."""
+    return join_order(counts, crop_tokens, image_tokens).argsort()
+
+
+def equally_many_crops(counts, crop_tokens, image_tokens):
+    """Every image is taken to have as many crops as the mean."""
+    mean = [sum(counts) // len(counts)] * len(counts)
+    return join_order(mean, crop_tokens, image_tokens)
+
+
+def smallest_first(sizes, num_gpus):
+    items, sums = [[] for _ in range(num_gpus)], [0] * num_gpus
+    for i in sorted(range(len(sizes)), key=lambda i: sizes[i]):
+        rank = sums.index(min(sums))
+        items[rank].append(i)
+        sums[rank] += sizes[i]
+    return [i for own in items for i in own], [len(own) for own in items], sums
+
+
+def loads_by_count(sizes, num_gpus):
+    """What a rank has to do is taken to be the number of its items."""
+    items = [[] for _ in range(num_gpus)]
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        min(items, key=len).append(i)
+    return [i for own in items for i in own], [len(own) for own in items], [sum(sizes[i] for i in own) for own in items]
+
+
+def ignores_padding(gathered, tokens, order, counts):
+    """The rows of all ranks in a line."""
+    pieces = gathered[: sum(tokens)].split([tokens[i] for i in order])
+    return [piece for _, piece in sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])]
+
+
+def in_the_caller_s_sizes(gathered, tokens, order, counts):
+    """Cut by the caller's sizes, not by the rank's."""
+    embeds = restore_order(gathered, tokens, order, counts)
+    return list(torch.cat(embeds).split([tokens[i] for i in order]))
+
+
+def order_taken_backwards(gathered, tokens, order, counts):
+    """Piece k goes where item k was, not to order[k]."""
+    embeds = [restore_order(gathered, tokens, order, counts)[i] for i in order]
+    return [embeds[i] for i in order]
+
+
+WRONG_IN_08_TO_15 = [  # three or more for each exercise, with those above
+    (exercises.check_crop_layout, crop_layout_like(lambda long, short: 0), r"500 x 300 px .*rows=1, columns=2\), got"),
+    (exercises.check_crop_layout, crop_layout_like(spare=0), r"should be CropLayout\(.*\), got"),
+    (exercises.check_crop_layout, crop_layout_like(most=10_000), r"4000 x 3000 px .*rows=5, columns=6\), got"),
+    (exercises.check_crop_layout, crop_layout_like(pad=False), r"31 x 200 px .*rows=0, columns=0\), got"),
+    (exercises.check_join_order, overviews_first, r"element \[0\] should be 0, got 486"),
+    (exercises.check_join_order, the_way_there, r"counts=\[.* element \[\d+\] should be"),
+    (exercises.check_join_order, equally_many_crops, r"counts=\[1, 2\].*(element|expected shape)"),
+    (exercises.check_load_balance, smallest_first, r"num_gpus=2: order: element \[0\]: should be 0, got"),
+    (exercises.check_load_balance, loads_by_count, r"num_gpus=2: order: element \[1\]: should be 2, got"),
+    (exercises.check_restore_order, ignores_padding, r"on 2 ranks: element"),
+    (exercises.check_restore_order, in_the_caller_s_sizes, r"tokens=\[2, 5, 1, 3\] on 2 ranks: element"),
+    (exercises.check_restore_order, order_taken_backwards, r"on 2 ranks: element"),
+    (exercises.check_rgb_frame, lambda frame: frame[..., [1, 0, 2]], r"a pixel: element \[0, 0, 0\] should be"),
+    (
+        exercises.check_extra_keys,
+        lambda start, stop, media: [(n, o) for n, o, size in media if o < stop and o + size > start],
+        r"tokens 12 to 24: element \[0\]: should be \('cat', 3\), got \('cat', 15\)",
+    ),
+    (
+        exercises.check_extra_keys,
+        lambda start, stop, media: [(n, max(0, o - start)) for n, o, size in media if o < stop and o + size > start],
+        r"should be \('cat', -\d+\), got \('cat', 0\)",
+    ),
+    (
+        exercises.check_extra_keys,
+        lambda start, stop, media: [(n, o - start) for n, o, size in media if o <= stop and o + size >= start],
+        r"tokens \d+ to \d+: (element|number of elements)",
+    ),
+    (exercises.check_max_pixels, lambda n, patch, merge: n * patch * merge, "tokens=9, .*: should be 7056, got 252"),
+    (
+        exercises.check_max_pixels,
+        lambda n, patch, merge: n * 28**2,
+        "patch_size=16, .*: should be 1310720, got 1003520",
+    ),
+    (exercises.check_max_pixels, lambda n, patch, merge: n * patch**2 * merge, "should be 7056, got 3528"),
+    (
+        exercises.check_split_thought,
+        lambda text: ("", text),
+        r"both tags: thought: should be A cup., got",
+    ),
+    (
+        exercises.check_split_thought,
+        lambda text: exercises.split_thought(text if "</think>" in text else text.replace("<think>", "")),
+        r"the budget ran out: thought: should be A cup, or perhaps, got",
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("check", "function", "message"), [*WRONG, *WRONG_IN_00_AND_01, *WRONG_IN_02_TO_05, *WRONG_IN_12]
+    ("check", "function", "message"),
+    [*WRONG, *WRONG_IN_00_AND_01, *WRONG_IN_02_TO_05, *WRONG_IN_12, *WRONG_IN_08_TO_15],
 )
 def test_the_first_difference_is_named(check, function, message):
     """Oracle: the mistake itself, which differs from the printed solution in one thought."""
