@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -46,19 +47,21 @@ from benchmarks.report import (
     side_by_side,
     write_measurement,
 )
+from refvl import on_gpu as gpu
 from refvl.attention import Segments
-from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer
+from refvl.encoders import Qwen2_5_VisionConfig, Qwen2_5_VisionTransformer, qwen2_5_vl
 from refvl.families import read_config
 from refvl.language.loading import random_language_model
 from refvl.paths import DATA
 from refvl.pixels.patches import PatchConfig, levels_of_image
 from refvl.positions import compute_retention_mask
+from refvl.serving.joined import join_gate_up
 from refvl.serving.linear import KERNELS, OneDnnLinear, use_faster_linear, use_onednn
 from refvl.study.arithmetic import encoder_operations
 
 NAME = "performance_cpu"
 CHECKPOINT = DATA / "checkpoints" / "tiny-qwen2_5_vl"
-NO_KERNELS = {torch.ops.aten.empty.memory_format}
+NO_KERNELS = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default}
 MATRIX = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 TOWERS = {
     "tiny": Qwen2_5_VisionConfig.tiny(),
@@ -112,21 +115,21 @@ def _tensors(values) -> list[Tensor]:
 def traffic(config: Qwen2_5_VisionConfig, side: int, dtype: torch.dtype, *, on_gpu: bool) -> dict:
     """Count operations, and kernels and bytes by kind, of one forward on a square picture; nothing is computed.
 
-    on_gpu: RMSNorm is one kernel, and attention also clears the state of its random numbers, as CUDA's kernels do; else
-    RMSNorm counts in its parts, as a CPU runs it. `tests/cuda_sim` compares the number of kernels.
+    on_gpu: as `refvl.load` makes a tower on a GPU, where RMSNorm is one kernel, the rotary embedding two, and gate and
+    up one product. Otherwise RMSNorm counts in its parts, as a CPU runs it. `tests/cuda_sim` compares the number.
     """
     grid = [(1, side // config.patch_size, side // config.patch_size)]
     with torch.device("meta"), torch.inference_mode(False):
         tower = Qwen2_5_VisionTransformer(config, attention="sdpa").to(dtype)
         x = torch.empty(grid[0][1] * grid[0][2], config.patch_values, dtype=dtype)
+    if on_gpu:
+        join_gate_up(tower)
     plan = tower.plan(grid)
     counter = Traffic()
 
     def attend(segments, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device="meta")
         counter.add("attention", [q, k, v, out])
-        if on_gpu:
-            torch.zeros(2, dtype=torch.uint64, device="meta")
         return out.flatten(1)
 
     def fused(x: Tensor, shape, weight: Tensor, eps: float | None) -> Tensor:
@@ -134,10 +137,17 @@ def traffic(config: Qwen2_5_VisionConfig, side: int, dtype: torch.dtype, *, on_g
         counter.add("other", [x, weight, out])
         return out
 
-    rms_norm = fused if on_gpu else F.rms_norm
-    as_parts = torch.inference_mode(False)  # in inference mode a linear layer, or a norm, counts as one operation
-    replaced = patch.object(Segments, "attend", attend), patch.object(F, "rms_norm", rms_norm)
-    with as_parts, torch.no_grad(), replaced[0], replaced[1], counter:
+    def factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, None]:
+        return gpu.rotary_factors(cos, sin), None
+
+    with ExitStack() as replaced:
+        replaced.enter_context(patch.object(Segments, "attend", attend))
+        if on_gpu:
+            replaced.enter_context(patch.object(F, "rms_norm", fused))
+            replaced.enter_context(patch.object(qwen2_5_vl, "rotary_factors", factors))
+        replaced.enter_context(torch.inference_mode(False))  # in it a linear layer, or a norm, counts as one operation
+        replaced.enter_context(torch.no_grad())
+        replaced.enter_context(counter)
         tower(x, metadata=plan)
     counted = {"kernels": dict(counter.kernels), "bytes": dict(counter.bytes)}
     return {"patches": len(x), "operations": encoder_operations(tower, grid)} | counted

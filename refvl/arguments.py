@@ -1,4 +1,4 @@
-"""What callers pass by hand - grids, sizes, ids, masks, seconds, names - as plain Python numbers, or a clear error."""
+"""Arguments that callers write by hand - grids, sizes, ids, masks, times, names - as Python numbers, or an error."""
 
 import difflib
 import math
@@ -20,7 +20,7 @@ from refvl.checks import (
 )
 
 MAX_SECONDS = 10**6  # eleven days between two grid steps
-MAX_PLAN_BYTES = 2**30  # of vectors, one for each patch, in what is planned at once
+MAX_PLAN_BYTES = 2**30  # of vectors, one per patch, in a single plan
 
 
 def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw", size: int = 0) -> list[Grid]:
@@ -29,7 +29,7 @@ def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw", s
     Accepts a sequence of (t, h, w) or an integer tensor/array of shape (items, 3).
     Raises TypeError for a wrong kind and ValueError for a wrong shape or value; h and w must be
     multiples of `spatial_merge_size`, because a merged token needs its whole block of patches.
-    size: the bytes that are planned for each patch, see `check_room`.
+    size: the number of bytes that a plan holds for each patch, see `check_room`.
     """
     m = check_positive_int(spatial_merge_size, "spatial_merge_size")
     grids = list[Grid]()
@@ -47,15 +47,15 @@ def as_sizes(tgt_sizes, name: str = "tgt_sizes") -> list[tuple[int, int]]:
 
 
 def as_size(size, name: str) -> tuple[int, int]:
-    """(h, w) as Python ints, both at least 1: a slice has patches."""
+    """Return `size` as (h, w), two Python ints of at least 1, because a slice has patches."""
     h, w = as_integers(size, "(h, w)", name)
     return h, w
 
 
 def as_integer_rows(values, row: str, name: str, *, items: str = "items", least: int = 1) -> list[tuple[int, ...]]:
-    """`values` as rows of Python ints, see `as_integers`: a sequence of rows, or an integer tensor or array (items, n).
+    """Return `values` as rows of Python ints, see `as_integers`: a sequence of rows, or a tensor or array (items, n).
 
-    items: what a message calls them.
+    items: the word for them in a message.
     """
     if isinstance(values, Tensor) or hasattr(values, "__array__"):
         values = check_values(check_integers(torch.as_tensor(values), name), name)
@@ -71,7 +71,7 @@ def as_integer_rows(values, row: str, name: str, *, items: str = "items", least:
 
 
 def check_room(extents: Sequence[int], size: int, name: str) -> Sequence[int]:
-    """Return `extents` if a vector of `size` bytes for each place in them needs less than `MAX_PLAN_BYTES`.
+    """Return `extents` if one vector of `size` bytes for each of their positions needs less than `MAX_PLAN_BYTES`.
 
     Raises ValueError naming `name`.
     """
@@ -82,9 +82,9 @@ def check_room(extents: Sequence[int], size: int, name: str) -> Sequence[int]:
 
 
 def check_plan(encoder: Any, layouts: list) -> list:
-    """Return the layouts of a batch; ValueError if it has more patches than are planned at once.
+    """Return the layouts of a batch; raise ValueError if it has more patches than one plan may hold.
 
-    Parts of an encoder (`config` None) plan sizes that are checked already.
+    Parts of an encoder (`config` None) plan sizes that have been checked before.
     """
     if encoder.config is not None:
         patches = sum(encoder.item_size(layout)[0] for layout in layouts)
@@ -95,8 +95,8 @@ def check_plan(encoder: Any, layouts: list) -> list:
 
 
 def as_integers(values, row: str, name: str, least: int = 1, most: int = MAX_PATCHES) -> tuple[int, ...]:
-    """`values` as Python ints, as many as `row` names, for example "(t, h, w)": each at least `least`, no more than
-    `most` multiplied."""
+    """Return `values` as Python ints, one for each name in `row`, such as "(t, h, w)".
+    Each must be at least `least`, and their product at most `most`."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(row.split()):
         raise ValueError(f"{name}: expected {row}, got {values!r}")
@@ -119,10 +119,10 @@ def check_token_ids(input_ids, name: str = "input_ids") -> Tensor:
 
 
 def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
-    """The (B, L) bool mask of a batch of prompts, on the CPU: True for tokens, False for padding on their left.
+    """Return the (B, L) bool mask of a batch of prompts, on the CPU: True for tokens, False for padding on the left.
 
-    attention_mask: (B, L) of 0 and 1, or None for no padding. Raises TypeError or ValueError, naming the argument and
-    the prompt, for empty prompts, other values, padding elsewhere, and ids outside the vocabulary.
+    attention_mask: (B, L) of 0 and 1, or None if there is no padding. Raises TypeError or ValueError, naming the
+    argument and the prompt, for empty prompts, other values, padding elsewhere, and ids outside the vocabulary.
     """
     ids = check_token_ids(input_ids).cpu()
     if not ids.numel():
@@ -135,14 +135,14 @@ def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
             raise ValueError(f"attention_mask[{i}]: expected 0 (padding) or 1, got {wrong[0].item()}")
         kept = keep.bool()
         if not kept[-1] or (kept[:-1] & ~kept[1:]).any():
-            raise ValueError(f"attention_mask[{i}]: padding must stand on the left, and leave the prompt in one piece")
+            raise ValueError(f"attention_mask[{i}]: expected all padding on the left, and a prompt without gaps")
         if len(outside := row[kept & ((row < 0) | (row >= vocab_size))]):
             raise ValueError(f"input_ids[{i}]: token {outside[0]} is not in the vocabulary, 0 to {vocab_size - 1}")
     return mask.bool()
 
 
 def as_seconds(values, count: int, name: str) -> list[float]:
-    """One positive number for each of `count` videos, as floats; a sequence or a tensor (videos,)."""
+    """Return one positive number for each of `count` videos, as floats; values: a sequence or a tensor (videos,)."""
     values = check_values(values, name) if isinstance(values, Tensor) else values
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence) or isinstance(values, str):
@@ -157,15 +157,15 @@ def as_seconds(values, count: int, name: str) -> list[float]:
 
 
 def is_grid(layout: object) -> bool:
-    """Whether a layout is (t, h, w), as Qwen's and GLM's are."""
+    """Return whether a layout is (t, h, w), the form that Qwen and GLM use."""
     return isinstance(layout, (list, tuple)) and len(layout) == 3 and all(type(x) is int and x > 0 for x in layout)
 
 
 def check_names(given: Iterable[str], allowed: Sequence[str], what: str, error: type[Exception] = TypeError) -> None:
-    """Raise `error` for the first name that is not allowed, with the nearest one that is."""
+    """Raise `error` for the first name that is not allowed, and suggest the most similar allowed name."""
     for name in given:
         if name not in allowed:
             near = difflib.get_close_matches(name, allowed, n=1)
             short = f"; allowed: {', '.join(allowed)}" if len(allowed) < 12 else ""
             hint = f"; did you mean {near[0]!r}?" if near else short
-            raise error(f"{name}: {what} takes no such argument{hint}")
+            raise error(f"{name}: {what} accepts no such argument{hint}")

@@ -1,17 +1,17 @@
-"""One variable-length attention over explicit backends.
+"""Variable-length attention with a choice of explicit backends.
 
-The encoder lays all segments (windows, or whole frames) end to end in one sequence; `cu_seqlens` says where each
-begins. Tokens attend within their own segment only. In self-attention queries and keys share their segments;
+The encoder lays all segments (windows, or whole frames) end to end in one sequence; `cu_seqlens` marks where each
+begins. Tokens attend only within their own segment. In self-attention, queries and keys have the same segments;
 the resampler's cross-attention uses the same backends. Only `masked` builds a mask:
 
-- `varlen`: flash-attn 2 as torch has it (CUDA from compute capability 8.0 on, half precision)
-- `flash`:  flash-attn 2, when installed and asked for (the same)
-- `cudnn`:  cuDNN, where torch has it for variable lengths (from 2.14 on, Hopper and Blackwell); only if asked for
+- `varlen`: flash-attn 2 as shipped with torch (CUDA, compute capability 8.0 or higher, half precision)
+- `flash`:  flash-attn 2 as a package, if it is installed and requested (same devices and dtypes)
+- `cudnn`:  cuDNN, if torch offers it for variable lengths (from 2.14 on, Hopper and Blackwell); only on request
 - `sdpa`:   every device and dtype: segments of equal length form one batch, one SDPA call per distinct length
-- `masked`: every device and dtype: for captured graphs where varlen cannot run; see `refvl.masked_attention`
+- `masked`: every device and dtype: for captured graphs if varlen cannot run; see `refvl.masked_attention`
 
-Shape suffixes: M queries and N keys of all segments (one number in self-attention), H heads, K head dimension,
-G segments of a group, S their queries, T their keys.
+Shape suffixes: M queries and N keys of all segments (equal in self-attention), H heads, K head dimension,
+G segments of a group, S queries and T keys of each.
 """
 
 import functools
@@ -25,21 +25,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl import cudnn
+from refvl import cudnn, on_gpu
 from refvl.checks import check_shape
 from refvl.masked_attention import is_padding, masked_sdpa
 
 BACKENDS = ("varlen", "flash", "cudnn", "sdpa", "masked")
 HALF = (torch.float16, torch.bfloat16)
-AMPERE = (8, 0)  # the compute capability from which on a GPU computes in bfloat16 and flash-attn 2 runs
+AMPERE = (8, 0)  # the lowest compute capability at which a GPU computes in bfloat16 and runs flash-attn 2
 SegmentPairs = Sequence[tuple[Tensor, Tensor]]  # per group: token indices of its queries (G, S) and of its keys (G, T)
 
 
 def available_backends(device, dtype: torch.dtype, head_dim: int = 64) -> list[str]:
-    """The backends that can run on `device` with `dtype`, fastest first; `sdpa` and `masked` always can.
+    """Return the backends that run on `device` with `dtype`, fastest first; `sdpa` and `masked` always do.
 
-    The flash kernels behind `varlen` and `flash` run from Ampere on (not on a T4 or V100), and take head dimensions up
-    to 256 that are multiples of 8. `cudnn` takes those up to 128; it stands last, so that "auto" never chooses it.
+    The flash kernels behind `varlen` and `flash` run from Ampere on (not on a T4 or V100). They accept head dimensions
+    up to 256 that are multiples of 8, `cudnn` up to 128. `cudnn` comes last, so "auto" never chooses it.
     """
     fits = dtype in HALF and head_dim % 8 == 0 and head_dim <= 256 and is_ampere(device)
     kernels = [name for name, where in KERNELS.items() if fits and _find(*where)]
@@ -47,7 +47,7 @@ def available_backends(device, dtype: torch.dtype, head_dim: int = 64) -> list[s
 
 
 def is_ampere(device) -> bool:
-    """Whether `device` is a CUDA device of compute capability 8.0 or above; yes where this machine has none to ask."""
+    """Return whether `device` is a CUDA device of compute capability 8.0 or above; True if there is no GPU to query."""
     if torch.device(device).type != "cuda":
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= AMPERE
@@ -56,7 +56,7 @@ def is_ampere(device) -> bool:
 def choose_backend(requested: str, device, dtype: torch.dtype, head_dim: int = 64) -> str:
     """Resolve "auto" to the best backend for device, dtype and head dimension; check an explicit request.
 
-    Raises ValueError when the requested backend is unknown or cannot run there.
+    Raises ValueError if the requested backend is unknown or cannot run there.
     """
     if requested not in ("auto", *BACKENDS):
         raise ValueError(f"attention: expected one of {('auto', *BACKENDS)}, got {requested!r}")
@@ -72,7 +72,7 @@ def choose_backend(requested: str, device, dtype: torch.dtype, head_dim: int = 6
 def group_segments(cu_seqlens: Tensor) -> tuple[Tensor, ...]:
     """Group segments of equal length: one (G, S) int64 tensor of token indices per distinct length S.
 
-    This reads `cu_seqlens` (segments + 1,) back to Python: it belongs in `plan`. Empty segments vanish.
+    This copies `cu_seqlens` (segments + 1,) back to Python, so it belongs in `plan`. Empty segments are left out.
     """
     starts = cu_seqlens.cpu().numpy()
     lengths = np.diff(starts)
@@ -84,20 +84,20 @@ def group_segments(cu_seqlens: Tensor) -> tuple[Tensor, ...]:
 
 
 def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
-    """(len + 1,) int32, leading 0."""
+    """Return the cumulative sums of `lengths`, (len + 1,) int32, with a leading 0."""
     return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """What self-attention needs besides q, k and v; the metadata of most towers are these and more."""
+    """The inputs of self-attention besides q, k and v; the metadata of most towers extend them."""
 
     cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (segments + 1,) int32, tokens, leading 0
-    groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # of equal length; planned for sdpa alone
-    max_seqlen: int  # tokens of the longest segment; a capture bakes it in: there it is a capacity
+    groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # of equal length; planned only for sdpa
+    max_seqlen: int  # tokens of the longest segment; a captured graph stores it, as a capacity
 
     def attend(self, q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, backend: str) -> Tensor:
-        """(N, H * K): `varlen_attention`, heads side by side; rows behind the last segment may hold anything."""
+        """Return (N, H * K), heads side by side, see `varlen_attention`; rows after the last segment are undefined."""
         cu_seqlens, longest = self.cu_seqlens, self.max_seqlen
         groups = self.groups
         if groups is None and backend == "sdpa":
@@ -107,14 +107,14 @@ class Segments:
 
 
 def plan_segments(lengths: Sequence[int], *, with_groups: bool = True) -> dict[str, Any]:
-    """The fields of `Segments`. with_groups: whether the backend reads them; `sdpa` alone does."""
+    """Return the fields of `Segments`. with_groups: whether the backend reads the groups; only `sdpa` does."""
     cu_seqlens = cumulative_lengths(lengths)
     groups = group_segments(cu_seqlens) if with_groups else None
     return {"cu_seqlens": cu_seqlens, "groups": groups, "max_seqlen": max(lengths, default=0)}
 
 
 def segment_capacity(max_tokens: int, max_segments: int) -> dict[str, Any]:
-    """The same, as large as any batch needs; legal values: one segment holds everything, the others are empty."""
+    """Return the fields of `Segments` at full size: one segment holds all tokens, the others are empty but valid."""
     return plan_segments([max_tokens] + [0] * (max_segments - 1), with_groups=False)
 
 
@@ -131,8 +131,8 @@ def varlen_attention(
     """Non-causal attention of every token over its own segment, scaled by 1 / sqrt(K).
 
     q, k, v: (N, H, K). cu_seqlens: (segments + 1,) int32 on the same device, leading 0. max_seqlen: the longest
-    segment. groups: `group_segments(cu_seqlens)` from the plan, used by `sdpa` (computed here when None).
-    Returns (N, H, K), zero in rows behind the last segment. Raises ValueError for an unknown backend or when the
+    segment. groups: `group_segments(cu_seqlens)` from the plan, used by `sdpa` (None: computed here).
+    Returns (N, H, K), zero in rows after the last segment. Raises ValueError for an unknown backend or if the
     shapes differ. Upstream: `MMEncoderAttention`.
     """
     check_shape(q_NHK, ("N", "H", "K"), "q_NHK")
@@ -144,9 +144,9 @@ def varlen_attention(
 
 
 def zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
-    """The kernels leave rows behind the last segment unwritten: zero them, whatever memory held.
+    """Zero the rows after the last segment, because the kernels leave them unwritten.
 
-    An encoder does without: nothing reads these rows, and four kernels in every layer are many.
+    An encoder skips this: nothing reads these rows, and four more kernels in every layer would be many.
     """
     if backend in ("sdpa", "masked") or not len(out_MHK):
         return out_MHK
@@ -154,12 +154,12 @@ def zero_padding(out_MHK: Tensor, cu_seqlens: Tensor, backend: str) -> Tensor:
 
 
 def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, backend, groups) -> Tensor:
-    """Attend by a backend; shapes are known to be good. groups: for `sdpa` alone."""
-    if len(cu_seqlens_q) < 2:  # no segments, which the kernels refuse
+    """Attend with a backend; shapes have been checked. groups: read by `sdpa` only."""
+    if len(cu_seqlens_q) < 2:  # without segments, which the kernels refuse
         return torch.zeros_like(q_MHK)
     match backend:
         case "varlen":
-            return _torch_varlen(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            return on_gpu.attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         case "flash":
             kernel = _find(*KERNELS["flash"])
             return kernel(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -174,7 +174,7 @@ def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_se
 
 def _grouped_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, groups: SegmentPairs) -> Tensor:
     if len(groups) == 1 and groups[0][0].numel() == len(q_MHK) and groups[0][1].numel() == len(k_NHK):
-        count = len(groups[0][0])  # all segments are equally long: views, no gather
+        count = len(groups[0][0])  # all segments have one length: views, no gather
         return _batched_sdpa(*(x.unflatten(0, (count, -1)) for x in (q_MHK, k_NHK, v_NHK))).flatten(0, 1)
     out_MHK = torch.zeros_like(q_MHK)
     for q_index_GS, k_index_GT in groups:
@@ -188,23 +188,7 @@ def _batched_sdpa(q_GSHK: Tensor, k_GTHK: Tensor, v_GTHK: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def _torch_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Tensor:
-    """Not causal, which is the default of every release; how to ask for it by name changed in torch 2.11.
-
-    A window as long as the longest segment hides nothing, and flash-attn 2 treats it as none. It is asked for because
-    torch 2.14 takes cuDNN instead on Hopper where there is no window: for long segments, and not for short ones. So a
-    picture is encoded by one kernel, eagerly and in graphs, whatever the release.
-    """
-    from torch.nn.attention.varlen import varlen_attn  # here: few need it, and torch.compile can follow
-
-    out: Any = varlen_attn(
-        q, k, v, cu_seq_q=cu_seqlens_q, cu_seq_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
-        window_size=(max_seqlen_k, max_seqlen_k),
-    )  # fmt: skip
-    return out  # more than a tensor only where more is asked for
-
-
-KERNELS = {  # backend: where its function is
+KERNELS = {  # backend: module and name of its function
     "varlen": ("torch.nn.attention.varlen", "varlen_attn"),
     "flash": ("flash_attn", "flash_attn_varlen_func"),
 }
@@ -212,7 +196,7 @@ KERNELS = {  # backend: where its function is
 
 @functools.cache
 def _find(module: str, function: str) -> Any:
-    """None where either is missing: flash-attn 4 alone installs a package of the same name without the function."""
+    """Return the function, None if it is missing: flash-attn 4 alone installs a package of this name without it."""
     try:
         return getattr(importlib.import_module(module), function, None)
     except ImportError:

@@ -19,11 +19,11 @@ from refvl.printing import printable
 CONFIG_FILES = ["*.json", "*.txt", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-JSON_FILES = (  # what transformers and the tokenizer read: their own errors do not name the file
+JSON_FILES = (  # files that transformers and the tokenizer read; their own errors do not name the file
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "chat_template.json", "processor_config.json",
 )  # fmt: skip
-MOST = {  # sizes in a config.json -> the largest that is built: products of a few of them stay below 2**63
+MOST = {  # sizes in a config.json -> the largest that is built; products of a few of them stay below 2**63
     "num_hidden_layers num_layers depth layers": 1000,
     "temporal_patch_size spatial_merge_size in_channels in_chans num_channels understand_projector_stride": 64,
     "patch_size num_experts n_routed_experts moe_num_experts": 2**10,
@@ -33,7 +33,7 @@ MOST = {  # sizes in a config.json -> the largest that is built: products of a f
     "vocab_size num_position_embeddings": 2**24,
 }
 SIZES = {name: most for names, most in MOST.items() for name in names.split()}
-LISTED = 12  # weights of a kind that an error names
+LISTED = 12  # weights that an error names, for each kind
 
 
 def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> Path:
@@ -42,14 +42,13 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> P
     path_or_id: a folder, a hub id, or the name of a shipped model, such as "tiny-qwen2_5_vl".
 
     weights=False downloads configs and tokenizer only. hub: `revision`, `cache_dir`, `token`, `local_files_only` of
-    `huggingface_hub.snapshot_download`.
-    Raises FileNotFoundError for a path that does not exist or holds no config.json, ValueError for a revision of a
-    local folder or a JSON file that is not an object.
+    `huggingface_hub.snapshot_download`. Raises FileNotFoundError for a path that does not exist or has no config.json,
+    ValueError for a revision of a local folder or a JSON file that is not an object.
     """
     folder, shipped = Path(path_or_id).expanduser(), DATA / "checkpoints"
     if not os.path.exists(folder) and (names := sorted(os.listdir(shipped))).count(str(path_or_id)):
         folder = shipped / path_or_id
-    if not os.path.exists(folder):  # False, too, for a path that is too long or holds a zero byte
+    if not os.path.exists(folder):  # also False for a path that is too long or contains a zero byte
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path_or_id)):
             known = f"a hub id has the form owner/name, and {', '.join(names)} are shipped"
             raise FileNotFoundError(f"path_or_id: no folder {printable(folder)} ({known})")
@@ -57,7 +56,7 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> P
     elif hub.get("revision") is not None:
         raise ValueError(f"revision: {folder} is a local folder; only hub ids have revisions")
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"path_or_id: {folder} holds no config.json")
+        raise FileNotFoundError(f"path_or_id: {folder} contains no config.json")
     for name in JSON_FILES:
         if (folder / name).is_file():
             read_json(folder / name)
@@ -65,25 +64,27 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> P
 
 
 def download(repo_id: str, patterns: list[str], hub: dict, *, name: str = "path_or_id") -> Path:
-    """The files of a hub id that fit the patterns, in the hub's cache; name: of the caller's argument."""
+    """Download the files of a hub id that match the patterns, and return their folder in the hub's cache.
+    name: the caller's argument, for the error.
+    """
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(repo_id, allow_patterns=patterns, **hub))
-    except Exception as error:  # offline, gated, misspelt: one sentence, the cause kept
+    except Exception as error:  # offline, gated, misspelt: one sentence, with the cause attached
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise FileNotFoundError(f"{name}: {repo_id!r} is no local folder, and the hub said: {reason}") from error
+        raise FileNotFoundError(f"{name}: {repo_id!r} is no local folder, and the hub answered: {reason}") from error
 
 
 def download_tower(path_or_id: Any, folder: Path, vision_prefix: str, hub: dict) -> None:
-    """Of a hub id whose configs are in `folder`, download the shards that hold the vision tower, and no other."""
+    """Download only the shards with the vision tower, for a hub id whose configs are in `folder`."""
     if not os.path.exists(Path(path_or_id).expanduser()):
         shards = shards_of(folder, vision_prefix) if (folder / INDEX).is_file() else [WEIGHTS]
         download(str(path_or_id), shards, hub)
 
 
 def check_sizes(values: Mapping, name: str) -> None:
-    """Raise ValueError, naming the key, for sizes in a config from which nothing could be built, or nothing ends."""
+    """Raise ValueError, naming the key, for sizes in a config that are not numbers, or too small or large to build."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             check_sizes(value, f"{name}: {key}")
@@ -97,16 +98,16 @@ def check_sizes(values: Mapping, name: str) -> None:
 
 
 def weight_files(folder: Path, pattern: str = "") -> list[Path]:
-    """The safetensors files of a checkpoint: model.safetensors, or else the shards of its index, as transformers reads.
+    """Return the safetensors files of a checkpoint: model.safetensors, else the index's shards, as transformers does.
 
-    pattern: a regular expression; shards that hold no weight of such a name need not be there. Raises FileNotFoundError
-    when there are none or some lack, and ValueError for an index that is not one, or that names a file outside the
-    folder.
+    pattern: a regular expression; shards without a weight of such a name may be missing. Raises FileNotFoundError
+    if there are no files or some are missing, and ValueError for an index that is malformed or names a file outside
+    the folder.
     """
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
-        raise FileNotFoundError(f"{folder}: no *.safetensors file to read, neither {WEIGHTS} nor one named by {INDEX}")
+        raise FileNotFoundError(f"{folder}: no *.safetensors file to read: neither {WEIGHTS} nor one named by {INDEX}")
     files = [folder / file for file in shards_of(folder, pattern)]
     if lacking := [file.name for file in files if not file.is_file()]:
         raise FileNotFoundError(f"{folder}: the index names shards that are not there: {lacking}")
@@ -114,7 +115,7 @@ def weight_files(folder: Path, pattern: str = "") -> list[Path]:
 
 
 def shards_of(folder: Path, pattern: str = "") -> list[str]:
-    """The shards that hold weights with names like `pattern`, by the index; errors as in `weight_files`."""
+    """Return the shards with weights whose names match `pattern`, from the index; errors as in `weight_files`."""
     index = read_json(folder / INDEX)
     for key in ("weight_map", "metadata"):  # transformers reads both
         if not isinstance(index.get(key), dict):
@@ -123,7 +124,7 @@ def shards_of(folder: Path, pattern: str = "") -> list[str]:
     for weight, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
             raise ValueError(f"{folder / INDEX}: {weight!r} must name a *.safetensors file, got {file!r}")
-        path = PureWindowsPath(file)  # reads both kinds of slashes
+        path = PureWindowsPath(file)  # accepts both kinds of slashes
         if path.anchor or ".." in path.parts:
             raise ValueError(f"{folder / INDEX}: {weight!r} must name a file inside the folder, got {file!r}")
     if not weight_map:
@@ -142,7 +143,7 @@ def raise_for_weights(where: object, part: str, problems: Mapping[str, Sequence[
 
 
 def open_shard(file: Path) -> Any:
-    """A safetensors file, by `safe_open`. Raises ValueError, naming it, for anything else."""
+    """Open a safetensors file with `safe_open`. Raises ValueError, naming the file, for anything else."""
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
@@ -150,7 +151,7 @@ def open_shard(file: Path) -> Any:
 
 
 def iterate_weights(folder: Path, pattern: str, *, progress: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, tensor) of every weight whose name matches `pattern`, shard by shard, one tensor at a time."""
+    """Yield (checkpoint name, tensor) for every weight whose name matches `pattern`, one tensor at a time."""
     files = weight_files(folder, pattern)
     for file in tqdm(files, desc="vision weights", unit="shard", disable=not progress, leave=False):
         with open_shard(file) as shard:
@@ -160,7 +161,7 @@ def iterate_weights(folder: Path, pattern: str, *, progress: bool = True) -> Ite
 
 
 def weight_headers(folder: Path, pattern: str = "") -> dict[str, TensorInfo]:
-    """Shape, dtype and place in its file of every weight whose checkpoint name matches `pattern`; reads no tensor."""
+    """Return shape, dtype and file offsets of every weight whose name matches `pattern`, without reading tensors."""
     headers = dict[str, TensorInfo]()
     for file in weight_files(folder, pattern):
         with open_shard(file):  # refuses a file that is cut short

@@ -1,4 +1,4 @@
-"""Clear errors at the public border: name the argument, what came, what is allowed."""
+"""Clear errors at the public border: name the argument, the value that came, and the values that are allowed."""
 
 import json
 import math
@@ -13,13 +13,13 @@ from torch import Tensor
 from refvl.printing import printable
 
 Grid = tuple[int, int, int]
-MAX_PATCHES = 2**22  # of one medium, and tokens of one prompt: more than any model takes, and plans stay below 2 GB
-WORDED = (ValueError, OSError, ImportError)  # errors whose messages stand for themselves
+MAX_PATCHES = 2**22  # per media item, and tokens per prompt: more than any model accepts, and plans stay below 2 GB
+WORDED = (ValueError, OSError, ImportError)  # errors whose messages need no context
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8 means nothing without its scale
 
 
 def is_integer(value) -> bool:
-    """Whether `value` is a whole number by its type: an int, or a scalar of a NumPy or torch integer dtype; no bool."""
+    """Return whether `value` has an integer type: an int, or a scalar of a NumPy or torch integer dtype; no bool."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and _holds_integers(value) and not value.is_meta
     return isinstance(value, Integral) and not isinstance(value, bool)
@@ -40,12 +40,12 @@ def check_positive_int(value, name: str) -> int:
 
 
 def check_positive_ints(**values) -> list[int]:
-    """Several of these by their names."""
+    """Return several values as positive ints; each is checked under its keyword."""
     return [check_positive_int(value, name) for name, value in values.items()]
 
 
 def check_number(value, name: str) -> float:
-    """Return `value` if it is a real number, of Python's or NumPy's; raise TypeError naming `name`."""
+    """Return `value` as a float if it is a real number of Python or NumPy; raise TypeError naming `name`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__} {value!r}")
     return float(value)
@@ -70,15 +70,15 @@ def check_pruning_rate(q, name: str = "q") -> float:
     """Return `q` as a float if 0 <= q < 1; raise TypeError or ValueError naming `name`."""
     number = check_number(q, name)
     if not 0 <= number < 1:
-        raise ValueError(f"{name}: a pruning rate lies in [0, 1), got {q}")
+        raise ValueError(f"{name}: expected a pruning rate in [0, 1), got {q}")
     return number
 
 
 def check_shape(tensor, shape: Sequence[int | str | tuple[str, int] | None], name: str) -> Tensor:
     """Raise unless `tensor` is a Tensor whose shape matches `shape`, e.g. `(("patches", 64), "values")`.
 
-    An int must be equal, and so must that of a (name, int) pair, where the message says what is counted; a string or
-    None stands for any size.
+    An int must be equal; so must the int of a (counted, int) pair, whose word names the unit in the message. A string
+    or None matches any size.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
@@ -98,8 +98,8 @@ def check_shape(tensor, shape: Sequence[int | str | tuple[str, int] | None], nam
 def check_floats(tensor: Tensor, name: str) -> Tensor:
     """Return `tensor` if it is a dense tensor of floating-point numbers; raise TypeError naming `name`.
 
-    Refused are integers (unnormalised pixels), booleans, complex numbers, float8 and quantised values, which mean
-    nothing without their scale, and sparse tensors.
+    Integers (unnormalised pixels), booleans, complex numbers and sparse tensors are refused, and so are float8 and
+    quantised values, which mean nothing without their scale.
     """
     if tensor.dtype not in FLOATS:
         raise TypeError(f"{name}: expected floating-point numbers, got dtype {tensor.dtype}")
@@ -109,7 +109,7 @@ def check_floats(tensor: Tensor, name: str) -> Tensor:
 
 
 def check_values(tensor: Tensor, name: str) -> Tensor:
-    """Return `tensor` if it is dense and has values; raise TypeError naming `name` (sparse, or on the meta device)."""
+    """Return `tensor` if it is dense and has values; raise TypeError naming `name` if it is sparse or on "meta"."""
     if tensor.layout != torch.strided or tensor.is_meta:
         kind = "one on the meta device" if tensor.is_meta else f"layout {tensor.layout}"
         raise TypeError(f"{name}: expected a dense tensor with values, got {kind}")
@@ -117,10 +117,10 @@ def check_values(tensor: Tensor, name: str) -> Tensor:
 
 
 def check_pixel_rows(pixel_values, shape: Sequence, device: torch.device, name: str = "pixel_values") -> Tensor:
-    """Return `pixel_values` if it has `shape` (see `check_shape`) and holds numbers that an encoder can read.
+    """Return `pixel_values` if it has `shape` (see `check_shape`) and a floating-point dtype, see `check_floats`.
 
-    device: the encoder's; a tensor on the meta device has no values, and only an encoder there needs none. Raises
-    TypeError or ValueError naming `name`.
+    device: the encoder's device. A tensor on the meta device has no values, so only an encoder on "meta" accepts it.
+    Raises TypeError or ValueError naming `name`.
     """
     check_floats(check_shape(pixel_values, shape, name), name)
     if pixel_values.is_meta and device.type != "meta":
@@ -129,7 +129,7 @@ def check_pixel_rows(pixel_values, shape: Sequence, device: torch.device, name: 
 
 
 def check_integers(tensor: Tensor, name: str) -> Tensor:
-    """Return `tensor` if it holds integers; raise TypeError naming `name` and the dtype."""
+    """Return `tensor` if its dtype is an integer type; raise TypeError naming `name` and the dtype."""
     if not _holds_integers(tensor):
         raise TypeError(f"{name}: expected integers, got dtype {tensor.dtype}")
     return tensor
@@ -140,7 +140,7 @@ def _holds_integers(tensor: Tensor) -> bool:
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file. Raises ValueError, naming the file, for anything else."""
+    """Return the object in a JSON file. Raises ValueError, naming the file, for anything else."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
@@ -152,10 +152,10 @@ def read_json(path: Path) -> dict:
 
 @contextmanager
 def blame(what: object, passed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Whatever goes wrong inside, but for `passed`, becomes a ValueError that begins with `what`, such as a file."""
+    """Turn any error inside, except those in `passed`, into a ValueError that begins with `what`, such as a file."""
     try:
         yield
     except passed:
         raise
-    except Exception as error:  # values of a wrong type or size run into all kinds of errors
+    except Exception as error:  # values of a wrong type or size cause all kinds of errors
         raise ValueError(f"{what}: {printable(error) or type(error).__name__}") from error

@@ -1,8 +1,9 @@
-"""What a family offers to the rest: an `Encoder` and a `Processor`. No class inherits from these; they agree by shape.
+"""The parts of a family: an `Encoder` and a `Processor`. No class inherits from these; they match by structure.
 
-A *layout* says how the rows of one medium lie, from its size alone: (t, h, w) in patches for Qwen and GLM, a tuple of
-`SliceGroup`s for MiniCPM-V, a `CropLayout` for Step3-VL. It is hashable. The processor makes it, the encoder plans it,
-and both give it the same number of tokens: `media_tokens(kind, layout).num_tokens == item_size(layout)[1]`.
+A *layout* describes the arrangement of one item's rows and depends only on its size. It is (t, h, w) in patches for
+Qwen and GLM, a tuple of `SliceGroup`s for MiniCPM-V, a `CropLayout` for Step3-VL. It is hashable. The processor makes
+it, the encoder plans it, and both count the same tokens: `media_tokens(kind, layout).num_tokens ==
+item_size(layout)[1]`.
 
 Shape suffixes: N patch rows, C values of a row, M output tokens, D the language model's width, L prompt tokens.
 """
@@ -21,162 +22,163 @@ from refvl.pixels.patches import Levels
 
 
 class PlansAndEncodes(Protocol):
-    """What every encoder, and every path of one, offers.
+    """The interface of every encoder, and of every path of an encoder.
 
-    `plan` runs on the CPU and computes everything that depends on sizes; `__call__` reads no value back, which is what
-    makes an encoder capturable.
+    `plan` runs on the CPU and computes everything that depends on sizes. `__call__` copies no value back to the host,
+    so an encoder can be captured.
     """
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are, and where rows and plans have to be."""
+        """The device of the weights; rows and plans must be there, too."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, and of the embeddings."""
+        """The dtype of the weights and of the embeddings."""
 
     def check_layouts(self, layouts: Any, *, name: str = "layouts") -> Sequence[Any]:
-        """The layouts of a batch, normalised, or a ValueError or TypeError that says what is wrong."""
+        """Return the layouts of a batch, normalised; raise ValueError or TypeError naming the fault."""
 
     def item_size(self, layout: Any) -> tuple[int, int, int]:
-        """(patch rows, output tokens, frames) of one medium."""
+        """Return (patch rows, output tokens, frames) of one media item."""
 
     def plan(self, layouts: Any) -> Any:
-        """Metadata of a batch: a frozen dataclass of tensors and integers, with a padding rule on each tensor."""
+        """Plan a batch: a frozen dataclass of tensors and integers, with a padding rule for each tensor."""
 
     def __call__(self, pixel_values: Tensor, *, metadata: Any, attention: str | None = None) -> Tensor:
-        """(N, C) patch rows -> (M, D), or (M, D * (1 + k)) where k deeper features travel beside the embeddings."""
+        """Encode (N, C) patch rows as (M, D), or (M, D * (1 + k)) if k DeepStack features follow each embedding."""
 
 
 class GraphEncoder(PlansAndEncodes, Protocol):
-    """What graphs ask of an encoder, or of each of its paths.
+    """The methods that graphs need of an encoder, or of each of its paths.
 
-    An encoder of several paths offers them as `paths`, a mapping from name to `GraphEncoder` in the order in which an
-    item's rows lie. Its `path_layouts(layout)` maps each name to what that path is given of an item; None: nothing. The
-    items of a path consist of equal units, and `tokens` says how many output tokens a unit has.
+    An encoder with several paths has a mapping `paths` from name to `GraphEncoder`, in the order of an item's rows. Its
+    `path_layouts(layout)` maps each name to the part of an item that the path encodes; None: no part. The items of a
+    path consist of equal units, and `tokens` is the number of output tokens per unit.
     """
 
     @property
     def graph_attention(self) -> str:
-        """The backend to capture: "varlen", "masked", or "sdpa" where all segments are equally long.
+        """The backend to capture: "varlen", "masked", or "sdpa" if all segments have one length.
 
         Encoders without a graph path raise ValueError.
         """
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> Any:
-        """What `plan` gives, with every tensor as long, and every integer as large, as any batch within the limits."""
+        """Return a plan with every tensor as long, and every integer as large, as any batch within the limits needs."""
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """(patch rows, C) zeros for `max_tokens` output tokens; items with more rows take a larger budget."""
+        """Return (patch rows, C) zeros for `max_tokens` output tokens; items with more rows need a larger budget."""
 
 
 class Encoder(PlansAndEncodes, Protocol):
-    """Patch rows of media -> rows of the language model's width. An `nn.Module`, one class per architecture.
+    """From patch rows of media to embeddings of the language model's width. An `nn.Module`, one class per architecture.
 
-    It is a `GraphEncoder` as well, or has several `paths` that are, but for MiniCPM-V 2.0's, which has no graph path.
+    It is a `GraphEncoder` as well, or has several `paths` that are; only MiniCPM-V 2.0's encoder has no graph path.
     """
 
-    config: Any  # depth, num_heads and head_dim of the tower, patch_values of a row
+    config: Any  # depth, num_heads and head_dim of the tower, patch_values per row
     is_compiled: bool  # whether `compile_blocks` was called
 
     def compile_blocks(self) -> None:
         """Let torch compile each block of the tower as a whole, for all sizes, when it first runs."""
 
     def backend(self, attention: str | None, device: torch.device) -> str:
-        """The backend of `refvl.attention` for inputs on `device`; attention: what a call asks for, if anything."""
+        """Return the backend of `refvl.attention` for inputs on `device`; attention: the backend of a call."""
 
     @classmethod
     def from_config(cls, config, *, attention: str = "auto") -> Any:
-        """Built from its own config, a transformers config, or the dict in config.json; without weights."""
+        """Build an encoder without weights from its own config, a transformers config, or the dict in config.json."""
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
-        """The tower's, each called with (N, E) and what its attention needs, a `Segments` among it."""
+        """The blocks of the tower; each is called with (N, E) and the inputs of its attention, such as `Segments`."""
 
     def block_rows(self, metadata: Any) -> list[Tensor]:
-        """For each time that a forward runs the blocks, the patch row at each place of their input; -1: none."""
+        """Return, for each pass through the blocks in a forward, the patch row of each input position; -1: none."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load (checkpoint name, tensor) pairs strictly; the names of the parameters that were filled."""
+        """Load (checkpoint name, tensor) pairs strictly; return the names of the parameters that were filled."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of every `nn.Module`."""
+        """As in every `nn.Module`."""
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """As of every `nn.Module`."""
+        """As in every `nn.Module`."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """As of every `nn.Module`."""
+        """As in every `nn.Module`."""
 
 
 class Processor(Protocol):
-    """From a question and media to token ids and patch rows, by the files of a checkpoint folder."""
+    """From a question and media to token ids and patch rows, configured by the files of a checkpoint folder."""
 
     token_ids: dict[str, int]  # the placeholders: {"image": id, "video": id}
-    image_config: Any  # how an image is prepared
-    video_config: Any  # how a video is; None where the model takes none
-    limits: MediaLimits  # of what is decoded; may be replaced
-    assumed: bool  # the limits on pixels are the class's defaults, because no file says them
-    tokenizer: Any  # None: plans and counts, but makes no prompt
+    image_config: Any  # the preparation of an image
+    video_config: Any  # the preparation of a video; None if the model accepts no video
+    limits: MediaLimits  # on decoding; may be replaced
+    assumed: bool  # whether the pixel limits are the class's defaults, because no file sets them
+    tokenizer: Any  # None: plans and counts, but builds no prompt
 
     def __init__(self, config: Any) -> None:
-        """From a config alone: for planning."""
+        """Build a processor from a config alone, for planning."""
 
     @classmethod
     def from_folder(cls, folder: Path, config: Any) -> "Processor":
-        """With the tokenizer, chat template and preprocessing limits of a checkpoint folder."""
+        """Build a processor with the tokenizer, chat template and preprocessing limits of a checkpoint folder."""
 
     @property
     def tokens_at_once(self) -> int:
-        """The encoder's tokens come in multiples of this."""
+        """The number that divides every token count of the encoder."""
 
     @property
     def clip_sampling(self) -> str:
-        """How a video file is sampled, in words, where `video_config` does not say it all; else empty."""
+        """A description of how a video file is sampled, if `video_config` does not contain it all; else empty."""
 
     @property
     def stop_token_ids(self) -> Sequence[int]:
-        """Tokens that end an answer, besides those of generation_config.json."""
+        """Tokens that end an answer, in addition to those of generation_config.json."""
 
     @property
     def largest_picture(self) -> int:
-        """Tokens of the largest image that the limits allow."""
+        """The number of tokens of the largest image that the limits allow."""
 
     def messages(self, prompt: str | Sequence[dict], images: Iterable = (), videos: Iterable = ()) -> list[dict]:
-        """Chat messages, checked."""
+        """Return checked chat messages."""
 
     def decode(self, messages: Sequence[dict]) -> list[Image.Image | Video]:
-        """The media of the messages, in order of appearance."""
+        """Decode the media of the messages, in order of appearance."""
 
     def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
-        """Which of a file's `total` frames are read; ValueError where no videos are taken."""
+        """Return which of a file's `total` frames are read; raise ValueError if the model accepts no video."""
 
     def load_video(self, source: Any, options: dict) -> Video:
-        """A video, sampled by the checkpoint's rule, `options` of a message first; ValueError where none is taken."""
+        """Load a video, sampled by a message's `options`, else by the checkpoint's rule; ValueError if unsupported."""
 
     def patchify(self, media: Sequence[Image.Image | Video]) -> list:
-        """Each medium as patch rows, with its layout and the extents that the language model sees."""
+        """Turn each media item into patch rows, with its layout and the extents that the language model sees."""
 
     def extents(self, media: Sequence[Image.Image | Video]) -> list[MediaTokens]:
-        """How the language model sees each medium: what `patchify` says of it, without touching a pixel."""
+        """Return the `media_tokens` that `patchify` would report, without touching a pixel."""
 
     def pieces(self, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Levels | Tensor]]:
-        """(layout, patch rows) of a medium's consecutive parts, of at most max_tokens tokens where it can be cut."""
+        """Yield (layout, patch rows) of an item's consecutive parts, at most max_tokens tokens each if possible."""
 
     def layout_of(self, medium: Image.Image | Video) -> Any:
-        """The layout that `patchify` gives a decoded medium, from its size alone."""
+        """Return the layout that `patchify` gives a decoded item, from its size alone."""
 
     def media_tokens(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MediaTokens:
-        """How the language model sees a medium of this layout."""
+        """Return how the language model sees an item of this layout."""
 
     def tokenize(
         self, messages: Sequence[dict], media: Sequence[MediaTokens], *, allow_special_tokens: bool = False
     ) -> list[int]:
-        """(L,) prompt ids with every placeholder repeated; special tokens in the caller's strings are text unless
+        """Return (L,) prompt ids with every placeholder repeated. Special tokens in the caller's strings are text
+        unless
         `allow_special_tokens`."""
 
     def placeholders(self, input_ids: Tensor) -> Tensor:
-        """(L,) ids in which each kind's placeholders have that kind's id, and nothing else has."""
+        """Return (L,) ids in which the placeholders of each kind, and nothing else, have the id of that kind."""
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Token ids back to text."""
+        """Turn token ids back into text."""

@@ -1,14 +1,14 @@
-"""cuDNN's attention over segments of any length, which torch offers from 2.14 on; taken only if it is asked for."""
+"""cuDNN's attention over segments of any length, which torch offers from 2.14 on; used only on request."""
 
 import torch
 from torch import Tensor
 
-HOPPER = (9, 0)  # the compute capability from which on torch has the kernel
+HOPPER = (9, 0)  # the lowest compute capability for which torch has the kernel
 MAX_HEAD_DIM = 128
 
 
 def can_run(device: torch.device | str, head_dim: int) -> bool:
-    """Whether torch may take cuDNN for segments on `device`, for heads of this size."""
+    """Return whether torch can run cuDNN over segments on `device`, with heads of this size."""
     if torch.__version__ < "2.14" or not (torch.cuda.is_available() and torch.backends.cudnn.is_available()):
         return False
     return head_dim <= MAX_HEAD_DIM and torch.cuda.get_device_capability(device) >= HOPPER
@@ -17,7 +17,7 @@ def can_run(device: torch.device | str, head_dim: int) -> bool:
 def attend(
     q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int, max_k: int
 ) -> Tensor:
-    """(M, H, K): as the other kernels of `refvl.attention`."""
+    """Attend with cuDNN; (M, H, K), like the other kernels of `refvl.attention`."""
     op = torch.ops.aten._cudnn_attention_forward
     segments = (cu_seqlens_q, cu_seqlens_k, max_q, max_k)
     return op(q_MHK, k_NHK, v_NHK, None, *segments, compute_log_sumexp=False)[0]

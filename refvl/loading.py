@@ -1,4 +1,4 @@
-"""From a folder, a hub id or a config to a `VLM`: what goes where, in which dtype, with which weights."""
+"""From a folder, a hub id or a config to a `VLM`: choose device and dtype, load the weights, assemble the parts."""
 
 import inspect
 import os
@@ -22,6 +22,7 @@ from refvl.graphs.manager import MIN_BUDGET
 from refvl.language.loading import load_language_model, random_language_model
 from refvl.serving.adapters import CONFIG as ADAPTER
 from refvl.serving.adapters import attach
+from refvl.serving.joined import join_gate_up
 from refvl.serving.linear import choose_linear, use_onednn
 from refvl.serving.media_cache import CachedVLM, MediaCache
 from refvl.serving.model import VLM
@@ -30,7 +31,7 @@ from refvl.serving.provenance import sources
 from refvl.serving.tower import NoText
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PLACEMENT = (  # of transformers' `from_pretrained`, for the text model
+PLACEMENT = (  # arguments of transformers' `from_pretrained`, for the text model
     "device_map", "max_memory", "offload_folder", "offload_buffers", "tp_plan", "tp_size", "device_mesh",
     "distributed_config", "quantization_config",
 )  # fmt: skip
@@ -59,32 +60,32 @@ def load(
     torch_dtype: str | torch.dtype | None = None,
     **model_kwargs,
 ) -> VLM:
-    """A model from a local folder or a hub id in Hugging Face layout; the family comes from the config.
+    """Load a model from a local folder or a hub id in Hugging Face layout; the config determines the family.
 
-    device: "auto" takes CUDA when there is one; each process of torchrun gets its own of "auto" and of "cuda". dtype: a
+    device: "auto" takes CUDA if there is one; with torchrun, "auto" and "cuda" give each process its own GPU. dtype: a
     torch dtype or its name; "auto" is the checkpoint's own on CUDA and float32 on a CPU. GPUs before Ampere (T4, V100)
-    do not compute in bfloat16: they get float16, and a warning says so. attention: backend of the vision tower
-    (`refvl.attention`). linear: kernel of the linear layers in float32 on a CPU, "torch", "onednn", or the faster one
-    of them on this machine (`refvl.serving.linear`). weights: "checkpoint", or "random" to build the true shape from a
-    config alone (a folder, a JSON file, a dict) - on device "meta" it costs no memory. text: False leaves the language
-    model out: only the vision tower's weights are read, or downloaded, and `encode` and `feature_map` run
-    (`refvl.serving.tower`). graphs: True captures the encoder in graphs now (CUDA graphs, or their stand-in elsewhere);
-    a dict gives the options of `EncoderGraphManager`. media_cache: how many tokens of embeddings are kept, so that no
-    medium is encoded twice, or a `MediaCache` (`refvl.serving.media_cache`). compile: answers are decoded with a cache
-    of fixed size, for which transformers compiles the step on CUDA (the first answer then takes longer, the others
-    less), and where the tower runs varlen attention, its blocks are compiled now, while a bar shows the seconds.
-    Elsewhere it is the cache alone. max_cache_len: tokens of prompt and answer that this cache has room for at least;
-    None is as many as the longest call so far needed, so each longer one makes transformers compile again. adapters:
-    folders or hub ids of LoRA adapters to attach, which add up (`refvl.serving.adapters`); an adapter beside the
-    weights is refused unless this is given, if only as []. revision, cache_dir, token, local_files_only: for a hub id,
-    as in `huggingface_hub.snapshot_download`. torch_dtype: `dtype` as transformers called it. model_kwargs go to
-    transformers' text model: `attn_implementation`; `device_map="auto"` or a map, to spread its layers over devices,
-    memory and disk (needs accelerate); `distributed_config=DistributedConfig(tp_plan="auto")` of
-    `transformers.distributed`, to split every layer among the processes that torchrun started. The vision tower stays
-    whole, on `device`.
+    do not compute in bfloat16: they use float16, with a warning. attention: the backend of the vision tower
+    (`refvl.attention`). linear: the kernel of the linear layers in float32 on a CPU: "torch", "onednn", or "auto" for
+    the faster one on this machine (`refvl.serving.linear`). weights: "checkpoint", or "random" to build the true shape
+    from a config alone (a folder, a JSON file, a dict); on device "meta" it needs no memory. text: False leaves the
+    language model out: only the vision tower's weights are read or downloaded, and only `encode` and `feature_map` run
+    (`refvl.serving.tower`). graphs: True captures the encoder in graphs now (CUDA graphs, or the trace backend
+    elsewhere); a dict sets the options of `EncoderGraphManager`. media_cache: the number of tokens whose embeddings are
+    cached, so no item is encoded twice, or a `MediaCache` (`refvl.serving.media_cache`). compile: answers are decoded
+    with a cache of fixed size, for which transformers compiles the step on CUDA: the first answer takes longer, later
+    ones less. If the tower runs varlen attention, its blocks are compiled now, behind a progress bar. On other devices
+    compile sets only the cache. max_cache_len: the least number of tokens (prompt and answer) in that cache; None is
+    the need of the longest call so far, and each longer call makes transformers compile again. adapters: folders or hub
+    ids of LoRA adapters to attach, which add up (`refvl.serving.adapters`). A folder that contains an adapter and
+    weights is refused unless adapters is given; [] ignores it. revision, cache_dir, token, local_files_only: as in
+    `huggingface_hub.snapshot_download`. torch_dtype: the older name of `dtype` in transformers. model_kwargs are passed
+    to transformers' text model, for example `attn_implementation`. `device_map="auto"`, or a map, spreads its layers
+    over devices, memory and disk (needs accelerate). `distributed_config=DistributedConfig(tp_plan="auto")` of
+    `transformers.distributed` splits every layer among the processes of torchrun. The vision tower stays whole, on
+    `device`.
 
-    Raises FileNotFoundError when nothing is there, TypeError for arguments that do not exist, ValueError for an unknown
-    family, files that are malformed or weights that do not fit.
+    Raises FileNotFoundError if the checkpoint is missing, TypeError for unknown arguments, ValueError for an unknown
+    family, malformed files or weights that do not fit.
     """
     if weights not in ("checkpoint", "random"):
         raise ValueError(f"weights: expected 'checkpoint' or 'random', got {weights!r}")
@@ -117,6 +118,8 @@ def load(
     if kernel == "onednn":
         for model in filter(None, models):
             use_onednn(model)
+    if device.type == "cuda":
+        join_gate_up(models[0])
     with blame(f"{processor_folder}: tokenizer or processor files cannot be read", WORDED):
         processor = families.load_processor(processor_folder, config)
     vlm = VLM(config, processor, *models) if cache is None else CachedVLM(config, processor, *models, cache)
@@ -134,9 +137,9 @@ def load(
 
 
 def _find_folders(path_or_id, stored: bool, hub: dict) -> tuple[Path | None, Path | None]:
-    """The checkpoint's folder, None for a config alone; and where the processor's files are, None for nowhere.
+    """Return the checkpoint's folder, None for a config alone, and the folder of the processor's files, or None.
 
-    They lie beside config.json, and those of NAME.json in the folder NAME.
+    The latter are next to config.json; those of NAME.json are in the folder NAME.
     """
     if not isinstance(path_or_id, (str, Path)):
         return None, None
@@ -149,7 +152,7 @@ def _find_folders(path_or_id, stored: bool, hub: dict) -> tuple[Path | None, Pat
 
 
 def _check_arguments(path_or_id, graphs, model_kwargs: dict, stored: bool, text: bool) -> None:
-    """Raise TypeError for arguments of a wrong kind, and for names that nobody reads."""
+    """Raise TypeError for arguments of the wrong type and for unknown names."""
     if not isinstance(path_or_id, (str, Path, dict, PretrainedConfig)):
         kind = f"{type(path_or_id).__name__} {path_or_id!r}"
         raise TypeError(f"path_or_id: expected a folder, a hub id, a dict or a transformers config, got {kind}")
@@ -160,23 +163,23 @@ def _check_arguments(path_or_id, graphs, model_kwargs: dict, stored: bool, text:
     own = [name for name in inspect.signature(load).parameters if name != "model_kwargs"]
     check_names(model_kwargs, [*own, *MODEL_KWARGS], "load")
     if not stored and (placed := [name for name in model_kwargs if name in PLACEMENT]):
-        raise TypeError(f"{placed[0]}: places the weights of a checkpoint; weights='random' has none")
+        raise TypeError(f"{placed[0]}: places the weights of a checkpoint, but weights='random' has none")
     if model_kwargs and not text:
-        raise TypeError(f"{next(iter(model_kwargs))}: is for the language model, which text=False leaves out")
+        raise TypeError(f"{next(iter(model_kwargs))}: belongs to the language model, which text=False leaves out")
 
 
 def _check_adapters(adapters: Any, folder: Path | None) -> None:
-    """Raise TypeError for what is no list, and ValueError for an adapter beside the weights that nobody asked for."""
+    """Raise TypeError unless `adapters` is a list; ValueError for None if there is an adapter next to the weights."""
     if adapters is None:
         if folder and (folder / ADAPTER).is_file():
             ways = f"attach it by adapters=[{str(folder)!r}] (--adapter), or leave it out by adapters=[]"
-            raise ValueError(f"adapters: {folder} holds an adapter beside its weights ({ADAPTER}); {ways}")
+            raise ValueError(f"adapters: {folder} contains an adapter next to its weights ({ADAPTER}); {ways}")
     elif isinstance(adapters, (str, Path)) or not isinstance(adapters, Sequence):
         raise TypeError(f"adapters: expected a list of folders or hub ids, got {type(adapters).__name__} {adapters!r}")
 
 
 def _attach_adapters(vlm: VLM, adapters: Sequence[str | Path]) -> None:
-    """Attach adapters by their folders or hub ids, and let all of them act."""
+    """Attach adapters by their folders or hub ids, and activate them all."""
     for adapter in adapters:
         attach(vlm, adapter, name=str(adapter).replace(".", "_"))
     vlm.adapters.base_model.set_adapter(list(vlm.adapters.peft_config))
@@ -186,26 +189,26 @@ def _load_models(
     folder: Path | None, config: PretrainedConfig, attention: str, progress: bool, place: dict, model_kwargs: dict,
     text: bool,
 ) -> tuple[Encoder, Any]:  # fmt: skip
-    """Encoder and text model (or `NoText`), with the weights in `folder`, strictly; without a folder random ones."""
+    """Load encoder and text model (or `NoText`) strictly from `folder`; without a folder, build random ones."""
     text_config = families.text_config_of(config)
-    if (how := getattr(config, "quantization_config", None)) is not None:  # written beside text_config, read inside it
+    if (how := getattr(config, "quantization_config", None)) is not None:  # next to text_config, read inside it
         text_config.quantization_config = how
     options = {"model_class": families.find_family(config).text_model, **place, **model_kwargs}
     if folder is None:
-        with blame("config: it makes no encoder and no text model", WORDED):
+        with blame("config: cannot build an encoder and a text model", WORDED):
             encoder = families.random_encoder(config, attention=attention, **place)
             return encoder, random_language_model(text_config, **options) if text else NoText()
-    with blame(f"{folder}: config.json makes no encoder", WORDED):
+    with blame(f"{folder}: config.json does not describe an encoder", WORDED):
         encoder = families.load_encoder(folder, config, attention=attention, progress=progress, **place)
     if not text:
         return encoder, NoText()
     families.warn_of_left_out(folder, families.find_family(config))
-    with blame(f"{folder}: config.json and generation_config.json make no text model", WORDED):
+    with blame(f"{folder}: config.json and generation_config.json describe no text model", WORDED):
         return encoder, load_language_model(folder, text_config, progress=progress, **options)
 
 
 def _add_stop_tokens(vlm: VLM) -> None:
-    """Those that the processor knows, after those of generation_config.json."""
+    """Append the processor's stop tokens to those of generation_config.json."""
     if stop := vlm.processor.stop_token_ids:
         config = vlm.language_model.generation_config
         own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
@@ -213,7 +216,7 @@ def _add_stop_tokens(vlm: VLM) -> None:
 
 
 def _compile(vlm: VLM, max_cache_len: int | None, progress: bool) -> None:
-    """A cache of fixed size, and compiled blocks: an empty picture is encoded, because torch compiles what runs."""
+    """Set up a cache of fixed size and compile the blocks; an empty image is encoded to make torch compile them."""
     if vlm.language_model:
         vlm.language_model.generation_config.cache_implementation = "static"
         vlm.language_model.generation_config.max_cache_len = max_cache_len
@@ -225,7 +228,7 @@ def _compile(vlm: VLM, max_cache_len: int | None, progress: bool) -> None:
 
 
 def _capture_graphs(vlm: VLM, options: dict, progress: bool) -> EncoderGraphManager:
-    """The smallest inferred budget is the checkpoint's largest picture where that is small, as in the tiny models."""
+    """Capture graphs; if the checkpoint's largest image is small, as in tiny models, it is the smallest budget."""
     check_runnable(vlm)
     min_budget = max(vlm.processor.tokens_at_once, min(MIN_BUDGET, vlm.processor.largest_picture))
     options = {"min_budget": min_budget, "progress": progress} | options
@@ -244,18 +247,18 @@ def _resolve_device(device: str | int | torch.device) -> torch.device:
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"device: {device!r} is no torch device") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device: {str(device)!r} was asked for, but this machine has no CUDA device")
-    if device == torch.device("cuda") and "LOCAL_RANK" in os.environ:  # a process of torchrun takes its own
+        raise ValueError(f"device: {str(device)!r} needs CUDA, but this machine has no CUDA device")
+    if device == torch.device("cuda") and "LOCAL_RANK" in os.environ:  # with torchrun, each process has its own
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return device
 
 
 def _resolve_dtype(dtype, torch_dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """torch_dtype: another name of `dtype`, or None. ValueError where they disagree."""
+    """Choose the dtype. torch_dtype: another name of `dtype`, or None. Raises ValueError if they disagree."""
     torch_dtype = dtype if torch_dtype is None else torch_dtype
     dtype = torch_dtype if dtype == "auto" else dtype
     if str(dtype).removeprefix("torch.") != str(torch_dtype).removeprefix("torch."):
-        raise ValueError(f"torch_dtype: is another name of dtype, but they are {torch_dtype!r} and {dtype!r}")
+        raise ValueError(f"torch_dtype: expected the same value as dtype, got {torch_dtype!r} and {dtype!r}")
     if dtype == "auto":
         own = config.dtype or config.get_text_config().dtype or torch.float32
         dtype = torch.float32 if device.type == "cpu" else own

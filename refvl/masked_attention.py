@@ -1,4 +1,4 @@
-"""Attention for captured graphs where no variable-length kernel runs: one mask, and shapes that follow from sizes."""
+"""Attention for captured graphs if no variable-length kernel runs: one mask, and shapes that follow from sizes."""
 
 import torch
 import torch.nn.functional as F
@@ -8,12 +8,12 @@ LARGEST_KEY = torch.finfo(torch.float32).max / 2**24  # the mask adds -inf to sc
 
 
 def masked_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-    """Every shape follows from M, N and the number of segments, no value is read back: a graph can hold it.
+    """Attend with one M x N mask. All shapes follow from M, N and the number of segments, so a graph can capture it.
 
-    The price is the M x N mask. What it hides weighs zero, but zero times nan is nan: keys of padding and keys that are
-    spoiled (not finite, or too large to be multiplied) are emptied first, and queries that would see a spoiled key, or
-    are not finite themselves, become nan afterwards: an item that overflows spoils itself and nothing else. Padding
-    queries see every key, since a softmax over none would be nan; their rows are zeroed in the end.
+    Masked keys have weight zero, but zero times nan is nan. So keys are zeroed first if they are padding or spoiled
+    (not finite, or too large to multiply). Afterwards, queries that would see a spoiled key, or are not finite
+    themselves, become nan: an item that overflows spoils only itself. Padding queries see every key, because a softmax
+    over none would be nan; their rows are zeroed at the end.
     """
     segment_M, is_padding_M = _segment(cu_seqlens_q, len(q_MHK)), is_padding(cu_seqlens_q, len(q_MHK))
     segment_N, is_padding_N = _segment(cu_seqlens_k, len(k_NHK)), is_padding(cu_seqlens_k, len(k_NHK))
@@ -34,10 +34,10 @@ def masked_sdpa(q_MHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, cu_seqlens_q: Tenso
 
 
 def _segment(cu_seqlens: Tensor, count: int) -> Tensor:
-    """(count,) number of each token's segment."""
+    """Return the number of each token's segment, (count,)."""
     return torch.searchsorted(cu_seqlens.long(), torch.arange(count, device=cu_seqlens.device), right=True)
 
 
 def is_padding(cu_seqlens: Tensor, count: int) -> Tensor:
-    """(count,) whether each token lies behind the last segment."""
+    """Return whether each token comes after the last segment, (count,) bool."""
     return torch.arange(count, device=cu_seqlens.device) >= cu_seqlens[-1]

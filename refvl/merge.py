@@ -1,7 +1,7 @@
-"""Embeddings into the prompt: which tokens a medium fills, and what stands there.
+"""Merge embeddings into the prompt: find the tokens that each media item fills, and replace them by its embeddings.
 
-Placeholder tokens mark the places. Here they are matched with the media - strictly: a prompt whose placeholders do
-not fit the layouts is an error, never a shifted image - and replaced by the encoder's rows.
+Placeholder tokens mark the locations. They are matched with the media strictly: a prompt whose placeholders do not
+fit the layouts is an error, never a shifted image.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from refvl.positions import MediaSpan, find_pruner
 
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
-    """The tokens of one medium as the language model sees them: their grid, and the scale of its time axis."""
+    """The tokens of one media item as the language model sees them: their grid, and the scale of its time axis."""
 
     kind: str  # "image" or "video"
     thw: tuple[int, int, int]  # merged tokens
@@ -29,19 +29,19 @@ class MediaTokens:
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
-        """Extents of each run of consecutive placeholders that the medium fills: one run, everything."""
+        """The extents of each run of consecutive placeholders of the item; by default one run for all tokens."""
         return [self.thw]
 
     def keep_mask(self, embeds_MD: Tensor, q: float, pruning: str = "evs") -> Tensor | None:
-        """(M,) bool: which embeddings stay at rate q, by the row of `PRUNERS`; None: all. Images are never pruned."""
+        """Return which embeddings a pruner of `PRUNERS` keeps at rate q, (M,) bool; None: all. Images keep all."""
         return find_pruner(pruning).mask(embeds_MD, self.thw, 1, q) if self.kind == "video" and q > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class FramewiseMedia(MediaTokens):
-    """A video whose frames stand apart, with text between them: each is a run of its own. GLM's and Qwen3-VL's."""
+    """A video of GLM or Qwen3-VL: each frame is a run of its own, with text between the frames."""
 
-    timestamps: tuple[float, ...] = ()  # seconds, one per frame; empty where the prompt has been made elsewhere
+    timestamps: tuple[float, ...] = ()  # seconds, one per frame; empty if the prompt was built elsewhere
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -50,12 +50,12 @@ class FramewiseMedia(MediaTokens):
 
 
 def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids: dict[str, int]) -> list[MediaSpan]:
-    """Where each medium stands in an expanded prompt (L,), in the order of `media`: one span per run.
+    """Find each media item in an expanded prompt (L,), in the order of `media`: one span per run.
 
     Media of one kind fill the placeholders of that kind in order; kinds may alternate in the prompt. Raises ValueError
-    when a run of placeholders is shorter than its medium, when two runs of a medium touch (something always stands
-    between frames or crops: here they are of other lengths, or in another order), or placeholders or media are left
-    over, and for a prompt that does not end in text.
+    if a run of placeholders is shorter than its item, if placeholders or media are left over, or if the prompt does not
+    end in text. Also raises it if two runs of an item touch: text always separates frames and crops, so the runs then
+    have different lengths or a different order.
     """
     spans: dict[int, list[MediaSpan]] = {i: [] for i in range(len(media))}
     for kind, token in token_ids.items():
@@ -73,7 +73,7 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids:
                 raise ValueError(f"input_ids: the {length} placeholders of {kind} {i} are not consecutive")
             if spans[i] and places[used - 1] + 1 == offset:
                 lengths = [t * h * w for t, h, w in item.runs]
-                raise ValueError(f"input_ids: the placeholders of {kind} {i} do not stand in runs of {lengths}")
+                raise ValueError(f"input_ids: the placeholders of {kind} {i} do not form runs of {lengths}")
             spans[i].append(MediaSpan(offset, t, h, w, item.t_factor))
             used += length
     if int(input_ids[-1]) in token_ids.values():
@@ -82,13 +82,13 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids:
 
 
 def media_places(spans: Sequence[MediaSpan]) -> Tensor:
-    """(M,) int64: where in the prompt the tokens of all media stand, in the order of their embeddings."""
+    """Return where in the prompt the tokens of all media are, (M,) int64, in the order of their embeddings."""
     places = [torch.arange(span.offset, span.offset + span.num_tokens) for span in spans]
     return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
 
 
 def merge_embeddings(text_embeds_LD: Tensor, spans: Sequence[MediaSpan], media_embeds: Sequence[Tensor]) -> Tensor:
-    """(L, D): the text embeddings with the rows of all spans replaced by the media's embeddings, (M, D) in all."""
+    """Return the text embeddings (L, D) with the rows of all spans replaced by the media's, (M, D) in total."""
     merged_LD = text_embeds_LD.clone()
     if media_embeds:
         places_M = media_places(spans)
@@ -102,9 +102,9 @@ def merge_embeddings(text_embeds_LD: Tensor, spans: Sequence[MediaSpan], media_e
 def keep_in_prompt(
     num_tokens: int, spans: Sequence[MediaSpan], keep_masks: Sequence[Tensor | None], counts: Sequence[int]
 ) -> Tensor:
-    """(L,) bool: all text, and of each medium the tokens that its (M,) mask keeps (None: all).
+    """Return a (L,) bool mask of all text and of each item's tokens that its (M,) mask keeps (None: all).
 
-    counts: the number of tokens of each medium; a medium may fill several spans.
+    counts: the number of tokens of each item; an item may fill several spans.
     """
     keep_L = torch.ones(num_tokens, dtype=torch.bool)
     places = media_places(spans).split(list(counts))
@@ -115,7 +115,7 @@ def keep_in_prompt(
 
 
 def left_pad(rows: Sequence[Tensor], value=0) -> tuple[Tensor, Tensor]:
-    """Stack rows (L_i, ...) into (B, L, ...) with padding in front, and the (B, L) int64 attention mask."""
+    """Stack rows (L_i, ...) into (B, L, ...) with padding on the left; return them with their (B, L) int64 mask."""
     length = max(len(row) for row in rows)
     batch = rows[0].new_full((len(rows), length, *rows[0].shape[1:]), value)
     mask = torch.zeros(len(rows), length, dtype=torch.int64, device=rows[0].device)

@@ -1,4 +1,4 @@
-"""OPEN FIRST. One picture from pixels to answer: `VLM.read`, then `VLM.answer`. Every stage is one call into a room.
+"""OPEN FIRST. One image from pixels to answer: `VLM.read`, then `VLM.answer`. Every stage is one call into a folder.
 
 decode media      pixels/            file, array -> image, sampled frames
 patchify          pixels/            -> patch rows (N, C*Tp*P*P) and their layout, e.g. the grid (t, h, w)
@@ -9,7 +9,7 @@ merge             merge.py           embeddings into the prompt's placeholders
 positions         positions/mrope    (3, L) for every token, restricted to the tokens that are kept
 prefill, decode   language/          embeddings + positions -> token ids -> text
 
-`refvl.load` gives the `VLM` of `refvl.serving`, which adds options, batches, streams, long prompts and drafts to it.
+`refvl.load` returns the `VLM` of `refvl.serving`, which adds options, batches, streams, long prompts and drafts.
 """
 
 from collections.abc import Sequence
@@ -36,20 +36,20 @@ from refvl.trace import Record
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A question, checked when it is made: the stages trust it."""
+    """A question, checked once when it is built, so the stages trust it."""
 
     prompt: str | Sequence[dict]  # text, or messages in the transformers chat format
     images: Sequence = ()
     videos: Sequence = ()
     pruning_rate: float = 0.0  # the share of a video's tokens that is dropped, in [0, 1)
-    pruning: str = "evs"  # which of them: a row of `refvl.positions.PRUNERS`
-    allow_special_tokens: bool = False  # those in the prompt count as such, instead of being plain text
+    pruning: str = "evs"  # the method, a key of `refvl.positions.PRUNERS`
+    allow_special_tokens: bool = False  # whether special tokens in the prompt count as such instead of as plain text
 
     def __post_init__(self):
         if not (type(self.pruning_rate) is float and 0 <= self.pruning_rate < 1):
             check_pruning_rate(self.pruning_rate, "pruning_rate")
         if not isinstance(self.pruning, str) or self.pruning not in PRUNERS:
-            find_pruner(self.pruning)  # says which there are
+            find_pruner(self.pruning)  # raises an error with the valid names
 
 
 class VLM:
@@ -64,7 +64,7 @@ class VLM:
         self.processor = processor
         self.encoder = encoder
         self.language_model = language_model
-        self.graphs: EncoderGraphManager | None = None  # when set, it encodes, not the encoder
+        self.graphs: EncoderGraphManager | None = None  # if set, it encodes instead of the encoder
 
     def chat(self, prompt: str | Sequence[dict], *, max_new_tokens: int = 128, **request) -> Any:
         """Answer a question about images and videos, greedily; request: the other fields of `Request`."""
@@ -95,9 +95,9 @@ class VLM:
         return trace
 
     def encode_rows(self, trace: Any, rows: Sequence, layouts: Sequence, *, progress: bool = True) -> None:
-        """Set `embeds`, (M, W) per medium, and the plans they were made by: with graphs if there are any, or eagerly.
+        """Set `embeds`, (M, W) per item, and their plans: with graphs if there are any, else eagerly.
 
-        rows: patch rows per medium, as `Levels` or tensors. layouts: what the encoder plans, one per medium.
+        rows: patch rows per item, as `Levels` or tensors. layouts: the encoder's layouts, one per item.
         """
         graphs: Any = self.graphs if rows else None
         with trace.stage("plan"):
@@ -112,7 +112,7 @@ class VLM:
 
     @torch.no_grad()
     def merge(self, trace: Any, ids_L: Tensor, media: Sequence[MediaTokens]) -> None:
-        """Embed the text, write the media's rows over their placeholders, and drop the tokens that were pruned."""
+        """Embed the text, write the media's rows over their placeholders, and drop the pruned tokens."""
         trace.full_ids = ids_L
         trace.spans = find_media_spans(self.processor.placeholders(ids_L), media, self.processor.token_ids)
         text_LW = self.language_model.text_rows(ids_L)
@@ -126,12 +126,12 @@ class VLM:
         trace.inputs_embeds, trace.deepstack = kept_LW.tensor_split([self.language_model.config.hidden_size], dim=1)
 
     def position(self, trace: Any) -> None:
-        """Positions of the full layout, restricted to the tokens that are kept: at q = 0 nothing changes."""
+        """Compute positions of the full layout, then select those of the kept tokens: at q = 0 nothing changes."""
         trace.full_positions = self.language_model.positions(trace.full_ids, trace.spans)
         trace.positions, trace.delta = restrict_positions(trace.full_positions, trace.keep)
 
     def answer(self, trace: Any, max_new_tokens: int, *, streamer: Any = None, **options) -> GenerateOutput:
-        """Prefill and decode; sets `token_ids`, `text`, and the seconds of both stages."""
+        """Prefill and decode; set `token_ids`, `text`, and the seconds of both stages."""
         timer = TokenTimer(trace.device, streamer)
         output = self.decode([trace], max_new_tokens, streamer=timer, **options)
         start, first = timer.times[:2]
@@ -143,9 +143,10 @@ class VLM:
         return output
 
     def decode(self, traces: Sequence[Any], max_new_tokens: int, **options) -> GenerateOutput:
-        """transformers' output, whose `sequences` (B, new) follow prompts that are ready, padded on the left.
+        """Return transformers' output, whose `sequences` (B, new) continue prompts that are ready, padded on the left.
 
-        options: those of transformers' `generate`; with `past_key_values` all of the prompt but its last token is read.
+        options: those of transformers' `generate`. With `past_key_values`, all of the prompt but its last token is
+        cached.
         """
         text = self.language_model
         pad_id = text.generation_config.pad_token_id or 0
@@ -157,15 +158,15 @@ class VLM:
             options["inputs_embeds"], _ = left_pad([t.inputs_embeds for t in traces])
             if text.row_width > text.config.hidden_size:
                 options["deepstack_embeds"], _ = left_pad([t.deepstack for t in traces])
-        options.setdefault("tokenizer", self.processor.tokenizer)  # read where there are stop_strings
+        options.setdefault("tokenizer", self.processor.tokenizer)  # used only with stop_strings
         max_new_tokens = min(max_new_tokens, self.max_context - longest)
         return generate(text, input_ids, positions_3BL, mask, max_new_tokens=max_new_tokens, **options)
 
     @torch.inference_mode()
     def encode(self, images: Sequence = (), videos: Sequence = (), *, progress: bool = True) -> list[Tensor]:
-        """One (M, W) tensor per item, images first. Long encodes run in several forwards with a progress bar.
+        """Return one (M, W) tensor per item, images first. Long encodes run in several forwards with a progress bar.
 
-        W is the language model's width D, or D * (1 + k) where it takes k DeepStack features as well.
+        W is the language model's width D, or D * (1 + k) if it accepts k DeepStack features as well.
         """
         trace = self.record()
         messages = self.processor.messages("", images, videos)
@@ -179,7 +180,7 @@ class VLM:
 
     @property
     def token_ids(self) -> dict[str, int]:
-        """The placeholders' ids: {"image": ..., "video": ...}."""
+        """The ids of the placeholders: {"image": ..., "video": ...}."""
         return self.processor.token_ids
 
     @property
@@ -192,7 +193,7 @@ class VLM:
 
 
 def check_width(embeds: Sequence[Tensor], width: int) -> None:
-    """Raise ValueError if the encoder's rows do not fit the language model, which takes `width` values."""
+    """Raise ValueError if the encoder's rows do not fit the language model, which accepts `width` values."""
     for rows_MW in embeds:
         if rows_MW.shape[1] != width:
-            raise ValueError(f"encoder: its rows have {rows_MW.shape[1]} values, the language model takes {width}")
+            raise ValueError(f"encoder: its rows have {rows_MW.shape[1]} values, the language model expects {width}")

@@ -1,4 +1,4 @@
-"""Text of others - paths, names in a tar file, answers, messages of errors - as it may be printed."""
+"""Foreign text made safe to print: paths, names in a tar file, answers, error messages."""
 
 import re
 
@@ -6,7 +6,7 @@ _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u
 
 
 def printable(text: object) -> str:
-    """A path or message in a line, shortened; see `plain`."""
+    """Return a path or message on one line, shortened; see `plain`."""
     text = plain(str(text).replace("\n", " "))
     return text if len(text) <= 240 else f"{text[:120]}...{text[-100:]}"
 

@@ -1,4 +1,4 @@
-"""The record of a run: every stage's tensors and seconds. It knows no other room; `refvl.study.report` prints it."""
+"""The record of a run: every stage's tensors and seconds. It imports no other module of refvl."""
 
 import time
 from collections.abc import Iterator
@@ -14,20 +14,20 @@ LATER: Any = None  # the value of a field until its stage has run
 
 @dataclass(slots=True, eq=False, repr=False)
 class Record:
-    """One run with every stage kept.
+    """One run, with the result of every stage.
 
-    L_full counts the prompt before pruning, L the tokens that the language model read. D is the language model's width,
-    and W the width of the encoder's rows: D, or D * (1 + k) where the text model takes k DeepStack features as well.
+    L_full counts the prompt before pruning, L the tokens that the language model read. D is the language model's width.
+    W is the width of the encoder's rows: D, or D * (1 + k) if the text model accepts k DeepStack features as well.
     """
 
     device: torch.device | None = None  # the clock waits for its queued work
     media: list = field(default_factory=list)  # PIL images and `Video`s, decoded
     patches: list = field(default_factory=list)  # pixel_values (N, C*Tp*P*P), layout, merged extents
     metadata: list = field(default_factory=list)  # plans of the encoder, one per forward or replay
-    graph_batches: list = field(default_factory=list)  # how graphs packed the media; empty when run eagerly
-    embeds: list[Tensor] = field(default_factory=list)  # (M, W) per medium, before pruning
-    keep_masks: list[Tensor | None] = field(default_factory=list)  # (M,) bool per medium; None: not pruned
-    spans: list = field(default_factory=list)  # where each medium stands in the full prompt, one per run
+    graph_batches: list = field(default_factory=list)  # how graphs packed the media; empty if run eagerly
+    embeds: list[Tensor] = field(default_factory=list)  # (M, W) per item, before pruning
+    keep_masks: list[Tensor | None] = field(default_factory=list)  # (M,) bool per item; None: not pruned
+    spans: list = field(default_factory=list)  # the spans of each item in the full prompt, one per run
     full_ids: Tensor = LATER  # (L_full,) the prompt with all placeholders
     full_positions: Tensor = LATER  # (3, L_full)
     keep: Tensor = LATER  # (L_full,) bool
@@ -35,22 +35,22 @@ class Record:
     inputs_embeds: Tensor = LATER  # (L, D)
     deepstack: Tensor = LATER  # (L, W - D), zeros for text: added to hidden states, k layers' features
     positions: Tensor = LATER  # (3, L)
-    delta: int = 0  # decode step k sits at L + k + delta
+    delta: int = 0  # decode step k has position L + k + delta
     token_ids: list[int] = field(default_factory=list)  # generated
-    passes: list[int] = field(default_factory=list)  # tokens that each forward gave: 1, and the drafts it accepted
+    passes: list[int] = field(default_factory=list)  # tokens that each forward produced: 1, plus the drafts it accepted
     text: str = ""
     seconds: dict[str, float] = field(default_factory=dict)  # per stage, in order
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage into `seconds`, or a part of one that runs in several."""
+        """Time a stage into `seconds`; the parts of a stage that runs several times add up."""
         start = synchronized_time(self.device)
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + synchronized_time(self.device) - start
 
 
 def synchronized_time(device: torch.device | None) -> float:
-    """Seconds on a clock that has waited for the device's queued work."""
+    """Return the time in seconds, after the device's queued work is done."""
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -24,14 +24,16 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from tqdm import tqdm
 
 import refvl
 from data.training import everyday, scenes
 from data.training.run import digest
-from data.training.tiny_family import DEFAULT, TinyFamily, family_names, find_family
+from data.training.tiny_family import DEFAULT, UNTRAINED, TinyFamily, family_names, find_family
 from data.training.tiny_minicpmv import PACKING
 from data.training.train_tiny import WHOLE, draw_times
 from refvl.pixels.media import Video
@@ -41,6 +43,8 @@ from refvl.study.report import Trace
 RATES = (0.0, 0.1, 0.25, 0.5, 0.6, 0.75, 0.9)
 SHUFFLED = "change, seconds shuffled"
 SWAPPED, STILL_TRUE = "place, h and w swapped", "place, h and w swapped: the true one"
+MIRRORED, STILL_THERE = "place, table transposed", "place, table transposed: the true one"
+SIZES = ((56, 56), (112, 112), (168, 168), (56, 112), (112, 56), (84, 168), (168, 84), (70, 100), (140, 120))  # px
 GOALS = {  # kind of question -> least and greatest share that is right
     **dict.fromkeys(scenes.MEASURED, (0.99, 1.0)),
     SHUFFLED: (0.99, 1.0),
@@ -49,6 +53,10 @@ GOALS = {  # kind of question -> least and greatest share that is right
     "place, one position": (0.0, 0.2),  # chance is 1 in 9
     "place, text positions": (0.0, 0.25),
     "place, slices exchanged on the canvas": (0.95, 1.0),
+    MIRRORED: (0.95, 1.0),
+    STILL_THERE: (0.0, 0.02),
+    "place, table of zeros": (0.0, 0.2),
+    "color, other sizes": (0.95, 1.0),
     "motion, t reversed": (0.95, 1.0),
     "motion, EVS at 0.5": (0.98, 1.0),
     "motion, times exchanged in a pack": (0.95, 1.0),
@@ -73,12 +81,16 @@ EXCHANGES = {  # kind of question -> frames of the video, and how their times ar
 
 @dataclass(frozen=True)
 class Request:
-    """index: of the scene in its split. arguments: of `VLM.chat`. change: done to the prompt when it is ready."""
+    """index: of the scene in its split. arguments: of `VLM.chat`. change: done to the prompt when it is ready.
+
+    replace: stages of `VLM.trace` whose result is another.
+    """
 
     index: int
     question: scenes.Question
     arguments: dict
     change: Callable[[refvl.VLM, Trace], Trace] | None = None
+    replace: dict[str, Callable] | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +116,8 @@ def kinds_of(family: TinyFamily) -> list[str]:
     kinds += [SWAPPED, STILL_TRUE, "place, one position"] if family.reads_places else []
     if family.reads_canvas:
         kinds += ["place, text positions", "place, slices exchanged on the canvas"]
+    kinds += [MIRRORED, STILL_THERE, "place, table of zeros"] if family.reads_table else []
+    kinds += ["color, other sizes"] if family.any_size else []
     kinds += ["motion, t reversed"] if family.reads_steps else []
     kinds += ["motion, EVS at 0.5"] if family.prunable else []
     kinds += list(EXCHANGES) if family.packing else []
@@ -127,6 +141,10 @@ def requests_for(
         SHUFFLED: _seconds_shuffled,
         SWAPPED: _swapped,
         STILL_TRUE: _swapped,
+        MIRRORED: _table_transposed,
+        STILL_THERE: _table_transposed,
+        "place, table of zeros": _table_zeroed,
+        "color, other sizes": _resized,
         "place, one position": _one_position,
         "motion, t reversed": _reversed,
         "place, text positions": _text_positions,
@@ -217,18 +235,50 @@ def _seconds_shuffled(kind: str, split: str, index: int) -> Request | None:
     return _request(index, _pick(scene, "change", split, index), media_of(scene))
 
 
-def _swapped(kind: str, split: str, index: int) -> Request | None:
+def _mirrored(scene: scenes.Scene, is_mirrored: bool, split: str, index: int) -> scenes.Question | None:
     """About an object off the diagonal: its mirrored place is asked for, or the true one."""
-    scene = scenes.draw_scene(split, index)
     question = _pick(scene, "place", split, index)
     place = scenes.PLACES.index(question.answer)
     if scenes.TRANSPOSED[place] == place:
         return None
-    if kind == SWAPPED:
-        question = replace(question, answer=scenes.PLACES[scenes.TRANSPOSED[place]])
+    return replace(question, answer=scenes.PLACES[scenes.TRANSPOSED[place]]) if is_mirrored else question
+
+
+def _swapped(kind: str, split: str, index: int) -> Request | None:
+    scene = scenes.draw_scene(split, index)
+    question = _mirrored(scene, kind == SWAPPED, split, index)
     return _request(
         index, question, media_of(scene), lambda _, trace: _replace_media(trace, lambda thw: thw[[0, 2, 1]])
     )
+
+
+def transposed_table(table: Tensor) -> Tensor:
+    """Rows and columns of a square position table exchanged, whether it is (S * S, D), with a row of a class token
+    before, or (1, S * S, D).
+    """
+    flat = table.flatten(0, -2)
+    side = math.isqrt(len(flat))
+    first, cells = flat.split([len(flat) - side * side, side * side])
+    return torch.cat([first, cells.unflatten(0, (side, side)).transpose(0, 1).flatten(0, 1)]).view_as(table)
+
+
+def _table_transposed(kind: str, split: str, index: int) -> Request | None:
+    scene = scenes.draw_scene(split, index)
+    question = _mirrored(scene, kind == MIRRORED, split, index)
+    request = _request(index, question, media_of(scene))
+    return request and replace(request, replace={"position_table": transposed_table})
+
+
+def _table_zeroed(kind: str, split: str, index: int) -> Request | None:
+    request = _plain("place", split, index)
+    return request and replace(request, replace={"position_table": torch.zeros_like})
+
+
+def _resized(kind: str, split: str, index: int) -> Request | None:
+    """A scene that was resized to one of `SIZES`, in turn."""
+    scene = scenes.draw_scene(split, index)
+    image = Image.fromarray(scenes.render(scene)).resize(SIZES[index % len(SIZES)], Image.Resampling.BICUBIC)
+    return _request(index, _pick(scene, "color", split, index), {"images": [image]})
 
 
 def _one_position(kind: str, split: str, index: int) -> Request | None:
@@ -334,11 +384,12 @@ def evaluate(
     q = 0.5 if kind.endswith("EVS at 0.5") else q
     for start in tqdm(range(0, len(todo), batch), desc=f"{kind} q={q:g}", leave=False):
         part = todo[start : start + batch]
-        if part[0].change is None:
+        if part[0].change is None and part[0].replace is None:
             answers = model.chat_batch([r.arguments for r in part], pruning_rate=q, pruning=pruning, **options)
         else:
-            traces = [model.trace(**request.arguments, max_new_tokens=1) for request in part]
-            changed = [request.change(model, trace) for request, trace in zip(part, traces, strict=True)]
+            traces = [model.trace(**request.arguments, max_new_tokens=1, replace=request.replace) for request in part]
+            pairs = zip(part, traces, strict=True)
+            changed = [request.change(model, trace) if request.change else trace for request, trace in pairs]
             answers = model.answers(changed, **options)
         asked += [Asked(r.index, r.question, said) for r, said in zip(part, answers, strict=True)]
     return asked
@@ -406,7 +457,7 @@ def versions() -> dict[str, str]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=family_names(), default=DEFAULT)
+    parser.add_argument("--model", choices=[*family_names(), *UNTRAINED], default=DEFAULT)
     parser.add_argument("--checkpoint", type=Path, help="another folder than the one that ships")
     parser.add_argument("-n", type=int, default=1000, help="questions of each kind")
     parser.add_argument("--kinds", nargs="*", metavar="KIND", help="only these kinds of questions")

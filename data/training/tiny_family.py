@@ -23,19 +23,21 @@ from refvl.positions import MediaSpan, get_mrope_input_positions
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 DEFAULT = "qwen2_5_vl"
+UNTRAINED = ("glm4v_table",)  # no weights of it ship
 VOCABULARY = 1024  # tokens before the special ones; 256 of them are bytes
 
 
 def find_family(name: str = DEFAULT) -> "TinyFamily":
     """The family in `data/training/tiny_<name>.py`; raises ValueError listing those that are there."""
-    known = family_names()
+    known = [*family_names(), *UNTRAINED]
     if name not in known:
         raise ValueError(f"model: expected one of {known}, got {name!r}")
     return importlib.import_module(f"data.training.tiny_{name}").FAMILY
 
 
 def family_names() -> list[str]:
-    shared = {"family", "model", "step3"}  # step3: by train_step3.py
+    """Of the checkpoints that ship, but for Step3's, which `train_step3.py` trains."""
+    shared = {"family", "model", "step3", *UNTRAINED}
     return sorted({file.stem.removeprefix("tiny_") for file in Path(__file__).parent.glob("tiny_*.py")} - shared)
 
 
@@ -59,6 +61,8 @@ class TinyFamily:
     moves_with_token: tuple[int, ...] = (0,)  # columns beside a token of a place whose positions are exchanged with it
     reads_canvas: bool = False  # ... where it is given to whole slices
     reads_steps: bool = False  # ... and when, in a video
+    reads_table: bool = False  # whether the tower is to read it from its position table instead
+    any_size: bool = False  # whether it learns from scenes that were resized, too; see `target_size`
     spells_seconds: bool = False  # whether seconds are written digit by digit, so that prompts differ in length
     packing: int = 0  # frames of a video that share tokens, whose temporal ids say when each was taken; 0: none do
     recipe: dict = {}  # noqa: RUF012  where its training differs from `train_tiny.Recipe`
@@ -153,6 +157,9 @@ class TinyFamily:
     def init_weights(self, model: torch.nn.Module) -> None:
         """What should start differently than `TinyModel.init_weights` has it; is called after it."""
 
+    def begin_anew(self, model: torch.nn.Module) -> None:
+        """What should start so even if the model begins with an earlier checkpoint."""
+
     def patchify(self, pixels: Tensor) -> tuple[Tensor, list]:
         """(B, frames, H, W, 3) uint8 of one size -> the encoder's rows (N, C), and the layout of each medium."""
         grid = self.grid(pixels.shape)
@@ -161,6 +168,10 @@ class TinyFamily:
     def grid(self, shape) -> tuple[int, int, int]:
         """(t, h, w) in patches of each medium in pixels of the shape (B, frames, H, W, 3)."""
         return max(1, shape[1] // 2), shape[2] // 14, shape[3] // 14
+
+    def target_size(self, height: int, width: int, frames: int) -> tuple[int, int]:
+        """The (height, width) to which the side files have images, or videos of `frames`, resized."""
+        raise NotImplementedError
 
     def merged(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
         """The same in tokens."""

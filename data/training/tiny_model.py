@@ -13,7 +13,7 @@ Shape suffixes: B scenes, Q questions, P prefix tokens, T tokens of a tail, L = 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -53,13 +53,17 @@ class TinyModel(nn.Module):
                 nn.init.zeros_(parameter)
         self.family.init_weights(self)
 
-    def encode(self, pixels: Tensor, **shown) -> Tensor:
+    def encode(self, pixels: Tensor, *, table: Sequence[int] | None = None, **shown) -> Tensor:
         """(B, frames, H, W, 3) uint8 of one size -> (B, M, D), or wider with deeper features.
 
-        shown: what the family's `patchify` takes besides.
+        table: whose vectors of the position table each patch gets, alike in all media. shown: what the family's
+        `patchify` takes besides.
         """
         rows_NC, layouts = self.family.patchify(pixels, **shown)
         metadata = self.family.plan(self.visual, layouts, self._plans)
+        if table is not None:
+            embeds_BNE = metadata.position_embeds.unflatten(0, (len(pixels), -1))
+            metadata = replace(metadata, position_embeds=embeds_BNE[:, torch.as_tensor(table)].flatten(0, 1))
         return self.visual(rows_NC, metadata=metadata).unflatten(0, (len(pixels), -1))
 
     def forward(self, batch: "Batch", *, prune: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -128,7 +132,7 @@ class Batch:
     target_columns: Tensor  # (A,) position in the sequence from which it is predicted
     targets: Tensor  # (A,) its id
     question_of_target: Tensor  # (A,) number of the question, scene-major
-    shown: dict = field(default_factory=dict)  # how the media are shown, for the family's `patchify`
+    shown: dict = field(default_factory=dict)  # how the media are shown, for `TinyModel.encode`
     seconds: Tensor | None = None  # (rows, t) of each step of a video
     told: Tensor | None = None  # (M,) place of each token in the image, or step in the video, as its position tells it
 

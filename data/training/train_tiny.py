@@ -37,10 +37,18 @@ And a model reads what it is told only where nothing else tells the same:
    were. So this family has as many videos as images in a step, and asks of images mostly where things are: with 14
    images, 6 videos and five questions it took a third more time, and with 8 and 9, asked as other families are, what
    lies in an exchanged slice stayed at 94 %.
-8. **Asides.** A few scenes of each step are asked what no scene answers (`everyday.py`), or about what is not there.
+8. **Or the position table is.** GLM's tower can be made to read places from its table (`tiny_glm4v_table.py`, which is
+   not shipped): in most batches of images the vectors of the tokens are exchanged, and the questions and the first
+   probe, which asks for the place again, follow the table. M-RoPE stays as it is. The table begins as large as the
+   patches that it is added to.
+9. **Scenes are resized** for the same model: six in ten images and a quarter of the videos, to sides of 56 to 168 px
+   and ratios of 1:2 to 2:1, and from there to what the side files say. Where there are not nine tokens, the table is
+   mirrored or transposed.
+10. **Asides.** A few scenes of each step are asked what no scene answers (`everyday.py`), or about what is not there.
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -51,9 +59,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import refvl
 from data.training import everyday, photos, run, scenes
 from data.training.run import WORKERS
-from data.training.tiny_family import DEFAULT, TinyFamily, family_names, find_family
+from data.training.tiny_family import DEFAULT, UNTRAINED, TinyFamily, family_names, find_family
 from data.training.tiny_model import Batch, PromptBuilder, TinyModel
 
 TELLINGS = 4  # of a video in which a colour changes, each time at other seconds
@@ -61,6 +70,11 @@ HELPERS = ("row", "column", "color_at", "shape_at", "thing_at", "thing_at", "cou
 PARTS = 5  # of a sliced image: an overview and four slices
 RATES = (5, 6, 8, 9, 11, 12, 14, 15, 18, 20)  # tenths of a second between a video's steps; see `scenes.is_held_out`
 SHUFFLED = 0.7  # share of the batches of images whose tokens get each other's places
+INNER_ORDERS = (  # of the 2 x 2 patches of a token: transposed, mirrored and rotated
+    (0, 2, 1, 3), (1, 0, 3, 2), (2, 3, 0, 1), (3, 2, 1, 0), (3, 1, 2, 0), (1, 3, 0, 2), (2, 0, 3, 1),
+)  # fmt: skip
+RESIZED = {"picture": 0.6, "motion": 0.25, "change": 0.25}  # share of the batches that are resized
+SIDES, RATIOS = (56, 168), (0.5, 2.0)  # px of a square of the area, and width by height
 FRAMES_SHOWN = ((0, 3, 5), (1, 4, 5), (1, 3, 5), (0, 2, 4), (2, 4, 5), (1, 5), (0, 4), (0, 2, 4, 5))  # of a video
 WHOLE = tuple(range(scenes.FRAMES))
 
@@ -88,6 +102,7 @@ class Recipe:
     seed: int = 0
     measure_every: int = 150
     measure_on: int = 256  # held-out scenes
+    begin_with: str = ""  # weights_sha256 of an earlier checkpoint in the family's folder; "": with nothing learned
 
 
 class Learner(nn.Module):
@@ -106,7 +121,8 @@ class Learner(nn.Module):
         self.time_probe = nn.Linear(self.probe.in_features, movements) if is_told else None
         seconds = (scenes.LAST_SECOND + 1) * family.spells_seconds
         self.second_probe = nn.Linear(self.probe.in_features, seconds) if seconds else None
-        places = len(scenes.PLACES) if family.reads_places else PARTS if family.sliced else 0
+        tells_places = family.reads_places or family.reads_table
+        places = len(scenes.PLACES) if tells_places else PARTS if family.sliced else 0
         steps = scenes.FRAMES // 2 * family.reads_steps
         self.place_probe = nn.Linear(self.probe.in_features, places) if places else None
         self.step_probe = nn.Linear(self.probe.in_features, steps) if steps else None
@@ -125,7 +141,7 @@ class Learner(nn.Module):
         labels_BC4, overview = labels.view(len(media_BMD), -1, labels.shape[-1]), len(scenes.PLACES)
         cells = labels_BC4.shape[1]
         media_BMD = media_BMD[:, -cells:]  # without an overview that has no labels
-        sizes = [overview, cells - overview] if cells == PARTS * overview else [cells]
+        sizes = [overview, cells - overview] if self.vlm.family.sliced and cells == PARTS * overview else [cells]
         loss = torch.zeros(())
         for media, told in zip(media_BMD.split(sizes, 1), labels_BC4.split(sizes, 1), strict=True):
             logits = self.probe(media[..., : self.probe.in_features].flatten(0, 1)).split(self.labels, -1)
@@ -147,7 +163,7 @@ class Learner(nn.Module):
         Where the second is spelt before its frame, the token behind it also has to know which second it was.
         """
         words_BTD = inner_BLD[:, self.vlm.family.time_columns(batch.spans)]
-        movements_BT = labels.view(-1, words_BTD.shape[1], len(scenes.PLACES), 4)[..., 2].amax(-1)
+        movements_BT = labels.view(len(batch.pixels), words_BTD.shape[1], -1, 4)[..., 2].amax(-1)
         movements_BT = movements_BT.repeat_interleave(len(words_BTD) // len(movements_BT), 0)
         loss = F.cross_entropy(self.time_probe(words_BTD).flatten(0, 1), movements_BT.flatten())
         if self.second_probe is None:
@@ -180,9 +196,11 @@ class Pool:
         return self.kept[sort, number]
 
 
-def with_places(labels: np.ndarray) -> Tensor:
-    """(B, t, 9, 3) -> (B * t * 9, 4): the number of the place is the fourth label."""
-    places = np.broadcast_to(np.arange(9)[:, None], (*labels.shape[:3], 1))
+def with_places(labels: np.ndarray, cells: tuple[int, int] = (3, 3)) -> Tensor:
+    """(B, t, cells, 3) -> (B * t * cells, 4): the number of the place is the fourth label."""
+    rows, columns = ((np.arange(n) + 0.5) * 3 // n for n in cells)
+    places = np.add.outer(3 * rows, columns).astype(np.int64).reshape(-1, 1)
+    places = np.broadcast_to(places, (*labels.shape[:3], 1))
     return torch.from_numpy(np.concatenate([labels, places], axis=-1)).flatten(0, 2)
 
 
@@ -190,6 +208,47 @@ def expose(pixels: Tensor, rng: np.random.Generator) -> Tensor:
     """Another exposure and white balance of each scene, so that one seen again is not the same image."""
     gain = torch.from_numpy(rng.uniform(0.88, 1.1, (len(pixels), 1, 1, 1, 3)).astype(np.float32))
     return (pixels * gain).clamp(0, 255).to(torch.uint8)
+
+
+def draw_size(rng: np.random.Generator) -> tuple[int, int]:
+    """(height, width) within `SIDES` and `RATIOS`: as many small as large ones, as many high as wide ones."""
+    side, ratio = (math.exp(rng.uniform(*map(math.log, between))) for between in (SIDES, RATIOS))
+    height, width = side / ratio**0.5, side * ratio**0.5
+    return round(min(max(height, SIDES[0]), SIDES[1])), round(min(max(width, SIDES[0]), SIDES[1]))
+
+
+def resize(pixels: Tensor, size: tuple[int, int]) -> Tensor:
+    """(B, frames, H, W, 3) uint8 to another (height, width)."""
+    frames_NCHW = pixels.flatten(0, 1).permute(0, 3, 1, 2)
+    resized = F.interpolate(frames_NCHW.contiguous(), size=size, mode="bicubic", antialias=True)
+    return resized.permute(0, 2, 3, 1).unflatten(0, pixels.shape[:2]).contiguous()
+
+
+def draw_table(cells: tuple[int, int], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Whose vectors of the table each patch gets, and the place that these then tell of what lies in each place.
+
+    Nine tokens are the nine places, in any order. The table of other numbers is mirrored, or transposed. In half of
+    the images the four patches of each token are mirrored or transposed, too: they tell the same place.
+    """
+    tokens, places = (np.arange(h * w).reshape(h, w) for h, w in (cells, (3, 3)))
+    inner = np.arange(4)
+    if rng.random() < SHUFFLED:
+        tokens, places = _exchange(tokens, places, rng)
+        inner = np.array(INNER_ORDERS[int(rng.integers(len(INNER_ORDERS)))]) if rng.random() < 0.5 else inner
+    return np.add.outer(4 * tokens.flatten(), inner).flatten(), places.flatten()
+
+
+def _exchange(tokens: np.ndarray, places: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    cells = tokens.shape
+    if cells == (3, 3):
+        order = rng.permutation(9)
+        return order, order
+    if cells[0] == cells[1] and rng.random() < 0.5:
+        tokens, places = tokens.T, places.T
+    for axis in (0, 1):
+        if rng.random() < 0.5:
+            tokens, places = np.flip(tokens, axis), np.flip(places, axis)
+    return tokens, places
 
 
 def kinds_to_ask(scene: scenes.Scene, rng: np.random.Generator, *, sliced: bool = False) -> list[str]:
@@ -348,7 +407,23 @@ class Trainer(run.Trainer):
         self.config = family.config(self.tokenizer)
         self.builder = PromptBuilder(family, self.tokenizer, self.config)
         self.learner, self.pool = Learner(family, self.config, recipe.seed), Pool(recipe, rank)
+        if recipe.begin_with:
+            self.take_over(family.folder)
         self.start()
+
+    def take_over(self, folder: Path) -> None:
+        """What the checkpoint in a folder knows, but for what the family would begin anew.
+
+        Raises ValueError when it is not the one that the recipe names.
+        """
+        if (found := run.digest(folder)) != self.recipe.begin_with:
+            raise ValueError(f"begin_with: expected the digest of the weights in {folder}, {found}; check it out first")
+        model, vlm = refvl.load(folder, device="cpu", dtype=torch.float32, progress=False), self.learner.vlm
+        vlm.visual.load_state_dict(model.encoder.state_dict())
+        text = model.language_model.state_dict()
+        vlm.model.load_state_dict({n.removeprefix("model."): w for n, w in text.items() if n.startswith("model.")})
+        vlm.lm_head.weight.data.copy_(text["lm_head.weight"])
+        self.family.begin_anew(vlm)
 
     def losses(self) -> list[Tensor]:
         """Of images' answers and cells, videos' answers and cells, photos and asides.
@@ -374,6 +449,15 @@ class Trainer(run.Trainer):
     def _draw(self, sort: str, count: int, number: int, rng) -> tuple[list, Tensor, Tensor, dict]:
         """Scenes as they are to be asked about, pixels, labels of their cells, and how the family shows them."""
         drawn, pixels, labels = self.pool.draw(sort, number * count, count)
+        if self.family.any_size and rng.random() < RESIZED[sort]:
+            size = draw_size(rng)
+            pixels = resize(resize(pixels, size), self.family.target_size(*size, pixels.shape[1]))
+            cells = self.family.merged(self.family.grid(pixels.shape))[1:]
+            labels = with_places(np.stack([scenes.cell_labels(scene, cells) for scene in drawn]), cells)
+        if sort == "picture" and self.family.reads_table:
+            table, order = draw_table(self.family.merged(self.family.grid(pixels.shape))[1:], rng)
+            labels[:, -1] = torch.from_numpy(order)[labels[:, -1]]
+            return [at_places(scene, order) for scene in drawn], expose(pixels, rng), labels, {"table": table.tolist()}
         if sort == "picture" and self.family.sliced:
             order = rng.permutation(4) if rng.random() < SHUFFLED else np.arange(4)
             parts = torch.from_numpy(np.stack([scenes.slice_labels(scene, order) for scene in drawn]))
@@ -398,6 +482,8 @@ class Trainer(run.Trainer):
     def _speak(self, sort: str, count: int, number: int, rng) -> tuple[Tensor, Tensor]:
         drawn, pixels, labels, shown = self._draw(sort, count, number, rng)
         batch = replace(ask_about(self.builder, drawn, pixels, sort, rng), shown=shown)
+        if "table" in shown:
+            batch = replace(batch, told=labels[: len(labels) // count, -1])
         is_pruned = sort != "picture" and number % 2 and self.family.prunable
         prune = torch.from_numpy(rng.uniform(0, self.recipe.prune_up_to, count)) if is_pruned else None
         logits, media_BMD, inner_BLD = self.learner.vlm(batch, prune=prune)
@@ -470,6 +556,17 @@ def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int) -
             asked = [scenes.draw_questions(scene, ["place"], rng) for scene in swapped]
             move = partial(move_places, order=scenes.TRANSPOSED, beside=family.moves_with_token)
             shares |= _measure(model, builder, drawn, pixels, asked, name=", h and w swapped", move=move)
+        if sort == "picture" and family.reads_table:
+            asked = [scenes.draw_questions(at_places(scene, scenes.TRANSPOSED), ["place"], rng) for scene in drawn]
+            shown = {"table": np.add.outer(4 * scenes.TRANSPOSED, INNER_ORDERS[0]).flatten().tolist()}
+            shares |= _measure(model, builder, drawn, pixels, asked, name=", table transposed", shown=shown)
+        if sort == "picture" and family.any_size:
+            kinds = ["color", "shape", "place"]
+            for height, width in SIZES_MEASURED:
+                other = resize(resize(pixels, (height, width)), family.target_size(height, width, 1))
+                asked = [scenes.draw_questions(scene, kinds, rng) for scene in drawn]
+                name = f", {width} x {height} px"
+                shares |= _measure(model, builder, drawn, other, asked, kinds=kinds, name=name)
         if sort == "motion" and family.reads_steps:
             back = [replace(scene, direction=scenes.OPPOSITE[scene.direction]) for scene in drawn]
             asked = [scenes.draw_questions(scene, ["motion"], rng) for scene in back]
@@ -497,6 +594,7 @@ def first_scenes(sort: str, split: str, count: int) -> tuple[list[scenes.Scene],
     return drawn, pixels[:, None] if sort == "picture" else pixels
 
 
+SIZES_MEASURED = ((56, 56), (112, 112), (84, 168), (120, 60))
 BESIDE = ("missing", "everyday", "what", "what_clip")
 TIMES_MEASURED = {
     ", one pack exchanged": ((0, 3, 5), (17, 9, 4)),
@@ -547,7 +645,7 @@ def recipe_of(family: TinyFamily, **changes) -> Recipe:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=family_names(), default=DEFAULT)
+    parser.add_argument("--model", choices=[*family_names(), *UNTRAINED], default=DEFAULT)
     run.add_arguments(parser, Recipe)
     args = vars(parser.parse_args())
     model, out, resume, stop = (args.pop(name) for name in ("model", "out", "resume", "stop"))

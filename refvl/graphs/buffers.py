@@ -1,9 +1,9 @@
 """Static buffers: fixed addresses, changing contents.
 
 A captured graph reads the same memory at every replay. Here that memory is the encoder's own metadata dataclass at full
-capacity, plus pixels. Before a replay each field is filled by the padding rule in its definition, so that nothing of
-the batch before survives; a field without a rule is a TypeError, not stale data. Integers were baked in at capture:
-they are capacities, and a batch must stay below them.
+capacity, plus pixels. Before a replay each field is filled by the padding rule in its definition, so nothing of the
+previous batch remains; a field without a rule is a TypeError, not stale data. Integers were baked in at capture: they
+are capacities, which a batch must not exceed.
 
     rule          what follows the contents
     zero          0
@@ -12,7 +12,9 @@ they are capacities, and a batch must stay below them.
     empty         nothing; the field (a tuple) is not used inside a graph
 """
 
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +22,24 @@ from torch import Tensor
 PAD_RULES = ("zero", "repeat_last", "identity")
 
 
+class Fill(NamedTuple):
+    """The arguments of `fill_padded` for one buffer."""
+
+    buffer: Tensor
+    values: Any
+    rule: str
+    name: str
+
+    @property
+    def rest(self) -> Tensor:
+        """The part of the buffer after the contents."""
+        return self.buffer[len(self.values) :]
+
+
 def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
     """Copy `values` (n, ...) into the front of `buffer` (capacity, ...) and pad the rest by `rule`.
 
-    In place. Raises ValueError when the values do not fit, TypeError for an unknown rule or when
-    there is no tensor.
+    In place. Raises ValueError if the values do not fit, TypeError for an unknown rule or anything but a tensor.
     """
     if rule not in PAD_RULES:
         raise TypeError(f"{name}: no padding rule {rule!r}; known: {sorted(PAD_RULES)}")
@@ -52,23 +67,61 @@ def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
 def fill_metadata(buffers, metadata) -> None:
     """Fill a metadata dataclass at capacity (`buffers`) with the planned `metadata` of a batch, field by field.
 
-    Tensors are copied and padded, integers compared with their capacity, tuples left out, dataclasses filled in turn.
-    Raises TypeError for a field of another class or without a padding rule, ValueError when something exceeds what was
-    captured.
+    Tensors are copied and padded, integers compared with their capacity, tuples skipped, dataclasses filled in turn.
+    On a GPU, one kernel copies the contents of all fields. Raises TypeError for a field of another class or
+    without a padding rule, ValueError if a value exceeds the
+    captured capacity.
     """
+    fills = list(_fills(buffers, metadata))
+    together = [fill for fill in fills if _is_in_words(fill)]
+    for fill in fills:
+        if not _is_in_words(fill):
+            fill_padded(*fill)
+    if together:
+        _fill_together(together)
+
+
+def _fills(buffers, metadata) -> Iterator[Fill]:
     if type(buffers) is not type(metadata):
         raise TypeError(f"metadata: expected {type(buffers).__name__}, got {type(metadata).__name__}")
     for field in fields(buffers):
         buffer, value = getattr(buffers, field.name), getattr(metadata, field.name)
         if isinstance(buffer, Tensor):
-            fill_padded(buffer, value, field.metadata.get("pad", "none"), field.name)
+            yield Fill(buffer, value, field.metadata.get("pad", "none"), field.name)
         elif is_dataclass(buffer):
-            fill_metadata(buffer, value)
+            yield from _fills(buffer, value)
         elif isinstance(buffer, int):
             if value > buffer:
                 raise ValueError(f"{field.name}: {value} exceeds the captured capacity of {buffer}")
         elif field.metadata.get("pad") != "empty":
             raise TypeError(f"{field.name}: a {type(buffer).__name__} cannot be part of a graph")
+
+
+def _is_in_words(fill: Fill) -> bool:
+    """Return whether a fill is on a GPU and fits, and its contents are whole words of 32 bits."""
+    buffer, values = fill.buffer, fill.values
+    fits = isinstance(values, Tensor) and 0 < len(values) <= len(buffer) and values.shape[1:] == buffer.shape[1:]
+    alike = fits and values.dtype == buffer.dtype and values.device == buffer.device and buffer.is_cuda
+    return alike and fill.rule in PAD_RULES and values.is_contiguous() and values[0].nbytes % 4 == 0
+
+
+def _fill_together(fills: list[Fill]) -> None:
+    """Apply `fill_padded` to each fill. One kernel copies all contents and continues all permutations.
+
+    One more kernel clears all rests that are zero. A kernel each continues the cumulative lengths.
+    """
+    copies = [(fill.buffer[: len(fill.values)], fill.values) for fill in fills]
+    padded = [fill for fill in fills if len(fill.rest)]
+    if permutations := [fill for fill in padded if fill.rule == "identity"]:
+        identity = torch.arange(max(len(fill.buffer) for fill in permutations), device=fills[0].buffer.device)
+        copies += [(fill.rest, identity[len(fill.values) : len(fill.buffer)]) for fill in permutations]
+    words = [(target.flatten().view(torch.int32), source.flatten().view(torch.int32)) for target, source in copies]
+    torch._foreach_copy_([target for target, _ in words], [source for _, source in words])
+    for fill in padded:
+        if fill.rule == "repeat_last":
+            fill.rest.copy_(fill.values[-1].expand_as(fill.rest))
+    if zeros := [fill.rest for fill in padded if fill.rule == "zero"]:
+        torch._foreach_zero_(zeros)
 
 
 def metadata_tensors(metadata, prefix: str = "") -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ class Mutant(NamedTuple):
 
 
 CUDA, MANAGER, BUFFERS = "graphs/cuda.py", "graphs/manager.py", "graphs/buffers.py"
-TOWER, QWEN, ROTARY = "encoders/tower.py", "encoders/qwen2_5_vl.py", "positions/rotary.py"
+TOWER, GPU, QWEN, ROTARY = "encoders/tower.py", "on_gpu.py", "encoders/qwen2_5_vl.py", "positions/rotary.py"
 SOUND = "test_mistakes.py::test_without_a_mistake_all_is_well"
 PLAN = "test_budgets.py::test_a_first_picture_copies_its_rows_and_its_plan_and_waits_for_nothing"
 REPLAY = "test_budgets.py::test_a_replay_copies_rows_and_plan_and_waits_for_nothing[Qwen2.5-VL]"
@@ -70,8 +70,8 @@ MUTANTS = [
     Mutant(
         "cumulative lengths are not refilled",
         BUFFERS,
-        "        if isinstance(buffer, Tensor):\n            fill_padded",
-        '        if isinstance(buffer, Tensor):\n            if field.name == "cu_seqlens":\n                continue\n            fill_padded',  # noqa: E501
+        "        if isinstance(buffer, Tensor):\n            yield",
+        '        if isinstance(buffer, Tensor):\n            if field.name == "cu_seqlens":\n                continue\n            yield',  # noqa: E501
         SOUND,
     ),
     Mutant(
@@ -91,9 +91,9 @@ MUTANTS = [
     Mutant("an output is not cloned", MANAGER, "[: batch.tokens].clone()", "[: batch.tokens]", SOUND),
     Mutant(
         "a CPU tensor in the plan",
-        TOWER,
-        "    if isinstance(value, Tensor):\n        return value.to",
-        "    if isinstance(value, Tensor) and value.dtype == torch.int64:\n        return value\n    if isinstance(value, Tensor):\n        return value.to",  # noqa: E501
+        GPU,
+        "lambda x: x if x.is_cuda else next(sent)",
+        "lambda x: x if x.is_cuda else (next(sent), x)[x.dtype == torch.int64]",
         SOUND,
     ),
     Mutant("no wait before the warm-up", CUDA, "            self.stream.wait_stream(current)\n", "", SOUND),
@@ -127,9 +127,9 @@ MUTANTS = [
     ),
     Mutant(
         "one pinned buffer for all rows",
-        TOWER,
+        GPU,
         'rows = rows.to(dtype).pin_memory() if rows.device.type == "cpu" else rows',
-        "rows = to_device.__dict__.setdefault(rows.shape, torch.empty(rows.shape, dtype=dtype).pin_memory()).copy_(rows)",  # noqa: E501
+        "rows = send_plan.__dict__.setdefault(rows.shape, torch.empty(rows.shape, dtype=dtype).pin_memory()).copy_(rows)",  # noqa: E501
         "test_order.py::test_rows_may_be_sent_again_at_once",
     ),
     Mutant(
@@ -139,7 +139,7 @@ MUTANTS = [
         'x.detach().to("cpu", non_blocking=True)',
         "test_order.py::test_a_media_cache_between_streams",
     ),
-    Mutant("rows are sent from pageable memory", TOWER, "rows.to(dtype).pin_memory() if", "rows.to(dtype) if", PLAN),
+    Mutant("rows are sent from pageable memory", GPU, "rows.to(dtype).pin_memory() if", "rows.to(dtype) if", PLAN),
     Mutant(
         "the stream of graphs belongs to the current device",
         MANAGER,
@@ -157,8 +157,8 @@ MUTANTS = [
     Mutant(
         "rotary factors are kept from the warm-up",
         QWEN,
-        "        rotary = rotary_factors_of(metadata.positions, metadata.frequencies)  # for all blocks\n",
-        '        kept = self.__dict__.setdefault("kept", {})\n        key = len(metadata.positions)\n        if key not in kept:\n            kept[key] = rotary_factors_of(metadata.positions, metadata.frequencies)\n        rotary = kept[key]\n',  # noqa: E501
+        "        rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # for all blocks\n",  # noqa: E501
+        '        kept = self.__dict__.setdefault("kept", {})\n        key = len(metadata.positions)\n        if key not in kept:\n            kept[key] = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))\n        rotary = kept[key]\n',  # noqa: E501
         SOUND,
     ),
     Mutant(
@@ -214,28 +214,28 @@ MUTANTS = [
     Mutant(
         "cumulative lengths end in zeros",
         BUFFERS,
-        "        rest.copy_(buffer[count - 1].expand_as(rest))",
-        "        rest.zero_()",
+        "fill.rest.copy_(fill.values[-1].expand_as(fill.rest))",
+        "fill.rest.zero_()",
         SOUND,
     ),
     Mutant(
         "the metadata of a graph is freed",
         MANAGER,
         "        return CapturedBudget(graph, pixel_values, metadata, output)",
-        "        return CapturedBudget(graph, pixel_values, encoder.plan_capacity(budget, self.limits[path].max_frames), output)",  # noqa: E501
+        "        return CapturedBudget(graph, pixel_values, encoder.plan_capacity(budget, self.limits[path].frames_of(budget)), output)",  # noqa: E501
         SOUND,
     ),
-    Mutant("rotary leaves float32", ROTARY, "swapped_NHK, sin_N1K).to(x_NHK.dtype)", "swapped_NHK, sin_N1K)", SOUND),
+    Mutant("rotary leaves float32", GPU, "first, second, out=out).to(x_NHK.dtype)", "first, second)", SOUND),
     Mutant(
         "the host waits for every tensor of a plan",
-        TOWER,
-        "value.to(device, non_blocking=True)",
-        "value.to(device)",
+        GPU,
+        "sent = iter(_send_packed(there, device))",
+        "sent = iter([x.to(device) for x in there])",
         PLAN,
     ),
     Mutant(
         "rows travel in float32",
-        TOWER,
+        GPU,
         "        return rows.to(device, non_blocking=True)\n    N,",
         "        return rows.float().pin_memory().to(device, non_blocking=True).to(dtype)\n    N,",
         PLAN,
@@ -244,12 +244,12 @@ MUTANTS = [
     Mutant(
         "levels are normalised before they travel",
         TOWER,
-        "        sent = [_send_to_gpu(item, device, encoder.dtype) for item in rows]",
-        "        sent = [_send_to_gpu(item if isinstance(item, Tensor) else item.normalize(), device, encoder.dtype) for item in rows]",  # noqa: E501
+        "        sent = [on_gpu.send_levels(item, device, encoder.dtype) for item in rows]",
+        "        sent = [on_gpu.send_levels(item if isinstance(item, Tensor) else item.normalize(), device, encoder.dtype) for item in rows]",  # noqa: E501
         LEVELS,
     ),
     Mutant(
-        "every call waits for the device",
+        "every call waits for the one",
         MANAGER,
         "            self._wait_for_other_streams()\n",
         "            self._wait_for_other_streams()\n            torch.cuda.synchronize()\n",

@@ -15,14 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from simulated_cuda import simulated_cuda
 
-import refvl.encoders.tower as tower
-from refvl import attention
+from refvl import on_gpu
 from refvl.checks import read_json
 from refvl.encoders import Qwen2_5_VisionConfig
 from refvl.graphs.cuda import CudaGraph
 from refvl.graphs.manager import CapturedBudget
 from refvl.paths import DATA
-from refvl.positions import rotary
 from refvl.tools import check_gpu as runner
 from refvl.tools import cli, gpu_checks
 
@@ -113,18 +111,18 @@ def test_all_checks_pass_on_the_second_gpu_and_leave_a_zip(gpus, monkeypatch, tm
 
 
 def wrong_rotary(monkeypatch):
-    right = rotary.rotary_cos_sin
-    monkeypatch.setattr(rotary, "rotary_cos_sin", lambda positions, f: right(torch.zeros_like(positions), f))
+    right = on_gpu.rotary_factors
+    monkeypatch.setattr(on_gpu, "rotary_factors", lambda cos, sin: right(torch.ones_like(cos), torch.zeros_like(sin)))
 
 
 def values_of_another_segment(monkeypatch):
-    right = attention._torch_varlen
-    monkeypatch.setattr(attention, "_torch_varlen", lambda q, k, v, *rest: right(q, k, v.roll(64, 0), *rest))
+    right = on_gpu.attend
+    monkeypatch.setattr(on_gpu, "attend", lambda q, k, v, *rest: right(q, k, v.roll(64, 0), *rest))
 
 
 def wrong_levels(monkeypatch):
-    right = tower._send_to_gpu
-    monkeypatch.setattr(tower, "_send_to_gpu", lambda *args: right(*args) * 1.01)
+    right = on_gpu.send_levels
+    monkeypatch.setattr(on_gpu, "send_levels", lambda *args: right(*args) * 1.01)
 
 
 def plan_of_the_first_image(monkeypatch):
@@ -227,7 +225,7 @@ def test_what_stops_a_run_leaves_what_was_found(gpus, monkeypatch, tmp_path):
     assert [entry["state"] for entry in kept["checks"].values()] == ["stopped", "not reached"]
     assert kept["checks"]["first"]["rows"][0]["measured"] == "nan" and not kept["passed"]
     result = run(tmp_path / "b.json", "attention", seconds=0)
-    assert result["checks"]["attention"]["reason"] == "the time was up after 1 rows"
+    assert result["checks"]["attention"]["reason"] == "the time limit was reached after 1 rows"
 
 
 def test_one_gpu_is_no_failure_of_data_parallel(gpus, monkeypatch, tmp_path):
@@ -244,7 +242,7 @@ PROBLEMS = [  # available, CUDA of the build, what nvidia-smi lists, what torch 
     ("no GPU: ", False, "13.0", "", "", (9, 0), 0),
     ("old driver: ", False, "13.0", SMI, TOO_OLD, (9, 0), 0),
     ("no GPU that torch can use: No CUDA GPUs", False, "13.0", SMI, "No CUDA GPUs are available", (9, 0), 0),
-    ("no such GPU: cuda:3 was asked for, and torch sees 2", True, "13.0", SMI, "", (9, 0), 3),
+    ("no such GPU: expected a GPU for cuda:3, but torch sees 2", True, "13.0", SMI, "", (9, 0), 3),
     ("too old a card: simulated has compute capability 7.0", True, "13.0", SMI, "", (7, 0), 0),
     ("too new a card: simulated has compute capability 13.0", True, "13.0", SMI, "", (13, 0), 0),
 ]  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 from closeness import assert_agree
 from graph_families import GRIDS, build, make_case
 
+from refvl import on_gpu
 from refvl.attention import Segments, cumulative_lengths
 from refvl.encoders.glm4v import SwiGLU
 from refvl.graphs.recorder import refuse_read_back
@@ -38,13 +39,13 @@ def test_blocks_of_all_sizes_share_one_graph_without_a_break(family):
             block.compile(dynamic=True, fullgraph=True, backend=keep)
         for lengths in ([9, 9], [37], [4, 5, 20], [70] * 3):
             rows = sum(lengths)
-            rotary = (torch.ones(rows, 1, encoder.head_dim), torch.ones(rows, 1, encoder.head_dim))
+            rotary = on_gpu.rotary_factors(*torch.ones(2, rows, encoder.head_dim // 2)), None
             segments = Segments(cumulative_lengths(lengths), None, max(lengths))
             context = (rotary, segments) if family in GRIDS else (segments,)
             for block in encoder.blocks:
                 block(torch.zeros(rows, width, dtype=torch.bfloat16), *context, "varlen")
     assert len(graphs) == 1
-    assert sum("varlen" in str(node.target) for node in graphs[0].graph.nodes) == 1
+    assert sum("flash_attention" in str(node.target) for node in graphs[0].graph.nodes) == 1
 
 
 def test_the_check_before_a_capture_leaves_compiled_code_in_place():

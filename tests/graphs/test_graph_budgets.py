@@ -4,13 +4,15 @@ import inspect
 import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from graph_families import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refvl.graphs import Batch, Limits, generate_budgets, infer_limits, padding_waste, plan_batches
+from refvl.graphs import Batch, EncoderGraphManager, Limits, generate_budgets, infer_limits, padding_waste, plan_batches
 from refvl.graphs.budgets import pack_items
 from refvl.graphs.packing import Capacity, pack, search
 from refvl.positions.windows import get_window_index, max_window_count
@@ -73,6 +75,32 @@ def test_limits_golden(case):
 def test_frames_are_as_many_as_items_and_at_least_32():
     assert [infer_limits(64, 2048, max_items=n).max_frames for n in (1, 32, 50)] == [32, 32, 50]
     assert infer_limits(64, 256, max_frames=3) == Limits(budgets=(64, 128, 256), max_items=4, max_frames=3)
+
+
+def test_a_capture_is_not_mostly_empty():
+    """Oracle: the grid of flash-attn 2, a block for each 128 queries of the longest segment, head and segment.
+
+    By default at most 32,768 blocks of a layer of 16 heads, four patches to a token; by request as many as it takes.
+    """
+    limits, wide = infer_limits(64, 4096), infer_limits(64, 4096, max_frames=64)
+
+    def blocks(limits, budget):
+        return 4 * budget // 128 * 16 * limits.frames_of(budget)
+
+    assert [limits.frames_of(budget) for budget in limits.budgets] == [64, 64, 64, 64, 64, 32, 16]
+    assert max(blocks(limits, budget) for budget in limits.budgets) == 32_768
+    assert (wide.frames_of(4096), blocks(wide, 4096)) == (64, 131_072)
+
+
+def test_frames_beyond_those_of_a_large_budget_run_eagerly():
+    """A captured budget has as many segments as its frames; a batch with more of them takes none."""
+    manager = EncoderGraphManager(build("Qwen2.5-VL"), min_budget=8, max_budget=32, progress=False, backend="trace")
+    manager.limits[""] = replace(manager.limits[""], frame_tokens=64)
+    manager.capture()
+    segments = {budget: len(captured.metadata.cu_seqlens) - 1 for (_, budget), captured in manager.captured.items()}
+    assert segments == {8: 8, 16: 4, 32: 2}
+    budgets = [manager.plan([(t, 2, 2 * w)]).batches[0].budget for t, w in ((8, 1), (4, 4), (5, 3), (2, 16), (3, 8))]
+    assert budgets == [8, 16, None, 32, None]
 
 
 @pytest.mark.parametrize(
@@ -176,8 +204,10 @@ def value_of(groups, budgets, max_rows, max_items, max_frames):
     total = 0
     for group in groups:
         tokens, frames, rows = (sum(column) for column in zip(*group, strict=True))
-        fits = len(group) <= max_items and frames <= max_frames
-        holds = [b for b, n in zip(budgets, max_rows, strict=True) if fits and b >= tokens and n >= rows]
+        limits = zip(budgets, max_rows, max_frames, strict=True)
+        fits = len(group) <= max_items
+        holds = [(b, most) for b, n, most in limits if fits and b >= tokens and n >= rows][:1]
+        holds = [b for b, most in holds if frames <= most]
         total += min(holds, default=float("inf"))
     return total, len(groups)
 
@@ -196,18 +226,19 @@ def best_cut(items, value):
 
 @st.composite
 def packings(draw, max_items):
-    """Items that fit the largest budget, and limits on tokens, items, frames and rows."""
+    """Items that fit the largest budget, and limits on tokens, items, frames of each budget, and rows."""
     budgets = sorted(draw(st.lists(st.integers(1, 60), min_size=1, max_size=4, unique=True)))
     max_rows = sorted(draw(st.lists(st.integers(0, 120), min_size=len(budgets), max_size=len(budgets))))
-    max_frames = draw(st.integers(1, 8))
-    item = st.tuples(st.integers(0, budgets[-1]), st.integers(0, max_frames), st.integers(0, max_rows[-1]))
+    frames = draw(st.lists(st.integers(1, 8), min_size=len(budgets), max_size=len(budgets)))
+    max_frames = sorted(frames, reverse=True)
+    item = st.tuples(st.integers(0, budgets[-1]), st.integers(0, max_frames[-1]), st.integers(0, max_rows[-1]))
     return draw(st.lists(item, max_size=max_items)), (budgets, max_rows, draw(st.integers(1, 6)), max_frames)
 
 
 def pack_optimally(items, limits):
     """(summed budgets, number of batches) of the policy "optimal", whose batches are checked one by one."""
     budgets, max_rows, max_items, max_frames = limits
-    capacity = Capacity(tuple(budgets), tuple(max_rows), max_items, max_frames)
+    capacity = Capacity(tuple(budgets), tuple(max_rows), max_items, max(max_frames), tuple(max_frames))
     sizes = {i: (rows, tokens, frames) for i, (tokens, frames, rows) in enumerate(items)}
     batches = pack_items(sizes, capacity, "optimal")
     assert sorted(i for batch in batches for i in batch.indices) == list(range(len(items)))
@@ -288,7 +319,7 @@ def test_groups_too_large_to_be_searched_again_stay(budgets):
     groups = pack(sizes, capacity)
     assert sorted(i for group in groups for i in group) == list(range(200))
     assert capacity.value(sizes, groups) <= best_cut(
-        sizes, lambda parts: value_of(parts, budgets, capacity.max_rows, 64, 0)
+        sizes, lambda parts: value_of(parts, budgets, capacity.max_rows, 64, (0,) * len(budgets))
     )
 
 

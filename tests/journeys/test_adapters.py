@@ -1,5 +1,6 @@
 """LoRA adapters on the parts of a model. Oracle: transformers with PEFT on the same checkpoint and the same adapter."""
 
+import dataclasses
 import json
 import sys
 from itertools import chain
@@ -368,23 +369,53 @@ BAD = {  # what is done to a saved adapter: what the error says
     },
     "DoRA vectors without DoRA": (
         {"change": lambda s: s | {min(s).replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(3)}},
-        "weights without a place",
+        "no layers for these weights",
     ),
     "another model's head beside its matrices": (
         {"change": lambda s: s | {"base_model.model.lm_head.base_layer.weight": torch.ones(3, 3)}},
         "no such linear layers: lm_head.base_layer.weight",
     ),
-    "nothing": ({"change": lambda s: {}}, "holds no weights"),
+    "nothing": ({"change": lambda s: {}}, "contains no weights"),
     "the head without being asked": (
         {"change": lambda s: s | {"base_model.model.lm_head.weight": torch.ones(3)}},
         "fit",
     ),
-    "another method": ({"config": lambda v: v | {"peft_type": "IA3"}}, "kind 'IA3'; LoRA"),
+    "another method": ({"config": lambda v: v | {"peft_type": "IA3"}}, "peft_type 'IA3'; expected 'LORA'"),
     "parameters": ({"config": lambda v: v | {"target_parameters": ["experts.gate_up_proj"]}}, "target_parameters"),
     "a word for a number": ({"config": lambda v: v | {"lora_alpha": "two"}}, "lora_alpha: expected a number"),
     "a number for a table": ({"config": lambda v: v | {"alpha_pattern": 3}}, "adapter_config.json: "),
     "another bias": ({"config": lambda v: v | {"bias": "some"}}, "bias: expected none, all or lora_only"),
+    "DoRA without its vectors": (
+        {"config": lambda v: v | {"use_dora": True}},
+        "use_dora: expected a magnitude vector of each",
+    ),
+    "a LoRA that waits for its tokens": (
+        {"config": lambda v: v | {"alora_invocation_tokens": [5, 6]}},
+        r"alora_invocation_tokens: expected None, got \[5, 6\]; only LoRA and DoRA are read",
+    ),
+    "a start that is none": ({"config": lambda v: v | {"init_lora_weights": 3}}, "has no attribute 'lower'"),
+    "dropout beyond all": ({"config": lambda v: v | {"lora_dropout": 9}}, "dropout probability has to be between"),
+    "repeated layers": ({"config": lambda v: v | {"layer_replication": [[0, 2], [1, 3]]}}, "layer_replication: exp"),
 }
+PLAIN_FIELDS = {  # of PEFT's config, with which an adapter is LoRA or DoRA still
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
+    "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
+    "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "use_dora",
+    "qalora_group_size", "runtime_config", "lora_bias", "ensure_weight_tying",
+}  # fmt: skip
+
+
+def test_every_field_of_peft_is_known():
+    """A later PEFT may add a field that changes what layers compute. Oracle: PEFT's own list, sorted here by hand."""
+    fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    assert fields <= PLAIN_FIELDS | adapters.VARIANTS and not PLAIN_FIELDS & adapters.VARIANTS
+
+
+def test_a_new_adapter_is_lora_or_dora(qwen):
+    with pytest.raises(ValueError, match=r"^adapter: kasa_config: expected None, got "):
+        config = peft.LoraConfig(target_modules=["q_proj"], kasa_config={"a": 1})
+        adapters.attach(load(qwen), config)
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -430,16 +461,16 @@ def test_a_failed_attach_leaves_the_model_as_it_was(qwen, saved, tmp_path, first
 def test_clear_errors(qwen, saved, tmp_path, monkeypatch):
     _, (a, _) = saved
     vlm = load(qwen)
-    with pytest.raises(FileNotFoundError, match=r"^adapter: .*holds no adapter_config.json"):
+    with pytest.raises(FileNotFoundError, match=r"^adapter: .*contains no adapter_config.json"):
         adapters.attach(vlm, tmp_path)
     with pytest.raises(TypeError, match=r"^adapter: expected a folder, a hub id or a peft.LoraConfig, got dict"):
         adapters.attach(vlm, {"r": 4})
     with pytest.raises(ValueError, match=r"^parts: .* got 'head'"):
         adapters.layers(vlm, "head")
-    with pytest.raises(ValueError, match=r"^name: expected one without dots, got 'a.b'"):
+    with pytest.raises(ValueError, match=r"^name: expected a name without dots, got 'a.b'"):
         adapters.attach(vlm, a, name="a.b")
     adapters.attach(vlm, a, name="a")
-    with pytest.raises(ValueError, match=r"^name: there is an adapter 'a' already"):
+    with pytest.raises(ValueError, match=r"^name: expected a new name, got 'a'"):
         adapters.attach(vlm, a, name="a")
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match=r"^adapters: need PEFT: pip install 'refvl\[adapters\]'$"):
@@ -458,4 +489,4 @@ def test_the_command_line_takes_adapters(qwen, saved):
     result = CliRunner().invoke(app, ["chat", str(qwen), "What is it?", "--max-new-tokens", "8", *given])
     assert result.exit_code == 0 and result.stdout == plain(vlm.chat("What is it?", max_new_tokens=8)) + "\n"
     result = CliRunner().invoke(app, ["trace", str(qwen), "What is it?", "--with", "transformers", *given])
-    assert result.exit_code == 1 and result.stderr.startswith("refvl: adapter: not beside transformers")
+    assert result.exit_code == 1 and result.stderr.startswith("refvl: adapter: not supported with transformers")

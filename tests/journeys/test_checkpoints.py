@@ -127,7 +127,7 @@ def test_no_remote_code_runs(folder):
 def test_nothing_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="path_or_id: no folder .*/nowhere"):
         load(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match="holds no config.json"):
+    with pytest.raises(FileNotFoundError, match="contains no config.json"):
         load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):

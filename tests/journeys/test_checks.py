@@ -98,7 +98,7 @@ def test_pruning_rates_pass(q):
 
 @pytest.mark.parametrize("q", [1, 1.0, -0.01, 2.5, float("nan"), float("inf")])
 def test_pruning_rates_outside_the_interval_do_not(q):
-    with pytest.raises(ValueError, match=rf"q: a pruning rate lies in \[0, 1\), got {q}"):
+    with pytest.raises(ValueError, match=rf"q: expected a pruning rate in \[0, 1\), got {q}"):
         check_pruning_rate(q)
 
 

@@ -174,7 +174,7 @@ def test_what_needs_the_language_model_names_the_argument(ask):
 
 
 def test_arguments_of_the_language_model_are_refused():
-    with pytest.raises(TypeError, match="device_map: is for the language model, which text=False leaves out"):
+    with pytest.raises(TypeError, match="device_map: belongs to the language model, which text=False leaves out"):
         load(random_folder("Qwen2.5-VL"), device_map="auto")
     with pytest.raises(TypeError, match="text"):
         refvl.load(random_folder("Qwen2.5-VL"), text=0)
@@ -192,7 +192,7 @@ def test_the_command_line_needs_the_tower_alone(tmp_path, shell):
     code, said, _ = shell("info", folder, "--tower", "--image", media / "picture.png")
     assert not code and "vision tower" in said and not re.search("language model|kv cache|key-value", said)
     code, _, said = shell("chat", folder, "What?", "--device", "cpu")
-    assert code == 1 and "the config's text model has 796,288 values, the weights are 0" in " ".join(said.split())
+    assert code == 1 and "the config's text model has 796,288 values, but the weights have 0" in " ".join(said.split())
 
 
 # ------------------------------------------------------------------------------------------------------ feature maps

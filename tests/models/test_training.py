@@ -3,6 +3,8 @@
 Oracle: traces of the shipped models, which are held against transformers.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from closeness import assert_agree
 from safetensors.torch import load_file
 from shipped import shipped
 
-from data.training import evaluate_tiny, run, scenes
+from data.training import evaluate_tiny, run, scenes, train_tiny
 from data.training.tiny_family import find_family
 from data.training.tiny_model import PromptBuilder, TinyModel, row_mask
 
@@ -121,3 +123,83 @@ def test_muon_is_that_of_torch_without_its_bfloat16(monkeypatch):
         assert torch.allclose(one, other, rtol=1e-9) and not torch.allclose(
             one, torch.eye(*one.shape).double(), atol=0.01
         )
+
+
+# ------------------------------------------------------------------------------------ tables and other sizes
+
+TABLE = find_family("glm4v_table")
+
+
+def place_of(token: int, cells: tuple[int, int]) -> int:
+    """The place in which the middle of a token lies."""
+    row, column = divmod(token, cells[1])
+    return int((row + 0.5) * 3 / cells[0]) * 3 + int((column + 0.5) * 3 / cells[1])
+
+
+@pytest.mark.parametrize("cells", [(3, 3), (4, 4), (2, 5), (4, 3)], ids=str)
+def test_exchanged_vectors_tell_the_place_that_is_asked_for(cells):
+    """Oracle: where the token whose vectors a token gets has its middle. Patches of one token stay together."""
+    rng, seen = np.random.default_rng(0), set()
+    for _ in range(40):
+        table, order = train_tiny.draw_table(cells, rng)
+        tokens = table.reshape(-1, 4) // 4
+        assert (tokens == tokens[:, :1]).all() and sorted(table) == list(range(4 * cells[0] * cells[1]))
+        told = [place_of(token, cells) for token in tokens[:, 0]]
+        assert told == [order[place_of(token, cells)] for token in range(len(told))]
+        seen.add(tuple(table))
+    assert len(seen) > 5
+
+
+def test_an_exchange_in_training_is_an_exchange_of_weights():
+    """Oracle: the public tower, with rows and columns of its table exchanged."""
+    model, config = shipped("tiny-glm4v"), TABLE.config(TABLE.train_tokenizer())
+    ours = TinyModel(TABLE, config)
+    ours.visual.load_state_dict(model.encoder.state_dict())
+    scene = scenes.render(scenes.draw_scene("test", 3))
+    table = np.add.outer(4 * scenes.TRANSPOSED, (0, 2, 1, 3)).flatten()
+    with torch.no_grad():
+        exchanged = ours.encode(torch.from_numpy(scene)[None, None], table=table)[0]
+    change = {"position_table": evaluate_tiny.transposed_table}
+    [wanted] = model.trace("?", images=[scene], max_new_tokens=1, replace=change).embeds
+    assert_agree(exchanged, wanted, ours.visual)
+
+
+@pytest.mark.parametrize(("height", "width"), [(56, 56), (112, 112), (168, 168), (168, 84), (70, 100)])
+def test_a_resized_scene_has_the_grid_of_the_pipeline(height, width):
+    """Oracle: the shipped processor, for images and for videos of six frames."""
+    model, scene = shipped("tiny-glm4v"), torch.zeros(1, 6, 84, 84, 3, dtype=torch.uint8)
+    for frames, name in ((1, "images"), (6, "videos")):
+        own = train_tiny.resize(scene[:, :frames], (height, width))
+        ready = train_tiny.resize(own, TABLE.target_size(height, width, frames))
+        shown = own[0, 0].numpy() if frames == 1 else own[0].numpy()
+        assert [TABLE.grid(ready.shape)] == model.trace("?", **{name: [shown]}, max_new_tokens=1).layouts
+
+
+def test_labels_of_other_numbers_of_tokens():
+    """Oracle: the centre of each object, in tokens; near a side of a token the object counts for both."""
+    for index, cells in itertools.product(range(5), ((3, 3), (4, 4), (2, 5))):
+        scene, wanted = scenes.draw_scene("test", index), np.zeros((*cells, 3), int)
+        near = 0.0 if cells == (3, 3) else scenes.EDGE
+        for thing, row, column in itertools.product(scene.things, range(cells[0]), range(cells[1])):
+            x, y = (at * count / 84 for at, count in zip(thing.center, cells[::-1], strict=True))
+            if -near <= y - row < 1 + near and -near <= x - column < 1 + near:
+                wanted[row, column] = (
+                    1 + scenes.SHAPES.index(thing.shape),
+                    1 + list(scenes.COLORS).index(thing.color),
+                    0,
+                )
+        assert np.array_equal(scenes.cell_labels(scene, cells)[0], wanted.reshape(-1, 3))
+    assert {place_of(token, (3, 3)) for token in range(9)} == set(range(9))
+
+
+def test_sizes_are_within_their_limits():
+    rng = np.random.default_rng(0)
+    drawn = np.array([train_tiny.draw_size(rng) for _ in range(500)])
+    ratios = drawn[:, 1] / drawn[:, 0]
+    assert drawn.min() >= 56 and drawn.max() <= 168 and ratios.min() < 0.6 and ratios.max() > 1.7
+
+
+def test_another_checkpoint_than_the_recipe_names_is_refused():
+    recipe = train_tiny.Recipe(begin_with="0" * 64)
+    with pytest.raises(ValueError, match="begin_with: expected the digest of the weights in .*tiny-glm4v"):
+        train_tiny.make_trainer("glm4v_table", recipe, 0)

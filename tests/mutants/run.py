@@ -1,6 +1,6 @@
 """Which mutants do the tests kill? A process is forked for each, with everything but refvl imported already.
 
-    python tests/mutants/run.py map TREE MAP                   once: which lines each test reaches (an hour)
+    python tests/mutants/run.py map TREE MAP [--tier quick]    once: which lines each test reaches (an hour)
     python tests/mutants/run.py judge TREE MAP LIST OUT        then: the mutants of LIST (generate.py), verdicts in OUT
     python tests/mutants/run.py tell OUT                       shares, and who survived
 
@@ -44,12 +44,13 @@ def python(tree: Path) -> str:
     return str(own) if own.exists() else sys.executable
 
 
-def record_map(tree: Path, folder: Path) -> int:
-    """Run the suite once and keep the lines that each test reaches in `folder`."""
+def record_map(tree: Path, folder: Path, tier: str) -> int:
+    """Run the suite, or its quick tier, once and keep the lines that each test reaches in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in [*folder.glob("lines.*"), *folder.glob("tests.*")]:
         path.unlink()
     command = [python(tree), "-m", "pytest", "-p", "lines", "-n", "2", "--dist", "worksteal", *OPTIONS, "tests"]
+    command += ["--tier", tier] if tier != "all" else []
     given = environment(tree) | {"MUTANTS_MAP": str(folder.resolve())}
     return subprocess.run(command, cwd=tree, env=given).returncode
 
@@ -350,6 +351,7 @@ def main() -> None:
     first = commands.add_parser("map")
     first.add_argument("tree", type=Path)
     first.add_argument("map", type=Path)
+    first.add_argument("--tier", default="all", choices=("all", "quick"), help="quick: only what `make test` runs")
     second = commands.add_parser("judge")
     for name in ("tree", "map", "list", "out"):
         second.add_argument(name, type=Path)
@@ -358,7 +360,7 @@ def main() -> None:
     commands.add_parser("tell").add_argument("out", type=Path)
     given = parser.parse_args()
     if given.command == "map":
-        sys.exit(record_map(given.tree.resolve(), given.map))
+        sys.exit(record_map(given.tree.resolve(), given.map, given.tier))
     elif given.command == "judge":
         os.environ |= {"OMP_NUM_THREADS": "1"}
         judge(given.tree.resolve(), given.map, given.list, given.out, given.seconds, given.workers)

@@ -168,7 +168,7 @@ def test_bad_input_is_named(name):
         mask(embeds[1:], (4, 2, 2), 1, 0.5)
     with pytest.raises(TypeError, match="video_embeds: expected floating-point numbers, got dtype torch.int64"):
         mask(embeds.long(), (4, 2, 2), 1, 0.5)
-    with pytest.raises(ValueError, match=r"q: a pruning rate lies in \[0, 1\), got 1"):
+    with pytest.raises(ValueError, match=r"q: expected a pruning rate in \[0, 1\), got 1"):
         mask(embeds, (4, 2, 2), 1, 1)
     with pytest.raises(TypeError, match="video_embeds: expected a dense tensor with values"):
         mask(embeds.to("meta"), (4, 2, 2), 1, 0.5)

@@ -119,7 +119,7 @@ def test_installed_package_writes_the_course(scripts, tmp_path):
     for name in ("notebooks/00_image_to_text.ipynb", "data/checkpoints/tiny-qwen2_5_vl/model.safetensors"):
         assert (tmp_path / "course" / name).read_bytes() == (ROOT / name).read_bytes()
     again = run([scripts / "refvl", "notebooks", tmp_path / "course"], tmp_path)
-    assert again.returncode == 1 and "is there already" in again.stderr
+    assert again.returncode == 1 and "already exists" in again.stderr
 
 
 def test_what_needs_a_clone_says_so_in_one_line(scripts, tmp_path):

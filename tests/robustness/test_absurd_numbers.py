@@ -5,10 +5,12 @@ import resource
 import signal
 import subprocess
 import sys
+from typing import get_args, get_type_hints
 
 import pytest
 
 from refvl.paths import DATA
+from refvl.tools.cli import app
 
 MEMORY = 2 * 2**30  # bytes of data that the process may hold, its libraries included
 SECONDS = 20  # of CPU time for each command
@@ -27,12 +29,17 @@ COMMANDS = [
     ["chat", QWEN, "What?", "--image", PICTURE, "--max-new-tokens", NINES],
     ["chat", QWEN, "What?", "--image", PICTURE, "--max-new-tokens", "2", "--prefill-chunk", NINES],
     ["chat", QWEN, "What?", "--image", PICTURE, "--max-new-tokens", "2", "--prompt-lookup-num-tokens", NINES],
+    ["chat", QWEN, "What?", "--video", CLIP, "--max-new-tokens", "2", "--pruning-rate", "0.9999999999999999"],
     ["chat", QWEN, "x" * 120_000, "--max-new-tokens", "2"],
     ["chat", QWEN, "--jsonl", "FOLDER/long.jsonl", "--max-new-tokens", "2"],
     ["trace", QWEN, "What?", "--image", PICTURE, "--max-new-tokens", NINES, "--prefill-chunk", "1"],
+    ["trace", QWEN, "What?", "--video", CLIP, "--max-new-tokens", "2", "--pruning-rate", "1e308"],
+    ["trace", QWEN, "What?", "--max-new-tokens", "2", "--prompt-lookup-num-tokens", "1000000"],
     ["encode", QWEN, PICTURE.rpartition("/")[0], "--out", "FOLDER/out", "--shard-size", NINES],
     ["compare", "FOLDER", "FOLDER", "--rtol", "1e308", "--atol", "1e308"],
     ["bench", "generated_ids", "--repeats", NINES],
+    ["demo", "--device", "cuda:" + NINES],
+    ["notebooks", "FOLDER/" + NINES * 9],
     ["check-gpu", "--device", "cuda:" + NINES],
     *(["info", f"FOLDER/{name}.json"] for name in ("depth", "width", "heads", "layers", "vocabulary")),
 ]  # fmt: skip
@@ -43,7 +50,7 @@ def main(folder: str) -> None:
     from kinds import run_command
 
     def stop(number, frame):
-        raise TimeoutError("too long")
+        raise TimeoutError("out of time")
 
     signal.signal(signal.SIGVTALRM, stop)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
@@ -74,6 +81,16 @@ def write_hostile_files(folder) -> None:
         part |= before
 
 
+def test_every_command_and_every_number_is_tried():
+    """Oracle: the functions behind the commands, and those of their parameters that are numbers."""
+    for registered in app.registered_commands:
+        name = registered.callback.__name__.replace("_", "-")
+        tried = {word for command in COMMANDS if command[0] == name for word in command}
+        kinds = get_type_hints(registered.callback).items()
+        numbers = {f"--{option.replace('_', '-')}" for option, kind in kinds if {int, float} & {kind, *get_args(kind)}}
+        assert tried and numbers <= tried, (name, numbers - tried)
+
+
 @pytest.mark.thorough
 def test_every_command_is_bounded(tmp_path):
     """One process under the limits runs all of them: a status of 0, 1 or 2, and one line or a usage message."""
@@ -86,7 +103,7 @@ def test_every_command_is_bounded(tmp_path):
     assert len(ends) == len(COMMANDS), run.stderr[-2000:]
     for command, (code, err, said) in zip(COMMANDS, ends, strict=True):
         assert code in (0, 1, 2) and "Traceback" not in err, (command, err[-500:])
-        assert "too long" not in err and "MemoryError" not in err and "memory" not in err, (command, err)
+        assert "out of time" not in err and "MemoryError" not in err and "memory" not in err, (command, err)
         assert said if code == 0 else err.count("refvl: ") == 1 or code == 2, (command, err)
 
 

@@ -131,17 +131,23 @@ def test_a_streamer_of_the_caller_is_told_every_token(vlm, stream):
 
 
 REFUSED = {
-    "an unknown option": ({"not_an_option": 1}, "not_an_option: generate takes no such argument"),
-    "image": ({"image": PHOTO}, "image: generate takes no such argument; did you mean 'images'"),
+    "an unknown option": ({"not_an_option": 1}, "not_an_option: generate accepts no such argument"),
+    "image": ({"image": PHOTO}, "image: generate accepts no such argument; did you mean 'images'"),
     "max_tokens": ({"max_new_token": 3}, "did you mean 'max_new_tokens'"),
-    "several answers": ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences: chat gives one answer"),
-    "by config": ({"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)}, "gives one answer"),
-    "a dict": ({"return_dict_in_generate": True}, "return_dict_in_generate: chat answers in text"),
-    "scores": ({"output_scores": True}, "output_scores: chat answers in text"),
-    "no cache": ({"use_cache": False}, "use_cache: must be True"),
-    "prefill in chunks": ({"prefill_chunk_size": 4}, "prefill_chunk_size: not with media"),
-    "early exit": ({"assistant_early_exit": 1}, "assistant_early_exit: not with media"),
-    "code of a checkpoint": ({"custom_generate": "owner/name"}, "custom_generate: generate takes no such argument"),
+    "several answers": (
+        {"num_return_sequences": 2, "do_sample": True},
+        "num_return_sequences: chat returns one answer",
+    ),
+    "by config": (
+        {"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)},
+        "returns one answer",
+    ),
+    "a dict": ({"return_dict_in_generate": True}, "return_dict_in_generate: not supported by chat"),
+    "scores": ({"output_scores": True}, "output_scores: not supported by chat"),
+    "no cache": ({"use_cache": False}, "use_cache: expected True, because True"),
+    "prefill in chunks": ({"prefill_chunk_size": 4}, "prefill_chunk_size: not supported with media"),
+    "early exit": ({"assistant_early_exit": 1}, "assistant_early_exit: not supported with media"),
+    "code of a checkpoint": ({"custom_generate": "owner/name"}, "custom_generate: generate accepts no such argument"),
     "beams and a streamer": ({"num_beams": 2, "streamer": Recorder()}, "streamer: must be None with num_beams"),
 }
 
@@ -170,7 +176,7 @@ def test_beams_do_not_stream(vlm):
             TypeError,
             "requests[0]: expected a dict with prompt, images, videos, max_new_tokens, pruning_rate, got str",
         ),
-        ([{"images": [PHOTO]}], ValueError, "requests[0]: has no prompt"),
+        ([{"images": [PHOTO]}], ValueError, "requests[0]: expected a prompt"),
         ("What?", TypeError, "requests: expected a sequence of dicts, got str"),
         (3, TypeError, "requests: expected a sequence of dicts, got int"),
     ],
@@ -245,12 +251,12 @@ BAD_PROMPTS = {
     "meta ids": ({"input_ids": IDS.to("meta")}, "input_ids: expected a dense tensor with values, got one on the meta"),
     "sparse ids": ({"input_ids": IDS.to_sparse()}, "input_ids: expected a dense tensor with values, got layout"),
     "a list": ({"input_ids": [[1, 2]]}, "input_ids: expected a torch.Tensor, got list"),
-    "mask of zeros": ({"attention_mask": torch.zeros(1, 3)}, "attention_mask[0]: padding must stand on the left"),
+    "mask of zeros": ({"attention_mask": torch.zeros(1, 3)}, "attention_mask[0]: expected all padding on the left"),
     "mask with nan": ({"attention_mask": torch.tensor([[1, float("nan"), 1]])}, "attention_mask[0]: expected 0"),
     "mask with -1": ({"attention_mask": torch.tensor([[-1, 1, 1]])}, "expected 0 (padding) or 1, got -1"),
     "mask with 2": ({"attention_mask": torch.tensor([[1, 1, 2]])}, "expected 0 (padding) or 1, got 2"),
-    "a hole": ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask[0]: padding must stand on the left"),
-    "padding on the right": ({"attention_mask": torch.tensor([[1, 1, 0]])}, "attention_mask[0]: padding must stand"),
+    "a hole": ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask[0]: expected all padding on the left"),
+    "padding on the right": ({"attention_mask": torch.tensor([[1, 1, 0]])}, "attention_mask[0]: expected all padding"),
     "meta mask": ({"attention_mask": torch.ones(1, 3, device="meta")}, "attention_mask: expected a dense tensor"),
     "sparse mask": ({"attention_mask": torch.ones(1, 3).to_sparse()}, "attention_mask: expected a dense tensor"),
     "seconds of no video": ({"second_per_grid_ts": [1.0]}, "second_per_grid_ts: expected one number for each of 0"),
@@ -286,7 +292,7 @@ def test_bad_rows_are_named(vlm, tensors, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: x.index_fill(0, torch.tensor([1]), float("nan")), "image_embeds[0]: holds nan or inf"),
+        (lambda x: x.index_fill(0, torch.tensor([1]), float("nan")), "image_embeds[0]: expected finite numbers"),
         (lambda x: x.to(torch.float8_e4m3fn), "image_embeds[0]: expected floating-point numbers"),
         (lambda x: x.to("meta"), "image_embeds: expected a dense tensor with values"),
         (lambda x: 3, "image_embeds: expected one tensor for each of 1 items, got int"),
@@ -323,8 +329,8 @@ def test_pruning_without_places_is_refused_before_anything_is_encoded(tmp_path, 
     vlm = refvl.load(tmp_path, device="cpu", progress=False)
     frames = np.zeros((2, 70, 70, 3), dtype=np.uint8)
     monkeypatch.setattr(type(vlm.encoder), "forward", None)
-    with pytest.raises(ValueError, match="pruning_rate: not with MiniCPM-V 2.6"):
+    with pytest.raises(ValueError, match="pruning_rate: not supported by MiniCPM-V 2.6"):
         vlm.chat("What?", videos=[frames], pruning_rate=0.5)
     [patches] = vlm.processor.patchify(vlm.processor.decode(vlm.processor.messages("", videos=[frames])))
-    with pytest.raises(ValueError, match="pruning_rate: not with MiniCPM-V 2.6"):
+    with pytest.raises(ValueError, match="pruning_rate: not supported by MiniCPM-V 2.6"):
         vlm.generate(IDS, pixel_values_videos=patches.pixel_values, video_grid_thw=[patches.layout], pruning_rate=0.5)

@@ -68,7 +68,7 @@ def test_one_file_wins_over_an_index_in_both_halves(folder):
 
 def test_loose_files_are_read_by_neither_half(folder):
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
-    refuses(folder, "no *.safetensors file to read, neither model.safetensors nor one named by", FileNotFoundError)
+    refuses(folder, "no *.safetensors file to read: neither model.safetensors nor one named by", FileNotFoundError)
 
 
 @pytest.mark.parametrize(
@@ -195,13 +195,13 @@ def test_a_billion_layers_of_step3(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"graph": True}, "graph: load takes no such argument; did you mean 'graphs'?"),
-        ({"dtypes": "float16"}, "dtypes: load takes no such argument; did you mean 'dtype'?"),
+        ({"graph": True}, "graph: load accepts no such argument; did you mean 'graphs'?"),
+        ({"dtypes": "float16"}, "dtypes: load accepts no such argument; did you mean 'dtype'?"),
         ({"attn_implementations": "sdpa"}, "did you mean 'attn_implementation'?"),
-        ({"nonsense": 1}, "nonsense: load takes no such argument"),
+        ({"nonsense": 1}, "nonsense: load accepts no such argument"),
         ({"trust_remote_code": True}, "trust_remote_code: no code from a checkpoint is run"),
         ({"graphs": "yes"}, "graphs: expected True, False or a dict of options, got 'yes'"),
-        ({"graphs": {"budget": [16]}}, "budget: graphs takes no such argument; did you mean 'budgets'?"),
+        ({"graphs": {"budget": [16]}}, "budget: graphs accepts no such argument; did you mean 'budgets'?"),
         ({"weights": "random", "device_map": "auto"}, "device_map: places the weights of a checkpoint"),
     ],
 )
@@ -218,7 +218,7 @@ def test_dtype_by_its_other_name(folder):
     for arguments in ({"torch_dtype": "bfloat16"}, {"dtype": "torch.bfloat16", "torch_dtype": torch.bfloat16}):
         vlm = load(folder, **arguments)
         assert {vlm.encoder.dtype, vlm.language_model.dtype} == {torch.bfloat16}
-    refuses(folder, "torch_dtype: is another name of dtype, but they are 'float16' and 'float32'", dtype="float32", torch_dtype="float16")  # fmt: skip  # noqa: E501
+    refuses(folder, "torch_dtype: expected the same value as dtype, got 'float16' and 'float32'", dtype="float32", torch_dtype="float16")  # fmt: skip  # noqa: E501
     refuses(folder, "dtype: expected 'auto' or one of ['float32', 'bfloat16', 'float16'], got 'float'", dtype="float")
 
 

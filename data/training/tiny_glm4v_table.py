@@ -1,0 +1,37 @@
+"""The tiny GLM-4.1V whose tower has to read its position table; no weights of it are shipped yet.
+
+It begins with the shipped checkpoint, which reads places from M-RoPE, and is trained on with exchanged vectors of the
+table and on scenes of other sizes: see `train_tiny.py`, 8 and 9. `train_tiny --model glm4v_table --out FOLDER`.
+"""
+
+import torch
+from torch import nn
+
+from data.training.tiny_glm4v import CLIP_PIXELS, PICTURE_PIXELS, TinyGlm4v
+from refvl.pixels.patch_configs import Glm4vPatchConfig
+
+
+class TinyGlm4vTable(TinyGlm4v):
+    reads_places = False
+    reads_table = any_size = True
+    recipe = {  # noqa: RUF012
+        "begin_with": "cfe6b0e0368461a86378bf3dba0092e57c49c62e7b0ac7ca984971696bb0e7cb", "seed": 1, "steps": 500,
+        "see": 60, "warmup": 30, "pictures": 12, "clips": 3, "asides": 2, "photos": 4, "lr": 1.2e-3, "muon_lr": 2e-3,
+        "measure_on": 64,
+    }  # fmt: skip
+
+    def init_weights(self, model: nn.Module) -> None:
+        super().init_weights(model)
+        self.begin_anew(model)
+
+    def begin_anew(self, model: nn.Module) -> None:
+        """Patches are normalised before they meet the table: one as small as the other matrices is not noticed."""
+        table = model.visual.embeddings["position_embedding"].weight
+        nn.init.normal_(table, generator=torch.Generator().manual_seed(7))
+
+    def target_size(self, height: int, width: int, frames: int) -> tuple[int, int]:
+        low, high = PICTURE_PIXELS if frames == 1 else CLIP_PIXELS
+        return Glm4vPatchConfig(min_pixels=low, max_pixels=high).target_size(height, width, frames)
+
+
+FAMILY = TinyGlm4vTable()
