@@ -262,7 +262,7 @@ class CrossAttention(nn.Module):
 
 
 def attention_weights(resampler: Resampler, rows_NC: Tensor, metadata: SetMetadata) -> list[Tensor]:
-    """Return the attention weights of queries on patches: (H, Q, L) per set of L patches; rows sum to 1.
+    """Return the weights of queries on patches: (H, Q, L) per set of L patches; rows sum to 1.
 
     For inspection; `resample` never stores them. The arguments are those of `resample`.
     """

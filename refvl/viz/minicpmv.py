@@ -196,9 +196,9 @@ def _draw_canvas(ax: Axes, picture, positions_3L: Tensor, spans: Sequence[MediaS
     marks = [i for i in range(first, last + 1) if i not in media]
     ax.plot([w[i] for i in marks], [h[i] for i in marks], "s", ms=4, color=TOKEN_COLORS["text"], label="marks")
     x, y = [w[i] for i in overview], [h[i] for i in overview]
-    ax.plot(x, y, "o", ms=13, mfc="none", mec=HIGHLIGHT, mew=2, label="overview")
+    ax.plot(x, y, "o", ms=13, mfc="none", mec=HIGHLIGHT, mew=2, label="overview", zorder=3)
     ax.set(aspect="equal", title="positions on the canvas", xlabel="w", ylabel="h")
     ax.set(
         xlim=(min(w[first:]) - 1, max(w[first : last + 1]) + 1), ylim=(max(h[first : last + 1]) + 1, min(h[first:]) - 1)
     )
-    ax.legend(fontsize=8, loc="upper right")
+    ax.legend(fontsize=8, loc="lower left")
