@@ -41,6 +41,7 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, multiprocessing
+from transformers import CONFIG_MAPPING
 
 from refvl import families
 from refvl.attention import HALF, available_backends, cumulative_lengths, is_ampere, varlen_attention
@@ -72,8 +73,11 @@ QUESTIONS: dict[
     "tiny-qwen3_vl": ("Which way does the circle move?", {"videos": [CLIP]}),
     "tiny-glm4v": ("Which way does the circle move?", {"videos": [CLIP], "pruning_rate": 0.5}),
     "tiny-minicpmv-4_5": ("What color is the circle?", {"images": [SCENE]}),
+    "tiny-minicpmv-4_7": ("Where is the circle?", {"images": [SCENE]}),
     "tiny-step3": ("Which letter is in the red box?", {"images": [PAGE]}),
 }
+if "minicpmv4_7" not in CONFIG_MAPPING:  # transformers before 5.23
+    del QUESTIONS["tiny-minicpmv-4_7"]
 MINICPMV = {  # a small config.json of MiniCPM-V
     "hidden_size": 64, "query_num": 4, "scale_resolution": 56,
     "vision_config": {

@@ -72,6 +72,7 @@ SHIPPED = {
     "qwen3_vl": Asked("Qwen3-VL", "tiny-qwen3_vl", _CIRCLE, _SCENE),
     "glm4v": Asked("GLM-4.1V", "tiny-glm4v", _CIRCLE, _SCENE),
     "minicpmv": Asked("MiniCPM-V 4.5", "tiny-minicpmv-4_5", _CIRCLE, _SCENE),
+    "minicpmv4_7": Asked("MiniCPM-V 4.7", "tiny-minicpmv-4_7", "Where is the circle?", _SCENE),
     "step3": Asked(
         "Step3-VL", "tiny-step3", "Which letter is in the red box?", {"images": [DATA / "pictures" / "page.png"]}
     ),

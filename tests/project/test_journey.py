@@ -16,6 +16,8 @@ from html.parser import HTMLParser
 import pytest
 import torch
 from project.test_contributing import code_lines
+from random_models import NEEDS_5_23
+from shipped import is_read_here
 
 import refvl
 from refvl.paths import DATA
@@ -29,6 +31,7 @@ BUDGETS = {
     "qwen3_vl": Numbers(104, 56, 18, 754, 111, 1618),
     "glm4v": Numbers(102, 56, 18, 752, 111, 1707),
     "minicpmv": Numbers(108, 64, 19, 788, 117, 2072),
+    "minicpmv4_7": Numbers(103, 57, 20, 801, 120, 1975),
     "step3": Numbers(102, 52, 17, 788, 118, 1805),
     "clip": Numbers(117, 56, 17, 892, 150, 1679),
 }
@@ -52,10 +55,15 @@ def html(name: str) -> str:
     return page(journey(name), title=SHIPPED[name].checkpoint)
 
 
-each_journey = pytest.mark.parametrize("name", SHIPPED)
+def here(names) -> list:
+    """Those whose checkpoint this transformers cannot read are skipped."""
+    return [n if is_read_here(SHIPPED[n].checkpoint) else pytest.param(n, marks=NEEDS_5_23) for n in names]
 
 
-@pytest.mark.parametrize("name", BUDGETS)
+each_journey = pytest.mark.parametrize("name", here(SHIPPED))
+
+
+@pytest.mark.parametrize("name", here(BUDGETS))
 def test_the_path_does_not_grow(name):
     """Fewer is always right; more has to be written into the table."""
     now, allowed = journey(name).numbers, BUDGETS[name]
