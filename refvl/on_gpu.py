@@ -39,9 +39,13 @@ def _send_packed(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
         return [x.to(device, non_blocking=True) for x in tensors]
     packed = torch.zeros(size, dtype=torch.uint8)
     for x, end in zip(tensors, ends, strict=True):
-        packed[end - x.nbytes : end] = x.contiguous().flatten().view(torch.uint8)
+        if x.numel():  # an empty tensor has no bytes to look at
+            packed[end - x.nbytes : end] = x.contiguous().flatten().view(torch.uint8)
     sent = packed.pin_memory().to(device, non_blocking=True)
-    return [sent[end - x.nbytes : end].view(x.dtype).view(x.shape) for x, end in zip(tensors, ends, strict=True)]
+    return [
+        sent[end - x.nbytes : end].view(x.dtype).view(x.shape) if x.numel() else torch.empty_like(x, device=device)
+        for x, end in zip(tensors, ends, strict=True)
+    ]
 
 
 def _map_tensors(plan: Any, change: Callable[[Tensor], Any]) -> Any:

@@ -25,6 +25,7 @@ SECONDS = tuple(i * 2 / FPS for i in range(FRAMES // 2))  # of the temporal patc
 SPLITS = {"train": 0, "select": 1, "test": 2, "demo": 3}  # "select" chose the recipe, "test" measures it
 SEED = 20260
 SORTS = ("picture", "motion", "change")
+EDGE = 0.1  # of a token: an object whose centre is as near to a side of one lies in both
 STEPS, LAST_SECOND = 4, 29  # of a video in which a colour changes: temporal patches, and when the last may be
 
 COLORS = {
@@ -269,7 +270,8 @@ def cell_labels(scene: Scene, cells: tuple[int, int] = (3, 3)) -> np.ndarray:
     Of a colour that changes during a patch it is the new one; the change itself is a movement.
 
     An object counts for the place in which its centre lies on average during the two frames of the patch. cells: rows
-    and columns, of a scene that was resized to other numbers of tokens; (t, rows * columns, 3) then.
+    and columns, of a scene that was resized to other numbers of tokens; (t, rows * columns, 3) then, and an object on
+    an edge counts for the tokens of both sides.
     """
     count = {"picture": 2, "motion": FRAMES, "change": 2 * STEPS}[scene.sort]
     centers = np.array([[thing.center] * count for thing in scene.things])  # (things, frames, 2)
@@ -304,14 +306,18 @@ def slice_labels(scene: Scene, order) -> np.ndarray:
 def _labels(scene: Scene, centers: np.ndarray, moves: list, cells: tuple[int, int] = (3, 3)) -> np.ndarray:
     """centers: (things, t, 2) px. moves: of the first object at each of the t steps, 0 for none."""
     rows, columns = cells
-    found = (centers // (SIDE / columns, SIDE / rows)).clip(0, (columns - 1, rows - 1)).astype(int)
-    labels = np.zeros((len(moves), rows * columns, 3), dtype=np.int64)
+    found = centers / (SIDE / columns, SIDE / rows)  # in tokens
+    reach = 0 if cells == (3, 3) else EDGE
+    labels = np.zeros((len(moves), rows, columns, 3), dtype=np.int64)
     for i, thing in enumerate(scene.things):
         for t, move in enumerate(moves):
             now = scene.becomes if i == 0 and scene.becomes and t >= scene.step else thing
-            cell = found[i, t, 1] * columns + found[i, t, 0]
-            labels[t, cell] = 1 + SHAPES.index(now.shape), 1 + list(COLORS).index(now.color), 0 if i else move
-    return labels
+            (left, top), (right, bottom) = (
+                (found[i, t] + side).clip(0, (columns - 1, rows - 1)).astype(int) for side in (-reach, reach)
+            )
+            name = 1 + SHAPES.index(now.shape), 1 + list(COLORS).index(now.color), 0 if i else move
+            labels[t, top : bottom + 1, left : right + 1] = name
+    return labels.reshape(len(moves), rows * columns, 3)
 
 
 def _movement(scene: Scene, t: int) -> int:

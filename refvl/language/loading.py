@@ -114,7 +114,7 @@ def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: typ
     values = sum(weight.numel() for weight in wanted.parameters())
     there = sum(header.parameter_count for header in stored.values())
     if values > 2 * there:  # a few missing or misshapen weights are listed by name after loading
-        raise ValueError(f"{folder}: the config's text model has {values:,} values, the weights have {there:,}")
+        raise ValueError(f"{folder}: the config's text model has {values:,} values, but the weights have {there:,}")
 
 
 def _is_finite(weight: Tensor) -> bool:

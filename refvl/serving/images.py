@@ -100,7 +100,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         return
     if not folder.is_dir():
         missing = NotADirectoryError if folder.exists() else FileNotFoundError
-        raise missing(f"folder: {folder} expected a folder, a .tar file or a list ({', '.join(LIST_SUFFIXES)})")
+        raise missing(f"folder: expected a folder, a .tar file or a list ({', '.join(LIST_SUFFIXES)}), got {folder}")
 
     def refuse(error: OSError) -> None:
         raise OSError(f"folder: {error.filename} cannot be listed ({error.strerror})") from error

@@ -1,7 +1,7 @@
 """The public function of every explorer: `explore_NAME(...)` checks its arguments and builds the explorer.
 
 explore_windows     patches, merge blocks and windows of an image
-explore_resize      the same, as the pixel budget changes
+explore_resize      patches and merge blocks alone, as the pixel budget changes
 explore_attention   what an answer attends to, and what each patch does
 explore_tower       one patch from its pixels to its token
 explore_positions   a prompt with an image and a video, at sizes, lengths and rates
@@ -63,7 +63,8 @@ def explore_windows(
     """Explore patches, merge blocks and windows by pixel budget and window size. Needs anywidget.
 
     image: anything `load_image` accepts, or a dict of several by name. max_tokens: the largest budget, in merged
-    tokens. window_sizes: pixels; a size with the same windows as a smaller one is left out.
+    tokens. window_sizes: pixels; a size with the same windows as a smaller one is left out. Without any, patches and
+    merge blocks are shown alone.
     """
     from refvl.viz.explorers.windows import WindowsExplorer
 
@@ -72,8 +73,8 @@ def explore_windows(
 
 
 def explore_resize(image, config: PatchConfig, *, max_tokens: int = 512) -> "WindowsExplorer":
-    """Explore the resized image and its merge blocks by pixel budget, in merged tokens: `explore_windows`."""
-    return explore_windows(image, config, max_tokens=max_tokens)
+    """Explore the resized image, its patches and its merge blocks by pixel budget, in merged tokens."""
+    return explore_windows(image, config, max_tokens=max_tokens, window_sizes=())
 
 
 def explore_attention(model, questions: Mapping[str, tuple[str, Any]]) -> "AttentionExplorer":

@@ -50,7 +50,7 @@ def clip_run():
 
 def test_refvl_and_transformers_are_the_same_stage_by_stage(run, theirs):
     comparison = refvl.compare(run, theirs)
-    assert comparison.first is comparison.stage is None and "same" in comparison.verdict
+    assert comparison.first is comparison.stage is None and "no difference" in comparison.verdict
     names = [row.name for row in comparison.rows]
     media = [f"{stage}/{i}" for stage in ("patchify", "encode") for i in (0, 1)]
     text = ["prefill/last_states", "prefill/first_logits", "decode tokens/token_ids", "decode tokens/margins"]
@@ -132,7 +132,7 @@ def test_a_tower_in_bfloat16_is_found(theirs):
     vlm = load()
     vlm.encoder.to(torch.bfloat16)
     first = refvl.compare(vlm.trace(**ASKED), theirs).first
-    assert first.name == "encode/0" and first.cause == "precision: bfloat16 beside float32"
+    assert first.name == "encode/0" and first.cause == "precision: bfloat16 against float32"
 
 
 def test_a_tower_that_computed_in_bfloat16_is_found_in_float32_rows(run, theirs):

@@ -183,5 +183,5 @@ def test_context_is_never_exceeded(tmp_path):
     vlm = refvl.load(folder, device="cpu", progress=False)
     trace = vlm.trace("Hi", max_new_tokens=1000, eos_token_id=-1)
     assert len(trace.input_ids) + len(trace.token_ids) == 40
-    with pytest.raises(ValueError, match="do not for the context of 40"):
+    with pytest.raises(ValueError, match="do not fit the context of 40"):
         vlm.chat("Hi " * 100)

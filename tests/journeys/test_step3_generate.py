@@ -202,7 +202,7 @@ def test_without_crops_only_the_overview_is_left(folder):
             lambda i: {"image_grid_thw": [(1, 2, 2)]},
             r"image_grid_thw\[0\]: expected \(rows, columns\), got \(1",
         ),
-        (lambda i: {"input_ids": i["input_ids"][:, -8:]}, "expected placeholders for all media, got none for media"),
+        (lambda i: {"input_ids": i["input_ids"][:, -8:]}, "expected placeholders for all media, got none for {"),
     ],
 )
 def test_generate_refuses_what_does_not_fit(vlm, change, message):
@@ -248,7 +248,7 @@ def test_a_tokenizer_without_marks_is_named(tmp_path):
 def test_a_picture_too_large_for_the_context_is_refused(folder):
     vlm = load(folder)
     vlm.language_model.config.max_position_embedding = 40
-    with pytest.raises(ValueError, match=r"prompt: \d+ tokens do not for the context of 40"):
+    with pytest.raises(ValueError, match=r"prompt: \d+ tokens do not fit the context of 40"):
         vlm.chat("What is it?", images=PHOTOS)
 
 

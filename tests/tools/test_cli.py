@@ -164,7 +164,7 @@ def test_damaged_weights_are_one_line(shell, tmp_path):
 def test_unknown_family_and_long_prompt_are_one_line(shell, tmp_path):
     folder = make_checkpoint(tmp_path, text_config={"max_position_embeddings": 64})
     status, _, err = shell("chat", folder, "Hi " * 100)
-    assert status == 1 and "do not for the context of 64" in err and err.count("\n") == 1
+    assert status == 1 and "do not fit the context of 64" in err and err.count("\n") == 1
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"qwen2_5_vl"', '"kosmos"', 1))
     status, _, err = shell("chat", folder, "Hi")

@@ -215,7 +215,7 @@ def test_unreadable_pictures_are_named_and_the_others_encoded(shell, vlm, checkp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["NOWHERE"], "folder: NOWHERE is no folder"),
+        (["NOWHERE"], "folder: expected a folder, a .tar file or a list (.txt, .lst), got NOWHERE"),
         (["EMPTY"], "contains no image that Pillow can read"),
         (["EMPTY", "--shard-size", "0"], "shard_size: must be at least 1, got 0"),
     ],

@@ -2,7 +2,7 @@
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const W = () => (view.big ? Math.min(640, view.fit(1120) - 24 - side()) : view.fit(440));
+  const W = () => (view.big && view.shared.windowed ? Math.min(640, view.fit(1120) - 24 - side()) : view.fit(440));
   const BAND = 160, side = () => (view.big ? 330 : 260);
   const grid = () => view.row.grid;
   const cell = () => W() / Math.max(...grid());
@@ -14,6 +14,9 @@ export default explorer(view => {
   const borders = () => Array.from(view.row.cu_window_seqlens, n => n / block());
   const window = t => borders().findIndex(n => n > place(t)) - 1;
   const color = k => view.colors.sequence(windows() < 2 ? 0.5 : k / (windows() - 1));
+  const { windowed } = view.shared;
+  const shown = () => `${grid().join(" x ")} patches, ${tokens()} merged tokens` +
+    (windowed ? `, ${windows()} window${windows() > 1 ? "s" : ""}` : "");
   const corner = patch => [view.row.patches[2 * patch + 1] * cell(), view.row.patches[2 * patch] * cell()];
 
   const number = (pen, n, x, y) => {
@@ -29,9 +32,9 @@ export default explorer(view => {
   }
   view.column();
   view.canvas({
-    name: () => `${grid().join(" x ")} patches, ${tokens()} merged tokens, ${windows()} windows`,
-    caption: () => `${grid().join(" x ")} patches, ${tokens()} merged tokens, ${windows()} window${windows() > 1 ? "s" : ""}` +
-      (view.item < 0 ? ". Choose a patch" : ". Not tinted: all that the chosen patch may look at"),
+    name: shown,
+    caption: () => shown() + (view.item < 0 ? ". Choose a patch" : windowed ? ". Not tinted: all that the chosen patch may look at"
+      : ". Framed: its merge block, which becomes one token"),
     size: () => [grid()[1] * cell(), grid()[0] * cell()],
     at,
     step(item, dx, dy) {
@@ -41,7 +44,7 @@ export default explorer(view => {
     draw(pen, width, height) {
       const c = cell(), m = view.shared.merge, edges = borders(), middle = [];
       pen.drawImage(view.shared.photos[view.row.photo], 0, 0, width, height);
-      for (let k = 0; k < windows(); k++) {
+      for (let k = 0; windowed && k < windows(); k++) {
         const inside = view.row.window_index.slice(edges[k], edges[k + 1]);
         const [x, y] = corner(inside[0] * block()), [right, bottom] = corner(inside.at(-1) * block());
         pen.globalAlpha = k === (token() < 0 ? -1 : window(token())) ? 0 : token() < 0 ? 0.4 : 0.55;
@@ -59,7 +62,7 @@ export default explorer(view => {
         pen.stroke();
       };
       lines(c, 0.3); lines(m * c, 0.9);
-      if (windows() <= 40) middle.forEach(([x, y], k) => number(pen, k + 1, x, y));
+      if (windowed && windows() <= 40) middle.forEach(([x, y], k) => number(pen, k + 1, x, y));
       if (view.item < 0) return;
       const [bx, by] = corner(token() * block()), [x, y] = corner(view.item);
       pen.strokeStyle = view.colors.highlight; pen.lineWidth = 3;
@@ -67,6 +70,15 @@ export default explorer(view => {
       pen.fillStyle = view.colors.highlight; pen.fillRect(x, y, c, c);
     },
   });
+
+  view.readout(() => {
+    const t = token(), [row, column] = view.row.patches.slice(2 * view.item, 2 * view.item + 2);
+    return `row ${view.item}: patch (${row}, ${column}) of the grid, in merge block ${t}\n` + (windowed
+      ? `merged token ${t} is number ${place(t)} in window order, in window ${window(t) + 1} of ${windows()}`
+      : `its merge block becomes token ${t} of ${tokens()}`);
+  });
+  const parts = { count: () => view.row.patches.length / 2 };
+  if (!windowed) return parts;
 
   view.canvas({
     name: () => "the patch's rotary angles: pairs rotated by its row (first line) and its column (second)",
@@ -130,12 +142,5 @@ export default explorer(view => {
     },
   });
 
-  view.readout(() => {
-    const t = token(), [row, column] = view.row.patches.slice(2 * view.item, 2 * view.item + 2);
-    return `row ${view.item}: patch (${row}, ${column}) of the grid, in merge block ${t}\n` +
-      `merged token ${t} is number ${place(t)} in window order, in window ${window(t) + 1} of ${windows()}`;
-  });
-  return {
-    count: () => view.row.patches.length / 2,
-  };
+  return parts;
 });
