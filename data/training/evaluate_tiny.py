@@ -51,12 +51,12 @@ GOALS = {  # kind of question -> least and greatest share that is right
     SWAPPED: (0.95, 1.0),
     STILL_TRUE: (0.0, 0.02),
     "place, one position": (0.0, 0.2),  # chance is 1 in 9
+    "place, text positions": (0.0, 0.25),
+    "place, slices exchanged on the canvas": (0.95, 1.0),
     MIRRORED: (0.95, 1.0),
     STILL_THERE: (0.0, 0.02),
     "place, table of zeros": (0.0, 0.2),
     "color, other sizes": (0.95, 1.0),
-    "place, text positions": (0.0, 0.25),
-    "place, slices exchanged on the canvas": (0.95, 1.0),
     "motion, t reversed": (0.95, 1.0),
     "motion, EVS at 0.5": (0.98, 1.0),
     "motion, times exchanged in a pack": (0.95, 1.0),
@@ -114,10 +114,10 @@ def kinds_of(family: TinyFamily) -> list[str]:
     kinds = list(family.kinds)
     kinds += [SHUFFLED] if "change" in family.clips else []
     kinds += [SWAPPED, STILL_TRUE, "place, one position"] if family.reads_places else []
-    kinds += [MIRRORED, STILL_THERE, "place, table of zeros"] if family.reads_table else []
-    kinds += ["color, other sizes"] if family.any_size else []
     if family.reads_canvas:
         kinds += ["place, text positions", "place, slices exchanged on the canvas"]
+    kinds += [MIRRORED, STILL_THERE, "place, table of zeros"] if family.reads_table else []
+    kinds += ["color, other sizes"] if family.any_size else []
     kinds += ["motion, t reversed"] if family.reads_steps else []
     kinds += ["motion, EVS at 0.5"] if family.prunable else []
     kinds += list(EXCHANGES) if family.packing else []
