@@ -32,6 +32,7 @@ from refvl.viz.explore import (
     explore_windows,
 )
 from refvl.viz.families import (
+    plot_ablations,
     plot_family_costs,
     plot_family_curves,
     plot_family_race,
@@ -99,6 +100,7 @@ __all__ = [
     "explore_tower",
     "explore_windows",
     "live",
+    "plot_ablations",
     "plot_accuracy_curve",
     "plot_assignment",
     "plot_attention",
