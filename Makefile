@@ -87,8 +87,8 @@ notebooks: $(STAMP) ## run the notebooks and keep their outputs
 	OMP_NUM_THREADS=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.store_widget_state=True \
 	  --ExecutePreprocessor.record_timing=False notebooks/[0-9]*.ipynb notebooks/index.ipynb
 
-site: $(STAMP) ## the notebooks and explorers as pages that need neither kernel nor network, in site/
-	OMP_NUM_THREADS=1 $(BIN)/python notebooks/pages.py
+site: $(STAMP) ## the notebooks and explorers as pages that need neither kernel nor network, in site/ (BASE=https://... is where they will be)
+	OMP_NUM_THREADS=1 $(BIN)/python notebooks/pages.py $(if $(BASE),--base $(BASE))
 
 train: $(STAMP) ## train a small model again (MODEL=qwen2_5_vl, glm4v, minicpmv)
 	$(BIN)/python -m data.training.train_tiny --model $(MODEL)

@@ -24,6 +24,8 @@ MADE_BY_AND_BEFORE = {
     "packing": ("`explore_packing`", "a view with sliders"),
     "slices": ("`explore_slices`, `explore_crops`", "two views with sliders"),
     "families": ("`explore_families`", "-"),
+    "costs": ("`explore_costs`", "-"),
+    "deepstack": ("`explore_deepstack`", "-"),
     "timeline": ("`explore_timeline`", "a view with sliders"),
     "assignment": ("`explore_assignment`", "a view with sliders"),
 }
@@ -35,7 +37,8 @@ def explorer_rows(record: dict) -> Iterator[str]:
     yield "|---|---|--:|--:|--:|--:|---|"
     for name, (made_by, before) in MADE_BY_AND_BEFORE.items():
         row = record["explorers"][name]
-        numbers = f"{row['states']} | {row['bytes'] / 1000:.0f} | {row['page_ms']:.0f} | {row['lab_ms']:.0f}"
+        page_ms, lab_ms = (f"{row[place]:.0f}" if place in row else "-" for place in ("page_ms", "lab_ms"))
+        numbers = f"{row['states']} | {row['bytes'] / 1000:.0f} | {page_ms} | {lab_ms}"
         yield f"| {row['title']} | {made_by} | {numbers} | {before} |"
 
 

@@ -260,7 +260,9 @@ class Chapter:
         names = dict.fromkeys(re.findall(r"exercises\.check_(\w+)\(", "\n".join(texts["code"])))
         done = {name.replace("_", " "): (DONE / f"check_{name}").exists() for name in names}
         title = texts["markdown"][0].splitlines()[0].lstrip("# ")
-        return cls(path.stem, title, minutes_of(texts["markdown"], len(texts["code"]), len(done)), done)
+        stubs = ["".join(c["source"]) for c in cells if "exercise" in c["metadata"].get("tags", ())]
+        code = [source for source in texts["code"] if source not in stubs]  # a stub is part of its exercise
+        return cls(path.stem, title, minutes_of(texts["markdown"], code, len(done)), done)
 
 
 @dataclass(frozen=True)
@@ -299,10 +301,14 @@ def progress() -> Progress:
     return Progress([Chapter.read(path) for path in sorted(NOTEBOOKS.glob("[0-9]*.ipynb"))])
 
 
-def minutes_of(markdown: Sequence[str], code_cells: int, exercises: int) -> int:
-    """Minutes for one who knows transformers: 240 words (Brysbaert 2019) or three cells a minute, four an exercise."""
+def minutes_of(markdown: Sequence[str], code: Sequence[str], exercises: int) -> int:
+    """Return a learner's minutes: 200 words or six lines of code a minute, and ten minutes for each exercise.
+
+    Collapsed text, tables and addresses of links do not count; neither do imports, comments and blank lines.
+    """
     prose = re.sub(r"<details>.*?</details>|```.*?```|^\|.*?$|\]\([^)]*\)", "", "\n".join(markdown), flags=re.S | re.M)
-    return round(len(prose.split()) / 240 + code_cells / 3 + 4 * exercises)
+    lines = re.sub(r"^(?:from [\w.]+ )?import (?:\([^)]*\)|.*)$|^\s*#.*$", "", "\n".join(code), flags=re.M)
+    return round(len(prose.split()) / 200 + sum(map(bool, map(str.strip, lines.splitlines()))) / 6 + 10 * exercises)
 
 
 @functools.cache

@@ -6,6 +6,7 @@
     LIVE              -> live*.html           a model that runs in the page
     reference.py      -> reference.html       every public name
     STATIONS          -> index.html           the journey from pixels to an answer, and where to read on
+    STILL             -> og.png               the image that a link to the site is shown with
     *.py, *.md        -> files/*.html         what the stations and the notebooks link
 
 `make site` checks all of it and writes it to site/: links lead somewhere, no page loads anything, images say what they
@@ -41,43 +42,60 @@ CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.S)
 
 @dataclass(frozen=True, slots=True)
 class Station:
-    """A stop on the journey: what happens there, and where it is shown, written down and explored."""
+    """A stop on the journey: what happens there, and where it is shown, written down and explored.
+
+    stage: the stage of "One picture, line by line" that shows it.
+    """
 
     name: str
     what: str
     notebooks: tuple[str, ...]
     files: tuple[str, ...]
     explorers: tuple[str, ...] = ()
+    stage: int = 1
 
 
 STATIONS = [
     Station("Pixels", "sample, decode, resize, slice or crop", ("00", "06", "07", "08"),
             ("pixels/media.py", "positions/timestamps.py", "pixels/patches.py", "pixels/slices.py", "pixels/crops.py"),
-            ("timeline", "slices", "families")),
+            ("timeline", "slices", "families"), stage=2),
     Station("Patches", "cut into rows, in blocks and windows", ("01",),
-            ("pixels/patches.py", "positions/windows.py"), ("windows",)),
+            ("pixels/patches.py", "positions/windows.py"), ("windows",), stage=3),
     Station("Tower", "a vision transformer reads the rows, once", ("01", "06", "10", "12", "14"),
             ("encoders/qwen2_5_vl.py", "encoders/qwen3_vl.py", "encoders/glm4v.py", "encoders/step3_vl.py",
              "attention.py", "serving/media_cache.py"),
-            ("tower", "attention")),
+            ("tower", "attention", "costs", "deepstack"), stage=5),
     Station("Tokens", "merged, resampled or projected", ("00", "07"),
-            ("encoders/grid.py", "encoders/resampler.py"), ("slices",)),
+            ("encoders/grid.py", "encoders/resampler.py"), ("slices",), stage=5),
     Station("Graphs", "the tower recorded once and replayed", ("04", "05"),
-            ("graphs/budgets.py", "graphs/packing.py", "graphs/buffers.py"), ("graph", "packing")),
-    Station("Devices", "many images, shared among several towers", ("09",), ("serving/parallel.py",), ("assignment",)),
-    Station("Pruning", "video tokens that did not change go", ("03",), ("positions/evs.py",), ("evs",)),
+            ("graphs/budgets.py", "graphs/packing.py", "graphs/buffers.py"), ("graph", "packing"), stage=4),
+    Station("Devices", "many images, shared among several towers", ("09",),
+            ("serving/parallel.py",), ("assignment",), stage=5),
+    Station("Pruning", "video tokens that did not change go", ("03",), ("positions/evs.py",), ("evs",), stage=6),
     Station("Positions", "time, height and width of every token", ("02", "06", "12"),
-            ("positions/mrope.py", "positions/rotary.py"), ("positions", "mrope")),
+            ("positions/mrope.py", "positions/rotary.py"), ("positions", "mrope", "rules"), stage=8),
     Station("Answer", "embeddings into the prompt, words out of it", ("00", "10"),
-            ("merge.py", "pipeline.py", "trace.py"), ("attention", "families")),
+            ("merge.py", "pipeline.py", "trace.py"), ("attention", "families"), stage=9),
     Station("Yours", "what it costs, how to teach it more, and a released checkpoint", ("11", "13", "15"),
-            ("study/costs.py", "study/shallow.py", "serving/linear.py", "serving/adapters.py"), ()),
+            ("study/costs.py", "study/shallow.py", "serving/linear.py", "serving/adapters.py"), ("costs",)),
 ]  # fmt: skip
+
+# who reads: what they want, and the pages in their order, by number of a notebook, name of an explorer, or address
+READERS = {
+    "I just want to run it": ("Load a model, ask about an image, bring your own checkpoint.",
+                              ("live.html", "00", "15", "reference.html")),
+    "An afternoon": ("How an image becomes tokens with positions, and where they are looked at.",
+                     ("live.html", "00", "01", "windows", "02", "positions", "attention", "03",
+                      "journeys/qwen2_5_vl.html")),
+    "A week": ("Every family, graphs, devices, costs and adapters, with the exercises.",
+               ("live.html", *(f"{n:02}" for n in range(16)))),
+}  # fmt: skip
 
 # in the order of the course, with the notebook that each belongs to
 EXPLORERS = {
     "windows": "01", "tower": "01", "positions": "02", "mrope": "02", "attention": "02", "evs": "03", "graph": "04",
-    "packing": "05", "timeline": "06", "slices": "07", "assignment": "09", "families": "10",
+    "packing": "05", "timeline": "06", "slices": "07", "rules": "07", "assignment": "09", "families": "10",
+    "costs": "11", "deepstack": "12",
 }  # fmt: skip
 
 PAGE = """<!doctype html>
@@ -89,13 +107,16 @@ style-src 'unsafe-inline'; img-src data: blob:"><link rel="icon" href="data:,">
 """
 
 
-def build(out: Path) -> dict[str, int]:
-    """Write the site into `out`; the bytes of every file by its path in it. Raises ValueError where it is broken.
+def build(out: Path, base: str = "") -> dict[str, int]:
+    """Write the site into `out`; return the bytes of every page by its path. Raise ValueError if it is broken.
+
+    base: the address at which the site will be found, which previews of links need.
 
     Notebooks are taken as they are: run `make notebooks` first if they changed.
     """
     from refvl.viz.explorers.gallery import GALLERY
     from refvl.viz.journey import SHIPPED
+    from refvl.viz.live.widget import STILL
 
     paths = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
     pages = {f"notebooks/{path.stem}.html": notebook_page(path) for path in paths}
@@ -108,12 +129,14 @@ def build(out: Path) -> dict[str, int]:
         {match for text in pages.values() for match in re.findall(r'href="(?:\.\./)*files/([^"#]+)\.html', text)}
     )
     pages |= {f"files/{name}.html": file_page(name) for name in named}
+    pages = {name: with_preview(text, base) for name, text in pages.items()}
     if problems := list(check(pages)):
         raise ValueError("the site is broken:\n" + "\n".join(problems))
     for name, text in pages.items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    (out / "og.png").write_bytes(STILL.read_bytes())
     return {name: len(text.encode()) for name, text in pages.items()}
 
 
@@ -278,28 +301,49 @@ def first_sentence(source: str) -> str:
     return re.split(r"(?<=[.?!:])\s", plain.strip())[0].rstrip(":")
 
 
-def index_page(paths: list[Path], made: dict[str, Any]) -> str:
-    """The journey, the answers line by line, the notebooks and the explorers with their questions."""
-    from refvl.viz.journey import SHIPPED, TITLE
+def with_preview(text: str, base: str) -> str:
+    """A page with what programs show of a link to it: a title, and the image at `base`."""
+    title = re.search(r"<title>(.*?)</title>", text, re.S)
+    image = html.escape(f"{base.rstrip('/')}/og.png" if base else "og.png")
+    meta = {"og:title": title[1] if title else "refvl", "og:type": "article", "og:image": image}
+    tags = "".join(f'<meta property="{name}" content="{value}">' for name, value in meta.items())
+    return text.replace("</title>", f"</title>{tags}", 1)
 
-    explorers = {name: explorer.title for name, explorer in made.items()}
+
+def index_page(paths: list[Path], made: dict[str, Any]) -> str:
+    """The live page, an order for three readers, the journey, the explorers and the notebooks."""
+    from refvl.viz.journey import SHIPPED, TITLE
+    from refvl.viz.live.page import LIVE
 
     notebooks = {path.stem: nbformat.read(path, as_version=4) for path in paths}
-    titles = {stem: title_of(notebook) for stem, notebook in notebooks.items()}
+    titles = {f"notebooks/{stem}.html": title_of(notebook) for stem, notebook in notebooks.items()}
+    titles |= {f"explorers/{name}.html": explorer.title for name, explorer in made.items()}
+    titles |= {"live.html": "Paint a scene, ask, follow it", "reference.html": "API reference"}
+    titles |= {f"journeys/{name}.html": f"{TITLE}: {asked.name}" for name, asked in SHIPPED.items()}
+    minutes = {f"notebooks/{stem}.html": minutes_of(notebook) for stem, notebook in notebooks.items()} | {
+        "live.html": 8
+    }
+    counts = {
+        "notebooks that were run": len(notebooks), "explorers": len(made), "models that run in the page": len(LIVE),
+        "answers line by line": len(SHIPPED), "hours to read and try": round(sum(minutes.values()) / 60),
+    }  # fmt: skip
+    lines = "".join(f'<li><a href="journeys/{name}.html">{html.escape(a.name)}</a></li>' for name, a in SHIPPED.items())
     body = [
-        "<main><h1>From pixels to an answer</h1>",
-        "<p>How an image or a video becomes tokens of a language model: notebooks that were run, explorers to touch, "
-        "and the files that do the work. No page loads anything.</p>"
-        '<p><a href="reference.html">API reference</a>: every public name, with source, test and notebook.</p>',
-        f"<h2>Start here</h2>{live_item()}<h2>The journey</h2><ol class=journey>",
-        *(station_item(station, titles, explorers) for station in STATIONS),
-        f"</ol><h2>{TITLE}</h2><p>The code that ran for one answer, in call order, with what each stage made.</p><ul>",
-        *(f'<li><a href="journeys/{name}.html">{html.escape(a.name)}</a></li>' for name, a in SHIPPED.items()),
-        "</ul><h2>Notebooks</h2><div class=course>",
-        *(course_item(stem, notebook) for stem, notebook in notebooks.items()),
-        "</div><h2>Explorers</h2><div class=course>",
+        "<main class=index><h1>From pixels to an answer</h1><p class=lead>How an image or a video becomes tokens of a "
+        "language model, in code that was checked against the released programs.</p>",
+        f"<p class=numbers>{''.join(f'<span><b>{number}</b> {what}</span>' for what, number in counts.items())}</p>",
+        f"{live_item()}<h2>Where to start</h2><div class=readers>",
+        *(reader_item(name, *reader, titles, minutes) for name, reader in READERS.items()),
+        "</div><h2>The journey</h2><ol class=journey>",
+        *(station_item(place, station, titles) for place, station in enumerate(STATIONS, 1)),
+        "</ol><h2>Explorers</h2><p>Each asks one question. Nothing is loaded, and every number is refvl's.</p>",
+        "<ol class=cards>",
         *(explorer_item(name, explorer) for name, explorer in made.items()),
-        "</div></main>",
+        "</ol><h2>Notebooks</h2><ol class=cards>",
+        *(course_item(stem, notebook, minutes[f"notebooks/{stem}.html"]) for stem, notebook in notebooks.items()),
+        f"</ol><h2>{TITLE}</h2><p>The code that ran for one answer, in call order, with the result of each stage.</p>"
+        f"<ul>{lines}</ul><h2>API</h2>",
+        '<p><a href="reference.html">API reference</a>: every public name, with source, test and notebook.</p></main>',
     ]
     return document("refvl: from pixels to an answer", "\n".join(body))
 
@@ -309,34 +353,51 @@ def live_item() -> str:
     from refvl.viz.live.page import LIVE, SITE
     from refvl.viz.live.widget import STILL
 
-    still = base64.b64encode(STILL.read_bytes()).decode()
-    picture = f'<img alt="A painted scene and the answer of the model" src="{lighter(still, "image/png")}">'
+    still = small(STILL.read_bytes(), "A painted scene and the answer of the model", side=720)
     names = " ".join(f'<a href="{SITE[name]}">{family}</a>' for name, family in LIVE.items())
     return (
-        f'<div class=course>{picture}<div><h3><a href="live.html">Paint a scene, ask, follow it</a></h3>'
-        "<p>A model that runs in the page. Follow your image to its word, and break what is on the way.</p>"
-        f"<p><small>8 minutes; {names}</small></p></div></div>"
+        f'<div class=live><a href="live.html">{still}</a><div>'
+        '<h2><a href="live.html">Paint a scene, ask, follow it</a></h2>'
+        "<p>A model runs in the page. Follow your image to its word, and break what is on the way: the answer changes "
+        f"before your eyes.</p><p><small>8 minutes, ten chapters; {names}</small></p></div></div>"
     )
 
 
-def station_item(station: Station, titles: dict[str, str], explorers: dict[str, str]) -> str:
+def reader_item(name: str, wants: str, pages: tuple[str, ...], titles: dict[str, str], minutes: dict[str, int]) -> str:
+    """What one kind of reader wants, and the pages in their order."""
+    addresses = [next(a for a in titles if a == p or re.search(rf"/{p}(_|[.]html)", a)) for p in pages]
+    items = "".join(f'<li><a href="{address}">{html.escape(titles[address])}</a></li>' for address in addresses)
+    total = sum(minutes.get(address, 5) for address in addresses)
+    time = f"{total} minutes" if total < 100 else f"{total / 60:.0f} hours"
+    return f"<section><h3>{name}</h3><p>{wants} <small>About {time}.</small></p><ol>{items}</ol></section>"
+
+
+def station_item(place: int, station: Station, titles: dict[str, str]) -> str:
     """A stop of the journey as an item of a list, with links to its notebooks, explorers and files."""
-    links = [(f"notebooks/{s}.html", t) for n in station.notebooks for s, t in titles.items() if s.startswith(n)]
-    links += [(f"explorers/{name}.html", f"▶ {explorers[name]}") for name in station.explorers if name in explorers]
-    links += [(f"files/refvl/{name}.html", name) for name in station.files]
+    chosen = [a for n in station.notebooks for a in titles if a.startswith(f"notebooks/{n}")]
+    links = [(address, titles[address]) for address in chosen]
+    links += [(f"explorers/{name}.html", f"▶ {titles[f'explorers/{name}.html']}") for name in station.explorers]
+    links += [(f"journeys/qwen2_5_vl.html#stage-{station.stage}", "line by line")]
     items = "".join(f'<li><a href="{address}">{html.escape(text)}</a></li>' for address, text in links)
-    return f"<li><h3>{station.name}</h3><p>{station.what}</p><ul>{items}</ul></li>"
-
-
-def course_item(stem: str, notebook: Any) -> str:
-    """A notebook's first picture, title, question and time, from its first cell."""
-    first = notebook.cells[0].source
-    paragraphs = dict(re.findall(r"\*\*(The question|Time)\.\*\* (.*?)(?:\n\n|\Z)", first, re.S))
-    question = re.sub(r"\[([^\]]*)\]\([^)]*\)|[*`]", r"\1", paragraphs.get("The question", ""))
-    minutes = paragraphs.get("Time", "").split(";")[0]
+    files = "".join(f'<li><a href="files/refvl/{name}.html">{name}</a></li>' for name in station.files)
     return (
-        f'{thumbnail(notebook)}<div><h3><a href="notebooks/{stem}.html">{html.escape(title_of(notebook))}</a></h3>'
-        f"<p>{html.escape(question)}</p><p><small>{html.escape(minutes)}</small></p></div>"
+        f"<li><h3>{place} {station.name}</h3><p>{station.what}</p><ul>{items}</ul>"
+        f"<details><summary>Files: {len(station.files)}</summary><ul>{files}</ul></details></li>"
+    )
+
+
+def minutes_of(notebook: Any) -> int:
+    """What its first cell says."""
+    return int(re.findall(r"[*]{2}Time[.][*]{2} (\d+) minutes", notebook.cells[0].source)[0])
+
+
+def course_item(stem: str, notebook: Any, minutes: int) -> str:
+    """A notebook's first picture, title, question and time, from its first cell."""
+    found = re.findall(r"\*\*The question\.\*\* (.*?)(?:\n\n|\Z)", notebook.cells[0].source, re.S)
+    question = re.sub(r"\[([^\]]*)\]\([^)]*\)|[*`]", r"\1", found[0] if found else "")
+    return (
+        f'<li>{thumbnail(notebook)}<h3><a href="notebooks/{stem}.html">{html.escape(title_of(notebook))}</a></h3>'
+        f"<p>{html.escape(question)}</p><p><small>{minutes} minutes</small></p></li>"
     )
 
 
@@ -346,7 +407,8 @@ def explorer_item(name: str, explorer: Any) -> str:
 
     picture = small(png_of(explorer.figure()), f"The explorer {explorer.title}")
     link = f'<a href="explorers/{name}.html">{html.escape(explorer.title)}</a>'
-    return f"{picture}<div><h3>{link}</h3><p>{html.escape(explorer.asks)}</p></div>"
+    belongs = f"<p><small>with notebook {EXPLORERS[name]}</small></p>"
+    return f"<li>{picture}<h3>{link}</h3><p>{html.escape(explorer.asks)}</p>{belongs}</li>"
 
 
 def thumbnail(notebook: Any) -> str:
@@ -358,10 +420,10 @@ def thumbnail(notebook: Any) -> str:
     return small(base64.b64decode(max(found, key=len)), f"A figure of {title_of(notebook)}")
 
 
-def small(encoded: bytes, alt: str) -> str:
-    """An image as a thumbnail."""
+def small(encoded: bytes, alt: str, side: int = 400) -> str:
+    """An image as a thumbnail whose longer side has at most `side` pixels."""
     picture, buffer = Image.open(io.BytesIO(encoded)).convert("RGB"), io.BytesIO()
-    picture.thumbnail((288, 288))
+    picture.thumbnail((side, side))
     picture.save(buffer, "webp", quality=70)
     address = f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     return f'<img alt="{html.escape(alt)}" src="{address}">'
@@ -406,9 +468,12 @@ def check(pages: dict[str, str]) -> Iterator[str]:
                     yield f"{name}: links {link}, which is not there"
 
 
-def main(out: Annotated[Path, typer.Option(help="folder to write to")] = ROOT / "site") -> None:
+def main(
+    out: Annotated[Path, typer.Option(help="folder to write to")] = ROOT / "site",
+    base: Annotated[str, typer.Option(help="address of the site, for previews of links to it")] = "",
+) -> None:
     """Write the site and print how many bytes each page has."""
-    for name, size in build(out).items():
+    for name, size in build(out, base).items():
         print(f"{size:>9,}  {name}")
 
 

@@ -1,8 +1,9 @@
 """The parts of a family: an `Encoder` and a `Processor`. No class inherits from these; they match by structure.
 
-A *layout* describes how the rows of one media item are arranged, from its size alone: (t, h, w) in patches for Qwen
-and GLM, a tuple of `SliceGroup`s for MiniCPM-V, a `CropLayout` for Step3-VL. It is hashable. The processor makes it,
-the encoder plans it, and both count the same tokens: `media_tokens(kind, layout).num_tokens == item_size(layout)[1]`.
+A *layout* describes the arrangement of one item's rows and depends only on its size. It is (t, h, w) in patches for
+Qwen and GLM, a tuple of `SliceGroup`s for MiniCPM-V, a `CropLayout` for Step3-VL. It is hashable. The processor makes
+it, the encoder plans it, and both count the same tokens: `media_tokens(kind, layout).num_tokens ==
+item_size(layout)[1]`.
 
 Shape suffixes: N patch rows, C values of a row, M output tokens, D the language model's width, L prompt tokens.
 """

@@ -1,4 +1,4 @@
-"""One row per model family: which encoder, processor and text model a config.json asks for, and how they are built."""
+"""One table entry per model family: the encoder, processor and text model for a config.json, and how to build them."""
 
 import re
 import warnings
@@ -31,7 +31,7 @@ from refvl.positions.canvas import CanvasMarks
 from refvl.processors import glm4v, kimi_k25, minicpmv, minicpmv4_6, qwen2_5_vl, qwen3_vl, step3_vl
 from refvl.processors.tokenizers import TOKENIZER_FILES
 
-CAPABILITIES = {  # what a family may be asked for, and the argument that asks
+CAPABILITIES = {  # optional features of a family, and the argument that requests each
     "drafts": "prompt_lookup_num_tokens",
     "assistant": "assistant_model",
     "chunks": "prefill_chunk",
@@ -48,33 +48,33 @@ CAPABILITIES = {  # what a family may be asked for, and the argument that asks
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What the pipeline has to know of a model family; `model_types` are values of `model_type` in config.json."""
+    """The parts and capabilities of a model family; `model_types` are values of `model_type` in config.json."""
 
     name: str
     model_types: tuple[str, ...]
     encoder: type[Encoder]
     processor: type[Processor]
-    vision_prefix: str = r"^(model\.)?visual\."  # regular expression: which checkpoint names are the vision tower's
+    vision_prefix: str = r"^(model\.)?visual\."  # regular expression for the checkpoint names of the vision tower
     text_model: type[CausalTextModel] = CausalTextModel
-    config: Callable[..., PretrainedConfig] | None = None  # that reads config.json, where transformers has none
-    version: str | None = None  # see `minicpmv_version`, where families share a model_type
+    config: Callable[..., PretrainedConfig] | None = None  # reads config.json if transformers has no class for it
+    version: str | None = None  # see `minicpmv_version`, if families share a model_type
     left_out: str = "(?!)"  # regular expression: checkpoint names that are neither vision nor text
-    cannot: Mapping[str, str] = field(default_factory=dict, hash=False)  # capability -> why not; the others it has
+    cannot: Mapping[str, str] = field(default_factory=dict, hash=False)  # capability -> why not; the others exist
 
     @property
     def can(self) -> Mapping[str, bool]:
-        """Whether this family has each of `CAPABILITIES`."""
+        """A dict from each of `CAPABILITIES` to whether this family has it."""
         return {capability: capability not in self.cannot for capability in CAPABILITIES}
 
     def require(self, capability: str) -> None:
         """Raise ValueError, naming the argument and the family, if it does not have this one of `CAPABILITIES`."""
         if capability in self.cannot:
-            raise ValueError(f"{CAPABILITIES[capability]}: not with {self.name}, {self.cannot[capability]}")
+            raise ValueError(f"{CAPABILITIES[capability]}: not supported by {self.name}, {self.cannot[capability]}")
 
 
-NO_PLACES = {"pruning": "whose tokens stand for no fixed place in a frame"}
-NO_VIDEOS = {"pruning": "which takes no videos"}
-MINICPMV = partial(  # all versions share their config class and the names of their weights
+NO_PLACES = {"pruning": "whose tokens have no fixed position in a frame"}
+NO_VIDEOS = {"pruning": "which accepts no videos"}
+MINICPMV = partial(  # all versions share a config class and the names of weights
     Family, vision_prefix=r"^(vpm|resampler)\.", text_model=MiniCPMVTextModel, left_out=r"^(apm|tts|audio_\w+)\.",
     cannot=NO_PLACES,
 )  # fmt: skip
@@ -102,7 +102,7 @@ FAMILIES = (
              cannot=NO_PLACES | {"graphs": "whose encoder has no graph path (load it with graphs=None)"}),
     MINICPMV("MiniCPM-V 2.5", ("minicpmv",), encoders.MiniCPMV2_5Encoder, minicpmv.MiniCPMV2_5Processor, version="2.5",
              config=partial(MiniCPMVConfig, LlamaConfig)),
-    MINICPMV("MiniCPM-V 2.6", ("minicpmv", "minicpmo"),  # MiniCPM-o has audio besides; images and text are the same
+    MINICPMV("MiniCPM-V 2.6", ("minicpmv", "minicpmo"),  # MiniCPM-o adds audio; its images and text are the same
              encoders.MiniCPMV2_6Encoder, minicpmv.MiniCPMV2_6Processor, version="2.6",
              config=partial(MiniCPMVConfig, Qwen2Config)),
     MINICPMV("MiniCPM-V 4.0", ("minicpmv",), encoders.MiniCPMV4_0Encoder, minicpmv.MiniCPMV4_0Processor, version="4.0",
@@ -117,12 +117,12 @@ FAMILIES = (
            KimiK25TextModel),
 )  # fmt: skip
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-# GLM-4.5V and GLM-4.6V share a model_type: the class that a folder's files name tells them apart
+# GLM-4.5V and GLM-4.6V share a model_type; the class named in a folder's files tells which one it is
 GLM_PROCESSORS = {"Glm4vProcessor": glm4v.Glm4vProcessor, "Glm46VProcessor": glm4v.Glm46VProcessor}
 
 
 def find_family(config: PretrainedConfig | dict) -> Family:
-    """The family of a config; raises ValueError listing the known ones."""
+    """Return the family of a config; raise ValueError listing the known ones."""
     model_type = config.get("model_type") if isinstance(config, dict) else config.model_type
     families = {family.version: family for family in FAMILIES if model_type in family.model_types}
     if not families:
@@ -139,18 +139,19 @@ def find_family(config: PretrainedConfig | dict) -> Family:
 
 
 def minicpmv_version(values: dict) -> str:
-    """The version of a MiniCPM-V config.json: the one it names, or the one that its sizes imply.
+    """Return the version of a MiniCPM-V config.json: the one it names, or else the one that its sizes imply.
 
-    The first two releases do not name theirs: a width of 2304 with 64 queries means 2.0, all others 2.5.
+    The first two releases do not name theirs: a width of 2304 with 64 queries implies 2.0, anything else 2.5.
     """
     implied = "2.0" if (values.get("hidden_size"), values.get("query_num")) == (2304, 64) else "2.5"
     return str(values.get("version") or implied)
 
 
 def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfig:
-    """A transformers config from a folder, a config.json of any name, a dict, or a config. Checks the family first.
+    """Return a transformers config from a folder, a config.json of any name, a dict or a config; check its family
+    first.
 
-    Raises ValueError, naming the file, where it does not hold a JSON object.
+    Raises ValueError, naming the file, if it does not contain a JSON object.
     """
     if isinstance(source, PretrainedConfig):
         find_family(source)
@@ -174,16 +175,16 @@ def read_config(source: str | Path | dict | PretrainedConfig) -> PretrainedConfi
 
 
 def _without_code(values: dict) -> dict:
-    """A config without names of kernels, at any level: transformers would fetch those from the hub and run them."""
+    """Remove names of kernels from a config, at any level: transformers would fetch those from the hub and run them."""
     kept = {key: value for key, value in values.items() if not re.search(r"_implementation(_internal)?$", str(key))}
     return {key: _without_code(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
-    """The text config, with what is said one level up or beside it.
+    """Return the text config, with the settings that belong to it but are stored outside of it.
 
-    In older configs that is whether embedding and head share their weights; with deepstack, how many layers add to what
-    they are given; with a canvas, the ids of its marks.
+    In older configs this is the flag for shared weights of embedding and head. With DeepStack it is the number of
+    layers that add features, and with a canvas the ids of its special tokens.
     """
     text_config = config.get_text_config()
     if hasattr(config, "tie_word_embeddings"):
@@ -197,7 +198,7 @@ def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def load_encoder(folder: Path, config: PretrainedConfig, *, dtype, device, attention: str, progress: bool = True):
-    """The vision tower of the checkpoint in `folder`, loaded strictly, on `device` in `dtype`; reads nothing else."""
+    """Load the vision tower of the checkpoint in `folder` strictly, on `device` in `dtype`; read no other weights."""
     prefix = find_family(config).vision_prefix
     there = sum(header.parameter_count for header in weight_headers(folder, prefix).values())
     encoder = empty_encoder(config, dtype=dtype, device=device, attention=attention, stored=there)
@@ -206,7 +207,7 @@ def load_encoder(folder: Path, config: PretrainedConfig, *, dtype, device, atten
 
 
 def warn_of_left_out(folder: Path, family: Family) -> None:
-    """Name the parts of a whole checkpoint that are neither vision nor text."""
+    """Warn of the parts of a checkpoint that are neither vision nor text, by name."""
     skipped = [name.split(".")[0] for name in weight_headers(folder) if re.search(family.left_out, name)]
     if skipped:
         parts = ", ".join(sorted(set(skipped)))
@@ -214,7 +215,7 @@ def warn_of_left_out(folder: Path, family: Family) -> None:
 
 
 def random_encoder(config: PretrainedConfig, *, dtype, device, attention: str, seed: int = 0):
-    """The tower at its true shape with random weights (normal, std 0.02; norms 1, biases 0)."""
+    """Build the tower at its true shape with random weights (normal, std 0.02; norms 1, biases 0)."""
     encoder = empty_encoder(config, dtype=dtype, device=device, attention=attention)
     if encoder.device.type == "meta":
         return encoder
@@ -229,24 +230,25 @@ def random_encoder(config: PretrainedConfig, *, dtype, device, attention: str, s
 
 
 def empty_encoder(config: PretrainedConfig, *, dtype, device, attention: str, stored: int | None = None):
-    """The tower with unwritten memory on `device` (none on `meta`).
+    """Build the tower with uninitialised memory on `device` (none on `meta`).
 
-    stored: how many values there are to fill it; ValueError, before memory is taken, where it has twice as many.
+    stored: the number of values in the checkpoint; ValueError, before memory is allocated, if the tower has over twice
+    as many.
     """
     with torch.device("meta"):
         encoder = find_family(config).encoder.from_config(config, attention=attention)
     values = sum(weight.numel() for weight in encoder.parameters())
-    if stored is not None and values > 2 * stored:  # a few that are missing or misshapen are listed by name later
-        raise ValueError(f"vision_config: its tower has {values:,} values, the weights are {stored:,}")
-    choose_backend(attention, torch.device(device), dtype, encoder.config.head_dim)  # refuses what cannot run later
+    if stored is not None and values > 2 * stored:  # a few missing or misshapen weights are listed by name later
+        raise ValueError(f"vision_config: describes a tower of {values:,} values, but the weights have {stored:,}")
+    choose_backend(attention, torch.device(device), dtype, encoder.config.head_dim)  # refuses what could not run later
     return encoder.to(dtype).to_empty(device=device).eval()
 
 
 def load_processor(folder: Path | None, config: PretrainedConfig) -> Processor:
-    """The processor of the checkpoint in `folder`; without a tokenizer there, one that plans but makes no prompts.
+    """Load the processor of the checkpoint in `folder`; without a tokenizer, it plans but builds no prompts.
 
-    It is of the family's class, or of the one of GLM's that the files of `folder` name. GLM-GA's files name GLM-4.6V's
-    class, although the parts inside are its own.
+    The class is the family's, or the GLM class that the files of `folder` name. GLM-GA's files name the class of
+    GLM-4.6V, although their contents are GLM-GA's, so their class is ignored.
     """
     processor = find_family(config).processor
     if folder and processor is not glm4v.GlmgaProcessor:

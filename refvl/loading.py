@@ -73,16 +73,16 @@ def load(
     elsewhere); a dict sets the options of `EncoderGraphManager`. media_cache: the number of tokens whose embeddings are
     cached, so no item is encoded twice, or a `MediaCache` (`refvl.serving.media_cache`). compile: answers are decoded
     with a cache of fixed size, for which transformers compiles the step on CUDA: the first answer takes longer, later
-    ones less. If the tower runs varlen attention, its blocks are compiled now, behind a progress bar.
-    On other devices compile sets only the cache. max_cache_len: the least number of tokens (prompt and answer) in that
-    cache; None is the need of the longest call so far, and each longer call makes transformers compile again. adapters:
-    folders or hub ids of LoRA adapters to attach, which add up (`refvl.serving.adapters`). A folder that contains an
-    adapter and weights is refused unless adapters is given; [] ignores it. revision, cache_dir, token,
-    local_files_only: as in `huggingface_hub.snapshot_download`. torch_dtype: the older name of `dtype` in transformers.
-    model_kwargs go to transformers' text model: `attn_implementation`; `device_map="auto"` or a map, to spread its
-    layers over devices, memory and disk (needs accelerate); `distributed_config=DistributedConfig(tp_plan="auto")` of
-    `transformers.distributed`, to split every layer among the processes of torchrun. The vision tower stays
-    whole, on `device`.
+    ones less. If the tower runs varlen attention, its blocks are compiled now, behind a progress bar. On other devices
+    compile sets only the cache. max_cache_len: the least number of tokens (prompt and answer) in that cache; None is
+    the need of the longest call so far, and each longer call makes transformers compile again. adapters: folders or hub
+    ids of LoRA adapters to attach, which add up (`refvl.serving.adapters`). A folder that contains an adapter and
+    weights is refused unless adapters is given; [] ignores it. revision, cache_dir, token, local_files_only: as in
+    `huggingface_hub.snapshot_download`. torch_dtype: the older name of `dtype` in transformers. model_kwargs are passed
+    to transformers' text model, for example `attn_implementation`. `device_map="auto"`, or a map, spreads its layers
+    over devices, memory and disk (needs accelerate). `distributed_config=DistributedConfig(tp_plan="auto")` of
+    `transformers.distributed` splits every layer among the processes of torchrun. The vision tower stays whole, on
+    `device`.
 
     Raises FileNotFoundError if the checkpoint is missing, TypeError for unknown arguments, ValueError for an unknown
     family, malformed files or weights that do not fit.

@@ -53,9 +53,9 @@ def find_media_spans(input_ids: Tensor, media: Sequence[MediaTokens], token_ids:
     """Find each media item in an expanded prompt (L,), in the order of `media`: one span per run.
 
     Media of one kind fill the placeholders of that kind in order; kinds may alternate in the prompt. Raises ValueError
-    if a run of placeholders is shorter than its item, if two runs of an item touch (then the runs have other lengths or
-    another order, because text always separates frames and crops), if placeholders or media are left over, or if the
-    prompt does not end in text.
+    if a run of placeholders is shorter than its item, if placeholders or media are left over, or if the prompt does not
+    end in text. Also raises it if two runs of an item touch: text always separates frames and crops, so the runs then
+    have different lengths or a different order.
     """
     spans: dict[int, list[MediaSpan]] = {i: [] for i in range(len(media))}
     for kind, token in token_ids.items():

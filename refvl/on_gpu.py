@@ -1,12 +1,12 @@
-"""Few copies and few kernels: what a tower does differently on a GPU.
+"""Operations that a tower does differently on a GPU, with few copies and few kernels.
 
     send_plan     all tensors of a plan in one copy, from one pinned buffer
-    send_levels   one byte per pixel value, looked up there by one gather
+    send_levels   one byte per pixel value, converted on the GPU by one gather
     rotate        the rotary embedding in two kernels
-    attend        flash-attn 2 of torch, without the state of random numbers that `varlen_attn` clears each time
+    attend        torch's flash-attn 2, without the random-number state that `varlen_attn` clears in each call
 
-A kernel that a host launches takes it some 5 us, however little it computes. The reader of a tower needs none of this:
-on a CPU none of it runs. `tests/cuda_sim/test_budgets.py` counts copies and kernels.
+The launch of a kernel takes the host about 5 us, even if the kernel computes little. To understand a tower you need
+none of this; on a CPU none of it runs. `tests/cuda_sim/test_budgets.py` counts copies and kernels.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes, at which every tensor of a packed plan begins
+ALIGNMENT = 16  # bytes: alignment of every tensor in a packed plan
 
 
 def send_plan(plan: Any, device: torch.device) -> Any:
-    """Return a plan with every tensor in it on `device`. To a GPU, those on the CPU travel in one copy."""
+    """Return a plan with every tensor in it on `device`. Tensors on the CPU are sent to a GPU in one copy."""
     if device.type != "cuda":
         return _map_tensors(plan, lambda x: x.to(device))
     there: list[Tensor] = []
@@ -39,13 +39,17 @@ def _send_packed(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
         return [x.to(device, non_blocking=True) for x in tensors]
     packed = torch.zeros(size, dtype=torch.uint8)
     for x, end in zip(tensors, ends, strict=True):
-        packed[end - x.nbytes : end] = x.contiguous().flatten().view(torch.uint8)
+        if x.numel():  # an empty tensor has no bytes to look at
+            packed[end - x.nbytes : end] = x.contiguous().flatten().view(torch.uint8)
     sent = packed.pin_memory().to(device, non_blocking=True)
-    return [sent[end - x.nbytes : end].view(x.dtype).view(x.shape) for x, end in zip(tensors, ends, strict=True)]
+    return [
+        sent[end - x.nbytes : end].view(x.dtype).view(x.shape) if x.numel() else torch.empty_like(x, device=device)
+        for x, end in zip(tensors, ends, strict=True)
+    ]
 
 
 def _map_tensors(plan: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a plan, or a part of one, with each of its tensors changed, in the order of the fields."""
+    """Return a plan, or a part of one, with each of its tensors replaced, in the order of the fields."""
     if isinstance(plan, Tensor):
         return change(plan)
     if isinstance(plan, tuple):
@@ -56,9 +60,9 @@ def _map_tensors(plan: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def send_levels(rows: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return patch rows on a GPU, (N, C*Tp*P*P) in `dtype`; the host waits for nothing.
+    """Return patch rows on a GPU, (N, C*Tp*P*P) in `dtype`; the host does not wait.
 
-    rows: `Levels`, which are normalised there, or a tensor of normalised rows, which travels in `dtype`.
+    rows: `Levels`, which are normalised on the GPU, or a tensor of normalised rows, which is copied in `dtype`.
     """
     if isinstance(rows, Tensor):
         rows = rows.to(dtype).pin_memory() if rows.device.type == "cpu" else rows
@@ -67,20 +71,20 @@ def send_levels(rows: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
     table, levels = rows.table.to(dtype).view(torch.uint8).flatten(), rows.values.flatten()  # one copy for both
     sent = torch.cat([table, levels]).pin_memory().to(device, non_blocking=True)
     table, levels = sent[: len(table)].view(dtype).view(C, 1, -1), sent[len(table) :].view(rows.values.shape)
-    shape = N, C, rows.frames  # a still image has one frame, which is read Tp times
+    shape = N, C, rows.frames  # an image has one frame, which is repeated Tp times
     index = levels.int().expand(*shape, values)
     return table.expand(*shape, -1).gather(3, index).flatten(1)
 
 
 def rotary_factors(cos: Tensor, sin: Tensor) -> Tensor:
-    """(N, K/2) each -> the factors of `rotate`, (N, 1, 2, 2, K/2): what half i of a head adds to half j at [j, i]."""
+    """Turn cos, sin (N, K/2) into the factors of `rotate` (N, 1, 2, 2, K/2); [j, i] is from half i to half j."""
     return torch.stack([cos, -sin, sin, cos], dim=1).unflatten(1, (1, 2, 2))
 
 
 def rotate(x_NHK: Tensor, factors: Tensor) -> Tensor:
-    """Rotate as `refvl.positions.rotary.rotate` does: products in float32, then their sums, rounded once.
+    """Rotate like `refvl.positions.rotary.rotate`: products in float32, then their sums, rounded once.
 
-    The sums are rounded as they are written. Autograd knows no such kernel; for it, rounding is a kernel of its own.
+    The kernel of the sums also rounds them; autograd has no such kernel, so with gradients another kernel rounds.
     """
     parts = x_NHK.unflatten(-1, (1, 2, -1)) * factors  # (N, H, 2, 2, K/2)
     first, second = parts.unbind(-2)
@@ -89,10 +93,10 @@ def rotate(x_NHK: Tensor, factors: Tensor) -> Tensor:
 
 
 def attend(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_q: int, max_k: int) -> Tensor:
-    """(M, H, K), not causal: the kernel that `torch.nn.attention.varlen.varlen_attn` calls in every release.
+    """Return (M, H, K), without a causal mask, by the kernel of `torch.nn.attention.varlen.varlen_attn`.
 
-    From torch 2.14 on, that function takes cuDNN instead on Hopper, and only for long segments. Here an image is
-    encoded by one kernel, eagerly and in graphs, whatever the release.
+    From torch 2.14 on, that function uses cuDNN instead for long segments on Hopper. Here one kernel encodes an image,
+    eagerly and in graphs, with every release of torch.
     """
     op = torch.ops.aten._flash_attention_forward
     return op(q_MHK, k_NHK, v_NHK, cu_seqlens_q, cu_seqlens_k, max_q, max_k, 0.0, False, False)[0]

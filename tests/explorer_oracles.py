@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from benchmarks.families import blank_clip, count_positions, load_released
+from refvl.encoders import Qwen2_5_VisionTransformer
 from refvl.encoders.resampler import attention_weights
 from refvl.graphs import generate_budgets, padding_waste, plan_batches
 from refvl.paths import DATA
@@ -22,12 +23,13 @@ from refvl.pixels.slices import SliceConfig, plan_slices
 from refvl.positions import compute_retention_mask, get_window_index, merge_block_coordinates, restrict_positions
 from refvl.positions.timestamps import sample_video_frames
 from refvl.serving.parallel import get_count_assignment, get_load_balance_assignment
+from refvl.study.arithmetic import encoder_operations
 from refvl.study.costs import encoder_activation_bytes, kv_cache_bytes_per_token, plan_media
 from refvl.study.stale import replay_stale
+from refvl.study.watch import probabilities
 from refvl.viz.explorers.gallery import SIZES
 from refvl.viz.explorers.mrope import QUERY, SECTIONS
 from refvl.viz.explorers.slices import fit
-from refvl.viz.explorers.tower import project_colors
 from refvl.viz.patches import with_token_budget
 
 
@@ -349,16 +351,24 @@ def attention(explorer, state: tuple) -> dict:
     }  # fmt: skip
 
 
+def cosines(rows: np.ndarray) -> np.ndarray:
+    """By the definition, pair by pair."""
+    return np.array([[a @ b / math.sqrt((a @ a) * (b @ b)) for b in rows] for a in rows])
+
+
 def tower(explorer, state: tuple) -> dict:
     picture, stage = state
     traces = [watched(explorer.model, asked) for asked in explorer.watched.values()]
     number, after = list(explorer.watched).index(picture), explorer.controls[1]["options"].index(stage)
     trace = traces[number]
     none = torch.zeros(len(trace.patches[0].pixel_values), dtype=torch.int64)
+    states = trace.tower_hidden_states[after].double().numpy()
+    alike = cosines(states - states.mean(0))
+    tokens = [range(4 * (i // 4), 4 * (i // 4) + 4) for i in range(len(states))]
+    near = np.array([np.mean([alike[i, j] for j in tokens[i] if j != i]) for i in range(len(states))])
     return {
         "picture": number, "stage": after,
-        "colors": project_colors([torch.stack(t.tower_hidden_states) for t in traces])[number][after],
-        "norms": trace.tower_hidden_states[after].float().norm(dim=-1),
+        "alike": np.round(255 * np.maximum(alike, 0)).astype(int), "near": near,
         "segments": segments_of(trace, after - 1) if after else none,
     }  # fmt: skip
 
@@ -398,14 +408,72 @@ def assignment(explorer, state: tuple) -> dict:
     order, counts, _ = dealt["by size" if rule == "either" else rule]
     own = [order[sum(counts[:rank]) : sum(counts[: rank + 1])] for rank in range(n)]
     loads = [sum(sizes[i] for i in ids) for ids in own]
+    longest = [
+        [max(get(sizes, k)[2]) for k in range(1, 9)] for get in (get_load_balance_assignment, get_count_assignment)
+    ]
     return {
         "sizes": sizes, "ranks": [{"items": ids, "load": load} for ids, load in zip(own, loads, strict=True)],
-        "speed_up": round(sum(sizes) / max(loads), 4),
+        "speed_up": round(sum(sizes) / max(loads), 4), "speed_ups": sum(sizes) / np.array(longest),
+    }  # fmt: skip
+
+
+@kept
+def operations(config, side: int) -> int:
+    with torch.device("meta"):
+        return encoder_operations(Qwen2_5_VisionTransformer(config), [(1, side // 14, side // 14)])
+
+
+def costs(explorer, state: tuple) -> dict:
+    """Counted by torch on towers of one and two blocks, which tell what a block of each kind adds."""
+    side, full, window = state
+
+    def parts(s: int) -> dict[str, int]:
+        one = replace(explorer.config, depth=1, fullatt_block_indexes=(), window_size=window)
+        first, second = operations(one, s), operations(replace(one, depth=2), s)
+        more = operations(replace(one, fullatt_block_indexes=(0,)), s) - first
+        windowed = (
+            4
+            * 1280
+            * sum(n * n for n in get_window_index([(1, s // 14, s // 14)], window_size=window)[1].diff().tolist())
+        )
+        return {
+            "rest": 2 * first - second, "linear": second - first - windowed, "windowed": windowed,
+            "whole": windowed + more,
+        }  # fmt: skip
+
+    def whole_tower(s: int, count: int) -> int:
+        p = parts(s)
+        return p["rest"] + 32 * p["linear"] + count * p["whole"] + (32 - count) * p["windowed"]
+
+    sides = explorer.controls[0]["options"]
+    return {"patches": (side // 14) ** 2} | parts(side) | {
+        "total": whole_tower(side, full),
+        "curves": np.array([[whole_tower(s, count) for s in sides] for count in (0, full, 32)], dtype=float),
+    }  # fmt: skip
+
+
+def deepstack(explorer, state: tuple) -> dict:
+    """The rows of the encoder with zeros in the columns of the features that are left out, through the whole model."""
+    question, name = state
+    asked, kept, width = explorer.asked[question], explorer.subsets[name], explorer.width
+    factors = torch.tensor([1, *kept]).repeat_interleave(width)
+    run = explorer.model.trace(
+        asked.prompt,
+        **asked.medium,
+        hidden_states=True,
+        replace={"embeds": lambda rows: [row * factors for row in rows]},
+    )
+    chances = dict(enumerate(probabilities(explorer.model.language_model, run)[0].tolist()))
+    words = {explorer.model.processor.tokenizer.decode([token]).replace(" ", "␣"): p for token, p in chances.items()}
+    number = list(explorer.asked).index(question)
+    return {
+        "question": number, "kept": list(kept), "answer": run.text,
+        "chances": [round(words[word], 4) for word in explorer.shared["questions"][number]["words"]],
     }  # fmt: skip
 
 
 ORACLES = {
     "windows": windows, "positions": positions, "rules": rules, "mrope": mrope, "graph": graph, "packing": packing,
     "slices": slices, "families": families, "attention": attention, "tower": tower, "evs": evs,
-    "timeline": timeline, "assignment": assignment,
+    "timeline": timeline, "assignment": assignment, "costs": costs, "deepstack": deepstack,
 }  # fmt: skip

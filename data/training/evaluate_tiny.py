@@ -16,8 +16,9 @@ import json
 import math
 import platform
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ from data.training.tiny_family import DEFAULT, UNTRAINED, TinyFamily, family_nam
 from data.training.tiny_minicpmv import PACKING
 from data.training.train_tiny import WHOLE, draw_times
 from refvl.pixels.media import Video
+from refvl.positions import mrope_delta
 from refvl.study.report import Trace
 
 RATES = (0.0, 0.1, 0.25, 0.5, 0.6, 0.75, 0.9)
@@ -53,6 +55,8 @@ GOALS = {  # kind of question -> least and greatest share that is right
     STILL_THERE: (0.0, 0.02),
     "place, table of zeros": (0.0, 0.2),
     "color, other sizes": (0.95, 1.0),
+    "place, text positions": (0.0, 0.25),
+    "place, slices exchanged on the canvas": (0.95, 1.0),
     "motion, t reversed": (0.95, 1.0),
     "motion, EVS at 0.5": (0.98, 1.0),
     "motion, times exchanged in a pack": (0.95, 1.0),
@@ -112,6 +116,8 @@ def kinds_of(family: TinyFamily) -> list[str]:
     kinds += [SWAPPED, STILL_TRUE, "place, one position"] if family.reads_places else []
     kinds += [MIRRORED, STILL_THERE, "place, table of zeros"] if family.reads_table else []
     kinds += ["color, other sizes"] if family.any_size else []
+    if family.reads_canvas:
+        kinds += ["place, text positions", "place, slices exchanged on the canvas"]
     kinds += ["motion, t reversed"] if family.reads_steps else []
     kinds += ["motion, EVS at 0.5"] if family.prunable else []
     kinds += list(EXCHANGES) if family.packing else []
@@ -122,10 +128,15 @@ def kinds_of(family: TinyFamily) -> list[str]:
 # ------------------------------------------------------------------------------------------ what is asked
 
 
-def requests_for(kind: str, count: int, split: str = "test", first: int = 0) -> list[Request]:
-    """`count` questions of one kind about the scenes `first` and following of a split."""
+def requests_for(
+    kind: str, count: int, split: str = "test", first: int = 0, *, clips: bool = True
+) -> list[Request]:  # fmt: skip
+    """`count` questions of one kind about the scenes `first` and following of a split.
+
+    clips: whether half of those that are asked of images and videos are about videos.
+    """
     if kind.startswith("everyday"):
-        return _beside_the_point(kind, min(count, len(everyday.held_out())), split, first)
+        return _beside_the_point(kind, min(count, len(everyday.held_out())), split, first, clips)
     makers = {
         SHUFFLED: _seconds_shuffled,
         SWAPPED: _swapped,
@@ -136,10 +147,12 @@ def requests_for(kind: str, count: int, split: str = "test", first: int = 0) -> 
         "color, other sizes": _resized,
         "place, one position": _one_position,
         "motion, t reversed": _reversed,
+        "place, text positions": _text_positions,
         "place, slices exchanged": _slices_exchanged,
-        "other spellings": _respelled,
-        "what is there": _summed_up,
-        "not there": _missing,
+        "place, slices exchanged on the canvas": _exchanged_on_canvas,
+        "other spellings": partial(_respelled, clips=clips),
+        "what is there": partial(_summed_up, clips=clips),
+        "not there": partial(_missing, clips=clips),
     }
     make = makers.get(kind, _times_exchanged if kind in EXCHANGES else _plain)
     found, index = [], first
@@ -182,31 +195,33 @@ def _plain(kind: str, split: str, index: int) -> Request | None:
     return _request(index, _pick(scene, kind, split, index), media_of(scene))
 
 
-def _respelled(kind: str, split: str, index: int) -> Request | None:
-    """One of the four kinds that all families know: British, in other cases, without the question mark."""
-    request = _plain(("color", "shape", "place", "motion")[index % 4], split, index)
+def _respelled(kind: str, split: str, index: int, *, clips: bool) -> Request | None:
+    """One of the kinds that all families know: British, in other cases, without the question mark."""
+    known = ("color", "shape", "place", "motion")[: 3 + clips]
+    request = _plain(known[index % len(known)], split, index)
     if request is None:
         return None
     text = everyday.respell(request.question.text, _rng(split, index))
     return replace(request, arguments=request.arguments | {"prompt": text})
 
 
-def _summed_up(kind: str, split: str, index: int) -> Request | None:
-    scene = scenes.draw_scene(split, index, clip=bool(index % 2))
-    return _request(index, _pick(scene, "what_clip" if index % 2 else "what", split, index), media_of(scene))
+def _summed_up(kind: str, split: str, index: int, *, clips: bool) -> Request | None:
+    clip = clips and bool(index % 2)
+    scene = scenes.draw_scene(split, index, clip=clip)
+    return _request(index, _pick(scene, "what_clip" if clip else "what", split, index), media_of(scene))
 
 
-def _missing(kind: str, split: str, index: int) -> Request:
-    scene = scenes.draw_scene(split, index, clip=bool(index % 2))
+def _missing(kind: str, split: str, index: int, *, clips: bool) -> Request:
+    scene = scenes.draw_scene(split, index, clip=clips and bool(index % 2))
     question = scenes.missing_question(scene, _rng(split, index))
     return Request(index, question, {"prompt": question.text, **media_of(scene)})
 
 
-def _beside_the_point(kind: str, count: int, split: str, first: int) -> list[Request]:
+def _beside_the_point(kind: str, count: int, split: str, first: int, clips: bool) -> list[Request]:
     """The held-out sentences, about an image, a video, or nothing at all."""
     found = []
     for i, text in enumerate(everyday.held_out()[:count]):
-        scene = scenes.draw_scene(split, first + i, clip=bool(i % 2))
+        scene = scenes.draw_scene(split, first + i, clip=clips and bool(i % 2))
         media = {} if kind.endswith("no image") else media_of(scene)
         found.append(Request(first + i, scenes.Question("everyday", text, scenes.HELP), {"prompt": text, **media}))
     return found
@@ -281,10 +296,40 @@ def _reversed(kind: str, split: str, index: int) -> Request | None:
 
 
 def _replace_media(trace: Trace, change: Callable) -> Trace:
-    """The positions (3, n) of the one medium, changed."""
-    [span], positions = trace.spans, trace.positions.clone()
-    part = slice(span.offset, span.offset + span.num_tokens)
+    """The positions (3, n) of the one medium, changed; those of a sliced one with all of its marks."""
+    first, last, positions = trace.spans[0], trace.spans[-1], trace.positions.clone()
+    marks = int(first is not last)
+    part = slice(first.offset - marks, last.offset + last.num_tokens + marks)
     positions[:, part] = change(positions[:, part])
+    return replace(trace, positions=positions, delta=mrope_delta(positions))
+
+
+def _text_positions(kind: str, split: str, index: int) -> Request | None:
+    """All tokens counted one by one on every axis."""
+    scene = scenes.draw_scene(split, index)
+
+    def change(_, trace: Trace) -> Trace:
+        return replace(trace, positions=torch.arange(trace.positions.shape[1]).repeat(3, 1), delta=0)
+
+    return _request(index, _pick(scene, "place", split, index), media_of(scene), change)
+
+
+def _exchanged_on_canvas(kind: str, split: str, index: int) -> Request | None:
+    """The slices, with their marks, at each other's places on the canvas; tokens and their order stay."""
+    scene, order = scenes.draw_scene(split, index), _rng(split, index).permutation(len(scenes.PLACES))
+    question = _pick(scene, "place", split, index)
+    place = scenes.PLACES.index(question.answer)
+    if order[place] == place:
+        return None
+    question = replace(question, answer=scenes.PLACES[order[place]])
+    return _request(index, question, media_of(scene), lambda _, trace: exchange_places(trace, order))
+
+
+def exchange_places(trace: Trace, order: Sequence[int]) -> Trace:
+    """The prompt of one sliced image in which slice i stands where slice order[i] stood. All are of one size."""
+    positions, slices = trace.positions.clone(), trace.spans[1:]
+    columns = torch.stack([span.offset - 1 + torch.arange(span.num_tokens + 2) for span in slices])
+    positions[:, columns.flatten()] = trace.positions[:, columns[torch.as_tensor(order)].flatten()]
     return replace(trace, positions=positions)
 
 
@@ -331,10 +376,10 @@ def reorder_slices(model: refvl.VLM, trace: Trace, order) -> Trace:
 
 def evaluate(
     model: refvl.VLM, kind: str, count: int, *, q: float = 0.0, pruning: str = "evs", split: str = "test",
-    batch: int = 50, first: int = 0,
+    batch: int = 50, first: int = 0, clips: bool = True,
 ) -> list[Asked]:  # fmt: skip
     """Ask `count` questions of one kind, `batch` at a time, at pruning rate q by the rule `pruning`."""
-    asked, todo = [], requests_for(kind, count, split, first)
+    asked, todo = [], requests_for(kind, count, split, first, clips=clips)
     options = {"max_new_tokens": 32}
     q = 0.5 if kind.endswith("EVS at 0.5") else q
     for start in tqdm(range(0, len(todo), batch), desc=f"{kind} q={q:g}", leave=False):
@@ -430,7 +475,8 @@ def main():
     model, console = refvl.load(folder, dtype=args.dtype), Console()
     table, accuracy = Table("kind", "right", "of", "accuracy", "95 % interval", "goal"), {}
     for kind in args.kinds or kinds_of(family):
-        asked = evaluate(model, kind, args.n, q=args.q, split=args.split, batch=args.batch)
+        clips = bool(family.clips)
+        asked = evaluate(model, kind, args.n, q=args.q, split=args.split, batch=args.batch, clips=clips)
         accuracy[kind] = p = share(asked)
         (low, high), (least, most) = interval(p, len(asked)), goal_of(family, kind)
         goal = f"at least {least:.0%}" if least else f"at most {most:.0%}"

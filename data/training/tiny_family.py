@@ -23,7 +23,7 @@ from refvl.positions import MediaSpan, get_mrope_input_positions
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 DEFAULT = "qwen2_5_vl"
-UNTRAINED = ("glm4v_table", "minicpmv4_7")  # no weights of them ship
+UNTRAINED = ("glm4v_table",)  # no weights of it ship
 VOCABULARY = 1024  # tokens before the special ones; 256 of them are bytes
 
 
@@ -58,6 +58,8 @@ class TinyFamily:
     clips: tuple[str, ...] = ("motion",)  # the sorts of videos it learns from, of `scenes.SORTS`
     sliced: bool = False  # whether an image becomes an overview and slices, whose order says where they are
     reads_places: bool = False  # whether the language model is to read from positions where a token is in an image
+    moves_with_token: tuple[int, ...] = (0,)  # columns beside a token of a place whose positions are exchanged with it
+    reads_canvas: bool = False  # ... where it is given to whole slices
     reads_steps: bool = False  # ... and when, in a video
     reads_table: bool = False  # whether the tower is to read it from its position table instead
     any_size: bool = False  # whether it learns from scenes that were resized, too; see `target_size`

@@ -1,8 +1,9 @@
-"""A tiny MiniCPM-V 4.7 in the form that training takes; no weights of it are shipped yet. Images only.
+"""The tiny MiniCPM-V 4.7, `data/checkpoints/tiny-minicpmv-4_7`: what is there besides trained numbers. Images only.
 
-A scene of 84 x 84 px is larger than its overview of 56 x 56, so that it is cut into 2 x 2 slices of 56 x 56 as well.
-Patches have 7 px: each slice makes 2 x 2 tokens, and the canvas has 4 x 4 cells, over which the overview's 2 x 2 tokens
-are stretched. All layers of the text model attend: a linear one could not read several questions side by side.
+A scene of 84 x 84 px is cut into 3 x 3 slices of 28 x 28, one for each place, behind an overview of 28 x 28. Patches
+have 7 px, so that the fold and the merger make one token of the 4 x 4 patches of a slice. The tower sees every slice
+alone and cannot know where it lies: only the canvas tells. All layers of the text model attend: a linear one could not
+read several questions side by side.
 """
 
 import re
@@ -13,17 +14,19 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from data.training.tiny_family import TinyFamily
 from data.training.tiny_qwen2_5_vl import PIECES
 from data.training.tiny_qwen3_vl import CHAT_TEMPLATE
 from refvl.encoders import MiniCPMV4_7Encoder
+from refvl.families import read_config
 from refvl.pixels.slices import SliceConfig, SliceGroup, levels_of_slices, plan_slices
 from refvl.positions import CanvasMarks, MediaSpan, canvas_positions
 from refvl.processors.minicpmv4_6 import FoldedMedia, write_media
 
 PATCH = 7
-SLICES = SliceConfig(scale_resolution=56, max_slice_nums=4, patch_size=PATCH, multiple=4, use_image_id=True)
+SLICES = SliceConfig(scale_resolution=28, max_slice_nums=9, patch_size=PATCH, multiple=4, use_image_id=True)
 MARKS = ("<image>", "</image>", "<slice>", "</slice>")
 FILL = "<|image_pad|>"
 SPECIAL_TOKENS = (
@@ -44,11 +47,14 @@ class TinyMiniCPMV4_7(TinyFamily):
     chat_template = CHAT_TEMPLATE.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
     pieces = PIECES
     texts = ("system\n", "user\n", "assistant\n", *map(str, range(10)))
-    by_adam = ("embed_tokens", "lm_head", "position_embedding")
+    by_adam = ("embed_tokens", "lm_head", "position_embedding", "merger.linear")
+    recipe = {  # noqa: RUF012
+        "steps": 1300, "see": 80, "pictures": 13, "photos": 4, "measure_every": 325, "measure_on": 128,
+    }  # fmt: skip
     clips = ()
     prunable = False
-    sliced = True
-    reads_places = True
+    reads_places = reads_canvas = True
+    moves_with_token = (-1, 0, 1)  # a slice with its marks
 
     def config(self, tokenizer: Tokenizer) -> dict:
         """The dict of `config.json`."""
@@ -63,7 +69,7 @@ class TinyMiniCPMV4_7(TinyFamily):
         }  # fmt: skip
         vision = {
             "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-            "image_size": 16 * PATCH, "patch_size": PATCH,
+            "image_size": 8 * PATCH, "patch_size": PATCH,
         }  # fmt: skip
         return {
             "architectures": ["MiniCPMV4_7ForConditionalGeneration"], "model_type": "minicpmv4_7",
@@ -104,6 +110,9 @@ class TinyMiniCPMV4_7(TinyFamily):
             else:
                 renamed[name] = weight
         return renamed
+
+    def hf_config(self, config: dict) -> PretrainedConfig:
+        return read_config(config)
 
     def tower(self, config: dict) -> MiniCPMV4_7Encoder:
         return MiniCPMV4_7Encoder.from_config(config, attention="sdpa")

@@ -49,6 +49,7 @@ And a model reads what it is told only where nothing else tells the same:
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -139,6 +140,7 @@ class Learner(nn.Module):
         """
         labels_BC4, overview = labels.view(len(media_BMD), -1, labels.shape[-1]), len(scenes.PLACES)
         cells = labels_BC4.shape[1]
+        media_BMD = media_BMD[:, -cells:]  # without an overview that has no labels
         sizes = [overview, cells - overview] if self.vlm.family.sliced and cells == PARTS * overview else [cells]
         loss = torch.zeros(())
         for media, told in zip(media_BMD.split(sizes, 1), labels_BC4.split(sizes, 1), strict=True):
@@ -150,7 +152,7 @@ class Learner(nn.Module):
         """Cross-entropy of what each token of the medium knows of its own place, or step, in the last layer."""
         if batch.told is None:
             return torch.zeros(())
-        columns = torch.cat([span.offset + torch.arange(span.num_tokens) for span in batch.spans])
+        columns = media_columns(batch)[-len(batch.told) :]
         probe = self.place_probe if batch.pixels.shape[1] == 1 else self.step_probe
         logits = probe(inner_BLD[:, columns])
         return F.cross_entropy(logits.flatten(0, 1), batch.told.repeat(len(logits)))
@@ -250,7 +252,7 @@ def _exchange(tokens: np.ndarray, places: np.ndarray, rng: np.random.Generator) 
 
 
 def kinds_to_ask(scene: scenes.Scene, rng: np.random.Generator, *, sliced: bool = False) -> list[str]:
-    """sliced: the image's slices may tell the place; fewer questions, and more of them about it."""
+    """sliced: the image's slices tell the place; fewer questions, and more of them about it."""
     sort, ends = scene.sort, [str(rng.choice(["begin", "end"]))] if scene.seconds else []
     if sort == "motion":
         return [*ends, "motion", str(rng.choice(["color", "shape"])), str(rng.choice(["mover", "missing"]))]
@@ -267,7 +269,8 @@ def ask_about(builder: PromptBuilder, drawn, pixels: Tensor, sort: str, rng: np.
     family, seconds, move = builder.family, None, None
     if sort == "picture" and family.reads_places and rng.random() < SHUFFLED:
         order = rng.permutation(len(scenes.PLACES))
-        drawn, move = [at_places(scene, order) for scene in drawn], partial(move_places, order=order)
+        drawn = [at_places(scene, order) for scene in drawn]
+        move = partial(move_places, order=order, beside=family.moves_with_token)
     if sort == "motion" and family.reads_steps and rng.random() < 0.5:
         drawn, move = [replace(s, direction=scenes.OPPOSITE[s.direction]) for s in drawn], reverse_steps
     if sort != "picture" and "change" in family.clips:
@@ -276,7 +279,8 @@ def ask_about(builder: PromptBuilder, drawn, pixels: Tensor, sort: str, rng: np.
         seconds = [scene.seconds for scene in drawn]
     elif sort == "motion":
         seconds = [tell_rate(pixels.shape[1], rng)] * len(drawn)
-    asked = [ask(scene, kinds_to_ask(scene, rng, sliced=family.sliced), rng) for scene in drawn]
+    sliced = family.sliced or family.reads_canvas
+    asked = [ask(scene, kinds_to_ask(scene, rng, sliced=sliced), rng) for scene in drawn]
     batch = builder.batch(pixels, asked, seconds=seconds)
     if sort == "picture" and family.reads_places:
         batch = replace(batch, told=torch.arange(len(scenes.PLACES)))
@@ -321,11 +325,16 @@ def at_places(scene: scenes.Scene, order) -> scenes.Scene:
     return replace(scene, things=things)
 
 
-def move_places(batch: Batch, order) -> Batch:
-    """Give the token of place i the position of place order[i]."""
-    [span] = batch.spans
-    columns, positions = span.offset + torch.arange(span.num_tokens), batch.positions_3L.clone()
-    positions[:, columns] = batch.positions_3L[:, columns[torch.as_tensor(order)]]
+def media_columns(batch: Batch) -> Tensor:
+    """(M,) indices of the tokens of the medium; those of places come last."""
+    return torch.cat([span.offset + torch.arange(span.num_tokens) for span in batch.spans])
+
+
+def move_places(batch: Batch, order, beside: Sequence[int] = (0,)) -> Batch:
+    """Give the token of place i the position of place order[i], and so the columns `beside` it."""
+    columns, positions = media_columns(batch)[-len(scenes.PLACES) :], batch.positions_3L.clone()
+    for step in beside:
+        positions[:, columns + step] = batch.positions_3L[:, columns[torch.as_tensor(order)] + step]
     return replace(batch, positions_3L=positions, told=torch.as_tensor(order))
 
 
@@ -423,8 +432,10 @@ class Trainer(run.Trainer):
         """
         r = self.recipe
         clips, losses = self.family.clips, []
-        clip_part = clips[self.step % len(clips)], r.clips, self.step // len(clips)
-        for sort, count, number in (("picture", r.pictures, self.step), clip_part):
+        parts = [("picture", r.pictures, self.step)]
+        if clips:
+            parts.append((clips[self.step % len(clips)], r.clips, self.step // len(clips)))
+        for sort, count, number in parts:
             clip = sort != "picture"
             rng = np.random.default_rng([r.seed, clip, self.step, self.rank])
             part = (self._see if self.step < r.see else self._speak)(sort, count, number, rng)
@@ -483,7 +494,7 @@ class Trainer(run.Trainer):
 
     def _recognise(self, rng) -> Tensor:
         """Photographs, now and then; adds to the gradients and returns the loss (0 when it is not their turn)."""
-        is_clip = self.step % 8 == 2
+        is_clip = self.step % 8 == 2 and bool(self.family.clips)
         if self.step < self.recipe.see or not (self.step % 4 == 0 or is_clip):
             return torch.zeros(())
         pixels, questions = photos.draw_clip(rng) if is_clip else photos.draw_pictures(rng, self.recipe.photos)
@@ -543,7 +554,7 @@ def accuracy(model: TinyModel, builder: PromptBuilder, split: str, count: int) -
         if sort == "picture" and family.reads_places:
             swapped = [at_places(scene, scenes.TRANSPOSED) for scene in drawn]
             asked = [scenes.draw_questions(scene, ["place"], rng) for scene in swapped]
-            move = partial(move_places, order=scenes.TRANSPOSED)
+            move = partial(move_places, order=scenes.TRANSPOSED, beside=family.moves_with_token)
             shares |= _measure(model, builder, drawn, pixels, asked, name=", h and w swapped", move=move)
         if sort == "picture" and family.reads_table:
             asked = [scenes.draw_questions(at_places(scene, scenes.TRANSPOSED), ["place"], rng) for scene in drawn]

@@ -1,4 +1,4 @@
-"""Vision encoders: one per file, read downward. `grid.py` holds what several share. They know nothing of prompts."""
+"""Vision encoders: one per file, read downward; `grid.py` has their common parts. They do not depend on prompts."""
 
 from refvl.encoders.glm4v import Glm4vVisionConfig, Glm4vVisionTransformer
 from refvl.encoders.glm_ocr import GlmOcrVisionConfig, GlmOcrVisionTransformer

@@ -1,4 +1,4 @@
-"""Sizes of a tower that follow from other sizes, and how a config.json is read."""
+"""The base of the towers' configs: derived sizes, and reading a config.json."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -11,13 +11,13 @@ from refvl.encoders.weights import config_values
 
 
 class TowerConfig:
-    """The base of the configs: sizes that follow from other sizes, and how a config.json is read.
+    """The base of the configs: derived sizes, and reading a config.json.
 
-    Fields carry the checkpoint's names: these are transformers' for CLIP and SigLIP.
+    Fields have the checkpoint's names; these ones are transformers' names for CLIP and SigLIP.
     """
 
     __slots__ = ()
-    activation: ClassVar[str | None] = None  # what the tower is written for
+    activation: ClassVar[str | None] = None  # the only activation that the tower supports
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # other names of fields in checkpoints
     hidden_size: int
     num_hidden_layers: int
@@ -35,31 +35,31 @@ class TowerConfig:
 
     def check_sizes(self) -> None:
         """Raise ValueError, naming the field, for sizes from which no tower can be built."""
-        own: Any = self  # a dataclass
+        own: Any = self  # a subclass, which is a dataclass
         check_sizes({field.name: getattr(self, field.name) for field in fields(own)}, type(self).__name__)
 
     def check_image_size(self) -> None:
-        """Raise ValueError where the images of the position table are smaller than a patch."""
+        """Raise ValueError if the images of the position table are smaller than a patch."""
         if self.image_size < self.patch_size:
             name = self._theirs("image_size")
             raise ValueError(f"{name}: must be at least patch_size={self.patch_size}, got {self.image_size}")
 
     def _theirs(self, field: str) -> str:
-        """What checkpoints call a field."""
+        """Return the name of a field in checkpoints."""
         return next((alias for alias, name in self.aliases.items() if name == field), field)
 
     @classmethod
     def from_hf(cls, config) -> Self:
-        """From a transformers vision config, the dict in `config.json`, or either of the whole model's.
+        """Build from a transformers vision config or a whole model's config, each as an object or as a dict.
 
-        Unknown keys are ignored. Raises ValueError for another activation or sizes that do not go together.
+        Unknown keys are ignored. Raises ValueError for another activation or inconsistent sizes.
         """
         values = config_values(config, cls, activation=cls.activation, aliases=cls.aliases)
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
     @property
     def depth(self) -> int:
-        """Blocks of the tower."""
+        """Number of blocks of the tower."""
         return self.num_hidden_layers
 
     @property
@@ -68,20 +68,20 @@ class TowerConfig:
 
     @property
     def head_dim(self) -> int:
-        """K."""
+        """K, the dimension of a head."""
         return self.hidden_size // self.num_heads
 
     @property
     def patch_shape(self) -> tuple[int, ...]:
-        """(C, P, P): what one patch row holds, flattened."""
+        """(C, P, P): the shape of a patch row before it is flattened."""
         return (self.num_channels, self.patch_size, self.patch_size)
 
     @property
     def patch_values(self) -> int:
-        """Values in one patch row."""
+        """Number of values in a patch row."""
         return prod(self.patch_shape)
 
     @property
     def patch_kernel(self) -> tuple[int, ...]:
-        """The shape of the patch embedding in checkpoints, where it is a convolution."""
+        """The shape of the patch embedding's weight in checkpoints, which store a convolution."""
         return (self.hidden_size, *self.patch_shape)

@@ -1,7 +1,7 @@
-"""The GLM-4.1V vision tower, read downward; GLM-4.5V, GLM-4.6V and GLM-GA have the same one, GLM-OCR another.
+"""The GLM-4.1V vision tower, read downward; GLM-4.5V, GLM-4.6V and GLM-GA have the same one, GLM-OCR a different one.
 
     patch rows (N, C*Tp*P*P)                      one row per patch, merge-block order
-       | patch_embed      one matrix product (a convolution whose stride is its kernel), RMSNorm
+       | patch_embed      one matmul (a convolution with stride = kernel size), RMSNorm
        | [position_embeds] + a learned table of positions, sampled bicubically at each patch's centre
     (N, E)
        | depth x block    x + attn(norm1(x)); x + mlp(norm2(x)); attention inside frames, 2-D rotary
@@ -11,11 +11,11 @@
        | merger           Linear - LayerNorm - GELU, then SwiGLU
     embeddings (M, D)                             M = N / m^2 tokens of the language model's width
 
-The tower gets positions twice. The table tells where in the image a patch lies, whatever the image's size; the rotary
-angles tell how many patches lie between two patches. Both depend on the grid, and the first on the table as well.
+Positions enter the tower twice. The table encodes the location of a patch relative to the image's size; the rotary
+angles encode the distance between two patches, in patches. Both depend on the grid, the first also on the table.
 
 The CPU plans, the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
-`forward` reads no value back and branches on no tensor. `GridEncoder` and `Tower` hold the border of both, the device,
+`forward` reads no value back and branches on no tensor. `GridEncoder` and `Tower` define its input checks, the device,
 backends and weight names.
 
 Shape suffixes: N patches, M merged tokens of B = m * m patches, E tower width, D language width, H heads, K head
@@ -45,7 +45,7 @@ class Glm4vVisionConfig(GridVisionConfig):
 
     depth: int = 24
     hidden_size: int = 1536
-    intermediate_size: int = 13696  # of the merger; the blocks' MLPs are out_hidden_size wide
+    intermediate_size: int = 13696  # of the merger; the blocks' MLPs have width out_hidden_size
     num_heads: int = 12
     in_channels: int = 3
     image_size: int = 336  # pixels along a side of the images that the position table was learned on
@@ -73,12 +73,12 @@ class Glm4vVisionConfig(GridVisionConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata(Segments):
-    """What one forward needs besides pixels; segments are frames. `pad` says how a graph fills the rest of its buffer.
+    """The inputs of one forward besides pixels; segments are frames. `pad`: how a graph fills the rest of a buffer.
 
-    Fixed addresses, changing contents: the contract of a captured graph. Integers are baked in by a capture: there they
-    are capacities, and a replay must not exceed them. Rotary angles are computed from rows and columns where the tower
-    is: they are 40 times as many bytes. The frequencies are planned because a buffer of the module would be rounded by
-    `.to(torch.bfloat16)`.
+    A captured graph reads fixed addresses whose contents change. A capture records integers as constants: they are
+    capacities there, and a replay must not exceed them. Rotary angles have 40 times as many bytes as rows and columns,
+    so the tower's device computes them. The frequencies are planned because `.to(torch.bfloat16)` would round a buffer
+    of the module.
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch
@@ -99,7 +99,7 @@ class Glm4vVisionTransformer(GridEncoder):
 
     def __init__(self, config: Glm4vVisionConfig, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
-        convolution = nn.Linear(self.patch_values, config.hidden_size)  # its stride is its kernel
+        convolution = nn.Linear(self.patch_values, config.hidden_size)  # stride = kernel size
         self.patch_embed = nn.Sequential(OrderedDict(proj=convolution))
         self.post_conv_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.embeddings = nn.ModuleDict({"position_embedding": nn.Embedding(config.num_positions, config.hidden_size)})
@@ -133,11 +133,11 @@ class Glm4vVisionTransformer(GridEncoder):
         metadata: VisionMetadata | None = None,
         attention: str | None = None,
     ) -> Tensor:
-        """(N, C*Tp*P*P) patch rows of all items -> (M, D) embeddings, items in order.
+        """Encode (N, C*Tp*P*P) patch rows of all items into (M, D) embeddings, items in order.
 
-        Give `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
-        a capture asks for one with static shapes. Raises ValueError when the rows do not match, and TypeError when they
-        hold no floating-point numbers.
+        Pass `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
+        a capture requests one with static shapes. Raises ValueError if the rows do not match, and TypeError if their
+        dtype is not floating point.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
         rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # for all blocks
@@ -145,7 +145,7 @@ class Glm4vVisionTransformer(GridEncoder):
         for block in self.blocks:
             x_NE = block(x_NE, rotary, metadata, backend)
         x_MBE = self.post_layernorm(x_NE).unflatten(0, (-1, self.block_size))
-        x_MD = self.downsample(x_MBE.transpose(1, 2).flatten(1))  # channel first, as the kernel is flattened
+        x_MD = self.downsample(x_MBE.transpose(1, 2).flatten(1))  # channel first, like the flattened kernel
         return self.merger(x_MD)
 
     def item_size(self, grid: Grid) -> tuple[int, int, int]:
@@ -156,7 +156,7 @@ class Glm4vVisionTransformer(GridEncoder):
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
         """Return metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need.
 
-        Cumulative lengths describe one frame that holds everything, so that a warm-up runs on legal values.
+        Cumulative lengths describe one frame with all patches, a valid input for a warm-up.
         """
         patches = max_tokens * self.block_size
         metadata = VisionMetadata(
@@ -201,7 +201,7 @@ class VisionAttention(nn.Module):
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # in one pass: half as many kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # both in one pass, with half as many kernels
         return self.proj(frames.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 

@@ -1,21 +1,21 @@
 """The GLM-OCR vision tower, read downward. Its checkpoints resemble GLM-4.1V's, but the tower differs:
 
     patch rows (N, C*Tp*P*P)                      one row per patch, merge-block order
-       | patch_embed      one matrix product; no norm after it, and no position table
+       | patch_embed      one matmul; no norm after it, and no position table
     (N, E)
        | depth x block    x + attn(norm1(x)); x + mlp(norm2(x)); attention inside frames
-       |                  q and k are normed per head, then rotated; biases everywhere
+       |                  q and k are normalised per head, then rotated; all layers have biases
        | post_layernorm   RMSNorm
     (N, E)
        | downsample       each m x m block of patches becomes one token
        | merger           Linear - LayerNorm - GELU, then SwiGLU, C times as wide as the language model
     embeddings (M, D)                             M = N / m^2 tokens of the language model's width
 
-Positions come from the 2-D rotary angles alone. Both towers have the same MLP and the same merger, so these two are
-imported from `refvl.encoders.glm4v`; everything that differs is here.
+Positions come from the 2-D rotary angles alone. Both towers have the same MLP and the same merger,
+which are imported from `refvl.encoders.glm4v`; everything that differs is here.
 
 The CPU plans, the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
-`forward` reads no value back and branches on no tensor. `GridEncoder` and `Tower` hold the border of both, the device,
+`forward` reads no value back and branches on no tensor. `GridEncoder` and `Tower` define its input checks, the device,
 backends and weight names.
 
 Shape suffixes: N patches, M merged tokens of B = m * m patches, E tower width, D language width, H heads, K head
@@ -51,7 +51,7 @@ class GlmOcrVisionConfig(GridVisionConfig):
     temporal_patch_size: int = 2
     spatial_merge_size: int = 2
     out_hidden_size: int = 1536
-    attention_bias: bool = True  # of the MLPs as well
+    attention_bias: bool = True  # also of the MLPs
     rms_norm_eps: float = 1e-5
 
     @classmethod
@@ -62,12 +62,12 @@ class GlmOcrVisionConfig(GridVisionConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata(Segments):
-    """What one forward needs besides pixels; segments are frames. `pad` says how a graph fills the rest of its buffer.
+    """The inputs of one forward besides pixels; segments are frames. `pad`: how a graph fills the rest of a buffer.
 
-    Fixed addresses, changing contents: the contract of a captured graph. Integers are baked in by a capture: there they
-    are capacities, and a replay must not exceed them. Rotary angles are computed from rows and columns where the tower
-    is: they are 40 times as many bytes. The frequencies are planned because a buffer of the module would be rounded by
-    `.to(torch.bfloat16)`.
+    A captured graph reads fixed addresses whose contents change. A capture records integers as constants: they are
+    capacities there, and a replay must not exceed them. Rotary angles have 40 times as many bytes as rows and columns,
+    so the tower's device computes them. The frequencies are planned because `.to(torch.bfloat16)` would round a buffer
+    of the module.
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch
@@ -87,7 +87,7 @@ class GlmOcrVisionTransformer(GridEncoder):
 
     def __init__(self, config: GlmOcrVisionConfig, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
-        convolution = nn.Linear(self.patch_values, config.hidden_size)  # its stride is its kernel
+        convolution = nn.Linear(self.patch_values, config.hidden_size)  # stride = kernel size
         self.patch_embed = nn.Sequential(OrderedDict(proj=convolution))
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
         self.post_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -116,11 +116,11 @@ class GlmOcrVisionTransformer(GridEncoder):
         metadata: VisionMetadata | None = None,
         attention: str | None = None,
     ) -> Tensor:
-        """(N, C*Tp*P*P) patch rows of all items -> (M, D) embeddings, items in order.
+        """Encode (N, C*Tp*P*P) patch rows of all items into (M, D) embeddings, items in order.
 
-        Give `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
-        a capture asks for one with static shapes. Raises ValueError when the rows do not match, and TypeError when they
-        hold no floating-point numbers.
+        Pass `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
+        a capture requests one with static shapes. Raises ValueError if the rows do not match, and TypeError if their
+        dtype is not floating point.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
         rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # for all blocks
@@ -128,7 +128,7 @@ class GlmOcrVisionTransformer(GridEncoder):
         for block in self.blocks:
             x_NE = block(x_NE, rotary, metadata, backend)
         x_MBE = self.post_layernorm(x_NE).unflatten(0, (-1, self.block_size))
-        x_MD = self.downsample(x_MBE.transpose(1, 2).flatten(1))  # channel first, as the kernel is flattened
+        x_MD = self.downsample(x_MBE.transpose(1, 2).flatten(1))  # channel first, like the flattened kernel
         return self.merger(x_MD)
 
     def item_size(self, grid: Grid) -> tuple[int, int, int]:
@@ -139,7 +139,7 @@ class GlmOcrVisionTransformer(GridEncoder):
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
         """Return metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need.
 
-        Cumulative lengths describe one frame that holds everything, so that a warm-up runs on legal values.
+        Cumulative lengths describe one frame with all patches, a valid input for a warm-up.
         """
         patches = max_tokens * self.block_size
         metadata = VisionMetadata(

@@ -1,7 +1,7 @@
-"""The parts that all towers on grids share: sizes, the check of a grid, weight names. No model is in them.
+"""The common parts of all towers on grids: sizes, the check of a grid, weight names. It depends on no model.
 
-An item is a grid (t, h, w) of patches, t = 1 for an image. Its rows lie in merge-block order, so that m * m consecutive
-rows become one token.
+An item is a grid (t, h, w) of patches, t = 1 for an image. Its rows are in merge-block order: m * m consecutive rows
+become one token.
 """
 
 import re
@@ -42,7 +42,7 @@ class GridVisionConfig(TowerConfig):
 
     @property
     def patch_shape(self) -> tuple[int, ...]:
-        """(C, Tp, P, P): what one patch row holds, flattened."""
+        """(C, Tp, P, P): the shape of a patch row before it is flattened."""
         return (self.in_channels, self.temporal_patch_size, self.patch_size, self.patch_size)
 
     @property
@@ -52,17 +52,17 @@ class GridVisionConfig(TowerConfig):
 
 
 class GridEncoder(Tower):
-    """Patch rows in, embeddings of the language model's width out. A tower adds all that computes."""
+    """Patch rows in, embeddings of the language model's width out. Subclasses add the computation."""
 
     def __init__(self, config: Any, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
-        self.block_size = config.block_size  # patches that become one token: m * m
+        self.block_size = config.block_size  # patches per token: m * m
         self.patch_values = config.patch_values  # C * Tp * P * P, in one row
 
     def check_layouts(self, grid_thw, *, name: str = "grid_thw") -> list[Grid]:
         """Return (t, h, w) per item, normalised.
 
-        Raises ValueError or TypeError for anything else, and for sides that are no multiples of the merge block's.
+        Raises ValueError or TypeError for anything else, and for sides that are not multiples of the merge block's.
         """
         return as_grids(grid_thw, spatial_merge_size=self.config.spatial_merge_size, name=name)
 
@@ -72,26 +72,25 @@ class GridEncoder(Tower):
         return torch.zeros(rows, self.patch_values, dtype=self.dtype, device=self.device)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load (checkpoint name, tensor) pairs strictly; returns the names of the parameters that were filled.
+        """Load (checkpoint name, tensor) pairs strictly; return the names of the parameters that were filled.
 
-        Reads names under `visual.` (the original), `model.visual.` (after transformers 4.52) and bare ones; q, k, v
-        fused or separate, and gate and up as well. All that does not fit is listed in one ValueError, see
-        `load_strict`.
+        Accepts names under `visual.` (the original) or `model.visual.` (after transformers 4.52), and bare names; q, k,
+        v fused or separate, likewise gate and up. Raises one ValueError that lists all mismatches, see `load_strict`.
         """
         return super().load_weights(split_gate_up(weights))
 
     def rename(self, name: str) -> str:
-        """`visual.blocks.0.norm1.weight`, `model.visual.blocks...` and the bare name are the same parameter."""
+        """Return the bare name: drop `visual.` or `model.visual.`."""
         return re.sub(r"^(model\.)?visual\.", "", name)
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Module name -> shape in checkpoints, where the module keeps a convolution's kernel as a matrix."""
+        """Return module name -> shape in checkpoints, for convolution kernels that the module stores as matrices."""
         return {"patch_embed.proj.weight": self.config.patch_kernel}
 
 
 def split_gate_up(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """A fused `gate_up_proj` is gate's rows, then up's: passed on as two. Other names, `up_proj` among them, stay."""
+    """Split each fused `gate_up_proj` into gate's rows and up's; yield all other pairs unchanged."""
     for name, tensor in named_tensors(weights):
         if ".gate_up_proj." not in name or not isinstance(tensor, Tensor) or not tensor.ndim:
             yield name, tensor

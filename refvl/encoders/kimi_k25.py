@@ -1,9 +1,9 @@
 """The Kimi K2.5 vision tower (MoonViT-3D), read downward: frames attend together, then their tokens are averaged.
 
     patch rows (N, C*P*P)                   one row per patch, frame after frame, merge-block order
-       | patch_embed    one matrix product
+       | patch_embed    one matmul
        |                + a learned table of rows and columns, sampled bicubically
-       |                + sines and cosines of the frame's place in its chunk; nothing where a chunk is one frame
+       |                + sines and cosines of the frame's index in its chunk; zero for a chunk of one frame
     (N, E)
        | depth x block  x + attn(norm1(x)); x + mlp(norm2(x)); attention inside chunks, 2-D rotary
        | final_layernorm
@@ -12,13 +12,13 @@
        | projector      LayerNorm, fold each m x m block, Linear - GELU - Linear
     embeddings (M, D)
 
-A chunk is `pos_emb_time` consecutive frames of a video, the last one fewer; an image is a chunk of one frame. A chunk
-makes as many tokens as an image of its size: the other towers for video keep frames apart, or fold two of them into a
-patch row before anything is computed.
+A chunk is `pos_emb_time` consecutive frames of a video, possibly fewer in the last chunk; an image is a chunk of one
+frame. A chunk becomes as many tokens as an image of its size. The other towers for video encode each frame by itself,
+or put two frames into each patch row before the first layer.
 
-A rotary pair turns with the column, the next with the row, and so on. The released file pairs neighbours (dimensions 0
-and 1, 2 and 3, ...). The file that transformers writes pairs halves (0 and K/2, ...), and so does this encoder, which
-sorts the rows of the released q and k when it loads them.
+Rotary pairs alternate: one rotates with the column, the next with the row. The released file pairs neighbours
+(dimensions 0 and 1, 2 and 3, ...). The file that transformers writes pairs halves (0 and K/2, ...), and so does this
+encoder, which sorts the rows of the released q and k when it loads them.
 
 Shape suffixes: N patches, B merge blocks of all frames, M tokens, E tower width, F = m * m * E, D language width, H
 heads, K head dimension, T frames of the longest chunk.
@@ -45,13 +45,13 @@ from refvl.encoders.weights import config_dict
 from refvl.positions.rotary import block_positions, rotary_factors, rotary_frequencies, rotate
 from refvl.positions.tables import sample_position_table, sincos_1d
 
-RENAMED = {  # names of the released file, or of transformers', as regular expressions: the parameter's
+RENAMED = {  # regular expression of a released or transformers' name -> name of the parameter
     r"^(model\.)?vision_tower\.": "",
     r"^(model\.)?mm_projector\.pre_norm": "projector.norm",
     r"^(model\.)?mm_projector\.(proj\.0|in_proj)": "projector.fc1",
     r"^(model\.)?mm_projector\.(proj\.2|out_proj)": "projector.fc2",
     r"^patch_embed\.pos_emb\.(weight|position_embeddings)": "pos_emb.weight",
-    r"^(encoder\..*\.norm)1": r"\g<1>2",  # the released file counts norms and layers from 0
+    r"^(encoder\..*\.norm)1": r"\g<1>2",  # the released file numbers norms and layers from 0
     r"^(encoder\..*\.norm)0": r"\g<1>1",
     r"^(encoder\..*\.mlp\.fc)1": r"\g<1>2",
     r"^(encoder\..*\.mlp\.fc)0": r"\g<1>1",
@@ -101,16 +101,16 @@ class KimiK25VisionConfig(TowerConfig):
 
     @classmethod
     def from_hf(cls, config) -> "KimiK25VisionConfig":
-        """From the config of a whole model, as an object or as the dict in `config.json`, or a vision config."""
+        """Build from the config of a whole model, an object or the dict in `config.json`, or from a vision config."""
         whole = config_dict(config)
         width = (whole.get("text_config") or {}).get("hidden_size")
         given = {} if width is None else {"out_hidden_size": width}
         vision = config_dict(whole.get("vision_config", whole)) | given
-        return super(KimiK25VisionConfig, cls).from_hf(vision)  # by name: slots make the class anew
+        return super(KimiK25VisionConfig, cls).from_hf(vision)  # by name: slots create a new class
 
     @classmethod
     def tiny(cls) -> "KimiK25VisionConfig":
-        """Three blocks and a table of 6 x 6 places: for tests and figures."""
+        """Three blocks and a table of 6 x 6 positions: for tests and figures."""
         return cls(
             hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4, pos_emb_height=6,
             pos_emb_width=6, out_hidden_size=96,
@@ -118,26 +118,26 @@ class KimiK25VisionConfig(TowerConfig):
 
     @property
     def spatial_merge_size(self) -> int:
-        """m: patches along a side of what becomes one token."""
+        """m: patches along a side of the square that becomes one token."""
         return self.merge_kernel_size[0]
 
     @property
     def block_size(self) -> int:
-        """Patches of a frame that are merged into one token: m * m."""
+        """Patches of a frame that become one token: m * m."""
         return self.spatial_merge_size**2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkMetadata(Segments):
-    """What one forward needs besides pixels; segments are chunks. `pad` says how a graph fills the rest of its buffer.
+    """The inputs of one forward besides pixels; segments are chunks. `pad`: how a graph fills the rest of a buffer.
 
-    For each token, `frames` and `shares` say which merge blocks are averaged and by which weight: 1 / t for each of the
-    t frames of its chunk, and 0 up to T.
+    For each token, `frames` and `shares` contain the merge blocks to average and their weights: 1 / t for each of the
+    t frames of its chunk, and 0 for the remaining T - t.
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch
     frequencies: Tensor = field(metadata={"pad": "zero"})  # (K/4,) float32, see `rotary_frequencies`
-    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: of place and of time
+    position_embeds: Tensor = field(metadata={"pad": "zero"})  # (N, E) in the tower's dtype: of location and of time
     frames: Tensor = field(metadata={"pad": "zero"})  # (M, T) int64
     shares: Tensor = field(metadata={"pad": "zero"})  # (M, T) float32
 
@@ -155,7 +155,7 @@ class KimiK25Encoder(GridEncoder):
 
     def __init__(self, config: KimiK25VisionConfig, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
-        convolution = nn.Linear(self.patch_values, config.hidden_size)  # its stride is its kernel
+        convolution = nn.Linear(self.patch_values, config.hidden_size)  # stride = kernel size
         self.patch_embed = nn.Sequential(OrderedDict(proj=convolution))
         self.pos_emb = nn.Embedding(config.pos_emb_height * config.pos_emb_width, config.hidden_size)
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
@@ -163,15 +163,15 @@ class KimiK25Encoder(GridEncoder):
         self.projector = Projector(config)
 
     def chunks_of(self, grids: Sequence[Grid]) -> list[Grid]:
-        """(t, h, w) of every chunk: t is T, and less in the last of a video."""
+        """Return (t, h, w) of every chunk: t is T, possibly less in the last chunk of a video."""
         T = self.config.pos_emb_time
         return [(min(T, t - first), h, w) for t, h, w in grids for first in range(0, t, T)]
 
     def plan_checked(self, grids: Sequence[Grid]) -> ChunkMetadata:
         """Compute on the CPU everything that depends on sizes, and move it to the tower's device.
 
-        grids: (t, h, w) per item, in patches, t the frames of a whole video. Only the table is sampled on its own
-        device.
+        grids: (t, h, w) per item, in patches; t counts the frames of a whole video. Only the table is sampled on
+        its own device.
         """
         m, chunks = self.config.spatial_merge_size, self.chunks_of(grids)
         table = self.pos_emb.weight
@@ -188,7 +188,7 @@ class KimiK25Encoder(GridEncoder):
         return to_device(metadata, self.device)
 
     def _of_time(self, chunks: Sequence[Grid]) -> Tensor:
-        """(N, E) float32: the place of each patch's frame in its chunk, 0 for a chunk of one frame."""
+        """Return (N, E) float32 encodings of each patch's frame index in its chunk; 0 for a chunk of one frame."""
         E = self.config.hidden_size
         table_TE = sincos_1d(E, self.config.pos_emb_time)
         rows = [table_TE[:t].repeat_interleave(h * w, 0) * (t > 1) for t, h, w in chunks]
@@ -202,11 +202,11 @@ class KimiK25Encoder(GridEncoder):
         metadata: ChunkMetadata | None = None,
         attention: str | None = None,
     ) -> Tensor:
-        """(N, C*P*P) patch rows of all items -> (M, D) embeddings, items and chunks in order.
+        """Encode (N, C*P*P) patch rows of all items into (M, D) embeddings, items and chunks in order.
 
-        Give `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
-        a capture asks for one with static shapes. Raises ValueError when the rows do not match, and TypeError when they
-        hold no floating-point numbers.
+        Pass `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
+        a capture requests one with static shapes. Raises ValueError if the rows do not match, and TypeError if their
+        dtype is not floating point.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
         rotary = alternating_factors(metadata.positions, metadata.frequencies)  # for all blocks
@@ -214,7 +214,7 @@ class KimiK25Encoder(GridEncoder):
         for block in self.blocks:
             x_NE = block(x_NE, rotary, metadata, backend)
         x_BF = self.final_layernorm(x_NE).view(-1, self.block_size * x_NE.shape[1])
-        shares = metadata.shares[..., None].unbind(1)  # one of each frame, so that M rows are copied at a time
+        shares = metadata.shares[..., None].unbind(1)  # one per frame, so only M rows are copied at a time
         mean_MF = sum(x_BF[frame] * share for frame, share in zip(metadata.frames.unbind(1), shares, strict=True))
         return self.projector(mean_MF.to(x_NE))
 
@@ -227,8 +227,8 @@ class KimiK25Encoder(GridEncoder):
     def plan_capacity(self, max_tokens: int, max_frames: int) -> ChunkMetadata:
         """Return metadata as large as any batch of `max_tokens` output tokens and `max_frames` chunks can need.
 
-        There is room for one frame a token, which is what images need: chunks of T frames take a budget T times as
-        large.
+        Each token has patch rows for one frame, which is enough for images; chunks of T frames need a budget T times
+        as large.
         """
         patches = max_tokens * self.block_size
         metadata = ChunkMetadata(
@@ -247,21 +247,21 @@ class KimiK25Encoder(GridEncoder):
         return Tower.load_weights(self, halves)
 
     def rename(self, name: str) -> str:
-        """The parameter that a checkpoint's tensor of this name fills."""
+        """Return the name of the parameter that a checkpoint's tensor of this name fills."""
         for old, new in RENAMED.items():
             name = re.sub(old, new, name)
         return name
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Parameter -> its shape in checkpoints: the table is a square there."""
+        """Return parameter -> its shape in checkpoints, where the table has one dimension each for rows and columns."""
         c = self.config
         table = (c.pos_emb_height, c.pos_emb_width, c.hidden_size)
         return {"patch_embed.proj.weight": c.patch_kernel, "pos_emb.weight": table}
 
 
 class VisionBlock(nn.Module):
-    """x + attn(norm1(x)), then x + mlp(norm2(x)), the GELU by its tanh formula."""
+    """x + attn(norm1(x)), then x + mlp(norm2(x)), with the tanh approximation of GELU."""
 
     def __init__(self, config: KimiK25VisionConfig):
         super().__init__()
@@ -290,7 +290,7 @@ class VisionAttention(nn.Module):
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], chunks: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # in one pass: half as many kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # both in one pass, with half as many kernels
         return self.proj(chunks.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
@@ -311,15 +311,15 @@ class Projector(nn.Module):
 
 
 def alternating_factors(positions_N2: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(N, 2) rows and columns, (K/4,) frequencies -> the factors of `rotate`: columns and rows take turns."""
+    """Turn (N, 2) rows and columns and (K/4,) frequencies into the factors of `rotate`, column and row alternating."""
     angles_NK = (positions_N2.flip(1)[:, None] * frequencies[:, None]).flatten(1)  # (N, K/4, 2) -> (N, K/2)
     return rotary_factors(angles_NK.cos(), angles_NK.sin())
 
 
 def frames_of_tokens(chunks: Sequence[Grid], block_size: int, T: int) -> tuple[Tensor, Tensor]:
-    """(M, T) int64: the merge blocks that become each token, one of every frame; (M, T) float32: their weights.
+    """Return (M, T) int64, the merge blocks of each token, one per frame, and (M, T) float32, their weights.
 
-    >>> frames_of_tokens([(2, 2, 4)], 4, 3)[0].tolist()  # two frames of two blocks; the third frame weighs nothing
+    >>> frames_of_tokens([(2, 2, 4)], 4, 3)[0].tolist()  # two frames of two blocks; the third frame has weight 0
     [[0, 2, 0], [1, 3, 1]]
     """
     frames, shares, start = [torch.empty(0, T, dtype=torch.int64)], [torch.empty(0, T)], 0

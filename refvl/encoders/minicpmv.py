@@ -1,25 +1,25 @@
 """MiniCPM-V's encoders: a tower and a resampler per version, joined.
 
-    patch rows (N, 3*P*P)      all slices of all items, end to end
+    patch rows (N, 3*P*P)      all slices of all items, concatenated
        | vpm                   one vector per patch
     (N, E)
        | resampler             query_num vectors per slice, or, in 4.5, per slice or group of frames
     tokens (M, D)
 
-    version    tower          what its position table sees    resampler       frames
+    version    tower          the position table's input    resampler       frames
     2.0        SiglipViT      h x w, the table resized        Resampler2      -
     2.5        NaVitSiglip    one row of h * w patches        Resampler2_5    -
-    2.6, 4.0   NaVitSiglip    h x w                           Resampler2_5    slices like any other
-    4.5        NaVitSiglip    h x w                           Resampler4_5    have times, and share queries in groups
+    2.6, 4.0   NaVitSiglip    h x w                           Resampler2_5    ordinary slices
+    4.5        NaVitSiglip    h x w                           Resampler4_5    have times; groups share queries
 
 An image is an overview and slices, a video is frames; to the encoder both are slices of h x w patches. The layout of an
 item is a tuple of `SliceGroup`s in the order of its rows. Each group is one slice, except for the frames that share a
 set of queries in 4.5. A version is a class below, never a branch in a forward.
 
-Graphs. Slices have many shapes. Upstream keeps slices in buffers of one size, so it needs a graph for each shape. Flat
-rows do not: the only sizes here are the numbers of rows, slices and sets of queries, so one graph per budget serves
-every shape. Budgets count tokens; a token pays for `patches_per_slice / query_num` patch rows. Items that need more
-rows take a larger budget, or run eagerly (see `plan_batches`).
+Graphs. Slices have many shapes. Upstream stores slices in buffers of one size, so it needs a graph for each shape. Here
+rows are concatenated: the only sizes are the numbers of rows, slices and sets of queries, so one graph per budget is
+enough for every shape. Budgets count tokens; a token provides `patches_per_slice / query_num` patch rows. Items that
+need more rows take a larger budget, or run eagerly (see `plan_batches`).
 
 Shape suffixes: N patches, M tokens, E the tower's width, D the language model's.
 Upstream: `MiniCPMV2_0` ... `MiniCPMV4_5` (vLLM).
@@ -42,7 +42,7 @@ from refvl.encoders.weights import config_dict
 from refvl.pixels.slices import NO_TIME, SliceLayout, count_sets
 
 HEAD_DIM = 128  # of the resampler, in every release
-AUDIO_PARTS = r"(apm|tts|audio_\w+)\."  # omni checkpoints also hold audio input and output
+AUDIO_PARTS = r"(apm|tts|audio_\w+)\."  # omni checkpoints also contain audio input and output
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class MiniCPMVEncoderConfig:
     def from_hf(cls, config, vision_config_class=NaVitSiglipConfig) -> "MiniCPMVEncoderConfig":
         """Read the dict in `config.json` or a transformers config; unknown keys are ignored."""
         values = config_dict(config)
-        if values.get("vision_config") is None and "vision_encoder" not in values:  # 2.0 gives a name only
+        if values.get("vision_config") is None and "vision_encoder" not in values:  # 2.0 has only a name
             raise ValueError("vision_config: expected the sizes of the tower, got none")
         slices = values.get("slice_config") or {}
         wanted = ("hidden_size", "query_num", "drop_vision_last_layer")
@@ -110,7 +110,7 @@ class MiniCPMVMetadata:
 
     @property
     def summary(self) -> str:
-        """One line for tables."""
+        """Describe the plan in one line, for tables."""
         slices, sets = len(self.vision.cu_seqlens) - 1, len(self.resampler.cu_seqlens_k) - 1
         return f"{slices} slices" if slices == sets else f"{slices} slices in {sets} groups"
 
@@ -121,7 +121,9 @@ class MiniCPMVEncoder(Tower):
     vpm_class: ClassVar[type[NaVitSiglip]] = NaVitSiglip
     resampler_class: ClassVar[type[Resampler]] = Resampler2_5
     reads_times: ClassVar[bool] = False  # of frames
-    skipped_parts: ClassVar[str] = AUDIO_PARTS  # regular expression: checkpoint names of neither part, to be left out
+    skipped_parts: ClassVar[str] = (
+        AUDIO_PARTS  # regular expression of checkpoint names to skip, which belong to neither part
+    )
     vpm: Any  # a vpm_class
     resampler: Any  # a resampler_class
 
@@ -139,7 +141,7 @@ class MiniCPMVEncoder(Tower):
         return cls(config, attention=attention)
 
     def resampler_queries(self, config: MiniCPMVEncoderConfig) -> int:
-        """Return the number of queries, by which the resampler is built."""
+        """Return the number of queries, from which the resampler is built."""
         return config.query_num
 
     def check_layouts(self, layouts, *, name: str = "layouts") -> list[SliceLayout]:
@@ -149,8 +151,7 @@ class MiniCPMVEncoder(Tower):
     def item_size(self, layout: SliceLayout) -> tuple[int, int, int]:
         """Return the (patch rows, output tokens, frames) of one item.
 
-        The frames are those that share the queries of another frame. The others need no limit of their own, because
-        tokens bound them.
+        The frames are those that share the queries of another frame; the tokens bound the number of the others.
         """
         sizes = [size for group in layout for size in group.slices]
         sets = count_sets(layout)
@@ -164,11 +165,11 @@ class MiniCPMVEncoder(Tower):
     def forward(
         self, pixel_values: Tensor, layouts=None, *, metadata: Any = None, attention: str | None = None
     ) -> Tensor:
-        """(N, 3*P*P) patch rows of all items -> (M, D) tokens; items, groups and slices in order.
+        """Encode (N, 3*P*P) patch rows of all items into (M, D) tokens; items, groups and slices in order.
 
-        Give `layouts` to plan here, or the `MiniCPMVMetadata` of an earlier `plan`. `attention` overrides the backend;
-        a capture asks for one with static shapes. Raises ValueError if the rows do not match, and TypeError if they
-        hold no floating-point numbers.
+        Pass `layouts` to plan here, or the `MiniCPMVMetadata` of an earlier `plan`. `attention` overrides the backend;
+        a capture requests one with static shapes. Raises ValueError if the rows do not match, and TypeError if
+        their dtype is not floating point.
         """
         if (metadata is None) == (layouts is None):
             raise ValueError("forward: give exactly one of layouts and metadata")
@@ -187,25 +188,26 @@ class MiniCPMVEncoder(Tower):
 
     @property
     def graph_attention(self) -> str:
-        """The backend for a capture: one whose shapes do not depend on the lengths of slices and sets."""
+        """The backend for a capture: its shapes do not depend on the lengths of slices and sets."""
         return min(self.vpm.graph_attention, self.resampler.graph_attention)  # "masked" if one needs it
 
     @property
     def patches_per_slice(self) -> int:
-        """The number of patch rows that a set of queries pays for in a graph.
+        """The number of patch rows that a set of queries provides in a graph.
 
-        A slice has the area of S x S patches, S = scale_resolution / P, but its sides are rounded to whole patches:
-        a x b with ab = S * S becomes at most (a + 1/2)(b + 1/2), so 2 S more suffice for shapes up to 12 to 1.
+        A slice has the area of S x S patches, S = scale_resolution / P, but its sides are rounded to whole patches.
+        Sides a x b with ab = S * S become at most (a + 1/2)(b + 1/2), so 2 S additional rows suffice for ratios up to
+        12:1.
         """
         side = self.config.scale_resolution // self.config.vision.patch_size
         return side**2 + 2 * side
 
     def max_rows(self, max_tokens: int) -> int:
-        """Return the number of patch rows in the graph of a budget: as many as its tokens pay for, rounded down."""
+        """Return the number of patch rows in the graph of a budget: as many as its tokens provide, rounded down."""
         return max(1, max_tokens * self.patches_per_slice // self.config.query_num)
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> MiniCPMVMetadata:
-        """Plan as much as any batch of `max_tokens` output tokens, their rows, and `max_frames` frames can need.
+        """Return a plan as large as any batch of `max_tokens` output tokens and `max_frames` frames needs.
 
         Tokens come in sets of query_num, so there are at most max_tokens // query_num sets, and at most as many slices
         plus the frames that share the queries of another frame.
@@ -220,7 +222,7 @@ class MiniCPMVEncoder(Tower):
         return self.resampler.query.new_zeros(self.max_rows(max_tokens), self.config.patch_values)
 
     def rename(self, name: str) -> str:
-        """Rename the tower's weights under `vpm.` as the tower does; the resampler's names stay."""
+        """Rename the tower's weights under `vpm.` as the tower does; keep the resampler's names."""
         return f"vpm.{self.vpm.rename(name)}" if name.startswith("vpm.") else name
 
     @property
@@ -230,12 +232,12 @@ class MiniCPMVEncoder(Tower):
 
     @property
     def unused(self) -> str:
-        """Pooling heads, a dropped last layer, the audio parts of omni checkpoints."""
+        """Skip pooling heads, a dropped last layer, and the audio parts of omni checkpoints."""
         return rf"(?=vpm\.){self.vpm.unused}|{self.skipped_parts}"
 
 
 class MiniCPMV2_0Encoder(MiniCPMVEncoder):
-    """timm's SigLIP, and queries with positions in a fixed grid. A plan holds the tower's table, resized."""
+    """timm's SigLIP, and queries with positions in a fixed grid. A plan contains the resized position table."""
 
     vpm_class = SiglipViT
     resampler_class = Resampler2
@@ -254,23 +256,23 @@ class MiniCPMV2_0Encoder(MiniCPMVEncoder):
 
 
 class MiniCPMV2_5Encoder(MiniCPMVEncoder):
-    """The tower was trained without the shapes of slices: its position table sees one row of h * w patches."""
+    """The tower was trained without slices' shapes: for its position table a slice is one row of h * w patches."""
 
     skipped_parts = r"(?!)"  # none: 2.5 has no omni release
 
     def plan_checked(self, layouts: Sequence[SliceLayout]) -> MiniCPMVMetadata:
-        """Plan as the other versions do, except for the shapes that the position table sees."""
+        """Plan as the other versions do, but with one row per slice for the position table."""
         sizes = [size for layout in layouts for group in layout for size in group.slices]
         in_one_row = [(1, h * w) for h, w in sizes]
         return MiniCPMVMetadata(self.vpm.plan_checked(in_one_row), self.resampler.plan_checked(sizes))
 
 
 class MiniCPMV2_6Encoder(MiniCPMVEncoder):
-    """The tower sees the shapes of slices; frames of a video are slices like any other."""
+    """The tower sees the shapes of slices; frames of a video are ordinary slices."""
 
 
 class MiniCPMV4_0Encoder(MiniCPMVEncoder):
-    """As 2.6; only the text model differs."""
+    """Like 2.6; only the text model differs."""
 
 
 class MiniCPMV4_5Encoder(MiniCPMVEncoder):

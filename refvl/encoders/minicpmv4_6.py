@@ -1,18 +1,18 @@
-"""The vision encoder of MiniCPM-V 4.6 and 4.7, read downward: SigLIP over slices of any shape, folded on the way.
+"""The vision encoder of MiniCPM-V 4.6 and 4.7, read downward: SigLIP on slices of any shape, with two merges of 2 x 2.
 
     patch rows (N, 3*P*P)      one row per patch, slice after slice, row by row inside a slice
-       | order                 4 x 4 blocks lie together, and the four windows of 2 x 2 inside each
+       | order                 4 x 4 blocks are contiguous, and in each of them four windows of 2 x 2
        | embeddings            as in `refvl.encoders.navit_siglip`
     (N, E)
        | layers 0 ... 6        attention inside slices
        | vit_merger            attention inside windows; then the four rows of a window become one
     (N / 4, E)
-       | layers 7 ...          attention inside slices, of windows now
+       | layers 7 ...          attention inside slices, between windows
        | post_layernorm
-       | merger                four rows side by side -> one
+       | merger                four concatenated rows -> one
     tokens (N / 16, D)
 
-That is the mode "16x". In "4x" nothing is folded on the way, so that a slice makes four times as many tokens; sides are
+That is the mode "16x". In "4x" there is no vit_merger, so a slice becomes four times as many tokens; sides are
 then multiples of 2 patches instead of 4. Layouts are MiniCPM-V's: a tuple of `SliceGroup`s, one per slice.
 
 Shape suffixes: N patches of all slices, W windows, M tokens, E tower width, D language width.
@@ -60,7 +60,7 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
 
     @classmethod
     def from_hf(cls, config) -> "MiniCPMV4_6VisionConfig":
-        """From the config of a whole model, as an object or as the dict in `config.json`, or a vision config."""
+        """Build from the config of a whole model, an object or the dict in `config.json`, or from a vision config."""
         whole = config_dict(config)
         for name, wanted in (("merge_kernel_size", [2, 2]), ("merger_times", 1)):
             if (value := whole.get(name, wanted)) not in (wanted, (2, 2)):
@@ -69,7 +69,7 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
         if (width := (whole.get("text_config") or {}).get("hidden_size")) is not None:
             given["out_hidden_size"] = width
         vision = config_dict(whole.get("vision_config", whole)) | given
-        return super(MiniCPMV4_6VisionConfig, cls).from_hf(vision)  # by name: slots make the class anew
+        return super(MiniCPMV4_6VisionConfig, cls).from_hf(vision)  # by name: slots create a new class
 
     @classmethod
     def tiny(cls, **changes) -> "MiniCPMV4_6VisionConfig":
@@ -85,20 +85,20 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
 
     @property
     def merge_size(self) -> int:
-        """Patches along a side of what becomes one token."""
+        """Patches along a side of the square that becomes one token."""
         return 4 if self.folds else 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoldMetadata(NaVitMetadata):
-    """As the tower's of earlier versions; what follows the fold has the same segments, a quarter as long."""
+    """The plan of earlier versions' tower, and the order of patches; after the fold, segments are a quarter as long."""
 
-    order: Tensor = field(metadata={"pad": "identity"})  # (N,) int64: which patch row is read at each place
-    folded_groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # of windows; planned for sdpa alone
+    order: Tensor = field(metadata={"pad": "identity"})  # (N,) int64: the patch row at each position
+    folded_groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # of windows; planned only for sdpa
 
     @property
     def summary(self) -> str:
-        """One line for tables."""
+        """Describe the plan in one line, for tables."""
         return f"{len(self.cu_seqlens) - 1} slices"
 
 
@@ -134,7 +134,7 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         return self.plan_checked(check_plan(self, self.check_layouts(layouts)))
 
     def plan_checked(self, layouts: Sequence[SliceLayout]) -> FoldMetadata:  # type: ignore[override]
-        """Plan layouts that are known to be good."""
+        """Plan layouts that are already checked."""
         sizes = [size for layout in layouts for group in layout for size in group.slices]
         orders, places, start = [torch.arange(0)], [torch.arange(0)], 0
         for h, w in sizes:
@@ -152,10 +152,10 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
     def forward(  # type: ignore[override]  # rows and layouts, not strips
         self, pixel_values: Tensor, layouts=None, *, metadata: FoldMetadata | None = None, attention: str | None = None
     ) -> Tensor:
-        """(N, 3*P*P) patch rows of all items -> (M, D) tokens; items, slices and rows of tokens in order.
+        """Encode (N, 3*P*P) patch rows of all items into (M, D) tokens; items, slices and rows in order.
 
-        Give `layouts` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the backend. Raises
-        ValueError if the rows do not match, and TypeError if they hold no floating-point numbers.
+        Pass `layouts` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the backend. Raises
+        ValueError if the rows do not match, and TypeError if their dtype is not floating point.
         """
         if (metadata is None) == (layouts is None):
             raise ValueError("forward: give exactly one of layouts and metadata")
@@ -180,11 +180,11 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         return self.encoder["layers"].children()
 
     def block_rows(self, metadata: FoldMetadata) -> list[Tensor]:
-        """Before the fold; behind it, each four of these are one row."""
+        """Return the rows before the fold; after it, each four of them are one row."""
         return [metadata.order]
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> FoldMetadata:
-        """Plan as much as any batch within these limits can need: one slice holds all patches."""
+        """Return a plan as large as any batch within these limits needs: one slice contains all patches."""
         patches = max_tokens * self.block_size
         metadata = FoldMetadata(
             **segment_capacity(patches, min(max_frames, max_tokens)),
@@ -199,22 +199,22 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         return self.post_layernorm.weight.new_zeros(max_tokens * self.block_size, self.patch_values)
 
     def rename(self, name: str) -> str:
-        """`model.vision_tower.` is dropped, and the list around the one merger; q, k, v fill `qkv`."""
+        """Drop `model.vision_tower.` and the index of the only merger; q, k, v fill `qkv`."""
         name = re.sub(r"^(model\.)?(vision_tower\.)?", "", name)
         return super().rename(re.sub(r"^merger\.mlp\.0\.", "merger.", name))
 
     @property
     def unused(self) -> str:
-        """Where nothing is folded, what would fold."""
+        """Skip the weights of vit_merger if the mode is "4x"."""
         return r"(?!)" if self.config.folds else r"(model\.)?(vision_tower\.)?vit_merger\."
 
 
 class MiniCPMV4_7Encoder(MiniCPMV4_6Encoder):
-    """As 4.6; only the positions of the language model differ (`refvl.positions.canvas`)."""
+    """Like 4.6; only the positions of the language model differ (`refvl.positions.canvas`)."""
 
 
 class WindowMerger(nn.Module):
-    """Attention in windows of four rows; then a linear stack over the four side by side, plus their mean."""
+    """Attention in windows of four rows; then an MLP on the four concatenated rows, plus their mean."""
 
     def __init__(self, config: MiniCPMV4_6VisionConfig):
         super().__init__()
@@ -226,11 +226,13 @@ class WindowMerger(nn.Module):
         self.linear_2 = nn.Linear(4 * hidden, E)
 
     def forward(self, x_NE: Tensor, backend: str) -> Tensor:
-        """(N, E) rows in the order of windows -> (W, E)."""
+        """Merge (N, E) rows in the order of windows into (W, E)."""
         N = len(x_NE)
-        index_W4 = torch.arange(N, device=x_NE.device).view(-1, 4)  # known from the shape: in a graph, too
+        index_W4 = torch.arange(N, device=x_NE.device).view(
+            -1, 4
+        )  # depends only on the shape, so a graph can capture it
         windows = Segments(torch.arange(0, N + 1, 4, dtype=torch.int32, device=x_NE.device), (index_W4,), 4)
-        backend = "sdpa" if backend == "masked" else backend  # windows are equally long: no mask is needed
+        backend = "sdpa" if backend == "masked" else backend  # windows have equal lengths: no mask is needed
         x_NE = x_NE + self.self_attn(self.layer_norm1(x_NE), windows, backend)
         x_W4E = x_NE.unflatten(0, (-1, 4))
         hidden = F.gelu(self.linear_1(self.pre_norm(x_W4E.flatten(1))), approximate="tanh")
@@ -238,7 +240,7 @@ class WindowMerger(nn.Module):
 
 
 class Merger(nn.Module):
-    """Four rows side by side become one of the language model's width."""
+    """Four concatenated rows become one row of the language model's width."""
 
     def __init__(self, config: MiniCPMV4_6VisionConfig):
         super().__init__()
@@ -252,7 +254,7 @@ class Merger(nn.Module):
 
 
 def fold_order(h: int, w: int, *, folds: bool) -> Tensor:
-    """(h * w,) int64: patches of a slice so that what becomes one token lies together, and windows of 2 x 2 in it.
+    """Return (h * w,) int64, an order of patches in which each token's patches are contiguous, in windows of 2 x 2.
 
     >>> fold_order(2, 4, folds=False).tolist()
     [0, 1, 4, 5, 2, 3, 6, 7]

@@ -1,17 +1,17 @@
 """The SigLIP tower for slices of any shape (NaViT), read downward: MiniCPM-V 2.5, 2.6, 4.0 and 4.5 have it.
 
     patch rows (N, 3*P*P)                         one row per patch, slice after slice, row by row inside a slice
-       | embeddings       one matrix product (a convolution whose stride is its kernel)
-       |                  + one learned position per patch: the entry of a square table that lies under it
+       | embeddings       one matmul (a convolution with stride = kernel size)
+       |                  + one learned position per patch: the entry at its relative location in a square table
     (N, E)
        | layers x         x + self_attn(layer_norm1(x)); x + mlp(layer_norm2(x)); attention inside slices
        | post_layernorm   LayerNorm
     (N, E)
 
-Upstream pads all slices of a batch to the longest and masks; here they are stored end to end, and `cu_seqlens` holds
-where each begins. `encode` is that tower; `forward` takes and returns the padded form, see
-`refvl.encoders.slice_layouts`. Which entry a patch reads depends on sizes alone, so it is planned: `encode` reads no
-value back and branches on no tensor.
+Upstream pads all slices of a batch to the longest and masks; here slices are concatenated, and `cu_seqlens` contains
+the start of each. `encode` works on this form; `forward` accepts and returns the padded form, see
+`refvl.encoders.slice_layouts`. The entry of a patch depends only on sizes, so it is planned: `encode` reads no value
+back and branches on no tensor.
 
 Shape suffixes: N patches of all slices, E tower width, H heads, K head dimension.
 Upstream: `Idefics2VisionTransformer` (vLLM, transformers).
@@ -73,7 +73,7 @@ class NaVitSiglip(Tower):
     config_class = NaVitSiglipConfig
 
     def __init__(self, config: NaVitSiglipConfig, *, drop_last_layer: bool = False, attention: str = "auto"):
-        """drop_last_layer: leave the last layer out (`drop_vision_last_layer` of the checkpoint)."""
+        """Build the tower; drop_last_layer: without its last layer (`drop_vision_last_layer` of the checkpoint)."""
         super().__init__(config, attention=attention)
         self.drop_last_layer = drop_last_layer
         self.patch_values = config.patch_values
@@ -92,7 +92,7 @@ class NaVitSiglip(Tower):
         """Compute everything that depends on sizes on the CPU, and move it to the tower's device.
 
         tgt_sizes: the (h, w) of each slice in patches, a list or an integer tensor (slices, 2). position_sizes: the
-        shapes that the position table sees instead, with as many patches (default: tgt_sizes).
+        shapes for the position table instead, with as many patches (default: tgt_sizes).
         """
         sizes = as_sizes(tgt_sizes)
         position_sizes = sizes if position_sizes is None else as_sizes(position_sizes, "position_sizes")
@@ -103,20 +103,20 @@ class NaVitSiglip(Tower):
         return self.plan_checked(position_sizes)
 
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> NaVitMetadata:
-        """Plan slices whose sizes are known to be good. layouts: the (h, w) of each, as the position table sees it."""
+        """Plan slices whose sizes are already checked. layouts: the (h, w) of each, as for the position table."""
         segments = plan_segments([h * w for h, w in layouts], with_groups=self.backend() == "sdpa")
         places = [place_in_table(h, w, self.table_side) for h, w in layouts]
         position_ids = torch.cat([torch.zeros(0, dtype=torch.long), *places])
         return to_device(NaVitMetadata(**segments, position_ids=position_ids), self.device)
 
     def plan_capacity(self, max_patches: int, max_slices: int) -> NaVitMetadata:
-        """Plan as much as any batch within these limits can need: one slice holds all patches."""
+        """Return a plan as large as any batch within these limits needs: one slice contains all patches."""
         position_ids = torch.zeros(max_patches, dtype=torch.long)
         metadata = NaVitMetadata(**segment_capacity(max_patches, max_slices), position_ids=position_ids)
         return to_device(metadata, self.device)
 
     def encode(self, patches_NC: Tensor, metadata: NaVitMetadata, attention: str | None = None) -> Tensor:
-        """(N, C*P*P) patch rows of all slices -> (N, E); `attention` overrides the tower's backend."""
+        """Encode (N, C*P*P) patch rows of all slices into (N, E); `attention` overrides the tower's backend."""
         weight = next(self.parameters())
         check_pixel_rows(patches_NC, (len(metadata.position_ids), self.patch_values), weight.device)
         backend = self.backend(attention)
@@ -127,25 +127,25 @@ class NaVitSiglip(Tower):
         return self.post_layernorm(x_NE)
 
     def forward(self, pixel_values: Tensor, tgt_sizes, position_sizes=None) -> Tensor:
-        """(B, C, P, L * P) strips -> (B, L, E): slice b is the first h * w patches of strip b; see `encode_strips`."""
+        """Encode (B, C, P, L * P) strips into (B, L, E), as in `encode_strips`."""
         return encode_strips(self, pixel_values, tgt_sizes, position_sizes)
 
     def rename(self, name: str) -> str:
-        """`vpm.encoder.layers.0.self_attn.q_proj.weight` -> `encoder.layers.0.self_attn.q.weight`, which fills `qkv`.
+        """Turn `vpm.encoder.layers.0.self_attn.q_proj.weight` into `encoder.layers.0.self_attn.q.weight`, for `qkv`.
 
-        Names under `vision_model.` and bare ones mean the same.
+        Names under `vision_model.` and bare names are equivalent.
         """
         name = re.sub(r"^(vpm|vision_model)\.", "", name)
         return re.sub(r"\.self_attn\.(q|k|v|qkv)_proj\.", r".self_attn.\1.", name)
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """The shape of the patch embedding in checkpoints."""
+        """Return the shape of the patch embedding in checkpoints."""
         return {"embeddings.patch_embedding.weight": self.config.patch_kernel}
 
     @property
     def unused(self) -> str:
-        """SigLIP's pooling head, and the dropped last layer."""
+        """Skip SigLIP's pooling head, and the dropped last layer."""
         last = rf"|encoder\.layers\.{self.config.num_hidden_layers - 1}\." if self.drop_last_layer else ""
         return rf"((vpm|vision_model)\.)?(head\.{last})"
 
@@ -193,10 +193,10 @@ class MLP(nn.Module):
 
 
 def place_in_table(h: int, w: int, side: int) -> Tensor:
-    """(h * w,) int64: for each patch of an h x w slice, row by row, the entry it falls on in a side x side table.
+    """Return (h * w,) int64: for each patch of an h x w slice, row by row, its entry in a side x side table.
 
-    Row r of the slice falls on row floor(r / h * side). Computed in integers: upstream sorts the fraction r / h into
-    buckets with bounds 1 / side, 2 / side, ..., and a fraction on a bound would depend on rounding.
+    Row r of the slice has the entries of row floor(r / h * side). This is computed in integers: upstream sorts the
+    fraction r / h into buckets with bounds 1 / side, 2 / side, ..., where a fraction on a bound depends on rounding.
     """
     row, column = torch.arange(h) * side // h, torch.arange(w) * side // w
     return (row[:, None] * side + column).flatten()

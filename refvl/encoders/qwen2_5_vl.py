@@ -1,19 +1,19 @@
 """The Qwen2.5-VL vision tower, read downward.
 
     patch rows (N, C*Tp*P*P)                      one row per patch, merge-block order
-       | patch_embed      one matrix product (a convolution whose stride is its kernel)
+       | patch_embed      one matmul (a convolution with stride = kernel size)
        | [window_index]   sort merge blocks by window, once
     (N, E)
        | depth x block    x + attn(norm1(x)); x + mlp(norm2(x))
        |                  attention inside windows of 112 px; inside whole frames in `fullatt_block_indexes`
     (N, E)
        | merger           RMSNorm, fold each m x m block, Linear - GELU - Linear
-       | [reverse_index]  back to reading order
+       | [reverse_index]  back to row-major order
     embeddings (M, D)                             M = N / m^2 tokens of the language model's width
 
-The CPU plans, the device executes: everything that depends on sizes - permutation, angles, segment lengths - is
-computed by `plan(grid_thw)` into `VisionMetadata`; `forward` reads no value back and branches on no tensor. The border
-of both (what a caller passes is checked there), device, backends and weight names are `GridEncoder`'s and `Tower`'s.
+The CPU plans, the device executes: `plan(grid_thw)` computes everything that depends on sizes (permutation, positions,
+segment lengths) into `VisionMetadata`. `forward` reads no value back and branches on no tensor. `GridEncoder` and
+`Tower` define its input checks, the device, backends and weight names.
 
 Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension.
 Upstream: `Qwen2_5_VisionTransformer` (vLLM), `Qwen2_5_VisionTransformerPretrainedModel` (transformers).
@@ -55,7 +55,7 @@ class Qwen2_5_VisionConfig(GridVisionConfig):
 
     @classmethod
     def tiny(cls) -> "Qwen2_5_VisionConfig":
-        """Four blocks, windows and full frames both present: for tests and figures."""
+        """Four blocks, both with windows and with whole frames: for tests and figures."""
         return cls(
             depth=4, hidden_size=64, intermediate_size=96, num_heads=4, window_size=56,
             fullatt_block_indexes=(1, 3), out_hidden_size=96,
@@ -69,12 +69,12 @@ class Qwen2_5_VisionConfig(GridVisionConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata(Segments):
-    """What one forward needs besides pixels; segments are frames. `pad` says how a graph fills the rest of its buffer.
+    """The inputs of one forward besides pixels; segments are frames. `pad`: how a graph fills the rest of a buffer.
 
-    Fixed addresses, changing contents: the contract of a captured graph. Integers are baked in by a capture: there they
-    are capacities, and a replay must not exceed them. Rotary angles are computed from rows and columns where the tower
-    is: they are 40 times as many bytes. The frequencies are planned because a buffer of the module would be rounded by
-    `.to(torch.bfloat16)`.
+    A captured graph reads fixed addresses whose contents change. A capture records integers as constants: they are
+    capacities there, and a replay must not exceed them. Rotary angles have 40 times as many bytes as rows and columns,
+    so the tower's device computes them. The frequencies are planned because `.to(torch.bfloat16)` would round a buffer
+    of the module.
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch, in window order
@@ -82,16 +82,16 @@ class VisionMetadata(Segments):
     window_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64: x[window_index] is in window order
     reverse_index: Tensor = field(metadata={"pad": "identity"})  # (M,) int64: and back
     cu_window_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (windows + 1,) int32, patches
-    window_groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # as `groups`
+    window_groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # like `groups`
     max_window_seqlen: int  # patches in the longest window
 
     def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """Of the rotary angles, each (N, K/2) float32."""
+        """Return the cosines and sines of the rotary angles, each (N, K/2) float32."""
         return rotary_cos_sin(self.positions, self.frequencies)
 
     @property
     def summary(self) -> str:
-        """One line for tables."""
+        """Describe the plan in one line, for tables."""
         return f"{len(self.cu_window_seqlens) - 1} windows, {len(self.cu_seqlens) - 1} frames"
 
 
@@ -103,15 +103,15 @@ class Qwen2_5_VisionTransformer(GridEncoder):
 
     def __init__(self, config: Qwen2_5_VisionConfig, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
-        convolution = nn.Linear(self.patch_values, config.hidden_size, bias=False)  # its stride is its kernel
+        convolution = nn.Linear(self.patch_values, config.hidden_size, bias=False)  # stride = kernel size
         self.patch_embed = nn.Sequential(OrderedDict(proj=convolution))
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
         self.merger = PatchMerger(config)
 
     def plan_checked(self, grids: Sequence[Grid]) -> VisionMetadata:
-        """Everything that depends on sizes, computed on the CPU and moved to the tower's device.
+        """Compute everything that depends on sizes on the CPU, and move it to the tower's device.
 
-        grids: (t, h, w) per item, in patches, images and videos mixed; `plan` takes tensors as well, and checks.
+        grids: (t, h, w) per item, in patches, images and videos mixed. `plan` also accepts tensors, and checks.
         """
         m, side = self.config.spatial_merge_size, self.config.window_side
         needs_groups = self.backend() == "sdpa"
@@ -139,10 +139,10 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         metadata: VisionMetadata | None = None,
         attention: str | None = None,
     ) -> Tensor:
-        """(N, C*Tp*P*P) patch rows of all items -> (M, D) embeddings, items in order.
+        """Encode (N, C*Tp*P*P) patch rows of all items into (M, D) embeddings, items in order.
 
-        Give `grid_thw` to plan here, or the `metadata` of an earlier `plan`; `attention` overrides the tower's backend
-        (a capture asks for one with static shapes). In float16 the last blocks can overflow: see `clamp_overflow`.
+        Pass `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
+        a capture requests one with static shapes. In float16 the last blocks can overflow: see `clamp_overflow`.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
         windows = Segments(metadata.cu_window_seqlens, metadata.window_groups, metadata.max_window_seqlen)
@@ -153,18 +153,18 @@ class Qwen2_5_VisionTransformer(GridEncoder):
             segments = metadata if i in self.config.fullatt_block_indexes else windows
             x_NE = block(x_NE, rotary, segments, backend)
         x_MD = self.merger(clamp_overflow(x_NE))
-        return x_MD[metadata.reverse_index]  # in reading order
+        return x_MD[metadata.reverse_index]  # in row-major order
 
     def item_size(self, grid: Grid) -> tuple[int, int, int]:
-        """(patch rows, output tokens, frames) of one item of `grid` patches."""
+        """Return (patch rows, output tokens, frames) of one item of `grid` patches."""
         t, h, w = grid
         return t * h * w, t * h * w // self.block_size, t
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
-        """Metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need, for a capture.
+        """Return metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need.
 
-        Cumulative lengths describe one frame and windows filled one after the other, so that a warm-up runs on legal
-        values. `max_window_count` bounds the windows; a window holds at most its square of tokens, a frame all tokens.
+        Cumulative lengths describe one frame and windows filled one after the other, a valid input for a warm-up.
+        `max_window_count` bounds the windows; a window has at most its square of tokens, a frame at most all tokens.
         """
         patches, side = max_tokens * self.block_size, self.config.window_side
         max_frames = min(max_frames, max_tokens)
@@ -182,7 +182,7 @@ class Qwen2_5_VisionTransformer(GridEncoder):
         return to_device(metadata, self.device)
 
     def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
-        """Windows one after the other."""
+        """Return the patch rows in the order of windows."""
         [rows] = super().block_rows(metadata)
         return [rows.unflatten(0, (-1, self.block_size))[metadata.window_index].flatten(0, 1)]
 
@@ -214,7 +214,7 @@ class VisionAttention(nn.Module):
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], segments: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # in one pass: half as many kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # both in one pass, with half as many kernels
         return self.proj(segments.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
@@ -247,11 +247,11 @@ class PatchMerger(nn.Module):
 
 
 def clamp_overflow(x_NE: Tensor) -> Tensor:
-    """float16: a row in which anything overflowed is clamped to finfo.max - 1000; other dtypes pass through.
+    """Clamp float16 rows in which a value overflowed to finfo.max - 1000; return other dtypes unchanged.
 
-    Upstream (`cast_overflow_tensors`) clamps all rows when one has overflowed, so that values within 1000 of the limit
-    depend on the rest of the batch; here they depend on their own row. Written without a branch on the tensor, so that
-    a captured graph can hold it.
+    Upstream (`cast_overflow_tensors`) clamps all rows if one has overflowed, so values within 1000 of the limit depend
+    on the rest of the batch; here they depend only on their own row. There is no branch on the tensor, so a graph can
+    capture it.
     """
     if x_NE.dtype != torch.float16:
         return x_NE

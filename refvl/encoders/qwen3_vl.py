@@ -1,22 +1,22 @@
 """The Qwen3-VL vision tower, read downward; Qwen3.5's is the same without DeepStack.
 
     patch rows (N, C*Tp*P*P)                      one row per patch, merge-block order
-       | patch_embed      one matrix product (a convolution whose stride is its kernel)
-       | [position_embeds] + a learned table of positions, sampled bilinearly, its corners on the image's corners
+       | patch_embed      one matmul (a convolution with stride = kernel size)
+       | [position_embeds] + a learned table of positions, sampled bilinearly, with its corners at the image's corners
     (N, E)
        | depth x block    x + attn(norm1(x)); x + mlp(norm2(x)); attention inside frames, 2-D rotary
        |   | deepstack_merger_list   after the blocks in `deepstack_visual_indexes`: k times (M, D)
     (N, E)
        | merger           LayerNorm, fold each m x m block, Linear - GELU - Linear
-    rows (M, D * (1 + k))                         the embedding of a token, then what k language layers add to it
+    rows (M, D * (1 + k))                         a token's embedding, then the features that k layers add to it
 
-DeepStack: the language model takes the tower's last features as embeddings, and adds the features of k earlier blocks
-to the hidden states of the same tokens, the i-th after its layer i. All features of a token lie in one wide row, so
-that pruning, graphs, sharding and files treat it as any other row. `split` separates them again.
+DeepStack: the tower's last features are the embeddings of the language model. It adds the features of k earlier blocks
+to the hidden states of the same tokens, the i-th after its layer i. All features of a token form one wide row, so
+pruning, graphs, sharding and files treat it like any other row. `split` separates them again.
 
 The CPU plans, the device executes: `plan(grid_thw)` computes everything that depends on sizes into `VisionMetadata`.
 `forward` reads no value back and branches on no tensor. The values sampled from the table are planned too; they depend
-on the grid and on the weights. `GridEncoder` and `Tower` hold the border of both, the device, backends, weight names.
+on the grid and on the weights. `GridEncoder` and `Tower` define its input checks, the device, backends, weight names.
 
 Shape suffixes: N patches, M merged tokens, E tower width, D language width, H heads, K head dimension, k DeepStack
 features, W = D * (1 + k).
@@ -55,7 +55,7 @@ class Qwen3VLVisionConfig(GridVisionConfig):
     temporal_patch_size: int = 2
     spatial_merge_size: int = 2
     out_hidden_size: int = 4096
-    num_position_embeddings: int = 2304  # S * S places of the position table
+    num_position_embeddings: int = 2304  # S * S entries of the position table
     deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
     norm_eps: float = 1e-6
 
@@ -71,7 +71,7 @@ class Qwen3VLVisionConfig(GridVisionConfig):
 
     @classmethod
     def tiny(cls) -> "Qwen3VLVisionConfig":
-        """Four blocks, two of them with a merger, and a table of 6 x 6 places: for tests and figures."""
+        """Four blocks, two of them with a merger, and a table of 6 x 6 positions: for tests and figures."""
         return cls(
             depth=4, hidden_size=64, intermediate_size=112, num_heads=4, out_hidden_size=96,
             num_position_embeddings=36, deepstack_visual_indexes=(1, 2),
@@ -80,12 +80,12 @@ class Qwen3VLVisionConfig(GridVisionConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata(Segments):
-    """What one forward needs besides pixels; segments are frames. `pad` says how a graph fills the rest of its buffer.
+    """The inputs of one forward besides pixels; segments are frames. `pad`: how a graph fills the rest of a buffer.
 
-    Fixed addresses, changing contents: the contract of a captured graph. Integers are baked in by a capture: there they
-    are capacities, and a replay must not exceed them. Rotary angles are computed from rows and columns where the tower
-    is: they are 40 times as many bytes. The frequencies are planned because a buffer of the module would be rounded by
-    `.to(torch.bfloat16)`.
+    A captured graph reads fixed addresses whose contents change. A capture records integers as constants: they are
+    capacities there, and a replay must not exceed them. Rotary angles have 40 times as many bytes as rows and columns,
+    so the tower's device computes them. The frequencies are planned because `.to(torch.bfloat16)` would round a buffer
+    of the module.
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch
@@ -106,7 +106,7 @@ class Qwen3VLVisionTransformer(GridEncoder):
 
     def __init__(self, config: Qwen3VLVisionConfig, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
-        convolution = nn.Linear(self.patch_values, config.hidden_size)  # its stride is its kernel
+        convolution = nn.Linear(self.patch_values, config.hidden_size)  # stride = kernel size
         self.patch_embed = nn.Sequential(OrderedDict(proj=convolution))
         self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
@@ -140,11 +140,11 @@ class Qwen3VLVisionTransformer(GridEncoder):
         metadata: VisionMetadata | None = None,
         attention: str | None = None,
     ) -> Tensor:
-        """(N, C*Tp*P*P) patch rows of all items -> (M, W) wide rows, items in order.
+        """Encode (N, C*Tp*P*P) patch rows of all items into (M, W) wide rows, items in order.
 
-        Give `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
-        a capture asks for one with static shapes. Raises ValueError when the rows do not match, and TypeError when they
-        hold no floating-point numbers.
+        Pass `grid_thw` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the tower's backend;
+        a capture requests one with static shapes. Raises ValueError if the rows do not match, and TypeError if their
+        dtype is not floating point.
         """
         patches_NC, metadata, backend = self.inputs(pixel_values, grid_thw, metadata, attention)
         rotary = rotary_factors(*rotary_cos_sin(metadata.positions, metadata.frequencies))  # for all blocks
@@ -158,7 +158,7 @@ class Qwen3VLVisionTransformer(GridEncoder):
         return torch.cat([self.merger(x_NE), *deeper], dim=1)
 
     def split(self, rows_MW: Tensor) -> tuple[Tensor, Tensor]:
-        """Wide rows (M, W) -> embeddings (M, D) and DeepStack features (k, M, D), the earliest block's first."""
+        """Split wide rows (M, W) into embeddings (M, D) and DeepStack features (k, M, D), in the order of blocks."""
         D, k = self.config.out_hidden_size, len(self.config.deepstack_visual_indexes)
         check_shape(rows_MW, ("M", ("channels", D * (1 + k))), "rows")
         return rows_MW[:, :D], rows_MW[:, D:].unflatten(1, (k, D)).transpose(0, 1)
@@ -171,7 +171,7 @@ class Qwen3VLVisionTransformer(GridEncoder):
     def plan_capacity(self, max_tokens: int, max_frames: int) -> VisionMetadata:
         """Return metadata as large as any batch of `max_tokens` output tokens and `max_frames` frames can need.
 
-        Cumulative lengths describe one frame that holds everything, so that a warm-up runs on legal values.
+        Cumulative lengths describe one frame with all patches, a valid input for a warm-up.
         """
         patches = max_tokens * self.block_size
         metadata = VisionMetadata(
@@ -210,12 +210,12 @@ class VisionAttention(nn.Module):
     def forward(self, x_NE: Tensor, rotary: tuple[Tensor, Tensor | None], frames: Segments, backend: str) -> Tensor:
         qkv_NHK = self.qkv(x_NE).unflatten(-1, (3 * self.num_heads, -1))
         qk_NHK, v_NHK = qkv_NHK.tensor_split([2 * self.num_heads], dim=1)
-        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # in one pass: half as many kernels
+        q_NHK, k_NHK = rotate(qk_NHK, *rotary).chunk(2, dim=1)  # both in one pass, with half as many kernels
         return self.proj(frames.attend(q_NHK, k_NHK, v_NHK, backend))  # (N, E)
 
 
 class VisionMLP(nn.Module):
-    """fc2(gelu(fc1(x))), the GELU by its tanh formula."""
+    """fc2(gelu(fc1(x))), with the tanh approximation of GELU."""
 
     def __init__(self, config: Qwen3VLVisionConfig):
         super().__init__()
@@ -229,8 +229,8 @@ class VisionMLP(nn.Module):
 class PatchMerger(nn.Module):
     """Fold each m x m block of patches into one token.
 
-    normed: how many values are normalised together. The last merger normalises the E values of a patch; the mergers of
-    DeepStack normalise the m * m * E values of a block.
+    normed: the number of values that are normalised together. The last merger normalises the E values of a patch; the
+    mergers of DeepStack normalise the m * m * E values of a block.
     """
 
     def __init__(self, config: Qwen3VLVisionConfig, *, normed: int):

@@ -1,19 +1,19 @@
-"""MiniCPM-V's resamplers: learned queries read the patches of a slice, which turns 1,000 patches into 64 tokens.
+"""MiniCPM-V's resamplers: learned queries attend to the patches of a slice, so 1,000 patches become 64 tokens.
 
     rows of the tower (N, C)                      slice after slice
        | kv_proj, ln_kv   to the language model's width
     keys = rows + positions, values = rows (N, D)
        | attn             `query`, through ln_q, over the keys of each slice: Q tokens per slice
-       | ln_post, proj    LayerNorm, one matrix product
+       | ln_post, proj    LayerNorm, one matmul
     tokens (slices * Q, D)
 
-    Resampler2     queries and keys carry positions: the queries' fixed grid, resized to the slice's      (2.0)
-    Resampler2_5   only keys do: sines and cosines of row and column                                 (2.5, 2.6, 4.0)
-    Resampler4_5   and of time; frames of one group share a set of queries                                (4.5)
+    Resampler2     queries and keys have positions: the queries' fixed grid, resized to the slice's       (2.0)
+    Resampler2_5   only keys have them: sines and cosines of row, column                                (2.5, 2.6, 4.0)
+    Resampler4_5   also of time; frames of a group share a set of queries                                (4.5)
 
-Upstream keeps tables of sines and cosines and lets them grow; a formula has no size, so a grid of 4 x 227 or a frame
-two hours into a video needs nothing special. There are no padded keys here: `resample` reads slices that are stored end
-to end, and `forward` takes the padded form of `refvl.encoders.slice_layouts`. `Resampler2` has a file of its own.
+Upstream stores tables of sines and cosines and enlarges them on demand; a formula has no size, so a grid of 4 x 227 or
+a frame two hours into a video needs no special case. `resample` works on concatenated slices, without padded keys;
+`forward` accepts the padded form of `refvl.encoders.slice_layouts`. `Resampler2` is in a file of its own.
 
 Shape suffixes: N patches of all slices, D the language model's width, Q queries, H heads, K head dimension.
 Upstream: `Resampler2`, `Resampler2_5`, `Resampler4_5` (vLLM).
@@ -39,22 +39,22 @@ from refvl.positions.tables import sincos, sincos_frequencies
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SetMetadata:
-    """Which patches each set of queries reads. Integers are baked in by a capture: there they are capacities."""
+    """The patches of each set of queries. A capture records integers as constants: they are capacities there."""
 
     positions: Tensor = field(metadata={"pad": "zero"})  # one row per patch
     cu_seqlens_q: Tensor = field(metadata={"pad": "repeat_last"})  # (sets + 1,) int32, tokens
     cu_seqlens_k: Tensor = field(metadata={"pad": "repeat_last"})  # (sets + 1,) int32, patches
-    set_groups: tuple | None = field(metadata={"pad": "empty"})  # sets of equal lengths; planned for sdpa alone
+    set_groups: tuple | None = field(metadata={"pad": "empty"})  # sets of equal lengths; planned only for sdpa
     max_seqlen_q: int  # Q
-    max_seqlen_k: int  # patches that the fullest set of queries reads
+    max_seqlen_k: int  # the largest number of patches of a set of queries
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResamplerMetadata(SetMetadata):
     """Positions are (N, 2) int32: row and column of each patch in its slice.
 
-    The frequencies depend on the width alone. They are planned because a buffer of the module would be rounded by
-    `.to(torch.bfloat16)` and lost by `to_empty`.
+    The frequencies depend only on the width. They are planned because `.to(torch.bfloat16)` would round a buffer of
+    the module, and `to_empty` would lose it.
     """
 
     frequencies: Tensor = field(metadata={"pad": "zero"})  # (D / 4,) float32
@@ -62,16 +62,16 @@ class ResamplerMetadata(SetMetadata):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TemporalResamplerMetadata(ResamplerMetadata):
-    """And the time of each patch."""
+    """The metadata of `Resampler2_5`, and the time of each patch."""
 
     times: Tensor = field(metadata={"pad": "zero"})  # (N,) int32: temporal id of the patch's frame, -1 for none
     time_frequencies: Tensor = field(metadata={"pad": "zero"})  # (D / 2,) float32
 
 
 class Resampler(Tower):
-    """The base of all versions: every set of queries reads its patches."""
+    """The base of all versions: every set of queries attends to its patches."""
 
-    ln_post: Any  # None, as `proj`, if the resampler ends at the attention
+    ln_post: Any  # None, like `proj`, if the resampler ends with the attention
     proj: Any
 
     def __init__(
@@ -84,15 +84,15 @@ class Resampler(Tower):
         *,
         attention: str = "auto",
     ):
-        """kv_dim: the width of the rows (default: embed_dim, no projection). max_size: the size of upstream's first
-        table, and no limit.
+        """Build the modules. kv_dim: the width of the rows (default: embed_dim, no projection). max_size: the size of
+        upstream's first table, which is not a limit.
         """
         super().__init__(None, attention=attention)
         self.max_size = as_size(max_size, "max_size")
         self.num_queries = check_positive_int(num_queries, "num_queries")
         self.embed_dim = embed_dim  # D
         self.query = nn.Parameter(torch.empty(num_queries, embed_dim).normal_(std=0.02))
-        if kv_dim is None or kv_dim == embed_dim:  # as wide as the language model already
+        if kv_dim is None or kv_dim == embed_dim:  # already the language model's width
             self.kv_proj: nn.Module = nn.Identity()
         else:
             self.kv_proj = nn.Linear(kv_dim, embed_dim, bias=False)
@@ -111,7 +111,7 @@ class Resampler(Tower):
         return as_sizes(layouts, name)
 
     def plan_sets(self, patches_per_set: Sequence[int]) -> dict[str, Any]:
-        """Return the fields of `SetMetadata` but for the positions: which patches each set of queries reads."""
+        """Return the fields of `SetMetadata` without the positions: the patches of each set of queries."""
         cu_seqlens_q = cumulative_lengths([self.num_queries] * len(patches_per_set))
         cu_seqlens_k = cumulative_lengths(patches_per_set)
         needs_groups = self.backend() == "sdpa"
@@ -124,7 +124,7 @@ class Resampler(Tower):
         }
 
     def resample(self, rows_NC: Tensor, metadata: Any, attention: str | None = None) -> Tensor:
-        """(N, kv_dim) rows of all slices -> (sets * Q, D); `attention` overrides the module's backend."""
+        """Resample (N, kv_dim) rows of all slices to (sets * Q, D); `attention` overrides the module's backend."""
         backend = self.backend(attention)
         query_QD, keys_ND, values_ND = self.attention_inputs(rows_NC, metadata)
         tokens_MD = self.attn(query_QD, keys_ND, values_ND, metadata, backend)
@@ -137,16 +137,16 @@ class Resampler(Tower):
         return self.ln_q(self.query), self.add_positions(values_ND, metadata), values_ND
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """Return keys, made of values (N, D)."""
+        """Return the keys of values (N, D)."""
         raise NotImplementedError
 
     def rename(self, name: str) -> str:
-        """Rename a weight under `resampler.`; bare names stay."""
+        """Drop `resampler.` from a weight's name."""
         return name.removeprefix("resampler.")
 
 
 class Resampler2_5(Resampler):
-    """Keys carry the sines and cosines of their row and column: MiniCPM-V 2.5, 2.6 and 4.0."""
+    """Keys contain the sines and cosines of their row and column: MiniCPM-V 2.5, 2.6 and 4.0."""
 
     def plan_checked(self, layouts: Sequence[tuple[int, int]]) -> ResamplerMetadata:
         """Compute everything that depends on sizes on the CPU, and move it. layouts: the (h, w) of each slice."""
@@ -156,7 +156,7 @@ class Resampler2_5(Resampler):
         return to_device(metadata, self.device)
 
     def plan_capacity(self, max_patches: int, max_sets: int) -> ResamplerMetadata:
-        """Plan as much as any batch of so many patches and sets of queries can need: one set reads all patches."""
+        """Return a plan as large as any batch of this many patches and sets needs: one set attends to all patches."""
         plan, unused = self.plan([(1, max_patches)]), max_sets - 1
         return replace(
             plan,
@@ -166,21 +166,21 @@ class Resampler2_5(Resampler):
         )
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """Add sines and cosines: half of the channels encodes the column, half the row, as in `sincos_2d`."""
+        """Add sines and cosines: half of the channels encode the column, half the row, as in `sincos_2d`."""
         column_row = sincos(metadata.positions.flip(-1), metadata.frequencies)  # (N, 2, D / 2)
         return x_ND + column_row.flatten(1).to(x_ND.dtype)
 
     def forward(self, x: Tensor, tgt_sizes) -> Tensor:
-        """(B, L, kv_dim) -> (B, Q, D). tgt_sizes: (B, 2); slice b is the first h * w rows of x[b], no other is read."""
+        """Resample (B, L, kv_dim) to (B, Q, D). tgt_sizes: (B, 2); slice b is the first h * w rows of x[b]."""
         return resample_slices(self, x, tgt_sizes)
 
 
 class Resampler4_5(Resampler2_5):
-    """Keys carry time as well, and frames of one group share a set of queries: MiniCPM-V 4.5."""
+    """Keys also encode time, and frames of one group share a set of queries: MiniCPM-V 4.5."""
 
     def __init__(self, *args, max_temporal_size: int = 36000, **kwargs):
-        """As `Resampler2_5`. max_temporal_size: the size of upstream's first table (an hour in tenths of a second),
-        and no limit.
+        """Build as `Resampler2_5` does. max_temporal_size: the size of upstream's first table (an hour in tenths of a
+        second), which is not a limit.
         """
         super().__init__(*args, **kwargs)
         self.max_temporal_size = check_positive_int(max_temporal_size, "max_temporal_size")
@@ -194,10 +194,10 @@ class Resampler4_5(Resampler2_5):
         sizes = as_sizes(tgt_sizes)
         return self.plan_checked(sizes, as_temporal_groups(temporal_ids, len(sizes)))
 
-    def plan_checked(  # type: ignore[override]  # slices have times as well
+    def plan_checked(  # type: ignore[override]  # slices also have times
         self, layouts: Sequence[tuple[int, int]], temporal_ids: Sequence[Sequence[int]]
     ) -> TemporalResamplerMetadata:
-        """Plan slices whose sizes and times are known to be good.
+        """Plan slices whose sizes and times are already checked.
 
         layouts: the (h, w) of each slice in patches. temporal_ids: one list per group, one id per slice, -1 for none.
         """
@@ -225,7 +225,7 @@ class Resampler4_5(Resampler2_5):
         return x_ND + time_ND.masked_fill((metadata.times == NO_TIME)[:, None], 0)
 
     def forward(self, x: Tensor, tgt_sizes, temporal_ids=None) -> Tensor:
-        """(B, L, kv_dim) -> (sets, Q, D). tgt_sizes: (B, 2), as in `Resampler2_5`; temporal_ids: see `plan`."""
+        """Resample (B, L, kv_dim) to (sets, Q, D). tgt_sizes: (B, 2), as in `Resampler2_5`; temporal_ids: `plan`."""
         return resample_slices(self, x, tgt_sizes, temporal_ids)
 
 
@@ -242,7 +242,7 @@ class CrossAttention(nn.Module):
         self.out_proj = nn.Linear(embed_dim, embed_dim)
 
     def forward(self, query_QD: Tensor, keys_ND: Tensor, values_ND: Tensor, metadata, backend: str) -> Tensor:
-        """(Q, D) queries, the same for every set -> (sets * Q, D)."""
+        """Attend with (Q, D) queries, the same for every set; return (sets * Q, D)."""
         q_QHK, k_NHK, v_NHK = self.project(query_QD, keys_ND, values_ND)
         cu_seqlens_q, cu_seqlens_k, groups = metadata.cu_seqlens_q, metadata.cu_seqlens_k, metadata.set_groups
         if groups is None and backend == "sdpa":
@@ -253,7 +253,7 @@ class CrossAttention(nn.Module):
         return self.out_proj(zero_padding(out_MHK, cu_seqlens_q, backend).flatten(1))
 
     def project(self, *query_keys_values: Tensor) -> tuple[Tensor, ...]:
-        """Queries (Q, D), keys (N, D) and values (N, D) -> (Q, H, K), (N, H, K), (N, H, K)."""
+        """Project queries (Q, D), keys (N, D) and values (N, D) to (Q, H, K), (N, H, K), (N, H, K)."""
         weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
         return tuple(
             F.linear(x, weight, bias).unflatten(-1, (self.num_heads, -1))
@@ -262,9 +262,9 @@ class CrossAttention(nn.Module):
 
 
 def attention_weights(resampler: Resampler, rows_NC: Tensor, metadata: SetMetadata) -> list[Tensor]:
-    """How much each query takes from each patch: (H, Q, L) per set of L patches; rows sum to 1.
+    """Return the attention weights of queries on patches: (H, Q, L) per set of L patches; rows sum to 1.
 
-    For inspection: `resample` never holds them. Arguments as there.
+    For inspection; `resample` never stores them. The arguments are those of `resample`.
     """
     q_QHK, k_NHK, _ = resampler.attn.project(*resampler.attention_inputs(rows_NC, metadata))
     scores_HQN = torch.einsum("qhk,nhk->hqn", q_QHK, k_NHK) / resampler.attn.head_dim**0.5
@@ -273,15 +273,15 @@ def attention_weights(resampler: Resampler, rows_NC: Tensor, metadata: SetMetada
 
 
 def rows_columns(sizes: Sequence[tuple[int, int]]) -> Tensor:
-    """(N, 2) int32: the row and column of each patch in its slice, row by row."""
+    """Return (N, 2) int32: the row and column of each patch in its slice, row by row."""
     places = [torch.cartesian_prod(torch.arange(h), torch.arange(w)) for h, w in sizes]
     return torch.cat([torch.zeros(0, 2, dtype=torch.long), *places]).int()
 
 
 def group_segment_pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-    """As `group_segments` for cross-attention: (queries (G, S), keys (G, T)) per distinct pair of lengths.
+    """Group segments for cross-attention: (queries (G, S), keys (G, T)) per distinct pair of lengths.
 
-    Segments without queries or without keys vanish.
+    Segments without queries or without keys are left out.
     """
     ends_q, ends_k = cu_seqlens_q.cpu().numpy(), cu_seqlens_k.cpu().numpy()
     pairs = np.stack([np.diff(ends_q), np.diff(ends_k)])
@@ -294,5 +294,5 @@ def group_segment_pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tup
 
 
 def _spans(starts: np.ndarray, length: int) -> Tensor:
-    """(G, length) int64: the indices from each start on."""
+    """Return (G, length) int64: `length` consecutive indices from each start."""
     return torch.from_numpy(starts[:, None] + np.arange(length))

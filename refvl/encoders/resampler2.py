@@ -1,6 +1,6 @@
-"""The resampler of MiniCPM-V 2.0: queries lie on a fixed grid, and both queries and keys carry positions in it.
+"""The resampler of MiniCPM-V 2.0: queries form a fixed grid, and both queries and keys have positions in it.
 
-A slice's keys get the grid's positions, resized to the slice. The data flow is that of `refvl.encoders.resampler`.
+The grid's positions are resized to the slice for its keys. The data flow is that of `refvl.encoders.resampler`.
 
 Shape suffixes: N patches of all slices, D the language model's width, Q queries.
 Upstream: `Resampler2` (vLLM).
@@ -21,13 +21,13 @@ from refvl.positions.tables import resize_position_table, sincos_2d
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FixedGridMetadata(SetMetadata):
-    """Positions are (N, D) in the module's dtype, and queries have them, too."""
+    """Positions are (N, D) in the module's dtype, for keys and for queries."""
 
     query_positions: Tensor  # (Q, D) in the module's dtype
 
 
 class Resampler2(Resampler):
-    """A fixed grid of queries; queries and keys carry positions in it: MiniCPM-V 2.0."""
+    """A fixed grid of queries; queries and keys have positions in it: MiniCPM-V 2.0."""
 
     unused = r"(resampler\.)?pos_embed$"  # a formula
 
@@ -42,10 +42,11 @@ class Resampler2(Resampler):
         do_post_projection: bool = True,
         attention: str = "auto",
     ):
-        """grid_size: G, for Q = G * G queries. kv_dim: the width of the rows (default: embed_dim, no projection).
+        """Build the modules. grid_size: G, for Q = G * G queries.
 
+        kv_dim: the width of the rows (default: embed_dim, no projection).
         adaptive: keys get the sines and cosines of their own grid instead of the queries' resized ones.
-        do_post_projection: False ends at the attention (Qwen-VL's form).
+        do_post_projection: False to end with the attention (Qwen-VL's form).
         """
         num_queries = check_positive_int(grid_size, "grid_size") ** 2
         super().__init__(num_queries, embed_dim, num_heads, kv_dim, attention=attention)
@@ -69,16 +70,16 @@ class Resampler2(Resampler):
         return to_device(metadata, self.device)
 
     def attention_inputs(self, rows_NC: Tensor, metadata: FixedGridMetadata) -> tuple[Tensor, Tensor, Tensor]:
-        """As in `Resampler`; queries have positions as well."""
+        """Return queries, keys and values as `Resampler` does; queries have positions too."""
         query_QD, keys_ND, values_ND = super().attention_inputs(rows_NC, metadata)
         return query_QD + metadata.query_positions, keys_ND, values_ND
 
     def add_positions(self, x_ND: Tensor, metadata: FixedGridMetadata) -> Tensor:
-        """Add the positions that were planned."""
+        """Add the planned positions."""
         return x_ND + metadata.positions
 
     def forward(self, x: Tensor, tgt_size: tuple[int, int] | None = None) -> Tensor:
-        """(B, L, kv_dim) -> (B, Q, D). tgt_size: the (h, w) of every slice, h * w = L; None: a square."""
+        """Resample (B, L, kv_dim) to (B, Q, D). tgt_size: the (h, w) of every slice, h * w = L; None: a square."""
         check_shape(x, ("B", "L", "kv_dim"), "x")
         side = int(x.shape[1] ** 0.5)
         h, w = (side, side) if tgt_size is None else as_size(tgt_size, "tgt_size")

@@ -3,17 +3,17 @@
     pixels (B, 3, H, W)                           padded with zeros on the right and below, to whole patches
        | patchify         one row per patch, row by row
     patch rows (N, 3*P*P)
-       | patch_embed      one matrix product (a convolution whose stride is its kernel)
+       | patch_embed      one matmul (a convolution with stride = kernel size)
        | + pos_embed      the learned table, resized bicubically with antialias to the image's grid
     (N, E)
        | blocks x         x + attn(norm1(x)); x + mlp(norm2(x)); attention inside images, exact GELU
        | norm             LayerNorm
     (N, E)
 
-The layers are `NaVitSiglip`'s, but for the exact GELU, and timm's names are read as theirs. There is no class token,
-and SigLIP's attention pool is not part of it. Resized positions depend on the grid and the table: they are planned, as
-in `refvl.encoders.glm4v`, so a plan is stale when the table changes. `encode` reads patch rows of images of any sizes;
-`forward` takes images of one size.
+The layers are `NaVitSiglip`'s except for the exact GELU; timm's weight names are mapped to theirs. There is no class
+token, and no attention pool of SigLIP. Resized positions depend on the grid and the table. They are planned, as in
+`refvl.encoders.glm4v`, so a plan is outdated after the table changes. `encode` accepts patch rows of images of any
+sizes, `forward` images of one size.
 
 Shape suffixes: N patches of all images, E tower width, H heads, K head dimension.
 Upstream: `VisionTransformer` (timm), `vit_so400m_patch14_siglip_384`.
@@ -50,7 +50,7 @@ NAMES_OF_A_LAYER = {".norm": ".layer_norm", ".attn.qkv.": ".self_attn.qkv.", ".a
 
 @dataclass(frozen=True, slots=True)
 class SiglipViTConfig(NaVitSiglipConfig):
-    """As `NaVitSiglipConfig`, read from timm's names; the image size is that of `vit_so400m_patch14_siglip_384`."""
+    """`NaVitSiglipConfig` with timm's names; the image size is that of `vit_so400m_patch14_siglip_384`."""
 
     activation = None
     gelu: ClassVar[str] = "none"  # exact
@@ -67,7 +67,7 @@ class SiglipViTConfig(NaVitSiglipConfig):
 
     @classmethod
     def from_hf(cls, config) -> "SiglipViTConfig":
-        """From a dict of timm's names, or the whole model's config: its `vision_config`, or its `vision_encoder`."""
+        """Build from a dict of timm's names, or a whole model's config: its `vision_config` or `vision_encoder`."""
         whole = config_dict(config)
         if "vision_encoder" in whole and not whole.get("vision_config"):
             if not str(whole["vision_encoder"]).startswith(KNOWN_ENCODER):
@@ -101,7 +101,7 @@ class SiglipViT(NaVitSiglip):
         return to_device(SiglipViTMetadata(**segments, position_embeds=torch.cat(positions)), self.device)
 
     def encode(self, patches_NC: Tensor, metadata: Any, attention: str | None = None) -> Tensor:
-        """(N, C*P*P) patch rows of all images -> (N, E); `attention` overrides the tower's backend."""
+        """Encode (N, C*P*P) patch rows of all images into (N, E); `attention` overrides the tower's backend."""
         weight = next(self.parameters())
         check_pixel_rows(patches_NC, (len(metadata.position_embeds), self.patch_values), weight.device)
         backend = self.backend(attention)
@@ -111,7 +111,7 @@ class SiglipViT(NaVitSiglip):
         return self.post_layernorm(x_NE)
 
     def forward(self, pixel_values: Tensor) -> Tensor:  # type: ignore[override]  # pixels have their sizes
-        """(B, C, H, W) -> (B, ceil(H / P) * ceil(W / P), E)."""
+        """Encode (B, C, H, W) pixels into (B, ceil(H / P) * ceil(W / P), E)."""
         P = self.config.patch_size
         check_shape(pixel_values, ("B", self.config.num_channels, "H", "W"), "pixel_values")
         batch, _, height, width = pixel_values.shape
@@ -122,7 +122,7 @@ class SiglipViT(NaVitSiglip):
         return self.encode(patches_NC, metadata).unflatten(0, (batch, -1))
 
     def rename(self, name: str) -> str:
-        """`vpm.blocks.0.attn.qkv.weight` and the bare name -> `encoder.layers.0.self_attn.qkv.weight`."""
+        """Turn `vpm.blocks.0.attn.qkv.weight`, or the bare name, into `encoder.layers.0.self_attn.qkv.weight`."""
         name = name.removeprefix("vpm.")
         for theirs, ours in NAMES.items():
             if name.startswith(theirs):
@@ -133,10 +133,10 @@ class SiglipViT(NaVitSiglip):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the patch embedding and of the position table in checkpoints."""
+        """Return the shapes of the patch embedding and of the position table in checkpoints."""
         return super().kernels | {TABLE: (1, *self.get_parameter(TABLE).shape)}
 
     @property
     def unused(self) -> str:
-        """SigLIP's attention pool, and the dropped last block."""
+        """Skip SigLIP's attention pool, and the dropped last block."""
         return r"(vpm\.)?(attn_pool\." + rf"|blocks\.{self.config.depth - 1}\." * self.drop_last_layer + ")"

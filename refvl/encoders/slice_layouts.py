@@ -1,11 +1,11 @@
-"""What a caller passes to MiniCPM-V's parts by hand: layouts, and slices in a batch.
+"""Direct calls of MiniCPM-V's parts: checks of layouts, and slices in a padded batch.
 
-Layouts are normalised and made hashable, or refused with a clear error. A processor's layouts are known to be good, so
-`chat` does without these checks.
+Layouts are normalised and made hashable, or an error describes the problem. A processor's layouts are valid, so `chat`
+skips these checks.
 
-Encoders never pad: their slices are stored end to end. `encode_strips` and `resample_slices` take the padded form, as
-upstream passes it: each slice of a batch is filled up to the longest. The padding of a slice is never read, so it may
-hold anything; in results it is zero.
+Encoders never pad: their slices are concatenated. `encode_strips` and `resample_slices` accept upstream's padded form,
+in which each slice of a batch is filled up to the longest. The padding of a slice is never read, so its values are
+arbitrary; in results it is zero.
 
 Shape suffixes: B slices, L patches of the longest, N patches of all slices, C values of a patch, E the tower's width,
 Q queries, D the language model's width.
@@ -25,9 +25,9 @@ from refvl.pixels.slices import NO_TIME, SliceGroup, SliceLayout
 def as_layouts(layouts, name: str, *, reads_times: bool) -> list[SliceLayout]:
     """Return one tuple of `SliceGroup`s per item; a bare (h, w) is a slice by itself.
 
-    reads_times: whether the version reads the times of frames. Raises TypeError for another kind. Raises ValueError for
+    reads_times: whether the version uses the times of frames. Raises TypeError for another type. Raises ValueError for
     an item or group without slices, a slice without patches, temporal ids that do not cover every slice, and times
-    given to a version that does not read them.
+    passed to a version that does not use them.
     """
     if not isinstance(layouts, Sequence) or isinstance(layouts, str):
         raise TypeError(f"{name}: expected a sequence of layouts, got {type(layouts).__name__}")
@@ -65,8 +65,8 @@ def as_slice_group(group, name: str, reads_times: bool) -> SliceGroup:
 def as_temporal_groups(temporal_ids, num_slices: int) -> list[list[int]]:
     """Return one list of ids per group, with -1 for None.
 
-    A flat tensor of ids, one per slice, groups nothing; None means slices by themselves, without a time. Raises
-    TypeError for another kind, and ValueError for ids below -1, an empty group, or ids that do not cover every slice
+    A flat tensor of ids, one per slice, groups nothing; None means separate slices without times. Raises
+    TypeError for another type, and ValueError for ids below -1, an empty group, or ids that do not cover every slice
     once.
     """
     if temporal_ids is None:
@@ -90,9 +90,10 @@ def as_temporal_groups(temporal_ids, num_slices: int) -> list[list[int]]:
 
 
 def encode_strips(tower: Any, pixel_values: Tensor, tgt_sizes, position_sizes=None) -> Tensor:
-    """(B, C, P, L * P) strips -> (B, L, E). tower: a `NaVitSiglip`; slice b is the first h * w patches of strip b.
+    """Encode (B, C, P, L * P) strips into (B, L, E); slice b is the first h * w patches of strip b.
 
-    tgt_sizes, position_sizes: (B, 2), see `NaVitSiglip.plan`. Raises ValueError if a strip is too short for its slice.
+    tower: a `NaVitSiglip`. tgt_sizes, position_sizes: (B, 2), see `NaVitSiglip.plan`. Raises ValueError if a strip is
+    too short for its slice.
     """
     P, sizes = tower.config.patch_size, as_sizes(tgt_sizes)
     check_shape(pixel_values, (len(sizes), tower.config.num_channels, P, "L"), "pixel_values")
@@ -105,7 +106,7 @@ def encode_strips(tower: Any, pixel_values: Tensor, tgt_sizes, position_sizes=No
 
 
 def resample_slices(resampler: Any, x: Tensor, tgt_sizes, *temporal_ids) -> Tensor:
-    """(B, L, kv_dim) -> (sets, Q, D). resampler: a `Resampler2_5` or a `Resampler4_5`.
+    """Resample (B, L, kv_dim) to (sets, Q, D). resampler: a `Resampler2_5` or a `Resampler4_5`.
 
     tgt_sizes: (B, 2); slice b is the first h * w rows of x[b], and no other row is read. temporal_ids: see
     `Resampler4_5.plan`.
@@ -118,14 +119,14 @@ def resample_slices(resampler: Any, x: Tensor, tgt_sizes, *temporal_ids) -> Tens
 
 
 def unpad(padded: Tensor, lengths: Sequence[int], name: str) -> Tensor:
-    """(B, L, ...) -> the first `lengths[b]` rows of each b, end to end; ValueError if there are fewer."""
+    """Concatenate the first `lengths[b]` rows of each b of (B, L, ...); raise ValueError if there are fewer."""
     if any(length > padded.shape[1] for length in lengths):
         raise ValueError(f"tgt_sizes: slices of {list(lengths)} patches do not fit the {padded.shape[1]} of {name}")
     return torch.cat([padded.flatten(0, 1)[:0], *(rows[:length] for rows, length in zip(padded, lengths, strict=True))])
 
 
 def pad(rows: Tensor, lengths: Sequence[int], longest: int) -> Tensor:
-    """The inverse of `unpad`: (B, longest, ...), zero after each slice."""
+    """Invert `unpad`: return (B, longest, ...), zero after each slice."""
     padded = rows.new_zeros(len(lengths), longest, *rows.shape[1:])
     for b, piece in enumerate(rows.split(list(lengths))):
         padded[b, : len(piece)] = piece

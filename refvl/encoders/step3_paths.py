@@ -4,7 +4,7 @@
        | `Step3VisionEncoder.encode_stack`        the same code that an eager forward runs
     embeddings (M, D)
 
-A layout of a path is (squares, n, n), in patches. `refvl.graphs` packs and captures each path by itself.
+A layout of a path is (squares, n, n), in patches. `refvl.graphs` packs and captures each path separately.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from refvl.checks import Grid, check_pixel_rows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackMetadata:
-    """What a stack of equal squares needs besides pixels: the rest follows from its shape."""
+    """The input of a stack of equal squares besides pixels; everything else follows from its shape."""
 
     position_embeds: Tensor = field(metadata={"pad": "zero"})  # (1 + n^2 or n^2, E), the same for every stack of a path
 
@@ -27,11 +27,11 @@ class StackMetadata:
 class SquarePath:
     """One of the two stacks; its layouts are (squares, n, n) in patches.
 
-    Every square of a path has the same size, so there is nothing to pad but whole squares, which nothing else sees.
+    Every square of a path has the same size, so padding consists of whole squares, which no other square attends to.
     """
 
     def __init__(self, encoder: Any, side: int, tokens: int):
-        """encoder: a `Step3VisionEncoder`. side: patches per side of a square. tokens: output tokens of a square."""
+        """Wrap one stack of a `Step3VisionEncoder`. side: patches per side of a square. tokens: its output tokens."""
         self.encoder = encoder
         self.side = side
         self.tokens = tokens
@@ -46,11 +46,11 @@ class SquarePath:
 
     @property
     def graph_attention(self) -> str:
-        """Segments are equally long, so the shapes of `sdpa` do not depend on their lengths, and it needs no mask."""
+        """Return "sdpa": segments have equal lengths, so its shapes are static, and it needs no mask."""
         return "varlen" if self.encoder.graph_attention == "varlen" else "sdpa"
 
     def check_layouts(self, layouts, *, name: str = "layouts") -> list[Grid]:
-        """(squares, n, n) per item, normalised; TypeError or ValueError for anything else and squares of another n."""
+        """Return (squares, n, n) per item, normalised; raise TypeError or ValueError for anything else or another n."""
         grids = as_grids(layouts, name=name)
         for i, (_, h, w) in enumerate(grids):
             if (h, w) != (self.side, self.side):
@@ -58,26 +58,26 @@ class SquarePath:
         return grids
 
     def item_size(self, layout: Grid) -> tuple[int, int, int]:
-        """(patch rows, output tokens, squares) of `layout`."""
+        """Return (patch rows, output tokens, squares) of `layout`."""
         [(squares, h, w)] = self.check_layouts([layout])
         return squares * h * w, squares * self.tokens, squares
 
     def plan(self, layouts) -> StackMetadata:
-        """The same for every batch: positions of one square, as the weights are now."""
+        """Return the positions of one square with the current weights; they are the same for every batch."""
         self.check_layouts(layouts)
         return StackMetadata(self.encoder.position_embeds(self.side))
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> StackMetadata:
-        """Room for them, whatever the capacity."""
+        """Return metadata of the same size for any capacity."""
         return StackMetadata(torch.zeros_like(self.encoder.position_embeds(self.side)))
 
     def pixel_buffer(self, max_tokens: int) -> Tensor:
-        """(patch rows, C*P*P) zeros for all the squares whose outputs fit into `max_tokens`."""
+        """Return (patch rows, C*P*P) zeros for all the squares whose outputs fit into `max_tokens`."""
         rows = max_tokens // self.tokens * self.side**2
         return torch.zeros(rows, self.encoder.patch_values, dtype=self.dtype, device=self.device)
 
     def __call__(self, pixel_values: Tensor, *, metadata: StackMetadata, attention: str | None = None) -> Tensor:
-        """(N, C*P*P) rows of whole squares -> (M, D)."""
+        """Encode (N, C*P*P) rows of whole squares into (M, D)."""
         rows = ("patches", ("values (C*P*P)", self.encoder.patch_values))
         check_pixel_rows(pixel_values, rows, self.device)
         return self.encoder.encode_stack(pixel_values, metadata.position_embeds, attention=attention).flatten(0, 1)

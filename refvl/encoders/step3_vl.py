@@ -1,22 +1,22 @@
 """The Step3-VL vision encoder, read downward: tower, two-stage downsampler and projector together.
 
     squares of pixels (B, C, S, S)                S = 728 for overviews ("global"), 504 for crops ("local")
-       | patch_embedding     one matrix product (a convolution whose stride is its kernel)
-       | class_embedding     one learned token in front of each square
-       | position_embedding  a learned table, resized bicubically for squares it was not learned on
-       | repeat              the class token four times: the model was trained so
+       | patch_embedding     one matmul (a convolution with stride = kernel size)
+       | class_embedding     one learned token before each square
+       | position_embedding  a learned table, resized bicubically for squares of other sizes
+       | repeat              the class token four times, as in training
     (B, 4 + n*n, E)          n = S / P patches per side
        | layers              x + LN(attn(x)); x + LN(mlp(x)): the *result* of each sub-layer is normalised
-       | drop                the four class tokens; nothing reads them afterwards
+       | drop                the four class tokens, which are not used afterwards
     (B, E, n, n)
        | vit_downsampler     convolution 2 x 2, then 3 x 3 with stride 2: 52 -> 26 -> 13 patches per side
        | vit_large_projector one linear layer
     embeddings (B, M, D)     169 tokens of an overview, 81 of a crop
 
-An image is one overview and any number of crops (`refvl.pixels.crops`), so a batch holds squares of two sizes. They do
-not attend to each other: `plan(layouts)` says which patch rows belong to which size, each size runs as one stack, and
-the embeddings are put back in the order of the prompt, crops first. `paths` offers the two stacks to graphs
-(`refvl.encoders.step3_paths`). Device, backends and weight names are `Tower`'s.
+An image is one overview and any number of crops (`refvl.pixels.crops`), so a batch has squares of two sizes. They do
+not attend to each other: `plan(layouts)` computes the patch rows of each size, each size runs as one stack, and the
+embeddings are returned in the order of the prompt, crops first. `paths` contains the two stacks for graphs
+(`refvl.encoders.step3_paths`). `Tower` defines device, backends and weight names.
 
 Shape suffixes: B squares, N patch rows, T tokens of a square, M output tokens, E tower width, D language width,
 H heads, K head dimension. Upstream: `Step3VisionTransformer` and `Step3VLForConditionalGeneration` (vLLM).
@@ -43,7 +43,7 @@ CLASS_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Step3VisionConfig(TowerConfig):
-    """Sizes of the encoder; the first ones carry the names and defaults of the checkpoint's `vision_config`."""
+    """Sizes of the encoder; the first ones have the names and defaults of the checkpoint's `vision_config`."""
 
     activation = "quick_gelu"
     hidden_size: int = 1792
@@ -52,7 +52,7 @@ class Step3VisionConfig(TowerConfig):
     num_hidden_layers: int = 63
     num_attention_heads: int = 16
     num_channels: int = 3
-    image_size: int = 728  # of an overview, in pixels: the position table was learned on it
+    image_size: int = 728  # of an overview, in pixels; the position table has its size
     crop_size: int = 504  # a constant of the released model
     patch_size: int = 14
     layer_norm_eps: float = 1e-5
@@ -76,9 +76,9 @@ class Step3VisionConfig(TowerConfig):
         hidden_size: int | None = None,
         projector_bias: bool | None = None,
     ) -> "Step3VisionConfig":
-        """From a vision config or a whole model's, as an object or as the dict in `config.json`.
+        """Build from a vision config or a whole model's, as an object or as the dict in `config.json`.
 
-        hidden_size: the language model's. What is None is read from the whole model's config, if that was given.
+        hidden_size: the language model's. Arguments that are None come from the whole model's config, if it was passed.
         Unknown keys are ignored.
         """
         values = config_values(config, cls, activation=cls.activation, aliases=cls.aliases)
@@ -89,7 +89,7 @@ class Step3VisionConfig(TowerConfig):
             "projector_bias": projector_bias,
         }
         sources = [whole.get("text_config", {}), whole, given] if "vision_config" in whole else [given]
-        for source in sources:  # a later one wins
+        for source in sources:  # a later one overrides
             for name in given:
                 if source.get(name) is not None:
                     values["out_hidden_size" if name == "hidden_size" else name] = source[name]
@@ -107,7 +107,7 @@ class Step3VisionConfig(TowerConfig):
         return size // self.patch_size
 
     def tokens_of(self, size: int) -> int:
-        """Output tokens of a square of `size` pixels per side."""
+        """Return the output tokens of a square of `size` pixels per side."""
         return count_square_tokens(size, self.patch_size, self.understand_projector_stride)
 
     @property
@@ -123,17 +123,17 @@ class Step3VisionConfig(TowerConfig):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisionMetadata:
-    """What one forward over images needs besides pixels. Graphs capture the two stacks instead: `StackMetadata`."""
+    """The inputs of one forward over images besides pixels. Graphs capture the two stacks instead: `StackMetadata`."""
 
-    local_rows: Tensor  # (crops * n_l^2,) int64: which patch rows are crops'
+    local_rows: Tensor  # (crops * n_l^2,) int64: the patch rows of crops
     global_rows: Tensor  # (overviews * n_g^2,) int64
     local_position_embeds: Tensor  # (1 + n_l^2, E) in the tower's dtype, the class token's first
     global_position_embeds: Tensor  # (1 + n_g^2, E)
-    order: Tensor  # (M,) int64: all crops' tokens, then all overviews', into the order of the images
+    order: Tensor  # (M,) int64: from all crops' tokens, then all overviews', to the order of the images
 
     @property
     def summary(self) -> str:
-        """One line for tables."""
+        """Describe the plan in one line, for tables."""
         crops = len(self.local_rows) // math.isqrt(len(self.local_position_embeds)) ** 2
         overviews = len(self.global_rows) // math.isqrt(len(self.global_position_embeds)) ** 2
         return f"{crops} crops, {overviews} overviews"
@@ -151,8 +151,8 @@ class Step3VisionEncoder(Tower):
         width = config.output_hidden_size
         self.vit_downsampler = nn.Conv2d(config.hidden_size, width, 2, stride=config.understand_projector_stride)
         self.vit_downsampler2 = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
-        for convolution in (self.vit_downsampler, self.vit_downsampler2):  # their input has its channels last, too
-            convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's types leave it out
+        for convolution in (self.vit_downsampler, self.vit_downsampler2):  # their input is channels-last too
+            convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's types
         self.vit_large_projector = nn.Linear(2 * width, config.out_hidden_size, bias=config.projector_bias)
         self.crop_side = config.patches_per_side(config.crop_size)
         self.crop_tokens = config.crop_tokens
@@ -161,14 +161,14 @@ class Step3VisionEncoder(Tower):
         self.patch_values = config.patch_values  # C * P * P, in one row
 
     def plan_checked(self, layouts: Sequence[CropLayout]) -> VisionMetadata:
-        """Which rows make which stack, and the way back, computed on the CPU and moved to the encoder's device.
+        """Compute the rows of each stack, and the order back, on the CPU; move them to the encoder's device.
 
-        Only the position table is resized on its own device. The plan holds what the weights are now: plan again after
-        loading. layouts: (rows, columns) of crops per image; `plan` takes tensors as well, and checks.
+        Only the position table is resized on its own device. The plan contains values of the current weights: plan
+        again after loading. layouts: (rows, columns) of crops per image; `plan` also accepts tensors, and checks.
         """
         crops = [rows * columns for rows, columns in layouts]
         local_rows, global_rows = _split_places([(n * self.crop_side**2, self.image_side**2) for n in crops])
-        # The place of each computed token. Sorting that gives, for each place, the token that comes there.
+        # The position of each computed token in the result; sorting inverts this permutation.
         places = torch.cat(_split_places([(n * self.crop_tokens, self.image_tokens) for n in crops]))
         metadata = VisionMetadata(
             local_rows=local_rows,
@@ -180,7 +180,7 @@ class Step3VisionEncoder(Tower):
         return to_device(metadata, self.device)
 
     def position_embeds(self, side: int) -> Tensor:
-        """(1 + side^2, E): the position table for squares of side x side patches."""
+        """Return (1 + side^2, E), the position table for squares of side x side patches."""
         return resize_class_and_positions(self.vision_model.embeddings.position_embedding.weight, side)
 
     def forward(
@@ -191,12 +191,12 @@ class Step3VisionEncoder(Tower):
         metadata: VisionMetadata | None = None,
         attention: str | None = None,
     ) -> Tensor:
-        """Squares (B, C, S, S) -> (B, M, D); or patch rows of images (N, C*P*P) -> (M, D), images in order.
+        """Encode squares (B, C, S, S) into (B, M, D), or patch rows of images (N, C*P*P) into (M, D), images in order.
 
-        Rows of an image: its crops in order, then the overview, patches row by row; its embeddings come in the same
-        order. With rows give `layouts` to plan here, or the `metadata` of an earlier `plan`; `attention` overrides the
-        encoder's backend. Raises ValueError when the rows do not match, TypeError when they hold no floating-point
-        numbers.
+        The rows of an image: its crops in order, then the overview, patches row by row; its embeddings have the same
+        order. With rows pass `layouts` to plan here, or the `metadata` of an earlier `plan`. `attention` overrides the
+        encoder's backend. Raises ValueError if the rows do not match, and TypeError if their dtype is not floating
+        point.
         """
         if isinstance(pixel_values, Tensor) and pixel_values.ndim == 4:
             return self._encode_squares(pixel_values, attention)
@@ -215,10 +215,10 @@ class Step3VisionEncoder(Tower):
             if len(rows):
                 embeds_BMD = self.encode_stack(pixel_values[rows], position_embeds, attention=attention)
                 embeds.append(embeds_BMD.flatten(0, 1))
-        return torch.cat(embeds)[metadata.order]  # crops of all images, then overviews, into the order of the images
+        return torch.cat(embeds)[metadata.order]  # from all crops, then overviews, to the order of the images
 
     def encode_stack(self, rows_NC: Tensor, position_embeds: Tensor, *, attention: str | None = None) -> Tensor:
-        """(B * n^2, C*P*P) rows of equal squares, (1 + n^2, E) positions -> (B, M, D). Reads no value back."""
+        """Encode (B * n^2, C*P*P) rows of squares, (1 + n^2, E) positions, into (B, M, D); no value is read back."""
         backend = self.backend(attention, rows_NC.device)
         x_BTE = self.vision_model(rows_NC, position_embeds, backend)
         side = math.isqrt(len(position_embeds))
@@ -233,22 +233,22 @@ class Step3VisionEncoder(Tower):
         return self.encode_stack(rows_NC, self.position_embeds(side), attention=attention)
 
     def item_size(self, layout: CropLayout) -> tuple[int, int, int]:
-        """(patch rows, output tokens, squares) of one image."""
+        """Return (patch rows, output tokens, squares) of one image."""
         rows, columns = layout
         crops = rows * columns
         patches = crops * self.crop_side**2 + self.image_side**2
         return patches, crops * self.crop_tokens + self.image_tokens, crops + 1
 
     def check_layouts(self, layouts, *, name: str = "layouts") -> list[CropLayout]:
-        """(rows, columns) of crops per image, normalised; TypeError or ValueError for anything else."""
+        """Return (rows, columns) of crops per image, normalised; raise TypeError or ValueError for anything else."""
         return as_crop_layouts(layouts, name)
 
     @classmethod
     def from_config(cls, config, *, attention: str = "auto", **extra) -> "Step3VisionEncoder":
         """Build from a `Step3VisionConfig`, a vision config, or the config of the whole model.
 
-        extra: what a vision config lacks, see `Step3VisionConfig.from_hf`. attention: a backend of `refvl.attention`,
-        or "auto" for the best one on the device the pixels come from.
+        extra: sizes that a vision config lacks, see `Step3VisionConfig.from_hf`. attention: a backend of
+        `refvl.attention`, or "auto" for the best one on the pixels' device.
         """
         config = config if isinstance(config, cls.config_class) else cls.config_class.from_hf(config, **extra)
         return cls(config, attention=attention)
@@ -262,7 +262,7 @@ class Step3VisionEncoder(Tower):
         }
 
     def path_layouts(self, layout: CropLayout) -> dict[str, Grid | None]:
-        """(squares, n, n) of an image on each path; None where it has nothing there."""
+        """Return (squares, n, n) of an image on each path; None for a path without squares."""
         crops = (layout.crops, self.crop_side, self.crop_side)
         return {"local": crops if layout.crops else None, "global": (1, self.image_side, self.image_side)}
 
@@ -272,18 +272,18 @@ class Step3VisionEncoder(Tower):
         return self.vision_model.transformer["layers"].children()
 
     def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
-        """Crops and overviews are run one after the other, the class tokens of each square in front."""
+        """Return the order of the rows: all crops, then all overviews, each square after its class tokens."""
         local_Bn = metadata.local_rows.view(-1, self.crop_side**2)
         global_Bn = metadata.global_rows.view(-1, self.image_side**2)
         return [F.pad(rows, (CLASS_TOKENS, 0), value=-1).flatten() for rows in (local_Bn, global_Bn) if len(rows)]
 
     def rename(self, name: str) -> str:
-        """The checkpoint's names, which are the module's; a leading `model.` is dropped."""
+        """Drop a leading `model.`; the other names are the module's."""
         return name.removeprefix("model.")
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Of the patch embedding."""
+        """Return the kernel shape of the patch embedding."""
         return {"vision_model.embeddings.patch_embedding.weight": self.config.patch_kernel}
 
 
@@ -299,16 +299,18 @@ class VisionTransformer(nn.Module):
     def forward(self, rows_NC: Tensor, position_embeds: Tensor, backend: str) -> Tensor:
         x_BTE = self.embeddings(rows_NC, position_embeds)
         B, T, _ = x_BTE.shape
-        places_BT = torch.arange(B * T, device=x_BTE.device).view(B, T)  # known from the shape: in a graph, too
+        places_BT = torch.arange(B * T, device=x_BTE.device).view(
+            B, T
+        )  # depends only on the shape, so a graph can capture it
         segments = Segments(torch.arange(0, B * T + 1, T, dtype=torch.int32, device=x_BTE.device), (places_BT,), T)
-        x_NE = x_BTE.flatten(0, 1)  # from here on N counts the tokens of all squares
+        x_NE = x_BTE.flatten(0, 1)  # from here on N is the number of tokens of all squares
         for layer in self.transformer["layers"].children():
             x_NE = layer(x_NE, segments, backend)
         return x_NE.unflatten(0, (B, T))[:, CLASS_TOKENS:]
 
 
 class VisionEmbeddings(nn.Module):
-    """Patches and a class token, each at its position; the class token is then repeated."""
+    """Patches and a class token, each with its position; the class token is then repeated."""
 
     def __init__(self, config: Step3VisionConfig):
         super().__init__()
@@ -325,7 +327,7 @@ class VisionEmbeddings(nn.Module):
 
 
 class VisionLayer(nn.Module):
-    """x + LN(attn(x)), then x + LN(mlp(x)). The stream itself is never normalised."""
+    """x + LN(attn(x)), then x + LN(mlp(x)). The residual stream itself is never normalised."""
 
     def __init__(self, config: Step3VisionConfig):
         super().__init__()
@@ -367,9 +369,9 @@ class VisionMLP(nn.Module):
 
 
 def resize_class_and_positions(table: Tensor, side: int) -> Tensor:
-    """(1 + S*S, E) -> (1 + side*side, E): the class token's row stays, the others are resized as an image would be.
+    """Resize (1 + S*S, E) to (1 + side*side, E): keep the class token's row, and resize the others like an image.
 
-    Bicubic with antialias, in float32; a table of the right size is returned as it is. Upstream: `get_abs_pos`.
+    Bicubic with antialias, in float32; a table of the right size is returned unchanged. Upstream: `get_abs_pos`.
     """
     size = math.isqrt(len(table) - 1)
     if size == side:
@@ -380,7 +382,7 @@ def resize_class_and_positions(table: Tensor, side: int) -> Tensor:
 
 
 def _split_places(sizes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Items that each consist of two pieces lie end to end: the places of all first pieces, and of all second ones."""
+    """Return the positions of all first pieces, and of all second pieces, of concatenated items of two pieces each."""
     pieces = torch.arange(sum(map(sum, sizes))).split([size for pair in sizes for size in pair])
     empty = torch.arange(0)
     return torch.cat([empty, *pieces[::2]]), torch.cat([empty, *pieces[1::2]])

@@ -1,21 +1,21 @@
 """The vision encoder of Step3-VL-10B and Step-3.7, read downward: Perception Encoder, downsampler and projector.
 
     squares of pixels (B, C, S, S)                S = 728 for overviews ("global"), 504 for crops ("local")
-       | embeddings          one matrix product without bias
-       |                     + a learned table, resized bilinearly for squares it was not learned on
+       | embeddings          one matmul without bias
+       |                     + a learned table, resized bilinearly for squares of other sizes
        | pre_layernorm
     (B, n*n, E)              n = S / P patches per side
-       | layers              x + lambda_1 * attn(LN(x)); x + lambda_2 * mlp(LN(x)): each branch is scaled by channel
-       |                     2-D rotary: a quarter of a head's dimensions turns with the column, a quarter with the row
+       | layers              x + lambda_1 * attn(LN(x)); x + lambda_2 * mlp(LN(x)): each branch is scaled per channel
+       |                     2-D rotary: K/4 pairs of dimensions rotate with the column, K/4 with the row
     (B, E, n, n)
        | vit_downsampler     two convolutions 3 x 3 with stride 2: 52 -> 26 -> 13 patches per side, E -> 2E -> 4E
        | vit_large_projector one linear layer
     embeddings (B, M, D)     169 tokens of an overview, 81 of a crop
 
-Crops, plan and the two paths are Step3's (`refvl.encoders.step3_vl`); no class token stands in front.
+Crops, plan and the two paths are Step3's (`refvl.encoders.step3_vl`), but there is no class token.
 
-The released file rotates neighbours (dimensions 0 and 1, 2 and 3, ...), the file that transformers converts rotates
-halves (0 and K/2, ...), and so does this encoder: the rows of the released q and k are sorted when they are loaded.
+The released file rotates neighbours (dimensions 0 and 1, 2 and 3, ...). The file that transformers converts rotates
+halves (0 and K/2, ...), and so does this encoder, which sorts the rows of the released q and k when it loads them.
 
 Shape suffixes: B squares, N patches of all squares, T of one, E tower width, H heads, K head dimension.
 Upstream: `PerceptionEncoder` (vLLM), `Step3p7VisionModel` (transformers 5.23).
@@ -36,7 +36,7 @@ from refvl.encoders.weights import named_tensors
 from refvl.positions.rotary import rotary_cos_sin, rotary_factors, rotary_frequencies, rotate
 from refvl.positions.tables import resize_position_table
 
-RENAMED = {  # names of the released file, or of transformers', as regular expressions: the parameter's
+RENAMED = {  # regular expression of a released or transformers' name -> name of the parameter
     r"^model\.": "",
     r"^vision_model\.(vit_)?downsampler1": "vit_downsampler",
     r"^vision_model\.(vit_)?downsampler2": "vit_downsampler2",
@@ -58,11 +58,11 @@ RENAMED = {  # names of the released file, or of transformers', as regular expre
 
 @dataclass(frozen=True, slots=True)
 class StepVLVisionConfig(Step3VisionConfig):
-    """Sizes of the encoder, under transformers' names; the released file has three of its own (`aliases`)."""
+    """Sizes of the encoder, under transformers' names; the released file has three different ones (`aliases`)."""
 
     aliases = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}  # noqa: RUF012
     hidden_size: int = 1536
-    intermediate_size: int = 8960  # always `mlp_ratio` times the width, as upstream
+    intermediate_size: int = 8960  # always `mlp_ratio` times the width, as in upstream
     num_hidden_layers: int = 47
     mlp_ratio: float = 8960 / 1536
     out_hidden_size: int = 4096
@@ -90,7 +90,7 @@ class StepVLEncoder(Step3VisionEncoder):
 
     config_class = StepVLVisionConfig
     config: StepVLVisionConfig
-    vision_model: "PerceptionEncoder"  # type: ignore[assignment]  # in place of Step3's
+    vision_model: "PerceptionEncoder"  # type: ignore[assignment]  # instead of Step3's
 
     def __init__(self, config: StepVLVisionConfig, *, attention: str = "auto"):
         Tower.__init__(self, config, attention=attention)
@@ -98,8 +98,8 @@ class StepVLEncoder(Step3VisionEncoder):
         self.vision_model = PerceptionEncoder(config)
         self.vit_downsampler = nn.Conv2d(E, 2 * E, 3, stride=2, padding=1)
         self.vit_downsampler2 = nn.Conv2d(2 * E, 4 * E, 3, stride=2, padding=1)
-        for convolution in (self.vit_downsampler, self.vit_downsampler2):  # their input has its channels last, too
-            convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's types leave it out
+        for convolution in (self.vit_downsampler, self.vit_downsampler2):  # their input is channels-last too
+            convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's types
         self.vit_large_projector = nn.Linear(4 * E, config.out_hidden_size, bias=config.projector_bias)
         self.crop_side = config.patches_per_side(config.crop_size)
         self.crop_tokens = config.crop_tokens
@@ -108,7 +108,7 @@ class StepVLEncoder(Step3VisionEncoder):
         self.patch_values = config.patch_values  # C * P * P, in one row
 
     def position_embeds(self, side: int) -> Tensor:
-        """(side^2, E): the position table for squares of side x side patches."""
+        """Return (side^2, E), the position table for squares of side x side patches."""
         table: Any = self.vision_model.embeddings["position_embedding"].weight
         return resize_position_table(table, (side, side), antialias=False, mode="bilinear")
 
@@ -118,7 +118,7 @@ class StepVLEncoder(Step3VisionEncoder):
         return self.vision_model.layers
 
     def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
-        """Crops and overviews are run one after the other."""
+        """Return the order of the rows: all crops, then all overviews."""
         return [rows for rows in (metadata.local_rows, metadata.global_rows) if len(rows)]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -126,7 +126,7 @@ class StepVLEncoder(Step3VisionEncoder):
         return super().load_weights(pair_halves(weights, self.config.num_heads, self.config.head_dim))
 
     def rename(self, name: str) -> str:
-        """The parameter that a checkpoint's tensor of this name fills."""
+        """Return the name of the parameter that a checkpoint's tensor of this name fills."""
         for old, new in RENAMED.items():
             name = re.sub(old, new, name)
         return name
@@ -135,19 +135,19 @@ class StepVLEncoder(Step3VisionEncoder):
 def pair_halves(
     weights: Iterable[tuple[str, Tensor]], heads: int, K: int, fused: str = ".attn.in_proj_"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Sort the rows of a released q, k, v, so that a rotary pair is i and i + K/2 of a head, not 2i and 2i + 1.
+    """Sort the rows of a released q, k, v: a rotary pair becomes i and i + K/2 of a head instead of 2i and 2i + 1.
 
-    fused: what the names of these tensors hold in the released file.
+    fused: a part of these tensors' names in the released file.
     """
     order = torch.arange(3 * heads * K).view(3, heads, K)
-    order[:2] = order[:2].unflatten(-1, (-1, 2)).mT.flatten(-2)  # of q and k; v does not turn
+    order[:2] = order[:2].unflatten(-1, (-1, 2)).mT.flatten(-2)  # of q and k; v is not rotated
     for name, tensor in named_tensors(weights):
         is_released = fused in name and isinstance(tensor, Tensor) and tensor.shape[:1] == (order.numel(),)
         yield name, tensor[order.flatten()] if is_released else tensor
 
 
 class PerceptionEncoder(nn.Module):
-    """Embeddings, a norm, and layers that know row and column of each patch."""
+    """Embeddings, a norm, and layers whose rotary angles depend on the row and column of each patch."""
 
     def __init__(self, config: StepVLVisionConfig):
         super().__init__()
@@ -163,11 +163,13 @@ class PerceptionEncoder(nn.Module):
         self.layers = nn.ModuleList(VisionLayer(config) for _ in range(config.num_hidden_layers))
 
     def forward(self, rows_NC: Tensor, position_embeds: Tensor, backend: str) -> Tensor:
-        """(B * n^2, C*P*P) rows of equal squares, (n^2, E) positions -> (B, n^2, E)."""
+        """Encode (B * n^2, C*P*P) rows of equal squares with (n^2, E) positions into (B, n^2, E)."""
         patches_NE = self.embeddings["patch_embedding"](rows_NC.to(position_embeds.dtype))
         x_BTE = self.pre_layernorm(patches_NE.unflatten(0, (-1, len(position_embeds))) + position_embeds)
         B, T, _ = x_BTE.shape
-        index = torch.arange(B * T, device=x_BTE.device)  # all that follows is known from the shape: in a graph, too
+        index = torch.arange(
+            B * T, device=x_BTE.device
+        )  # the rest depends only on the shape, so a graph can capture it
         segments = Segments(
             torch.arange(0, B * T + 1, T, dtype=torch.int32, device=index.device), (index.view(B, T),), T
         )

@@ -1,6 +1,6 @@
-"""What all encoders share: where the weights are, the border of `forward`, plans on their way, and forwards in parts.
+"""The common base of all encoders: weights, input checks of `forward`, transfers of plans, and forwards in parts.
 
-Each encoder is read in its own file. A config is a frozen dataclass on `TowerConfig`, an encoder a `Tower`.
+Each encoder has a file of its own. A config is a frozen dataclass derived from `TowerConfig`, an encoder a `Tower`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,29 +18,29 @@ from refvl.checks import check_pixel_rows
 from refvl.encoders.weights import load_strict
 from refvl.pixels.patches import Levels
 
-MAX_PATCHES_PER_FORWARD = 2**16  # longer encodes run in several forwards, with a progress bar
+MAX_PATCHES_PER_FORWARD = 2**16  # larger batches run in several forwards, with a progress bar
 
 
 class Tower(nn.Module):
-    """Patch rows in, embeddings out. An encoder adds its modules, `plan`, and what computes."""
+    """Patch rows in, embeddings out. An encoder adds its modules, `plan`, and the computation."""
 
     config_class: ClassVar[Any]
     config: Any  # of config_class
-    check_layouts: Any  # (layouts, *, name) -> the layouts of a batch, normalised, or an error that says what is wrong
-    plan_checked: Any  # (layouts) -> the plan of layouts that are known to be good: a processor made them
+    check_layouts: Any  # (layouts, *, name) -> the normalised layouts of a batch; raises an error for invalid ones
+    plan_checked: Any  # (layouts) -> the plan of layouts that are already checked, e.g. a processor's
 
     def __init__(self, config, *, attention: str = "auto"):
         super().__init__()
         self.config, self.attention = config, attention
         self.head_dim = getattr(config, "head_dim", 0)  # K
-        self.skipped: list[str] = []  # checkpoint names that `load_weights` left out
+        self.skipped: list[str] = []  # checkpoint names that `load_weights` skipped
         self.is_compiled = False  # whether `compile_blocks` was called
 
     def compile_blocks(self) -> None:
         """Let torch compile each block of the tower as a whole, for all sizes, when it first runs.
 
-        Blocks of a kind share what was compiled. For the backends that read no groups: with `sdpa` the number of groups
-        is a part of the code. A hook on a block would be compiled too, and anew with every other hook: set none.
+        Blocks of one class share the compiled code. Use a backend other than `sdpa`, where the number of groups is part
+        of the code. Set no hooks on blocks: each of them would be compiled too, with a new compilation per hook.
         """
         for block in self.blocks:  # type: ignore[union-attr]  # every encoder has them
             block.compile(dynamic=True)
@@ -50,7 +50,7 @@ class Tower(nn.Module):
     def from_config(cls, config, *, attention: str = "auto", **extra) -> Self:
         """Build from this tower's config, a transformers vision config, or the dict in `config.json`.
 
-        attention: a backend of `refvl.attention`, or "auto" for the best one on the device the pixels come from.
+        attention: a backend of `refvl.attention`, or "auto" for the best one on the pixels' device.
         extra: other arguments of the constructor.
         """
         config = config if isinstance(config, cls.config_class) else cls.config_class.from_hf(config)
@@ -66,19 +66,19 @@ class Tower(nn.Module):
 
     @property
     def graph_attention(self) -> str:
-        """The backend for a capture: one whose shapes do not depend on the lengths of the segments."""
+        """The backend for a capture: its shapes do not depend on the lengths of the segments."""
         return "varlen" if "varlen" in available_backends(self.device, self.dtype, self.head_dim) else "masked"
 
     def backend(self, attention: str | None = None, device: torch.device | None = None) -> str:
-        """The backend of `refvl.attention` for inputs on `device`; attention: what the call asks for, if anything."""
+        """Return the backend of `refvl.attention` for inputs on `device`; attention: the caller's choice, if any."""
         weight = next(self.parameters())
         return choose_backend(attention or self.attention, device or weight.device, weight.dtype, self.head_dim)
 
     def inputs(self, pixel_values: Tensor, grid_thw: Any, metadata: Any, attention: str | None) -> tuple:
-        """The border of `forward`: (rows in the tower's dtype and on its device, metadata, backend).
+        """Check and complete the inputs of `forward`: (rows in the tower's dtype and on its device, metadata, backend).
 
-        Plans where only `grid_thw` is given. Raises ValueError when the rows do not match, TypeError when they hold no
-        floating-point numbers.
+        Plans if only `grid_thw` is passed. Raises ValueError if the rows do not match, and TypeError if their dtype is
+        not floating point.
         """
         if (metadata is None) == (grid_thw is None):
             raise ValueError("forward: give exactly one of grid_thw and metadata")
@@ -89,21 +89,21 @@ class Tower(nn.Module):
         return pixel_values.to(weight), metadata, self.backend(attention)
 
     def plan(self, layouts) -> Any:
-        """Everything that depends on sizes, computed on the CPU and moved to the tower's device.
+        """Compute everything that depends on sizes on the CPU, and move it to the tower's device.
 
-        Raises ValueError, before memory is taken, for more patches than are planned at once (`check_plan`).
+        Raises ValueError, before it allocates memory, for more patches than the limit of one plan (`check_plan`).
         """
         return self.plan_checked(check_plan(self, self.check_layouts(layouts)))
 
     def block_rows(self, metadata: Any) -> list[Tensor]:
-        """For each time that a forward runs the blocks, the patch row at each place of their input; -1: none."""
+        """Return, for each pass of a forward through the blocks, the patch row at each input position; -1: none."""
         return [torch.arange(int(metadata.cu_seqlens[-1]), device=self.device)]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load (checkpoint name, tensor) pairs strictly; returns the names of the parameters that were filled.
+        """Load (checkpoint name, tensor) pairs strictly; return the names of the parameters that were filled.
 
-        Names are read as `rename` says; q, k, v fused or separate. Those that match `unused` are left out and listed in
-        `skipped`. All else that does not fit is listed in one ValueError, see `load_strict`.
+        `rename` maps the names; q, k, v are fused or separate. Names that match `unused` are skipped and listed in
+        `skipped`. Raises one ValueError that lists all other mismatches, see `load_strict`.
         """
         self.skipped = []
         return load_strict(
@@ -112,37 +112,37 @@ class Tower(nn.Module):
         )  # fmt: skip
 
     def rename(self, name: str) -> str:
-        """The parameter that a checkpoint's tensor of this name fills."""
+        """Return the name of the parameter that a checkpoint's tensor of this name fills."""
         return name
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """Parameter -> its shape in checkpoints, where that is another: a convolution's kernel, kept as a matrix."""
+        """Return parameter -> its shape in checkpoints, if different: convolution kernels, stored here as matrices."""
         return {}
 
     @property
     def unused(self) -> str:
-        """A regular expression: how checkpoint names begin of parts that this encoder does not have."""
+        """A regular expression for the start of checkpoint names of parts that this encoder does not have."""
         return r"(?!)"
 
 
 def to_device(plan: Any, device: torch.device) -> Any:
-    """A plan, which was made on the CPU, with every tensor in it on `device`."""
+    """Return a plan that was made on the CPU with every tensor in it on `device`."""
     return plan if device.type == "cpu" else on_gpu.send_plan(plan, device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagerPlan:
-    """Which items run together, how many tokens each of them makes, and the encoder's plan of each forward."""
+    """The items of each forward, the tokens of each item, and the encoder's plan of each forward."""
 
     groups: list[list[int]]
     tokens: list[int]
     metadata: list
-    batches: list = field(default_factory=list)  # of graphs: none
+    batches: list = field(default_factory=list)  # only graphs have batches
 
 
 def plan_eagerly(encoder: Any, layouts: Sequence) -> EagerPlan:
-    """Consecutive items per forward: at most MAX_PATCHES_PER_FORWARD patches each (or one item)."""
+    """Plan forwards of consecutive items: at most MAX_PATCHES_PER_FORWARD patches each, or one item."""
     sizes = [encoder.item_size(layout) for layout in layouts]
     groups, rows = list[list[int]](), 0
     for i, (patches, _, _) in enumerate(sizes):
@@ -158,7 +158,7 @@ def plan_eagerly(encoder: Any, layouts: Sequence) -> EagerPlan:
 def encode_eagerly(
     encoder: Any, rows: Sequence[Levels | Tensor], plan: EagerPlan, *, progress: bool = True
 ) -> list[Tensor]:
-    """(M, W) per item. Rows travel to the encoder's device when their forward comes."""
+    """Return (M, W) per item. Rows are copied to the encoder's device right before their forward."""
     embeds = list[Tensor]()
     bar = tqdm(plan.groups, desc="encode", disable=not progress or len(plan.groups) < 2, leave=False)
     for group, metadata in zip(bar, plan.metadata, strict=True):
@@ -168,7 +168,7 @@ def encode_eagerly(
 
 
 def send_rows(rows: Sequence[Levels | Tensor], encoder) -> Tensor:
-    """Patch rows of several items, normalised and end to end, for `encoder` to read on its device."""
+    """Return the normalised patch rows of several items, concatenated, on the encoder's device."""
     device = encoder.device
     if device.type == "cuda":
         sent = [on_gpu.send_levels(item, device, encoder.dtype) for item in rows]

@@ -1,12 +1,12 @@
-"""Vision utilities for CLIP-like towers (LLaVA and its kin); the towers of this library need none of them.
+"""Vision utilities for CLIP-like towers (e.g. LLaVA's); the towers of this library need none of them.
 
-    get_vision_encoder_info           how many tokens an image becomes
-    get_vit_attn_backend              which attention the tower gets
-    resolve_visual_encoder_outputs    hidden states of all layers -> those selected -> their tokens selected
-                                      -> post-norm on the last -> side by side
+    get_vision_encoder_info           the number of tokens of an image
+    get_vit_attn_backend              the tower's attention backend
+    resolve_visual_encoder_outputs    hidden states of all layers -> selected layers -> selected tokens
+                                      -> post-norm on the last -> concatenated
 
 Shape suffixes: B images, N tokens, D tower width.
-Upstream: `VisionEncoderInfo` and its kin, `get_vit_attn_backend`, `resolve_visual_encoder_outputs` (vLLM).
+Upstream: `VisionEncoderInfo` and subclasses, `get_vit_attn_backend`, `resolve_visual_encoder_outputs` (vLLM).
 """
 
 import logging
@@ -27,38 +27,38 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class VisionEncoderInfo:
-    """A tower that resizes every image to one square: as many tokens as patches, whatever the image."""
+    """A tower that resizes every image to one square, so all images have equally many tokens, one per patch."""
 
-    image_size: int  # pixels: the square's side; for Pixtral the longest that a side may be
-    patch_size: int  # pixels along a side of what becomes one token
-    class_tokens: ClassVar[int] = 0  # in front of the patches
+    image_size: int  # pixels: the square's side; for Pixtral the limit of the longer side
+    patch_size: int  # pixels along a side of the square that becomes one token
+    class_tokens: ClassVar[int] = 0  # before the patches
 
     @classmethod
     def from_hf(cls, hf_config) -> Self:
-        """From the config of a whole model; the sizes are in its `vision_config`."""
+        """Build from the config of a whole model; the sizes are in its `vision_config`."""
         vision = hf_config.vision_config
         image_size = check_positive_int(vision.image_size, "image_size")
         patch_size = check_positive_int(vision.patch_size, "patch_size")
         return cls(image_size, patch_size)
 
     def get_image_size(self) -> int:
-        """Pixels along a side."""
+        """Return the pixels along a side of an image."""
         return self.image_size
 
     def get_patch_size(self) -> int:
-        """Pixels along a token's side."""
+        """Return the pixels along a token's side."""
         return self.patch_size
 
     def get_patch_grid_length(self) -> int:
-        """Whole tokens along a side of the largest image."""
+        """Return the whole tokens along a side of the largest image."""
         return self.image_size // self.patch_size
 
     def get_patch_grid_size(self, *, image_width: int, image_height: int) -> tuple[int, int]:
-        """(tokens across, tokens down) of an image of this size in pixels, without a class token."""
+        """Return (tokens across, tokens down) of an image of this size in pixels, without a class token."""
         return self.get_patch_grid_length(), self.get_patch_grid_length()
 
     def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
-        """Tokens that the tower gives for an image of this size in pixels."""
+        """Return the number of tokens of an image of this size in pixels."""
         check_positive_int(image_width, "image_width")
         check_positive_int(image_height, "image_height")
         across, down = self.get_patch_grid_size(image_width=image_width, image_height=image_height)
@@ -70,7 +70,7 @@ class SiglipEncoderInfo(VisionEncoderInfo):
 
 
 class CLIPEncoderInfo(VisionEncoderInfo):
-    """CLIP: patches, and a class token in front."""
+    """CLIP: a class token, then patches."""
 
     class_tokens = 1
 
@@ -78,7 +78,7 @@ class CLIPEncoderInfo(VisionEncoderInfo):
 class PixtralHFEncoderInfo(VisionEncoderInfo):
     """Pixtral: images keep their aspect ratio; a model that merges patches (Mistral 3) has larger tokens.
 
-    A longer side above image_size is brought down to it, then both sides are rounded up to whole tokens.
+    A longer side above image_size is scaled down to image_size; then both sides are rounded up to whole tokens.
     """
 
     @classmethod
@@ -101,7 +101,7 @@ ENCODER_INFOS = {
 
 
 def get_vision_encoder_info(hf_config) -> VisionEncoderInfo:
-    """The info of a model's vision tower, by the `model_type` of its `vision_config`; ValueError lists the known ones.
+    """Return the info of a model's vision tower, by its `vision_config`'s `model_type`; ValueError lists known types.
 
     >>> from transformers import LlavaConfig
     >>> get_vision_encoder_info(LlavaConfig()).get_num_image_tokens(image_width=640, image_height=480)  # CLIP, 336 px
@@ -116,7 +116,7 @@ def get_vision_encoder_info(hf_config) -> VisionEncoderInfo:
 
 
 def get_vit_attn_backend(head_size: int, dtype: torch.dtype, device) -> str:
-    """Return the backend of `refvl.attention` that a tower gets; this module's logger says why, at level INFO.
+    """Return the backend of `refvl.attention` for a tower; this module's logger reports the reason, at level INFO.
 
     Raises ValueError for a head_size below 1.
     """
@@ -128,7 +128,7 @@ def get_vit_attn_backend(head_size: int, dtype: torch.dtype, device) -> str:
 
 FEATURE_SELECTORS = {
     "class": lambda x_BND: x_BND[:, 0],  # the class token: (B, D)
-    "default": lambda x_BND: x_BND[:, 1:],  # everything but the class token
+    "default": lambda x_BND: x_BND[:, 1:],  # all tokens except the class token
     "full": lambda x_BND: x_BND,
 }
 
@@ -141,21 +141,21 @@ def resolve_visual_encoder_outputs(
     max_possible_layers: int | None = None,
     feature_select_strategy: str | Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """One tensor of features: the last layer's output, or several hidden states side by side.
+    """Return one tensor of features: the last layer's output, or several hidden states concatenated.
 
-    encoder_outputs: (B, N, D), the output of the last layer; with `select_layers`, the list of hidden states, the
-    input of the first layer in front. post_layer_norm: the norm after the last layer, or None.
+    encoder_outputs: (B, N, D), the output of the last layer; with `select_layers`, the list of hidden states, from the
+    input of the first layer on. post_layer_norm: the norm after the last layer, or None.
     select_layers: 0 is the first layer's input, k the output of layer k, and negative ones count back from the last of
-    `max_possible_layers`, the depth of the whole tower, even when fewer layers were loaded.
+    `max_possible_layers`, the depth of the whole tower, even if fewer layers were loaded.
     feature_select_strategy: "class" (the first token, (B, D)), "default" (all others), "full", or a callable.
 
-    The norm belongs to the last layer: it is applied when the list of selected layers ends in -1 or in
-    max_possible_layers - 1. (The second is upstream's rule, and off by one: that index is the second-to-last layer, and
-    the true last index, max_possible_layers, gets no norm. Write -1.)
+    The norm belongs to the last layer: it is applied if the list of selected layers ends in -1 or in
+    max_possible_layers - 1. The second is upstream's rule, and off by one: that index is the second-to-last layer, and
+    the true last index, max_possible_layers, gets no norm. Use -1.
 
     Returns (B, N', D * selected layers), or (B, D * selected layers) for "class". Raises ValueError for a list without
-    `select_layers`, a tensor with them, and layers that are not there. A negative index beyond the loaded layers
-    reads, as upstream, an earlier one: that is a warning.
+    `select_layers`, a tensor with them, and missing layers. A negative index beyond the loaded layers selects an
+    earlier one, as in upstream, with a warning.
     """
     strategy = feature_select_strategy or "full"
     if not callable(strategy) and strategy not in FEATURE_SELECTORS:
@@ -181,7 +181,7 @@ def resolve_visual_encoder_outputs(
 
 
 def _hidden_state(hidden_states: Sequence[Tensor], layer: int, max_possible_layers: int) -> Tensor:
-    """Hidden state `layer`; a negative one is relative to the whole tower, of which fewer layers may be there."""
+    """Return hidden state `layer`; a negative one is relative to the whole tower, even if fewer layers are loaded."""
     loaded = len(hidden_states) - 1
     index = layer if layer >= 0 else layer + max_possible_layers - loaded
     if not -len(hidden_states) <= index < len(hidden_states):

@@ -1,4 +1,4 @@
-"""Strict weight loading: every parameter filled once, or one error that lists all that is wrong."""
+"""Strict weight loading: every parameter is filled once, or one error lists all problems."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,15 +22,15 @@ def load_strict(
     skip: str = "(?!)",
     skipped: list[str] | None = None,
 ) -> set[str]:
-    """Copy (checkpoint name, tensor) pairs into `module`; returns the parameter names filled.
+    """Copy (checkpoint name, tensor) pairs into `module`; return the names of the filled parameters.
 
     rename: checkpoint name -> module name. fuse: e.g. ("q", "k", "v") lets `attn.q.weight`, `attn.k.weight`,
-    `attn.v.weight` fill the rows of `attn.qkv.weight`. kernels: module name -> the shape in which checkpoints store a
-    convolution kernel that the module keeps as a matrix. skip: a regular expression; checkpoint names that begin with
-    it are left out, and added to `skipped`. Raises TypeError when `weights` does not consist of pairs, and ValueError
-    listing all missing, unexpected and repeated names, tensors of another shape or kind (quantised, float8, sparse, on
-    the meta device), and tensors that hold nan or inf. The module is then left as it was: nothing is copied before
-    everything fits.
+    `attn.v.weight` fill the rows of `attn.qkv.weight`. kernels: module name -> the shape in checkpoints of a
+    convolution kernel that the module stores as a matrix. skip: a regular expression; checkpoint names whose start
+    matches are skipped and added to `skipped`. Raises TypeError if `weights` does not consist of pairs. Raises one
+    ValueError that lists missing, unexpected and repeated names, tensors of a different shape or kind (quantised,
+    float8, sparse, on the meta device), and tensors with nan or inf. The module is then unchanged: nothing is copied
+    before everything fits.
     """
     stored: dict[str, Tensor] = module.state_dict(keep_vars=True)
     if any(parameter.is_meta for parameter in stored.values()):
@@ -38,8 +38,8 @@ def load_strict(
     targets, owners = _targets(stored, fuse)
     left_out = [] if skipped is None else skipped
     problems = {kind: list[str]() for kind in ("unexpected", "misshapen", "nonfinite", "repeated", "missing")}
-    pairs: list[tuple[Tensor, Tensor]] = []  # of a parameter, or a part of it, and what fills it
-    filled: dict[str, set[str]] = {}  # parameter -> names of what fills it: its own, or those of its parts
+    pairs: list[tuple[Tensor, Tensor]] = []  # a parameter, or a part of it, and the tensor that fills it
+    filled: dict[str, set[str]] = {}  # parameter -> names of the tensors that fill it: its own, or its parts'
     for checkpoint_name, tensor in named_tensors(weights):
         if re.match(skip, checkpoint_name):
             left_out.append(checkpoint_name)
@@ -54,7 +54,7 @@ def load_strict(
             problems["repeated"].append(checkpoint_name)
         elif misfit := _misfit(tensor, targets[name], kernels.get(name)):
             problems["misshapen"].append(f"{checkpoint_name} {misfit}")
-        elif tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():  # as `isfinite`, without its copies
+        elif tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():  # like `isfinite`, without copies
             problems["nonfinite"].append(checkpoint_name)
         else:
             pairs.append((targets[name], tensor))
@@ -68,7 +68,7 @@ def load_strict(
 
 
 def _targets(stored: dict[str, Tensor], fuse: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What can be filled, by name, parts of fused parameters too; and of each part the parameter that it belongs to."""
+    """Return parameters and parts of fused ones by name, and the parameter that each part belongs to."""
     targets, owners = dict(stored), dict[str, str]()
     for owner, parameter in stored.items():
         if parts := _parts(owner, fuse).values():
@@ -78,13 +78,13 @@ def _targets(stored: dict[str, Tensor], fuse: tuple[str, ...]) -> tuple[dict[str
 
 
 def _parts(owner: str, fuse: tuple[str, ...]) -> dict[str, str]:
-    """Part -> its name, of a parameter that is fused: {"q": "attn.q.weight", ...} of "attn.qkv.weight"."""
+    """Return part -> its name for a fused parameter: {"q": "attn.q.weight", ...} of "attn.qkv.weight"."""
     fused = f".{''.join(fuse)}."
     return {part: owner.replace(fused, f".{part}.") for part in fuse if fused in owner}
 
 
 def _missing(stored: dict[str, Tensor], filled: dict[str, set[str]], fuse: tuple[str, ...]) -> list[str]:
-    """Parameters that nothing fills, then the parts that others lack."""
+    """Return the parameters without any tensor, then the missing parts of others."""
     missing = [name for name in stored if name not in filled]
     for owner, names in filled.items():
         if owner not in names:
@@ -93,7 +93,7 @@ def _missing(stored: dict[str, Tensor], filled: dict[str, set[str]], fuse: tuple
 
 
 def named_tensors(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The (name, tensor) pairs of `weights`; TypeError for a dict (pass its `items()`) and whatever is not a pair."""
+    """Yield the (name, tensor) pairs of `weights`; TypeError for a dict (pass its `items()`) or anything but pairs."""
     if isinstance(weights, Mapping) or not isinstance(weights, Iterable):
         kind = type(weights).__name__
         raise TypeError(f"weights: expected (name, tensor) pairs (of a dict its `items()`), got {kind}")
@@ -104,14 +104,14 @@ def named_tensors(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
 
 
 def _misfit(tensor, target: Tensor, kernel_shape: tuple[int, ...] | None) -> str | None:
-    """Why `tensor` cannot fill `target`; None when it can."""
+    """Return why `tensor` cannot fill `target`, or None if it can."""
     if not isinstance(tensor, Tensor):
         return f"is a {type(tensor).__name__}, expected a torch.Tensor"
     if tensor.shape not in (target.shape, kernel_shape):
         return f"is {tuple(tensor.shape)}, expected {tuple(kernel_shape or target.shape)}"
     if tensor.is_meta:
         return "is on the meta device and has no values"
-    # quantised integers and float8 mean nothing without their scale: they are not weights to be cast
+    # quantised integers and float8 are meaningless without their scale, so casting them would be wrong
     wanted = FLOATS if target.is_floating_point() else (target.dtype,)
     if tensor.dtype not in wanted:
         return f"holds {tensor.dtype}, expected {target.dtype}"
@@ -123,10 +123,10 @@ def _misfit(tensor, target: Tensor, kernel_shape: tuple[int, ...] | None) -> str
 def config_values(
     config, wanted: type, *, activation: str | None, aliases: Mapping[str, str] = MappingProxyType({})
 ) -> dict:
-    """The values of a transformers config or a dict that name a field of the dataclass `wanted`.
+    """Return the values of a transformers config or a dict whose keys are fields of the dataclass `wanted`.
 
-    Given the config of a whole model, its `vision_config` is read. activation: what the tower computes; ValueError when
-    `hidden_act` asks for another (None: not read). aliases: other names of fields.
+    For the config of a whole model, its `vision_config` is used. activation: the tower's; ValueError if `hidden_act`
+    requires another (None: not checked). aliases: other names of fields.
     """
     values = config_dict(config)
     values = dict(values.get("vision_config", values))
@@ -139,7 +139,7 @@ def config_values(
 
 
 def config_dict(config) -> dict:
-    """A dict or a transformers config as a dict; TypeError for anything else."""
+    """Return a dict or a transformers config as a dict; raise TypeError for anything else."""
     if isinstance(config, dict):
         return config
     if not hasattr(config, "to_dict"):

@@ -1,4 +1,4 @@
-"""Encoder graphs: budgets, capture, replay, packing. Knows encoders only through plan, forward and metadata fields."""
+"""Encoder graphs: budgets, capture, replay, packing. They use only an encoder's plan, forward and metadata fields."""
 
 from refvl.contracts import GraphEncoder
 from refvl.graphs.budgets import (

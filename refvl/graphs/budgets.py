@@ -1,8 +1,8 @@
 """Budgets: how many graphs to capture, and which items share one replay.
 
 A captured graph has fixed sizes, so one is captured per token budget: powers of two between the smallest sensible
-output and the largest allowed one. Arriving items are packed into the smallest budget that holds them. A replay
-computes the whole budget, whatever it holds; the unused share is the padding waste.
+output and the largest allowed one. Arriving items are packed into the smallest budget that fits them. A replay
+computes the whole budget, however full it is; the unused share is the padding waste.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,16 +14,17 @@ from refvl.graphs.packing import Capacity, greedy, pack
 PACKERS = {"greedy": greedy, "optimal": pack}
 POLICIES = tuple(PACKERS)
 FRAME_TOKENS = 2**16
-"""Why so? A capture starts attention blocks for `max_frames` frames, each as long as the whole budget: any may be the
-long one. But all frames together are no longer than the budget: one block in `max_frames` has work, and the empty
-ones take time. 64 frames of 4,096 tokens are 131,072 blocks per layer of 16 heads, of which 2,048 have work; 16 frames
-are 32,768. Batches with more frames run eagerly, which costs little at this size: the host is the faster side.
+"""The reason: a capture starts attention blocks for `max_frames` frames, each as long as the whole budget, because any
+of them may be that long. But all frames together are at most as long as the budget, so one block in `max_frames` has
+work, and the empty ones take time. 64 frames of 4,096 tokens are 131,072 blocks per layer of 16 heads, of which 2,048
+have work; 16 frames are 32,768. Batches with more frames run eagerly, which costs little at this size, because the
+GPU needs more time than the host.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Items (indices into the caller's order) that run together; budget None: too large for any graph, eager.
+    """Items (indices into the caller's order) that run together; budget None: too large for any graph, so eager.
 
     path: the path that runs, if the encoder has several. tokens: output tokens of the items, on that path.
     """
@@ -44,9 +45,9 @@ class PairedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The graphs of one path: sorted budgets in output tokens, and the most items and frames of one replay.
+    """The graphs of one path: sorted budgets in output tokens, and the maximum items and frames of one replay.
 
-    frame_tokens: the most frames times output tokens that a graph is captured for; None: max_frames for every budget.
+    frame_tokens: the maximum of frames times output tokens of a capture; None: max_frames for every budget.
     """
 
     budgets: tuple[int, ...]
@@ -55,7 +56,7 @@ class Limits:
     frame_tokens: int | None = field(default=None, repr=False, compare=False)
 
     def frames_of(self, budget: int) -> int:
-        """Return the most frames of one replay of this budget."""
+        """Return the maximum number of frames in one replay of this budget."""
         return min(self.max_frames, max(1, (self.frame_tokens or self.max_frames * budget) // budget))
 
 
@@ -84,12 +85,12 @@ def infer_limits(
     max_items: int | None = None,
     max_frames: int | None = None,
 ) -> Limits:
-    """Fill in what the user left open. min_budget, max_budget: what the model's sizes suggest.
+    """Fill in the limits that the user left open. min_budget, max_budget: the values that the model's sizes suggest.
 
     Every item needs at least one token in every graph, so `max_items` may not exceed the smallest budget; given alone,
-    it raises the smallest budget. Budgets given twice count once. Frames default to as many as items, at least 32, and
-    to fewer for large budgets: see `FRAME_TOKENS`.
-    Raises ValueError when the invariants do not hold. Upstream: the constructor of `EncoderCudaGraphManager`.
+    it raises the smallest budget. Repeated budgets count once. Frames default to as many as items, at least 32; for
+    large budgets they are fewer, see `FRAME_TOKENS`. Raises ValueError if the invariants do not hold. Upstream: the
+    constructor of `EncoderCudaGraphManager`.
     """
     if check_positive_int(min_budget, "min_budget") > check_positive_int(max_budget, "max_budget"):
         raise ValueError(f"min_budget: must not exceed max_budget, got {min_budget} and {max_budget}")
@@ -117,15 +118,15 @@ def plan_batches(
     frames: Sequence[int] | None = None,
     max_frames: int | None = None,
 ) -> list[Batch]:
-    """Pack items into batches, each with the smallest budget that holds it.
+    """Pack items into batches, each with the smallest budget that fits it.
 
-    output_tokens: tokens of each item (an empty item is one, too). frames: frames of each item, bounded by `max_frames`
-    per batch (optional). policy "greedy": fill a batch with the sorted items while they fit the largest budget;
-    "optimal": the smallest sum of budgets, then the fewest batches. That is exact for up to 12 items; for more, it is a
-    bounded search that is never worse than the best cut of the sorted items into consecutive batches.
+    output_tokens: tokens of each item (an empty item is one, too). frames: frames of each item, limited by `max_frames`
+    per batch (optional). policy "greedy": fill a batch with sorted items while they fit the largest budget;
+    "optimal": the smallest sum of budgets, then the fewest batches. That is exact for up to 12 items. For more items,
+    it is a bounded search that is never worse than the best cut of the sorted items into consecutive batches.
 
     Batches that begin with the smallest item come first; items that fit no graph come last, alone, with budget None.
-    Every index appears once, and equal arguments give equal batches. Raises ValueError (TypeError for a wrong kind)
+    Every index appears once, and equal arguments give equal batches. Raises ValueError (TypeError for a wrong type)
     naming the argument.
 
     >>> [batch.indices for batch in plan_batches([3, 15, 24], [16, 32], 4, policy="optimal")]
@@ -149,16 +150,16 @@ def plan_batches(
 def pack_items(
     sizes: Mapping[int, tuple[int, int, int]], capacity: Capacity, policy: str, path: str = ""
 ) -> list[Batch]:
-    """`plan_batches` of numbers that are known to be good. sizes: (patch rows, output tokens, frames) by index.
+    """Return `plan_batches` of numbers that have been checked. sizes: (patch rows, output tokens, frames) by index.
 
-    Tokens do not always say how many rows there are: a batch needs a budget whose graph holds both.
+    Tokens do not always determine the number of rows, so a batch needs a budget whose graph fits both.
     """
     items = {i: (tokens, frames, rows) for i, (rows, tokens, frames) in sizes.items()}
     order = sorted(items, key=lambda i: items[i][0])  # stable: equal sizes keep their order
     fits = {i: capacity.budget_for([items[i]]) is not None for i in order}
     fitting = [i for i in order if fits[i]]
     packed = [[place] for place in range(len(fitting))]
-    if len(fitting) > 1:  # one item has nobody to share with
+    if len(fitting) > 1:  # a single item shares with no other
         packed = PACKERS[policy]([items[i] for i in fitting], capacity)
 
     groups = [[fitting[place] for place in group] for group in packed]
@@ -225,7 +226,7 @@ def check_policy(policy: str, allowed: Sequence[str]) -> None:
 
 
 def _check_budgets(budgets: Sequence[int]) -> list[int]:
-    """Sorted, each once; raises when one is no positive integer or there is none."""
+    """Return budgets sorted, each once; raise if one is not a positive integer or there is none."""
     checked = sorted({check_positive_int(budget, f"budgets[{i}]") for i, budget in enumerate(budgets)})
     if not checked:
         raise ValueError("budgets: expected at least one, got none")

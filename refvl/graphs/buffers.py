@@ -1,9 +1,9 @@
 """Static buffers: fixed addresses, changing contents.
 
 A captured graph reads the same memory at every replay. Here that memory is the encoder's own metadata dataclass at full
-capacity, plus pixels. Before a replay each field is filled by the padding rule in its definition, so that nothing of
-the batch before survives; a field without a rule is a TypeError, not stale data. Integers were baked in at capture:
-they are capacities, and a batch must stay below them.
+capacity, plus pixels. Before a replay each field is filled by the padding rule in its definition, so nothing of the
+previous batch remains; a field without a rule is a TypeError, not stale data. Integers were baked in at capture: they
+are capacities, which a batch must not exceed.
 
     rule          what follows the contents
     zero          0
@@ -23,7 +23,7 @@ PAD_RULES = ("zero", "repeat_last", "identity")
 
 
 class Fill(NamedTuple):
-    """The arguments of `fill_padded`: what one buffer gets."""
+    """The arguments of `fill_padded` for one buffer."""
 
     buffer: Tensor
     values: Any
@@ -32,15 +32,14 @@ class Fill(NamedTuple):
 
     @property
     def rest(self) -> Tensor:
-        """What follows the contents."""
+        """The part of the buffer after the contents."""
         return self.buffer[len(self.values) :]
 
 
 def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
     """Copy `values` (n, ...) into the front of `buffer` (capacity, ...) and pad the rest by `rule`.
 
-    In place. Raises ValueError when the values do not fit, TypeError for an unknown rule or when
-    there is no tensor.
+    In place. Raises ValueError if the values do not fit, TypeError for an unknown rule or anything but a tensor.
     """
     if rule not in PAD_RULES:
         raise TypeError(f"{name}: no padding rule {rule!r}; known: {sorted(PAD_RULES)}")
@@ -68,9 +67,10 @@ def fill_padded(buffer: Tensor, values: Tensor, rule: str, name: str) -> None:
 def fill_metadata(buffers, metadata) -> None:
     """Fill a metadata dataclass at capacity (`buffers`) with the planned `metadata` of a batch, field by field.
 
-    Tensors are copied and padded, integers compared with their capacity, tuples left out, dataclasses filled in turn.
-    On a GPU, the contents of all fields are copied by one kernel. Raises TypeError for a field of another class or
-    without a padding rule, ValueError when something exceeds what was captured.
+    Tensors are copied and padded, integers compared with their capacity, tuples skipped, dataclasses filled in turn.
+    On a GPU, one kernel copies the contents of all fields. Raises TypeError for a field of another class or
+    without a padding rule, ValueError if a value exceeds the
+    captured capacity.
     """
     fills = list(_fills(buffers, metadata))
     together = [fill for fill in fills if _is_in_words(fill)]
@@ -98,7 +98,7 @@ def _fills(buffers, metadata) -> Iterator[Fill]:
 
 
 def _is_in_words(fill: Fill) -> bool:
-    """Whether a fill is a GPU's and fits, and its contents are whole words of 32 bits."""
+    """Return whether a fill is on a GPU and fits, and its contents are whole words of 32 bits."""
     buffer, values = fill.buffer, fill.values
     fits = isinstance(values, Tensor) and 0 < len(values) <= len(buffer) and values.shape[1:] == buffer.shape[1:]
     alike = fits and values.dtype == buffer.dtype and values.device == buffer.device and buffer.is_cuda
@@ -106,9 +106,9 @@ def _is_in_words(fill: Fill) -> bool:
 
 
 def _fill_together(fills: list[Fill]) -> None:
-    """Do to each what `fill_padded` does. All contents are copied by one kernel, and permutations continued by it.
+    """Apply `fill_padded` to each fill. One kernel copies all contents and continues all permutations.
 
-    One more clears all that is zero. Each of the cumulative lengths is continued by a kernel of its own.
+    One more kernel clears all rests that are zero. A kernel each continues the cumulative lengths.
     """
     copies = [(fill.buffer[: len(fill.values)], fill.values) for fill in fills]
     padded = [fill for fill in fills if len(fill.rest)]

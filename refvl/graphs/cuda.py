@@ -1,4 +1,4 @@
-"""The CUDA backend: the same contract as the trace backend, kept by the driver."""
+"""The CUDA backend: the same contract as the trace backend, enforced by the driver."""
 
 import threading
 import warnings
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from refvl.graphs.recorder import ONE_CAPTURE, CaptureError, refuse_read_back
 
-Pool = Any  # what `torch.cuda.graph_pool_handle` returns: a pair of integers, of a type that torch keeps private
+Pool = Any  # the result of `torch.cuda.graph_pool_handle`: a pair of integers, of a type that is private to torch
 
 
 class CudaGraph:
     """`torch.cuda.CUDAGraph` with the interface of `TraceGraph`.
 
-    Graphs of one `pool` share memory. stream: where to warm up and to capture, not the current one; libraries keep a
-    workspace per stream, so graphs should share that, too. None: a new one on the current device.
+    Graphs of one `pool` share memory. stream: the stream for warm-up and capture, other than the current one. Libraries
+    keep a workspace per stream, so graphs should share the stream, too. None: a new one on the current device.
     """
 
     def __init__(self, pool: Pool | None = None, stream: torch.cuda.Stream | None = None):
@@ -30,13 +30,13 @@ class CudaGraph:
         """Warm up on the side stream, then capture one run of `function` there.
 
         Lazy initialisation (library handles, kernels compiled on first use) must not be captured, hence the warm-up.
-        Raises CaptureError when `function` reads a value back, before the driver sees it: a capture that fails inside
-        the driver would leave allocator and streams in its state. Every tensor that `function` closes over must be
-        kept alive as long as the graph. Captures of several threads take turns; what other threads do with the device
-        meanwhile does not disturb them ("thread_local").
+        Raises CaptureError if `function` reads a value back, before the driver notices: a capture that fails inside
+        the driver would leave allocator and streams in capture state. Every tensor that `function` closes over must be
+        kept alive as long as the graph. Captures of several threads take turns; other threads' use of the device
+        does not disturb them ("thread_local").
         """
         if self.output is not None:
-            raise CaptureError("capture: this graph already holds a recording")
+            raise CaptureError("capture: this graph already has a recording")
         with ONE_CAPTURE, torch.inference_mode():
             current = torch.cuda.current_stream(self.stream.device)
             self.stream.wait_stream(current)
@@ -51,13 +51,13 @@ class CudaGraph:
                         ),
                     ):
                         output = function()
-            finally:  # after a failure, too, what the warm-up reads may be freed
+            finally:  # after a failure, too, the warm-up's inputs may be freed
                 current.wait_stream(self.stream)
         self.output = output
         return output
 
     def replay(self) -> Tensor:
-        """Run the captured kernels on what the buffers hold now; returns the output, at its captured address."""
+        """Run the captured kernels on the buffers' current contents; return the output, at its captured address."""
         if self.output is None:
             raise CaptureError("replay: nothing has been captured")
         self.graph.replay()
@@ -66,11 +66,11 @@ class CudaGraph:
 
 @contextmanager
 def _own_workspaces() -> Iterator[None]:
-    """Let a capture allocate the workspaces of its matrix products in its own pool.
+    """Let a capture allocate the workspaces of its matrix multiplications in its own pool.
 
-    Up to 2.14 torch keeps one per stream, and a graph its address. That of the warm-up is not the graph's: whoever
-    clears the workspaces, as code compiled with "reduce-overhead" does, would leave replays writing to freed memory.
-    Upstream: `clear_cublas_manager` (torch), pytorch issue 193402.
+    Until 2.14, torch keeps one workspace per stream, and a graph keeps its address. The warm-up's workspace does not
+    belong to the graph: code that clears the workspaces, such as code compiled with "reduce-overhead", would leave
+    replays writing to freed memory. Upstream: `clear_cublas_manager` (torch), pytorch issue 193402.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -80,22 +80,22 @@ def _own_workspaces() -> Iterator[None]:
 
 
 def pool_bytes(pool: Pool) -> int:
-    """Bytes of device memory that the allocator holds for the graphs of `pool`."""
+    """Return the bytes of device memory that the allocator holds for the graphs of `pool`."""
     segments = torch.cuda.memory_snapshot()
     return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
 
 
 def _check_capturable(function: Callable[[], Tensor]) -> None:
-    """Run once under the rules of the trace backend, and where PyTorch reports that the host waits for the device.
+    """Run once under the rules of the trace backend, with PyTorch's reports of synchronisation turned on.
 
-    The report is a mode of the whole process, hence a warning and not an error: other threads may wait as they like.
+    The report is a mode of the whole process, hence a warning and not an error: other threads may synchronise.
     """
     waits: list[str] = []
     mode, thread = torch.cuda.get_sync_debug_mode(), threading.get_ident()
 
     def note(message, *args, **kwargs) -> None:
         if threading.get_ident() == thread and "called a synchronizing CUDA operation" in str(message):
-            waits.append(str(message))  # and not torch's remark, at the first use, that the mode is a prototype
+            waits.append(str(message))  # and not torch's one-time remark that the mode is a prototype
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")

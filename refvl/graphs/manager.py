@@ -1,20 +1,20 @@
-"""The manager: captures one graph per budget, packs arriving items, replays, and hands outputs back in order.
+"""The manager: captures one graph per budget, packs arriving items, replays, and returns outputs in order.
 
-    plan   layouts -> what each path is given of each item
+    plan   layouts -> the part of each item for each path
                    -> batches: which items share a replay, on each path
                    -> the path's plan of every batch
     run    pixels  -> for each batch: fill static buffers -> replay -> clone -> split
                       too large for every budget: the same path, eagerly
-                   -> what the paths made of an item, joined in the order of its rows
+                   -> the paths' results for an item, joined in the order of its rows
 
-Most encoders are one path, named "". Step3-VL offers two as `paths`: a picture's crops and its overview are squares of
-two sizes, so each size has graphs of its own. The paths pack by themselves: which pictures share a replay may differ
-between them, and one path may run eagerly while the other replays. The policy "paired" packs pictures once for all
-paths, as vLLM does. Upstream: `EncoderCudaGraphManager`.
+Most encoders are one path, named "". Step3-VL has two `paths`: an image's crops and its overview are squares of two
+sizes, so each size has its own graphs. The paths pack independently: images that share a replay on one path may not on
+the other, and one path may run eagerly while the other replays. The policy "paired" packs images once for all paths,
+as vLLM does. Upstream: `EncoderCudaGraphManager`.
 
-The manager knows an encoder only through `GraphEncoder`: plan, forward, metadata at capacity, and the sizes of an item.
+The manager uses an encoder only through `GraphEncoder`: plan, forward, metadata at capacity, and the sizes of an item.
 
-Any number of threads may use one manager, and any number of managers one encoder. What a call plans belongs to that
+Any number of threads may use one manager, and any number of managers one encoder. A call's plan belongs to that
 call; the buffers belong to one call at a time, which holds a lock from the first fill to the last clone.
 """
 
@@ -37,17 +37,17 @@ from refvl.graphs.recorder import TraceGraph
 from refvl.graphs.weights import baked_in, has_hooks
 
 BACKENDS = ("cuda", "trace")
-MIN_BUDGET = 64  # tokens: a picture of 224 px
+MIN_BUDGET = 64  # tokens: an image of 224 px
 MAX_BUDGET = {"varlen": 4096, "sdpa": 4096, "masked": 256}  # masked attention is quadratic in the budget
-MAX_UNITS = 64  # squares in the largest inferred graph; models whose squares have many tokens stop at MAX_BUDGET
+MAX_UNITS = 64  # squares in the largest inferred graph; if squares have many tokens, MAX_BUDGET is the limit
 
-Part = tuple[int, str]  # (item, path): what one path is given of one item
+Part = tuple[int, str]  # (item, path): the part of one item that a path encodes
 Size = tuple[int, int, int]  # (patch rows, output tokens, frames)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedBudget:
-    """One graph and everything it reads and writes: strong references, or the memory would be handed out again."""
+    """One graph and everything it reads and writes: strong references, or the memory would be reused."""
 
     graph: CudaGraph | TraceGraph
     pixel_values: Tensor
@@ -56,18 +56,18 @@ class CapturedBudget:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """All that is filled before a replay, by name."""
+        """Everything that is filled before a replay, by name."""
         return {"pixel_values": self.pixel_values, **metadata_tensors(self.metadata)}
 
     def fill(self, rows: Tensor, metadata) -> None:
-        """Copy a batch's patch rows and plan in, and pad them; errors as of `fill_padded` and `fill_metadata`."""
+        """Copy a batch's patch rows and plan in, and pad them; errors as in `fill_padded` and `fill_metadata`."""
         fill_padded(self.pixel_values, rows, "zero", "pixel_values")
         fill_metadata(self.metadata, metadata)
 
 
 @dataclass(slots=True)
 class GraphStats:
-    """Counters of items and tokens. Items that ran eagerly are misses; waste counts tokens of replays only."""
+    """Counters of items and tokens. Items that ran eagerly are misses; waste counts only tokens of replays."""
 
     hits: int = 0
     misses: int = 0
@@ -76,16 +76,16 @@ class GraphStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of items that a graph encoded; 0 before the first."""
+        """The share of items that a graph encoded; 0 before the first."""
         return self.hits / max(1, self.hits + self.misses)
 
     @property
     def padding_waste(self) -> float:
-        """Share of replayed tokens that were padding; 0 before the first."""
+        """The share of replayed tokens that were padding; 0 before the first."""
         return 1 - self.tokens / self.budget_tokens if self.budget_tokens else 0.0
 
     def count(self, batch: Batch) -> None:
-        """Add what a batch was."""
+        """Add a batch to the counters."""
         if batch.budget is None:
             self.misses += len(batch.indices)
         else:
@@ -96,11 +96,11 @@ class GraphStats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphPlan:
-    """What one call is going to run. It belongs to that call, and to the weights that the encoder had when it was made.
+    """The plan of one call. It belongs to that call, and to the encoder's weights at the time of planning.
 
-    layouts: of every item. sizes: of what each path is given of each item, in the order of the rows. batches: which
-    items run together, in the order in which they run. metadata: the path's plan of each batch. weights: where the
-    captured weights lie.
+    layouts: of every item. sizes: those of each item's part on each path, in the order of the rows. batches: the items
+    that run together, in the order in which they run. metadata: the path's plan of each batch. weights: the addresses
+    of the captured weights.
     """
 
     layouts: Sequence
@@ -111,12 +111,12 @@ class GraphPlan:
 
 
 class EncoderGraphManager:
-    """Graphs of one encoder. Outputs are clones: the next replay overwrites what a graph returned.
+    """The graphs of one encoder. Outputs are clones, because the next replay overwrites a graph's output.
 
-    While the encoder has forward hooks, items run eagerly, so that hooks are called. Copies begin without graphs.
-    Weights may change at any time between calls. New values in the same memory are read by the next replay; where the
-    weights lie elsewhere or have another dtype (`load_state_dict(assign=True)`, `.to(...)`), the next call captures
-    again. Threads may share a manager: each call gets its own embeddings, one replay after the other.
+    While the encoder has forward hooks, items run eagerly, so hooks are called. Copies begin without graphs. Weights
+    may change at any time between calls. The next replay reads new values in the same memory. If the weights have a new
+    address or dtype (`load_state_dict(assign=True)`, `.to(...)`), the next call captures again. Threads may share a
+    manager: each call gets its own embeddings, one replay after the other.
 
     limits: `Limits` of each path. captured: `CapturedBudget` of each (path, budget).
     """
@@ -134,13 +134,13 @@ class EncoderGraphManager:
         policy: str = "optimal",
         progress: bool = True,
     ):
-        """budgets: output tokens per graph; for an encoder of several paths, a mapping from path to these. max_items,
-        max_frames: per replay. What is None is inferred. Inferred budgets double from `min_budget` up to `max_budget`;
-        on a path whose items consist of equal units, they begin with one unit instead.
+        """budgets: output tokens per graph; for an encoder with several paths, a mapping from path to these. max_items,
+        max_frames: per replay. None is inferred. Inferred budgets double from `min_budget` up to `max_budget`; on a
+        path whose items consist of equal units, they begin with one unit instead.
 
         backend: "cuda", "trace" (any device), or "auto" for the one of the encoder's device. policy: see
-        `plan_batches`; "paired" packs items once for several paths. Raises ValueError when limits contradict each
-        other, budgets miss a path, or the backend cannot run here.
+        `plan_batches`; "paired" packs items once for several paths. Raises ValueError if limits contradict each other,
+        budgets miss a path, or the backend cannot run here.
         """
         self.encoder: Any = encoder
         self.paths: Mapping[str, GraphEncoder] = getattr(encoder, "paths", {"": encoder})
@@ -168,7 +168,7 @@ class EncoderGraphManager:
         self._lock, self._of_thread = RLock(), local()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle takes along: no graphs, which belong to the memory of this process."""
+        """Return the state of a copy or a pickle: without graphs, which belong to the memory of this process."""
         with self._lock:
             kept = {name: value for name, value in vars(self).items() if name not in ("_lock", "_of_thread")}
             return kept | {"captured": {}, "_weights": (), "_pool": None, "_last_stream": None}
@@ -182,14 +182,14 @@ class EncoderGraphManager:
             raise ValueError(f"backend: expected one of {('auto', *BACKENDS)}, got {self._wanted_backend!r}")
         on_cuda = self.encoder.device.type == "cuda"
         if self._wanted_backend == "cuda" and not on_cuda:
-            raise ValueError(f"backend: 'cuda' needs an encoder on CUDA, this one is on {self.encoder.device}")
+            raise ValueError(f"backend: 'cuda' needs an encoder on CUDA, got one on {self.encoder.device}")
         return ("cuda" if on_cuda else "trace") if self._wanted_backend == "auto" else self._wanted_backend
 
     def capture(self) -> None:
-        """Capture every budget, a path's largest first, so that smaller graphs reuse its memory. Shows a progress bar.
+        """Capture every budget, each path's largest first, so smaller graphs reuse its memory. Shows a progress bar.
 
-        Does nothing when that has happened with the weights where they are now; else the graphs of the old weights are
-        dropped first. Raises CaptureError when the encoder reads a value back; then no graph is kept.
+        Does nothing if the graphs of the current weights exist; else the graphs of the old weights are
+        dropped first. Raises CaptureError if the encoder reads a value back; then no graph is kept.
         """
         with self._lock:
             weights = baked_in(self.encoder)
@@ -223,41 +223,41 @@ class EncoderGraphManager:
         return CapturedBudget(graph, pixel_values, metadata, output)
 
     def execute(self, pixel_values: Tensor, layouts) -> list[Tensor]:
-        """Encode items, images and videos mixed; one (M, D) tensor each, in the caller's order.
+        """Encode items, images and videos mixed; return one (M, D) tensor each, in the caller's order.
 
-        pixel_values: (N, values) patch rows of all items in order, path by path within each. layouts: what the
-        encoder's `plan` takes: (t, h, w) per item in patches for Qwen and GLM. Captures first when that has not
-        happened. The same as `plan`, then `run`.
+        pixel_values: (N, values) patch rows of all items in order, path by path within each. layouts: the arguments of
+        the encoder's `plan`: (t, h, w) per item in patches for Qwen and GLM. Captures first if there are no graphs
+        yet. The same as `plan`, then `run`.
         """
         return self.run(pixel_values, self.plan(layouts))
 
     @torch.inference_mode()
     def plan(self, layouts) -> GraphPlan:
-        """Pack items into batches and plan each of them; `run` the result before the weights change. Captures first."""
+        """Pack items into batches and plan each; `run` it before the weights change. Captures first if needed."""
         layouts = self.encoder.check_layouts(layouts)
         parts = {(i, path): part for i, layout in enumerate(layouts) for path, part in self._split(layout)}
         sizes = {(i, path): self.paths[path].item_size(part) for (i, path), part in parts.items()}
         with self._lock:
             if not self.captured:
-                self.capture()  # `run` notices when the weights have moved since, and plans again
+                self.capture()  # `run` notices if the weights have moved since, and plans again
             weights = self._weights
         batches = self._without_hooks(self._pack(sizes, len(layouts)))
         metadata = [self.paths[batch.path].plan([parts[i, batch.path] for i in batch.indices]) for batch in batches]
         return GraphPlan(layouts, sizes, batches, metadata, weights)
 
     def _without_hooks(self, batches: list[Batch]) -> list[Batch]:
-        """The batches; eager ones while the encoder has hooks on its forwards, which a replay would not call."""
+        """Return the batches, all eager while the encoder has hooks on its forwards, which a replay would not call."""
         return [replace(batch, budget=None) for batch in batches] if has_hooks(self.encoder) else batches
 
     def _split(self, layout: Hashable) -> list[tuple[str, Hashable]]:
-        """(path, what it is given of an item) for each path that is given anything, in the order of the item's rows."""
+        """Return (path, its part of an item) for each path that has a part, in the order of the item's rows."""
         if "" in self.paths:
             return [("", layout)]
         parts = self.encoder.path_layouts(layout)
         return [(path, parts[path]) for path in self.paths if parts[path] is not None]
 
     def _pack(self, sizes: Mapping[Part, Size], count: int) -> list[Batch]:
-        """Pack all `count` items on each path, or, if the policy is "paired", those that belong together."""
+        """Pack all `count` items on each path, or, if the policy is "paired", group by group."""
         groups: Sequence[Sequence[int]] = [range(count)]
         policy = self.policy
         if policy == "paired":
@@ -275,14 +275,14 @@ class EncoderGraphManager:
 
     @torch.inference_mode()
     def run(self, pixel_values: Tensor, plan: GraphPlan) -> list[Tensor]:
-        """Encode what was planned; one (M, D) tensor per item, in the caller's order. pixel_values: as in `execute`."""
+        """Encode a plan; return one (M, D) tensor per item, in the caller's order. pixel_values: as in `execute`."""
         counts = [patches for patches, _, _ in plan.sizes.values()]
         check_pixel_rows(pixel_values, (("patches", sum(counts)), "values"), self.encoder.device)
         rows = dict(zip(plan.sizes, pixel_values.split(counts), strict=True))
         outputs: dict[Part, Tensor] = {}
         with self._lock:
             self.capture()
-            if plan.weights is not self._weights:  # captured again since it was made
+            if plan.weights is not self._weights:  # captured again after it was made
                 plan = self.plan(plan.layouts)
             self._wait_for_other_streams()
             batches = self._without_hooks(plan.batches)
@@ -306,12 +306,12 @@ class EncoderGraphManager:
         return captured.graph.replay()[: batch.tokens].clone()
 
     def _join(self, outputs: dict[Part, Tensor], item: int) -> Tensor:
-        """(M, D): what the paths made of an item, in the order of its rows."""
+        """Join the paths' results for an item in the order of its rows, (M, D)."""
         parts = [outputs[item, path] for path in self.paths if (item, path) in outputs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _wait_for_other_streams(self) -> None:
-        """The lock orders calls on the host; where threads have streams of their own, the device must wait as well."""
+        """Let the device wait for the last call's stream, because the lock orders calls only on the host."""
         if self.backend == "cuda":
             stream = torch.cuda.current_stream(self.encoder.device)
             if self._last_stream is not None:
@@ -320,21 +320,21 @@ class EncoderGraphManager:
 
     @property
     def last_batches(self) -> list[Batch]:
-        """How the calling thread's last items were packed; code that needs it takes the `batches` of its `plan`."""
+        """The packing of the calling thread's last items; prefer the `batches` of a `plan`."""
         return getattr(self._of_thread, "batches", [])
 
     def path_stats(self) -> dict[str, GraphStats]:
-        """Hits, misses, hit rate and padding waste of each path since `clear`: copies, which do not change later."""
+        """Return hits, misses, hit rate and padding waste of each path since `clear`, as copies."""
         with self._lock:
             return {path: replace(stats) for path, stats in self._stats.items()}
 
     def stats(self) -> GraphStats:
-        """All paths together; an item counts once on each path where it has rows."""
+        """Return the counters of all paths together; an item counts once on each path on which it has rows."""
         counters = [astuple(stats) for stats in self.path_stats().values()]
         return GraphStats(*(sum(of_paths) for of_paths in zip(*counters, strict=True)))
 
     def memory_bytes(self) -> int:
-        """Bytes that the graphs hold: static buffers, and the shared pool on CUDA or all recorded outputs of traces."""
+        """Return the bytes of the graphs: static buffers, and the CUDA pool or all recorded outputs of traces."""
         with self._lock:
             buffers = sum(t.nbytes for captured in self.captured.values() for t in captured.buffers.values())
             graphs = [captured.graph for captured in self.captured.values()]
@@ -342,7 +342,7 @@ class EncoderGraphManager:
             return buffers + recorded + (pool_bytes(self._pool) if graphs and self.backend == "cuda" else 0)
 
     def clear(self) -> None:
-        """Drop all graphs and buffers and give their memory back; the next `execute` captures again."""
+        """Drop all graphs and buffers and free their memory; the next `execute` captures again."""
         with self._lock:
             self._drop()
             self._stats = {name: GraphStats() for name in self.paths}
@@ -363,8 +363,8 @@ def _limits_of(path: GraphEncoder, min_budget: int, max_budget: int | None, **gi
         max_budget = min(largest, MAX_UNITS * unit)
     smallest = max(unit, given["max_items"] or 1)
     if given["budgets"] is None and check_positive_int(max_budget, "max_budget") < smallest:
-        raise ValueError(f"max_budget: must hold one unit of every path, at least {smallest} tokens, got {max_budget}")
+        raise ValueError(f"max_budget: must fit one unit of every path, at least {smallest} tokens, got {max_budget}")
     limits = infer_limits(unit, max_budget, **given)
     if given["max_frames"]:
         return limits
-    return replace(limits, max_frames=max(1, limits.budgets[-1] // unit), frame_tokens=None)  # no longer than a unit
+    return replace(limits, max_frames=max(1, limits.budgets[-1] // unit), frame_tokens=None)  # each has a unit

@@ -1,15 +1,15 @@
-"""Packing: which items share a replay, so that the summed budgets are small.
+"""Packing: the choice of items that share a replay, with a small sum of budgets.
 
-    greedy   a group takes the next item while the largest budget holds it: one look at each item
+    greedy   a group takes the next item while the largest budget fits it: one look at each item
     cut      the sorted items are cut into consecutive groups: the best cut, by dynamic programming
     search   any items may share a group: for few items every partition, by dynamic programming over sets of items
-    fill     for many items: the largest one left is joined by the largest that still fit its budget
-    improve  then a few groups at a time are taken apart, and their items searched
+    fill     for many items: the largest remaining item is joined by the largest items that still fit its budget
+    improve  then a few groups at a time are dissolved, and their items searched
 
 `pack`, the policy "optimal", takes the best of the last four. On 60 random loads of 1 to 24 images, the best cut pads
-9 % of what is computed, and `pack` pads 4 %. It takes a millisecond on average.
+9 % of the computed tokens, and `pack` pads 4 %. It takes a millisecond on average.
 
-An item is (output tokens, frames, patch rows); a group is a list of places in the sorted items, and a packing is a list
+An item is (output tokens, frames, patch rows); a group is a list of indices of sorted items, and a packing is a list
 of groups.
 """
 
@@ -24,12 +24,12 @@ import numpy as np
 
 Item = tuple[int, int, int]
 Group = list[int]
-Value = tuple[int, int]  # summed budgets, number of groups: a packing is better if this is smaller
+Value = tuple[int, int]  # sum of budgets, number of groups: a packing is better if this is smaller
 
 EXACT_ITEMS = 12
-SEARCHED_ITEMS = 10  # of more than these: how many are searched together,
-ROUNDS = 8  # and how often
-MISSES = 16  # how many items a fill may try in vain, because their frames or rows do not fit
+SEARCHED_ITEMS = 10  # how many of a larger number are searched together
+ROUNDS = 8  # and how many times
+MISSES = 16  # items that a fill may try in vain, because their frames or rows do not fit
 COUNT_BASE = 2**8  # more than the groups of a search: a cost is (summed budgets) * COUNT_BASE + (number of groups)
 NEVER = 2**60  # more than any cost
 
@@ -38,8 +38,8 @@ NEVER = 2**60  # more than any cost
 class Capacity:
     """The limits of one replay.
 
-    max_rows: the patch rows that the graph of each budget takes. frames: the most frames of each budget, which do not
-    rise with the budget; empty: max_frames everywhere.
+    max_rows: the patch rows that the graph of each budget fits. frames: the frames that each budget fits, which do not
+    increase with the budget; empty: max_frames for all.
     """
 
     budgets: tuple[int, ...]
@@ -49,29 +49,29 @@ class Capacity:
     frames: tuple[int, ...] = ()
 
     def level(self, count: int, tokens: int, frames: int, rows: int) -> int:
-        """Return the index of the smallest budget that holds so much, or the number of budgets if none does."""
+        """Return the index of the smallest budget that fits these counts, or the number of budgets if none does."""
         if count > self.max_items or frames > self.max_frames:
             return len(self.budgets)
         level = max(bisect.bisect_left(self.budgets, tokens), bisect.bisect_left(self.max_rows, rows))
         return level if frames <= self.frames_at(level) else len(self.budgets)
 
     def frames_at(self, level: int) -> int:
-        """Return the most frames of the budget of this index."""
+        """Return the maximum number of frames of the budget with this index."""
         return self.frames[level] if level < len(self.frames) else self.max_frames
 
     def budget_for(self, items: Sequence[Item]) -> int | None:
-        """Return the smallest budget that holds all of `items`, or None."""
+        """Return the smallest budget that fits all of `items`, or None."""
         level = self.level(len(items), *map(sum, zip(*items, strict=True)))
         return self.budgets[level] if level < len(self.budgets) else None
 
     def value(self, items: Sequence[Item], groups: Iterable[Group]) -> Value:
-        """Return what a packing costs."""
+        """Return the cost of a packing."""
         budgets = [self.budget_for([items[i] for i in group]) or 0 for group in groups]
         return sum(budgets), len(budgets)
 
 
 def greedy(items: Sequence[Item], capacity: Capacity) -> list[Group]:
-    """Pack the sorted items in order: a group ends where the next item no longer fits the largest budget."""
+    """Pack the sorted items in order: a group ends if the next item no longer fits the largest budget."""
     groups: list[Group] = []
     held = (0, 0, 0)
     for i, item in enumerate(items):
@@ -136,7 +136,8 @@ def search(items: Sequence[Item], capacity: Capacity) -> list[Group]:
     """Return the best of all partitions: the smallest summed budgets, then the fewest groups.
 
     Sets of items are bits of an integer. The best cost of a set follows from smaller sets: its last item is in some
-    group, and the best cost of the rest is known by then. Time and memory grow as 3 to the power of the items.
+    group, and the best cost of the rest is already known. Time and memory grow as 3 to the power of the number of
+    items.
     """
     sets = np.arange(1 << len(items))
     members = sets[:, None] >> np.arange(len(items)) & 1
@@ -162,7 +163,7 @@ def search(items: Sequence[Item], capacity: Capacity) -> list[Group]:
 
 @cache
 def _subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(sets, parts): each subset of each set of items below `count`, a power of two; where each set's subsets begin."""
+    """Return (sets, parts), each subset of each set of items below `count`, a power of two; and each set's start."""
     sets = parts = np.zeros(1, dtype=np.int64)
     for i in range(count.bit_length() - 1):
         bit = 1 << i
@@ -173,7 +174,7 @@ def _subsets(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def fill(items: Sequence[Item], capacity: Capacity) -> list[Group]:
-    """Take the largest item left, fill every budget that holds it, keep the one with the least waste, and so on."""
+    """Take the largest remaining item, fill every budget that fits it, keep the least waste, and repeat."""
     left = list(range(len(items)))
     groups: list[Group] = []
     while left:
@@ -187,7 +188,7 @@ def fill(items: Sequence[Item], capacity: Capacity) -> list[Group]:
 
 
 def _fill_one(items: Sequence[Item], left: list[int], capacity: Capacity, level: int) -> tuple[int, int, list[int]]:
-    """Fill one budget from the largest item downwards; returns (waste, minus tokens, places in `left`)."""
+    """Fill one budget from the largest item downwards; return (waste, minus tokens, indices in `left`)."""
     budget = capacity.budgets[level]
     place = len(left) - 1
     held = items[left[place]]
@@ -204,7 +205,7 @@ def _fill_one(items: Sequence[Item], left: list[int], capacity: Capacity, level:
 
 
 def improve(items: Sequence[Item], capacity: Capacity, groups: list[Group]) -> list[Group]:
-    """Take groups apart, by lot and then by their waste, up to SEARCHED_ITEMS, and pack their items in the best way."""
+    """Dissolve up to SEARCHED_ITEMS items' groups, chosen at random or by waste, and repack their items optimally."""
 
     def waste(group: Group) -> int:
         held = [items[i] for i in group]

@@ -1,14 +1,14 @@
 """The trace backend: CUDA-graph semantics on any device, in plain Python.
 
-While a forward runs once, a dispatch mode writes down every ATen operation together with the tensors it touched.
-Replay runs that list again, in place over the same tensors: Python is not executed, sizes and scalars are baked in,
-outputs keep their addresses, and what is not copied into a static buffer is stale. So the mistakes that break a CUDA
-graph break this one too, where they can be looked at. It does not show speed, the shared memory pool, the silent use
+While a forward runs once, a dispatch mode records every ATen operation together with the tensors it used.
+Replay runs that list again, in place over the same tensors. Python is not executed, sizes and scalars are baked in,
+outputs keep their addresses, and inputs that are not copied into a static buffer are stale. So the mistakes that break
+a CUDA graph break this one too, and can be inspected. It does not model speed, the shared memory pool, the silent use
 of freed memory, or copies between host and device.
 
 Views are not replayed: they alias a recorded tensor and see its new contents. `torch.fx` with `make_fx` was the
-alternative; it rebuilds a graph on fresh tensors at every call, so addresses change, nothing is ever stale or
-overwritten, and `.tolist()` is silently baked in - the very things to be shown.
+alternative; it rebuilds a graph on fresh tensors at every call. Then addresses change, nothing is ever stale or
+overwritten, and `.tolist()` is silently baked in - exactly the effects that this backend is meant to show.
 """
 
 import sys
@@ -25,19 +25,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Reading values back to Python does not always reach the dispatcher on a CPU: refuse it by name as well.
+# Reading values back to Python does not always reach the dispatcher on a CPU, so it is refused by name as well.
 READ_BACK = (
     "item", "tolist", "numpy", "cpu", "nonzero", "is_nonzero", "__bool__", "__int__", "__float__", "__index__",
     "__contains__", "__array__", "__dlpack__", "__repr__",
 )  # fmt: skip
 FORBIDDEN_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 ATEN = torch.ops.aten
-ONE_CAPTURE = Lock()  # of the whole process: modes belong to their thread, but torch's tables of operations do not
+ONE_CAPTURE = Lock()  # for the whole process: modes belong to their thread, but torch's tables of operations do not
 INDEXING = (ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default, ATEN._index_put_impl_.default)
 
 
 class CaptureError(RuntimeError):
-    """The forward does something that a graph cannot hold."""
+    """The forward contains an operation that a graph cannot record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +48,22 @@ class Operation:
     args: tuple
     kwargs: dict
     outputs: tuple[Tensor, ...]
-    module: nn.Module | None = None  # whose forward called it
+    module: nn.Module | None = None  # the module whose forward called it
 
     def reads(self, *tensors: Tensor) -> bool:
-        """Whether an argument lies in the memory of one of `tensors`; views of a tensor count as the tensor."""
+        """Return whether an argument is in the memory of one of `tensors`; views of a tensor count as the tensor."""
         memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         return any(tensor.untyped_storage().data_ptr() in memory for tensor in _tensors((self.args, self.kwargs)))
 
     @property
     def is_in_place(self) -> bool:
-        """Whether it writes into its arguments."""
+        """Whether the operation writes into its arguments."""
         return self.function._schema.is_mutable
 
     def replay(self) -> None:
         results = _tensors(self.function(*self.args, **self.kwargs))
         for kept, new in zip(self.outputs, results, strict=True):
-            if new.data_ptr() != kept.data_ptr():  # equal where it wrote in place
+            if new.data_ptr() != kept.data_ptr():  # equal if it wrote in place
                 kept.copy_(new)
 
     def __str__(self) -> str:
@@ -81,11 +81,11 @@ class TraceGraph:
     def capture(self, function: Callable[[], Tensor]) -> Tensor:
         """Run `function` once and record it; copy new contents into the tensors it closes over before `replay`.
 
-        Captures of several threads take turns. Raises CaptureError when `function` reads a value back or a shape
+        Captures of several threads take turns. Raises CaptureError if `function` reads a value back or a shape
         depends on data; then nothing was recorded.
         """
         if self.output is not None:
-            raise CaptureError("capture: this graph already holds a recording")
+            raise CaptureError("capture: this graph already has a recording")
         operations: list[Operation] = []
         with ONE_CAPTURE, _Recorder(operations), refuse_read_back():
             output = function()
@@ -93,7 +93,7 @@ class TraceGraph:
         return output
 
     def replay(self) -> Tensor:
-        """Run the recorded operations on what the buffers hold now; returns the output, at its captured address."""
+        """Run the recorded operations on the buffers' current contents; return the output at its captured address."""
         if self.output is None:
             raise CaptureError("replay: nothing has been captured")
         with torch.inference_mode():
@@ -102,7 +102,7 @@ class TraceGraph:
         return self.output
 
     def memory_bytes(self) -> int:
-        """Bytes held by the recorded outputs, views counted once."""
+        """Return the bytes of the recorded outputs, with views counted once."""
         fresh = [out for operation in self.operations if not operation.is_in_place for out in operation.outputs]
         storages = [out.untyped_storage() for out in fresh]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -110,16 +110,16 @@ class TraceGraph:
 
 @contextmanager
 def refuse_read_back():
-    """Raise CaptureError where something inside reads a value back to Python, or makes a shape depend on data.
+    """Raise CaptureError if code inside reads a value back to Python, or makes a shape depend on data.
 
-    Without inference mode composite operations arrive in parts, so that none hides a part that reads.
+    Without inference mode, composite operations arrive in parts, so none hides a part that reads.
     """
     with _uncompiled(), torch.inference_mode(False), torch.no_grad(), _RefuseByName(), _RefuseByTag():
         yield
 
 
 def _uncompiled() -> AbstractContextManager:
-    """Compiled code runs as it was written: under a dispatch mode torch would drop it for good."""
+    """Run compiled code as written, because under a dispatch mode torch would drop it for good."""
     has_compiler = "torch._dynamo" in sys.modules  # its import takes seconds, and without it nothing is compiled
     return torch.compiler.set_stance("force_eager") if has_compiler else nullcontext()
 
@@ -140,7 +140,7 @@ class _Recorder(TorchDispatchMode):
 
 class _RefuseByTag(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        is_indexing = function in INDEXING  # tagged or not for the sake of boolean masks; integers are known shapes
+        is_indexing = function in INDEXING  # tagged inconsistently because of boolean masks; integers are known
         if _is_masked(args) if is_indexing else any(tag in function.tags for tag in FORBIDDEN_TAGS):
             raise CaptureError(f"capture: {function} needs a value of its input, which a graph cannot read")
         return function(*args, **(kwargs or {}))
@@ -155,7 +155,7 @@ class _RefuseByName(TorchFunctionMode):
 
 
 def _calling_module(frame: FrameType | None) -> nn.Module | None:
-    """The innermost module with a method on the stack: hooks would tell it too, but belong to all threads."""
+    """Return the innermost module with a method on the stack; hooks would find it too, but belong to all threads."""
     while frame is not None:
         is_method = frame.f_code.co_varnames[:1] == ("self",)  # reading its locals keeps them alive until it returns
         if is_method and isinstance(module := frame.f_locals["self"], nn.Module):
@@ -165,14 +165,14 @@ def _calling_module(frame: FrameType | None) -> nn.Module | None:
 
 
 def _is_masked(args: tuple) -> bool:
-    """Whether `x[mask]` or `x[mask] = values` looks up a boolean mask; `x[mask] = 1` is `masked_fill` inside."""
+    """Return whether `x[mask]` or `x[mask] = values` uses a boolean mask; `x[mask] = 1` is `masked_fill` inside."""
     indices, values = args[1], args[2:3]
     has_mask = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
     return has_mask and not (values and values[0].numel() == 1)
 
 
 def _aliases(arguments, result) -> bool:
-    """Whether the result is a view. The schema alone does not tell: `x.to(dtype)` returns x itself or a copy."""
+    """Return whether the result is a view. The schema is not enough: `x.to(dtype)` returns x itself or a copy."""
     memory = {tensor.untyped_storage().data_ptr() for tensor in _tensors(arguments)} - {0}  # 0: an empty tensor
     return any(tensor.untyped_storage().data_ptr() in memory for tensor in _tensors(result))
 

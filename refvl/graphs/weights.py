@@ -1,4 +1,4 @@
-"""How a change of the encoder is noticed: a graph holds addresses and dtypes of its weights, and calls no hooks."""
+"""Detection of changes of an encoder: a graph stores addresses and dtypes of its weights, and calls no hooks."""
 
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -7,18 +7,18 @@ ADAPTER_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "
 
 
 def baked_in(encoder: nn.Module) -> tuple:
-    """Return what a graph of `encoder` depends on, to be compared: it must be captured again when this changes.
+    """Return the values on which a graph of `encoder` depends; if they change, it must be captured again.
 
-    That is where each parameter lies and as what dtype, and which adapters act, how strongly, and which are merged.
+    They are the address and dtype of each parameter, and which adapters are active, how strongly, and which are merged.
     """
     modules = _modules(encoder)
     weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
-    # a list: twice as fast as a generator
+    # a list is twice as fast as a generator
     return (*[(weight.data_ptr(), weight.dtype) for weight in weights], *_switches(modules))
 
 
 def adapter_switches(module: nn.Module) -> list[str]:
-    """Of every layer that PEFT has put into `module`: which adapters act, how strongly, and which are merged."""
+    """Return, for every layer that PEFT has put into `module`, which adapters are active, how strongly, and merged."""
     return _switches(_modules(module))
 
 
@@ -28,13 +28,13 @@ def _switches(modules: list[nn.Module]) -> list[str]:
 
 
 def has_hooks(encoder: nn.Module) -> bool:
-    """Whether a forward of `encoder` calls hooks: functions in Python, which are no part of a graph."""
+    """Return whether a forward of `encoder` calls hooks: functions in Python, which are not part of a graph."""
     of_all = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
     return bool(of_all) or any(module._forward_hooks or module._forward_pre_hooks for module in _modules(encoder))
 
 
 def _modules(encoder: nn.Module) -> list[nn.Module]:
     modules = [encoder]
-    for module in modules:  # grows meanwhile; `Module.modules` takes five times as long
+    for module in modules:  # grows during the loop; `Module.modules` takes five times as long
         modules += [child for child in module._modules.values() if child is not None]
     return modules

@@ -1,1 +1,1 @@
-"""Text models: embeddings and positions in, tokens out; and the configs that transformers has no classes for."""
+"""Text models: from embeddings and positions to tokens; and configs for which transformers has no classes."""

@@ -1,11 +1,11 @@
-"""GLM's text models are transformers'; each says which weights of its checkpoint it does not read."""
+"""GLM's text models are those of transformers; each class lists the weights of its checkpoint that it skips."""
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from refvl.language.model import CausalTextModel
 
 
-# layers after the last that predict several tokens at once: like transformers, refvl skips them
+# the layers after the last one predict several tokens at once; refvl skips them, as transformers does
 class Glm4vMoeTextModel(CausalTextModel):
     """GLM-4.5V and GLM-4.6V."""
 
@@ -18,5 +18,5 @@ class GlmOcrTextModel(CausalTextModel):
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?visual\.", r"layers\.16\."]  # noqa: RUF012
 
 
-# one tensor per expert in the checkpoint, one for all in the model: transformers maps them for the whole model only
+# one tensor per expert in the checkpoint, one for all in the model; transformers maps them only for the whole model
 register_checkpoint_conversion_mapping("glm4v_moe_text", get_checkpoint_conversion_mapping("glm4v_moe"), overwrite=True)

@@ -1,4 +1,4 @@
-"""Kimi K2.5's text model, which is transformers' DeepSeek-V3; tokens are counted one by one."""
+"""Kimi K2.5's text model, which is transformers' DeepSeek-V3; positions count every token."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ VISION = r"^(model\.)?(vision_tower|mm_projector)\."  # names of the tower's wei
 
 
 class KimiK25TextModel(SequentialTextModel):
-    """DeepSeek-V3. The id that a video's tokens have in the prompt lies behind the vocabulary."""
+    """DeepSeek-V3. In the prompt, a video's tokens have an id beyond the vocabulary."""
 
     _keys_to_ignore_on_load_unexpected = [VISION]  # noqa: RUF012
 
     def text_rows(self, ids_L: Tensor) -> Tensor:
-        """(L, W): the embeddings of the ids; of one behind the vocabulary, which a medium's row replaces, the first."""
+        """Return the embeddings of the ids, (L, W); ids beyond the vocabulary, replaced later, get the first row."""
         return super().text_rows(torch.where(ids_L < self.config.vocab_size, ids_L, 0))

@@ -1,4 +1,4 @@
-"""The text part of a checkpoint, strictly: what is missing, misshapen or not finite is said before it answers."""
+"""The text part of a checkpoint, loaded strictly: missing, misshapen or non-finite weights raise an error at once."""
 
 import copy
 import importlib.util
@@ -19,17 +19,17 @@ from transformers.utils import logging
 from refvl.checkpoints import raise_for_weights, weight_headers
 from refvl.language.model import CausalTextModel
 
-# checkpoint name -> wrapper name, as regular expressions: after transformers 4.52, and as vLLM saves them
+# checkpoint name -> wrapper name, as regular expressions: after transformers 4.52, and as saved by vLLM
 KEY_MAPPING = {
     r"^model\.language_model\.": "model.",
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
     r"^llm\.": "",  # MiniCPM-V
 }
-FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # in the words of safetensors
-NO_ADAPTER = "no adapter"  # a folder that is not there: transformers attaches an adapter that it finds beside weights
-PART = "text model"  # as errors call it
-PLACED_BY = {"device_map", "tp_plan", "tp_size", "distributed_config"}  # then transformers puts the weights in place
+FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # the names that safetensors uses
+NO_ADAPTER = "no adapter"  # a folder that does not exist, so transformers finds no adapter to attach
+PART = "text model"  # the word for it in errors
+PLACED_BY = {"device_map", "tp_plan", "tp_size", "distributed_config"}  # with these, transformers places the weights
 
 
 def load_language_model(
@@ -42,13 +42,13 @@ def load_language_model(
     progress: bool = True,
     **kwargs,
 ) -> CausalTextModel:
-    """The text part of the checkpoint in `folder`, strictly.
+    """Load the text part of the checkpoint in `folder`, strictly.
 
     kwargs (`device_map`, `distributed_config`, `attn_implementation`, ...) go to transformers' `from_pretrained`;
-    those that place the weights win over `device`. On CUDA the weights go straight to it where accelerate is installed,
-    else through host memory. Raises ValueError that lists missing, unexpected and misshapen weights, those that
-    are no plain floats (unless a `quantization_config` says how to read them), and those that hold nan or inf. Sizes
-    and dtypes are compared with the headers of the files before memory is taken.
+    those that place the weights override `device`. On CUDA, weights are loaded directly to it if accelerate is
+    installed, else through host memory. Raises ValueError that lists missing, unexpected and misshapen weights, those
+    that are not plain floats (unless a `quantization_config` sets a method), and those with nan or inf. Sizes
+    and dtypes are compared with the headers of the files before memory is allocated.
     """
     if not kwargs.get("quantization_config") and not _says_how_to_read(text_config):
         _check_headers(folder, text_config, model_class)
@@ -65,7 +65,7 @@ def load_language_model(
             use_safetensors=True,
             adapter_kwargs={"subfolder": NO_ADAPTER},
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they can be listed together with the missing ones
+            ignore_mismatched_sizes=True,  # they are listed together with the missing ones
             **kwargs,
         )
     model, info = loaded
@@ -78,7 +78,7 @@ def load_language_model(
 
 
 def _check_groups(quantization_config: Any, text_config: PretrainedConfig, model_class: type[CausalTextModel]) -> None:
-    """Refuse groups of values that share a scale (torchao's `PerGroup`) where rows are no multiple of them."""
+    """Refuse groups of values that share a scale (torchao's `PerGroup`) if they do not divide the rows."""
     layout = getattr(quantization_config, "quant_type", None)
     group = getattr(getattr(layout, "granularity", layout), "group_size", None)
     if not isinstance(group, int) or group < 1:
@@ -98,13 +98,13 @@ def _check_token_ids(folder: Path, config: GenerationConfig) -> None:
 
 
 def _says_how_to_read(text_config: PretrainedConfig) -> bool:
-    """Whether a quantised checkpoint names a method of transformers, which silently ignores those unknown to it."""
+    """Return whether a quantised checkpoint names a method of transformers, which silently ignores unknown ones."""
     method = getattr(text_config, "quantization_config", None)
     return isinstance(method, dict) and "quant_method" in method and AutoHfQuantizer.supports_quant_method(method)
 
 
 def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: type[CausalTextModel]) -> None:
-    """Refuse, from the headers of the files, what could not become the text model; takes no memory."""
+    """Refuse, from the headers of the files, weights that do not fit the text model; allocates no memory."""
     ignored = "|".join(model_class._keys_to_ignore_on_load_unexpected)
     stored = {name: header for name, header in weight_headers(folder).items() if not re.search(ignored, name)}
     no_floats = [f"{name} is {header.dtype}" for name, header in stored.items() if header.dtype not in FLOAT_DTYPES]
@@ -113,12 +113,12 @@ def _check_headers(folder: Path, text_config: PretrainedConfig, model_class: typ
         wanted = model_class._from_config(copy.deepcopy(text_config))
     values = sum(weight.numel() for weight in wanted.parameters())
     there = sum(header.parameter_count for header in stored.values())
-    if values > 2 * there:  # a few that are missing or misshapen are listed by name once the others are loaded
-        raise ValueError(f"{folder}: the config's text model has {values:,} values, the weights are {there:,}")
+    if values > 2 * there:  # a few missing or misshapen weights are listed by name after loading
+        raise ValueError(f"{folder}: the config's text model has {values:,} values, but the weights have {there:,}")
 
 
 def _is_finite(weight: Tensor) -> bool:
-    """By the smallest and the largest value: one pass and no copy; nan becomes both."""
+    """Check the smallest and the largest value, in one pass without a copy; nan becomes both."""
     packed = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)  # torchao's, of several tensors
     if packed or weight.is_meta or weight.dtype.itemsize < 2 or not weight.is_floating_point() or not weight.numel():
         return True  # on disk, or quantised
@@ -128,7 +128,7 @@ def _is_finite(weight: Tensor) -> bool:
 
 @contextmanager
 def progress_bars(wanted: bool) -> Iterator[None]:
-    """transformers' own switch is global: put it back afterwards."""
+    """Set transformers' switch for progress bars, which is global, and restore it afterwards."""
     were_on = logging.is_progress_bar_enabled()
     if not wanted:
         logging.disable_progress_bar()
@@ -147,7 +147,7 @@ def random_language_model(
     model_class: type[CausalTextModel] = CausalTextModel,
     **kwargs,
 ) -> CausalTextModel:
-    """The same model with random weights, at its true shape; on `meta` it costs no memory."""
+    """Build the same model with random weights, at its true shape; on `meta` it needs no memory."""
     built_on = "meta" if torch.device(device).type == "meta" else "cpu"  # the same values on every device
     with torch.device(built_on), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

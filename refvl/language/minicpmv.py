@@ -1,11 +1,11 @@
-"""MiniCPM-V's config.json: one flat object for text, vision and prompts, whose `version` says what is in it.
+"""MiniCPM-V's config.json: one flat object for text, vision and prompts; its `version` tells which keys it has.
 
-The released files name a config class of their own in `auto_map`, code beside the weights that is never executed here:
-`MiniCPMVConfig` reads the same keys, and gives the text model's part as the transformers config of its architecture.
-`refvl.families` says which that is:
+The released files name their own config class in `auto_map`, as code next to the weights, which is never run here.
+`MiniCPMVConfig` reads the same keys and provides the text model's part as the transformers config of its
+architecture, which `refvl.families` chooses:
 
     version   text model             config of transformers
-    2.0       MiniCPM                Granite, whose multipliers say what MiniCPM scales
+    2.0       MiniCPM                Granite, whose multipliers express MiniCPM's scaling
     2.5       Llama 3                Llama
     2.6       Qwen2                  Qwen2
     4.0       MiniCPM4 (as Llama)    Llama, rotary angles with LongRoPE factors
@@ -31,14 +31,14 @@ TEXT_KEYS = (
 
 
 class MiniCPMVConfig(PretrainedConfig):
-    """The whole config.json as attributes, and `text_config`: the part that transformers' text model reads."""
+    """The whole config.json as attributes, with the part for transformers' text model as `text_config`."""
 
     model_type = "minicpmv"
 
     def __init__(self, text_config_class: Callable[..., PretrainedConfig] = PretrainedConfig, **values):
-        """text_config_class: of the version's text model. values: the keys of config.json."""
+        """Split the keys of config.json. text_config_class: the config class of the version's text model."""
         values = {"tie_word_embeddings": False} | values
-        if isinstance(text_config := values.pop("text_config", None), dict):  # both stand in what `to_dict` gives
+        if isinstance(text_config := values.pop("text_config", None), dict):  # `to_dict` returns both
             values["rope_parameters"] = text_config.get("rope_parameters")
         text_config = read_text_config(values, text_config_class)
         values = {key: value for key, value in values.items() if not key.startswith("rope_")}  # text_config has them
@@ -46,18 +46,18 @@ class MiniCPMVConfig(PretrainedConfig):
 
 
 def read_text_config(values: dict, config_class: Callable[..., PretrainedConfig]) -> PretrainedConfig:
-    """The text model's own config from the flat keys of a MiniCPM-V config.json."""
+    """Build the text model's own config from the flat keys of a MiniCPM-V config.json."""
     text = {key: values[key] for key in TEXT_KEYS if values.get(key) is not None}
     rope = {"rope_type": "default", "rope_theta": values.get("rope_theta", 1e4), **(values.get("rope_scaling") or {})}
     return config_class(**text, rope_parameters=values.get("rope_parameters") or rope)
 
 
 def minicpm_config(scale_emb=1.0, scale_depth=1.0, dim_model_base=None, **values) -> GraniteConfig:
-    """MiniCPM's maximal update parametrisation (muP) in Granite's words.
+    """Express MiniCPM's maximal update parametrisation (muP) as a Granite config.
 
-    Embeddings are scaled by scale_emb, what a layer adds to the residual by scale_depth / sqrt(layers), logits by
-    dim_model_base / hidden_size. Granite scales whatever embeddings it is given; in MiniCPM-V those of images are not
-    scaled, so this one factor is left to the embedding itself (`MiniCPMTextModel`).
+    Embeddings are scaled by scale_emb, each layer's residual update by scale_depth / sqrt(layers), logits by
+    dim_model_base / hidden_size. Granite scales all embeddings, but MiniCPM-V does not scale those of images. So the
+    embedding itself applies this one factor (`MiniCPMTextModel`).
     """
     hidden = values["hidden_size"]
     return GraniteConfig(
@@ -70,19 +70,19 @@ def minicpm_config(scale_emb=1.0, scale_depth=1.0, dim_model_base=None, **values
 
 
 class ScaledEmbedding(nn.Embedding):
-    """An embedding whose rows are multiplied by a constant, wherever ids become embeddings."""
+    """An embedding whose rows are multiplied by a constant whenever ids become embeddings."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, scale: float):
         super().__init__(num_embeddings, embedding_dim, padding_idx)
         self.scale = scale
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """(..., ) ids -> (..., D)."""
+        """Embed (..., ) ids as (..., D)."""
         return super().forward(input_ids) * self.scale
 
 
 class MiniCPMVTextModel(SequentialTextModel):
-    """MiniCPM-V 2.5 to 4.5: `llm.` in the checkpoint, beside vision and, in omni releases, speech."""
+    """MiniCPM-V 2.5 to 4.5: `llm.` in the checkpoint, next to vision and, in omni releases, speech."""
 
     _keys_to_ignore_on_load_unexpected = [r"^(vpm|resampler|apm|tts|audio_\w+)\."]  # noqa: RUF012
 
@@ -98,7 +98,7 @@ class MiniCPMTextModel(MiniCPMVTextModel):
         self.post_init()
 
     def forward(self, *args, **kwargs) -> CausalLMOutputWithPast:
-        """As above; logits are divided by hidden_size / dim_model_base, which matters to sampling, not to greedy."""
+        """Run the model and divide its logits by hidden_size / dim_model_base, which affects sampling, not greedy."""
         outputs = super().forward(*args, **kwargs)
         outputs.logits = outputs.logits / self.config.logits_scaling
         return outputs

@@ -1,4 +1,4 @@
-"""The text models of MiniCPM-V 4.6 and 4.7: Qwen3.5's, which transformers has, and how each counts positions."""
+"""The text models of MiniCPM-V 4.6 and 4.7: transformers' Qwen3.5, each with its own rule for positions."""
 
 from collections.abc import Sequence
 
@@ -13,21 +13,21 @@ VISION = r"^(model\.)?(vision_tower|merger)\."  # names of the tower's weights
 
 
 class MiniCPMV4_6TextModel(Qwen3_5TextModel):
-    """Tokens are counted one by one, media included."""
+    """MiniCPM-V 4.6: positions count every token, media included."""
 
     _keys_to_ignore_on_load_unexpected = [VISION, r"^mtp\."]  # noqa: RUF012
 
     def positions(self, ids_L: Tensor, spans: Sequence[MediaSpan]) -> Tensor:
-        """(3, L) int64: 0, 1, 2, ... on every axis."""
+        """Return 0, 1, 2, ... on every axis, (3, L) int64."""
         return torch.arange(len(ids_L)).expand(3, -1)
 
 
 class MiniCPMV4_7TextModel(MiniCPMV4_6TextModel):
-    """An overview and its slices share one canvas."""
+    """MiniCPM-V 4.7: an overview and its slices share one canvas."""
 
     def positions(self, ids_L: Tensor, spans: Sequence[MediaSpan]) -> Tensor:
-        """(3, L) int64 positions on canvases. Raises ValueError where config.json does not name the marks."""
+        """Return positions on canvases, (3, L) int64. Raises ValueError if config.json does not set the separators."""
         marks = CanvasMarks(**{name: getattr(self.config, f"{name}_id") for name in CanvasMarks._fields})
         if spans and None in marks:
-            raise ValueError(f"config.json: image_start_id and its kin must be token ids, got {marks}")
+            raise ValueError(f"config.json: expected token ids for image_start_id and other separators, got {marks}")
         return canvas_positions(ids_L, spans, marks)

@@ -1,8 +1,8 @@
-"""The text model: embeddings and positions in, tokens out.
+"""The text model: from embeddings and positions to tokens.
 
-The language model itself is transformers' own (`AutoModel` of the checkpoint's text config), generation too: KV
-cache, sampling, streaming. What refvl adds is what a vision-language model needs - it is driven with embeddings
-instead of ids, and with (3, B, L) M-RoPE positions that it did not compute - in a wrapper that holds no vision tower.
+The language model is transformers' own (`AutoModel` of the checkpoint's text config), and so is generation: KV
+cache, sampling, streaming. refvl adds a wrapper without a vision tower that a vision-language model needs. It accepts
+embeddings instead of ids, and (3, B, L) M-RoPE positions computed elsewhere.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from refvl.trace import synchronized_time
 
 
 class CausalTextModel(PreTrainedModel, GenerationMixin):
-    """A transformers text model with its output head; `forward` takes embeddings and positions of any rank.
+    """A transformers text model with its output head; `forward` accepts embeddings and positions of any rank.
 
     Parameter names are those of the original checkpoints: `model.layers...`, `model.norm`, `lm_head`.
     """
@@ -31,7 +31,7 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
-    cache_class: ClassVar[type[DynamicCache]] = DynamicCache  # of prompts that are read ahead of `generate`
+    cache_class: ClassVar[type[DynamicCache]] = DynamicCache  # of prompts that are read before `generate`
 
     def __init__(self, config):
         super().__init__(config)
@@ -41,20 +41,20 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
 
     @property
     def row_width(self) -> int:
-        """W, values in the encoder's rows that this model takes: D, its own width.
+        """W, the number of values in the encoder's rows that this model accepts: D, its own width.
 
-        A class whose layers take k deeper features of the tower (deepstack) says D * (1 + k) here, and takes them in
+        A class whose layers accept k DeepStack features returns D * (1 + k) here, and accepts the features in
         `forward` as `deepstack_embeds`.
         """
         return self.config.hidden_size
 
     def text_rows(self, ids_L: Tensor) -> Tensor:
-        """(L, W): the embeddings of the ids, wide enough for a medium's rows."""
+        """Return the embeddings of the ids, (L, W), wide enough for the rows of media."""
         text_LD = self.get_input_embeddings()(ids_L.to(self.device))
         return F.pad(text_LD, (0, self.row_width - text_LD.shape[1]))
 
     def positions(self, ids_L: Tensor, spans: Sequence[MediaSpan]) -> Tensor:
-        """(3, L) int64 positions of a prompt with media at `spans`: M-RoPE."""
+        """Return the positions of a prompt with media at `spans`, (3, L) int64: M-RoPE."""
         return mrope_positions(len(ids_L), spans)
 
     def prepare_inputs_for_generation(  # type: ignore[override]  # transformers calls it by names
@@ -66,10 +66,10 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         deepstack_embeds=None,
         **kwargs,
     ) -> dict[str, Any]:
-        """transformers', which would hand the prompt's deeper features to the decode steps as well.
+        """Drop the prompt's DeepStack features for decode steps, to which transformers would pass them, too.
 
-        transformers looks for the names of the arguments, to know what a model takes. Tokens that are in the cache do
-        not go through the model again: transformers' assisted decoding would run the prompt twice.
+        transformers inspects the argument names to find out what a model accepts. Cached tokens do not run through the
+        model again; transformers' assisted decoding would run the prompt twice.
         """
         base: Any = super()
         if inputs_embeds is None and past_key_values is not None:
@@ -83,7 +83,7 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
     def _expand_inputs_for_generation(  # type: ignore[override]  # transformers calls it by names
         self, expand_size: int = 1, position_ids: Tensor | None = None, **kwargs
     ) -> tuple[Tensor, dict[str, Any]]:
-        """transformers', which in 5.17 repeats positions along their first axis for beams: prompts are the second."""
+        """Expand positions for beams along the prompts' axis; transformers 5.17 repeats them along the first axis."""
         base: Any = super()
         input_ids, inputs = base._expand_inputs_for_generation(expand_size=expand_size, **kwargs)
         if position_ids is not None:
@@ -91,7 +91,7 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         return input_ids, inputs
 
     def model_positions(self, position_ids: Tensor | None) -> Tensor | None:
-        """What transformers' model inside takes of (3, B, L) positions: all three axes."""
+        """Return the positions that transformers' inner model accepts, of (3, B, L): all three axes."""
         return position_ids
 
     def forward(
@@ -104,7 +104,7 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        """(B, L, D) embeddings, (3, B, L) positions -> logits (B, L or logits_to_keep, vocabulary)."""
+        """Return logits (B, L or logits_to_keep, vocabulary) for (B, L, D) embeddings and (3, B, L) positions."""
         outputs = self.model(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
@@ -124,26 +124,26 @@ class CausalTextModel(PreTrainedModel, GenerationMixin):
 
 
 class SequentialTextModel(CausalTextModel):
-    """A text model that counts tokens one by one, media included: the three axes are the same."""
+    """A text model whose positions count every token, media included: the three axes are equal."""
 
     def positions(self, ids_L: Tensor, spans: Sequence[MediaSpan]) -> Tensor:
-        """(3, L) int64: 0, 1, 2, ... on every axis."""
+        """Return 0, 1, 2, ... on every axis, (3, L) int64."""
         return torch.arange(len(ids_L)).expand(3, -1)
 
     def model_positions(self, position_ids: Tensor | None) -> Tensor | None:
-        """(B, L): one of the axes."""
+        """Return one of the axes, (B, L)."""
         return position_ids if position_ids is None or position_ids.ndim < 3 else position_ids[0]
 
 
 class TokenTimer(BaseStreamer):
-    """When tokens came: transformers calls `put` with the prompt when generation begins, then with every new token."""
+    """The times of tokens: transformers calls `put` with the prompt as generation begins, then for every new token."""
 
     def __init__(self, device: torch.device | None, listener: BaseStreamer | None = None):
-        """listener: a streamer that hears the same."""
+        """listener: a streamer that receives the same calls."""
         self.device = device
         self.listener = listener
         self.times: list[float] = []
-        self.tokens: list[int] = []  # per call; several new ones where drafts were accepted
+        self.tokens: list[int] = []  # per call; several new ones if drafts were accepted
 
     def put(self, value: Tensor) -> None:
         self.times.append(synchronized_time(self.device))
@@ -166,20 +166,21 @@ def generate(
     max_new_tokens: int,
     **options,
 ) -> GenerateOutput:
-    """transformers' output, whose `sequences` are the new ids (B * num_return_sequences, at most max_new_tokens).
+    """Return transformers' output, whose `sequences` are the new ids (B * num_return_sequences, max_new_tokens or
+    fewer).
 
-    input_ids: (B, L), of the prompt: a repetition penalty counts them. positions: (3, B, L) int64; decode steps go on
+    input_ids: (B, L) of the prompt; a repetition penalty counts them. positions: (3, B, L) int64; decode steps continue
     at the last position + 1 on every axis, so the prompt must end in text. attention_mask: (B, L), 0 for left padding.
-    options: those of transformers' `generate` (`do_sample`, `num_beams`, ...), greedy without them, with the prompt's
-    `inputs_embeds` (B, L, D) and, for layers that take DeepStack features, `deepstack_embeds` (B, L, W - D), see
-    `row_width`; or with `past_key_values`, of all tokens but the last.
+    options: those of transformers' `generate` (`do_sample`, `num_beams`, ...); the default is greedy. They include the
+    prompt's `inputs_embeds` (B, L, D) and, for layers that accept DeepStack features, `deepstack_embeds` (B, L, W - D),
+    see `row_width`; or else `past_key_values` of all tokens but the last.
     """
     if options.get("generation_config") is None:
         options = {"do_sample": False} | options
-        if not options["do_sample"]:  # the checkpoint's sampling defaults mean nothing to greedy decoding
+        if not options["do_sample"]:  # greedy decoding does not use the checkpoint's sampling defaults
             options = {"temperature": None, "top_p": None, "top_k": None} | options
     output: Any = GenerationMixin.generate(
-        language_model,  # type: ignore[arg-type]  # transformers asks for a protocol that its own base class misses
+        language_model,  # type: ignore[arg-type]  # transformers requires a protocol that its own base class lacks
         input_ids=input_ids,
         position_ids=positions,
         attention_mask=attention_mask,

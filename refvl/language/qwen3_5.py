@@ -1,4 +1,4 @@
-"""Qwen3.5's text models are transformers'; here is what their linear-attention layers need for drafted tokens."""
+"""Qwen3.5's text models are those of transformers; this file lets linear-attention layers undo drafted tokens."""
 
 import copy
 from typing import Any
@@ -9,33 +9,33 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from refvl.language.model import CausalTextModel
 
-READ_AGAIN = 32  # accepted tokens that a forward reads once more beside new drafts, before they get one of their own
+READ_AGAIN = 32  # accepted tokens that are re-read together with new drafts; more get a forward of their own
 
 
 class RewindingCache(DynamicCache):
-    """A cache that can take drafted tokens back from linear-attention layers.
+    """A cache that can remove drafted tokens from linear-attention layers.
 
-    Such a layer keeps one recurrent state for all tokens that it has read. transformers 5.17 to 5.23 crop keys, values
-    and convolution states, but leave that state, rejected drafts included. Here every state is copied before each
-    forward. `crop` returns to the last copy without a rejected token; the accepted tokens after it are read again.
+    Such a layer has one recurrent state for all tokens that it has read. transformers 5.17 to 5.23 crop keys, values
+    and convolution states, but not that state, which then includes rejected drafts. Here every state is copied before
+    each forward. `crop` returns to the last copy without a rejected token; the accepted tokens after it are re-read.
     """
 
     copies: list[tuple[int, dict[int, Any]]] | None = None  # (tokens, linear layers) before each forward since `crop`
-    behind: int = 0  # accepted tokens that have to be read again
+    behind: int = 0  # accepted tokens that have to be re-read
 
     def activate_past_recording(self) -> None:
-        """transformers calls this before it drafts tokens; without drafts nothing is copied."""
+        """Start copying: transformers calls this before it drafts tokens; without drafts nothing is copied."""
         self.copies = []
 
     def remember(self) -> None:
-        """Copy the states of the linear layers, to which `crop` may return."""
+        """Copy the states of the linear layers, so `crop` can return to them."""
         if self.copies is not None:
             layers = enumerate(self.layers)
             linear = {i: copy.deepcopy(x) for i, x in layers if isinstance(x, LinearAttentionCacheLayerMixin)}
             self.copies.append((self.get_seq_length(), linear))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back at least the last tokens; tokens_to_remove: minus their number, as transformers has it."""
+        """Remove at least the last tokens; tokens_to_remove: minus their number, as in transformers."""
         total, self.behind = self.get_seq_length(), 0
         if tokens_to_remove:
             wanted = total - abs(tokens_to_remove)
@@ -51,13 +51,13 @@ class RewindingCache(DynamicCache):
 
 
 class Qwen3_5TextModel(CausalTextModel):
-    """Dense or with experts; the layer that predicts several tokens at once is skipped, as in transformers."""
+    """Dense or MoE; the layer that predicts several tokens at once is skipped, as in transformers."""
 
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?visual\.", r"^mtp\."]  # noqa: RUF012
     cache_class = RewindingCache
 
     def forward(self, *args, **kwargs):
-        """As in `CausalTextModel`; accepted drafts that have to be read again, if many, get a forward of their own."""
+        """Run as in `CausalTextModel`; if many accepted drafts have to be re-read, they get a forward of their own."""
         cache = kwargs.get("past_key_values")
         if isinstance(cache, RewindingCache):
             if (again := cache.behind) > READ_AGAIN:
@@ -69,9 +69,9 @@ class Qwen3_5TextModel(CausalTextModel):
         return super().forward(*args, **kwargs)
 
     def model_positions(self, position_ids: Tensor | None) -> Tensor | None:
-        """As in `CausalTextModel`. Raises ValueError for packed prompts (`refvl.positions.pack`)."""
+        """Return positions as in `CausalTextModel`; raise ValueError for packed prompts (`refvl.positions.pack`)."""
         if position_ids is not None and len(position_ids) == 4:
             raise ValueError(
-                "position_ids: Qwen3.5's linear-attention layers would mix packed prompts, give each alone"
+                "position_ids: expected one prompt, because Qwen3.5's linear-attention layers would mix packed prompts"
             )
         return position_ids

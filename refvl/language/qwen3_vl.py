@@ -1,4 +1,4 @@
-"""Qwen3-VL's text models are transformers'; here is what their checkpoints and deeper features need."""
+"""Qwen3-VL's text models are those of transformers; this file adds DeepStack features and a weight mapping."""
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
@@ -6,7 +6,7 @@ from refvl.language.model import CausalTextModel
 
 
 class Qwen3VLTextModel(CausalTextModel):
-    """Dense or with experts. The first layers each add the features of an earlier block of the tower (deepstack)."""
+    """Dense or MoE. The first layers each add the features of an earlier block of the tower (DeepStack)."""
 
     @property
     def row_width(self) -> int:
@@ -14,7 +14,7 @@ class Qwen3VLTextModel(CausalTextModel):
         return self.config.hidden_size * (1 + self.config.deepstack_layers)
 
     def forward(self, *args, deepstack_embeds=None, **kwargs):
-        """As in `CausalTextModel`. deepstack_embeds: (B, L, D * k), i-th D added behind layer i."""
+        """Run as in `CausalTextModel`. deepstack_embeds: (B, L, D * k); the i-th D are added after layer i."""
         if deepstack_embeds is not None:
             visual_BL = deepstack_embeds.any(-1)
             features = deepstack_embeds[visual_BL].split(self.config.hidden_size, dim=-1)
@@ -22,7 +22,7 @@ class Qwen3VLTextModel(CausalTextModel):
         return super().forward(*args, **kwargs)
 
 
-# released experts lie transposed, in one tensor: transformers maps them for the whole model only
+# released experts are transposed, in one tensor; transformers maps them only for the whole model
 register_checkpoint_conversion_mapping(
     "qwen3_vl_moe_text", get_checkpoint_conversion_mapping("qwen3_vl_moe"), overwrite=True
 )

@@ -1,7 +1,7 @@
-"""Step3's config.json, which transformers (up to 5.23) has no classes for.
+"""Step3's config.json, for which transformers (up to 5.23) has no classes.
 
-The keys and the defaults are those of the released file; data/configs/README.md traces the defaults. The end of this
-file registers the three `model_type`s: then `AutoConfig` and `AutoTokenizer` read a Step3 folder like any other.
+The keys and the defaults are those of the released file; data/configs/README.md documents the defaults. The end of
+this file registers the three `model_type`s, so `AutoConfig` and `AutoTokenizer` can read a Step3 folder.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from refvl.printing import printable
 
 
 class Step3TextConfig(PretrainedConfig):
-    """Sizes of the language model. `moe_layers_enum` lists the layers that hold experts: "4,5,6", or [4, 5, 6]."""
+    """Sizes of the language model. `moe_layers_enum` lists the MoE layers: "4,5,6", or [4, 5, 6]."""
 
     model_type = "step3_text"
     base_config_key = "text_config"
-    attribute_map = {  # noqa: RUF012  what transformers calls it: what the file calls it
+    attribute_map = {  # noqa: RUF012  the name in transformers: the name in the file
         "max_position_embeddings": "max_position_embedding",
         "num_key_value_heads": "num_attention_groups",
     }
@@ -48,7 +48,7 @@ class Step3TextConfig(PretrainedConfig):
 
     @property
     def moe_layers(self) -> frozenset[int]:
-        """Numbers of the layers that hold experts; without `moe_layers_enum` all but the first, as upstream."""
+        """The numbers of the MoE layers; without `moe_layers_enum` all but the first, as upstream."""
         if self.moe_layers_enum is None:
             return frozenset(range(1, self.num_hidden_layers))
         listed = self.moe_layers_enum
@@ -73,7 +73,7 @@ class Step3VisionEncoderConfig(PretrainedConfig):
     num_channels: int = 3
     image_size: int = 728
     patch_size: int = 14
-    crop_size: int = 504  # this and the next are constants of the released code; small checkpoints state others
+    crop_size: int = 504  # this and the next are constants of the released code; small checkpoints set others
     max_side: int = 3024
     hidden_act: str = "quick_gelu"
     layer_norm_eps: float = 1e-5
@@ -101,17 +101,17 @@ class Step3VLConfig(PretrainedConfig):
 
 
 def check_config(config: Step3TextConfig) -> None:
-    """Raise ValueError, naming the key, for a text model that is not built here."""
+    """Raise ValueError, naming the key, for a text model that is not supported."""
     if config.num_attention_groups != 1:
-        raise ValueError(f"num_attention_groups: MFA has one key-value head, got {config.num_attention_groups}")
+        raise ValueError(f"num_attention_groups: expected 1, as in MFA, got {config.num_attention_groups}")
     if (rope_type := (config.rope_parameters or {}).get("rope_type", "default")) != "default":
-        raise ValueError(f"rope_parameters: only rope_type 'default' is built here, got {rope_type!r}")
+        raise ValueError(f"rope_parameters: expected rope_type 'default', got {rope_type!r}")
     if (router := getattr(config, "moe_router_activation", "softmax")) != "softmax":
-        raise ValueError(f"moe_router_activation: Step3's router is a softmax, got {router!r}")
+        raise ValueError(f"moe_router_activation: expected 'softmax', got {router!r}")
     if unknown := sorted(n for n in config.moe_layers if not 0 <= n < config.num_hidden_layers):
-        raise ValueError(f"moe_layers_enum: there are {config.num_hidden_layers} layers, got {unknown}")
+        raise ValueError(f"moe_layers_enum: expected some of the {config.num_hidden_layers} layers, got {unknown}")
     if check_positive_int(config.moe_top_k, "moe_top_k") > config.moe_num_experts:
-        raise ValueError(f"moe_top_k: {config.moe_top_k} of {config.moe_num_experts} experts cannot be chosen")
+        raise ValueError(f"moe_top_k: expected at most all experts, got {config.moe_top_k} of {config.moe_num_experts}")
 
 
 for _config in (Step3TextConfig, Step3VisionEncoderConfig, Step3VLConfig):

@@ -1,4 +1,4 @@
-"""Step3's text model, which transformers (up to 5.23) has no class for, read downward; `step3_config` has its sizes.
+"""Step3's text model, top down, for which transformers (up to 5.23) has no class; `step3_config` has its sizes.
 
     embeddings (B, L, D)
       -> layers:  x + attention(RMSNorm(x))
@@ -6,8 +6,8 @@
                   x + share_expert(y) + moe(y), y = RMSNorm(x)  in a layer of `moe_layers_enum`
       -> RMSNorm -> (B, L, D)
 
-Multi-matrix factorisation attention (MFA, arXiv 2412.19255) spends its width on queries: 64 heads of 256 read one
-key-value head, so that the cache holds as little as two vectors of 256 per token and layer. The query of that width is
+Multi-matrix factorisation attention (MFA, arXiv 2412.19255) has many query heads: 64 heads of 256 share one
+key-value head, so the cache has only two vectors of 256 per token and layer. The query of that width is
 low-rank: 7168 -> 2048 (`q_proj`), RMSNorm (`inter_norm`), -> 64 * 256 (`wq`).
 
 The cache, masks, attention kernels and generation are transformers'; refvl/language/model.py puts the head on top.
@@ -33,7 +33,7 @@ from refvl.positions.rotary import rotate
 
 
 class Step3ForCausalLM(SequentialTextModel):
-    """Step3: the text model is refvl's own."""
+    """Step3, with refvl's own text model."""
 
     _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
         r"^(model\.)?(vision_model|vit_downsampler2?|vit_large_projector)\."
@@ -41,7 +41,7 @@ class Step3ForCausalLM(SequentialTextModel):
 
 
 class Step3TextModel(PreTrainedModel):
-    """Embeddings or ids in, hidden states out; transformers loads, places and caches it as its own models."""
+    """From embeddings or ids to hidden states; transformers loads, places and caches it like its own models."""
 
     config: Step3TextConfig
     config_class = Step3TextConfig
@@ -76,14 +76,14 @@ class Step3TextModel(PreTrainedModel):
         use_cache: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """(B, L) ids or (B, L, D) embeddings -> hidden states (B, L, D).
+        """Return hidden states (B, L, D) of (B, L) ids or (B, L, D) embeddings.
 
-        position_ids: (B, L), by default those behind the cache. attention_mask: (B, cached + L), 0 for padding.
+        position_ids: (B, L), by default those after the cache. attention_mask: (B, cached + L), 0 for padding.
         kwargs: `output_hidden_states` and `output_attentions` (with eager attention), as in transformers' models.
         Raises ValueError unless exactly one of input_ids and inputs_embeds is given.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("inputs_embeds: give either input_ids or inputs_embeds")
+            raise ValueError("inputs_embeds: expected either input_ids or inputs_embeds, got both or neither")
         x_BLD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
@@ -101,7 +101,7 @@ class Step3TextModel(PreTrainedModel):
 
 
 def text_rotary(position_ids: Tensor, config: Step3TextConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Turn (B, L) positions into the factors of `rotate`, (B, 1, L, K) each: cosines twice; minus the sines, the sines.
+    """Turn (B, L) positions into the factors of `rotate`, (B, 1, L, K) each: cos twice, and -sin followed by sin.
 
     Angles are computed in float32, whatever the model's dtype.
     """
@@ -113,7 +113,7 @@ def text_rotary(position_ids: Tensor, config: Step3TextConfig, dtype: torch.dtyp
 
 
 class Step3TextDecoderLayer(nn.Module):
-    """A dense layer has `mlp`, a layer of `moe_layers_enum` has `moe` and `share_expert`: checkpoint names differ."""
+    """A dense layer with `mlp`, or a layer of `moe_layers_enum` with `moe` and `share_expert`, as in checkpoints."""
 
     def __init__(self, config: Step3TextConfig, layer_idx: int):
         super().__init__()
@@ -137,7 +137,7 @@ class Step3TextDecoderLayer(nn.Module):
 
 
 class Step3TextAttention(nn.Module):
-    """MFA: a low-rank query of H heads, one head of keys and values for all of them."""
+    """MFA: a low-rank query of H heads, and one head of keys and values for all of them."""
 
     is_causal = True
 
@@ -147,7 +147,7 @@ class Step3TextAttention(nn.Module):
         self.config = config  # transformers' kernels read it
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
-        self.num_key_value_groups = heads  # transformers' kernels ask how many heads share one of keys and values
+        self.num_key_value_groups = heads  # transformers' kernels need the number of query heads per key-value head
         self.q_proj = nn.Linear(hidden, config.share_q_dim, bias=False)
         self.k_proj = nn.Linear(hidden, self.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden, self.head_dim, bias=False)
@@ -158,14 +158,14 @@ class Step3TextAttention(nn.Module):
     def forward(
         self, x_BLD: Tensor, rotary: tuple[Tensor, Tensor], mask, past_key_values=None, **kwargs
     ) -> tuple[Tensor, Tensor | None]:
-        """What is added to x (B, L, D), and the weights (B, H, L, all keys) where the implementation has them."""
+        """Return the update of x (B, L, D), and the weights (B, H, L, all keys) if the implementation provides them."""
         q_BLR = self.inter_norm(self.q_proj(x_BLD))
         q_BHLK = self.wq(q_BLR).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k_B1LK = self.k_proj(x_BLD)[:, None]
         v_B1LK = self.v_proj(x_BLD)[:, None]
         qk_BHLK = rotate(torch.cat([q_BHLK, k_B1LK], dim=1), *rotary)  # in one pass: half as many kernels
         q_BHLK, k_B1LK = qk_BHLK.tensor_split([-1], dim=1)
-        if past_key_values is not None:  # from here on L of keys and values counts what came before, too
+        if past_key_values is not None:  # from here on, L of keys and values includes the cached tokens
             k_B1LK, v_B1LK = past_key_values.update(k_B1LK, v_B1LK, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         out_BLHK, weights = attend(self, q_BHLK, k_B1LK, v_B1LK, mask, scaling=self.head_dim**-0.5, **kwargs)
@@ -173,7 +173,7 @@ class Step3TextAttention(nn.Module):
 
 
 class Step3TextMoE(nn.Module):
-    """Softmax over all experts, the best `moe_top_k` of them, weighted by what the softmax gave them.
+    """A softmax over all experts, of which the best `moe_top_k` are summed, weighted by their probabilities.
 
     These weights sum to less than one; `norm_expert_weight` divides them by their sum.
     """
@@ -189,36 +189,36 @@ class Step3TextMoE(nn.Module):
         self.down_proj = ExpertLinear(experts, intermediate, hidden)
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """(T, top_k) weights and (T, top_k) numbers of the experts chosen; the softmax is in float32."""
+        """Return the weights and the numbers of the chosen experts, (T, top_k) each; the softmax is in float32."""
         weights, chosen = self.gate(x_TD).softmax(-1, dtype=torch.float32).topk(self.top_k, dim=-1)
         if self.norm_expert_weight:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(x_TD.dtype), chosen
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        """Rows sorted by expert, so that each reads its own in one piece: C = T * top_k of them."""
+        """Sort rows by expert, so each expert reads its own rows in one piece, C = T * top_k in total."""
         x_TD = x_BLD.flatten(0, -2)
         weights, chosen = self.route(x_TD)
         experts_C, order = chosen.flatten().sort(stable=True)
         numbers_E = torch.arange(len(self.gate_proj.weight), device=order.device)
         ends_E = torch.searchsorted(experts_C, numbers_E, right=True, out_int32=True)
         has_grouped_matmul = x_TD.dtype == torch.bfloat16 and is_ampere(x_TD.device)
-        ends = ends_E if has_grouped_matmul else ends_E.tolist()  # the one value read back
+        ends = ends_E if has_grouped_matmul else ends_E.tolist()  # the one value that is read back
         x_CD = x_TD[order // self.top_k]
         hidden = F.silu(self.gate_proj(x_CD, ends)) * self.up_proj(x_CD, ends)
-        out_CD = torch.empty_like(x_CD).index_copy(0, order, self.down_proj(hidden, ends))  # as they were chosen
+        out_CD = torch.empty_like(x_CD).index_copy(0, order, self.down_proj(hidden, ends))  # in the order of the choice
         return (weights[:, None] @ out_CD.unflatten(0, (-1, self.top_k))).view_as(x_BLD)
 
 
 class ExpertLinear(nn.Module):
-    """One matrix per expert in one tensor (E, out, in), as the checkpoint stores them."""
+    """One matrix per expert, all in one tensor (E, out, in), as in the checkpoint."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
 
     def forward(self, x_CI: Tensor, ends: Tensor | list[int]) -> Tensor:
-        """(C, in) rows, expert by expert -> (C, out). ends: where each expert's end; a tensor for a grouped matmul."""
+        """Map (C, in) rows, sorted by expert, to (C, out). ends: the end of each expert's rows; a tensor if grouped."""
         if isinstance(ends, Tensor):
             return F.grouped_mm(x_CI, self.weight.mT, offs=ends)
         pieces = zip(x_CI.tensor_split(ends[:-1]), self.weight, strict=True)
@@ -226,7 +226,7 @@ class ExpertLinear(nn.Module):
 
 
 class Step3TextMLP(nn.Module):
-    """SwiGLU: of a dense layer, and the expert that every token visits."""
+    """SwiGLU, for a dense layer and for the expert that every token uses."""
 
     def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
@@ -238,6 +238,6 @@ class Step3TextMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-# whose outputs transformers collects for `output_hidden_states` and `output_attentions`
+# transformers collects their outputs for `output_hidden_states` and `output_attentions`
 Step3TextModel._can_record_outputs = {"hidden_states": Step3TextDecoderLayer, "attentions": Step3TextAttention}
 AutoModel.register(Step3TextConfig, Step3TextModel, exist_ok=True)

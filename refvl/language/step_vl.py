@@ -1,4 +1,4 @@
-"""Step3-VL-10B's config.json, and the text models of both releases, which are transformers': Qwen3 and Step-3.7's.
+"""Step3-VL-10B's config.json, and the text models of both releases, transformers' Qwen3 and Step-3.7.
 
 transformers has no class for `step_robotics`, the model_type of Step3-VL-10B.
 """
@@ -27,7 +27,7 @@ class PerceptionEncoderConfig(PretrainedConfig):
     num_channels: int = 3
     image_size: int = 728
     patch_size: int = 14
-    crop_size: int = 504  # this and the next are constants of the released code; small checkpoints state others
+    crop_size: int = 504  # this and the next are constants of the released code; small checkpoints set others
     max_side: int = 3024
     hidden_act: str = "quick_gelu"
     layer_norm_eps: float = 1e-5
@@ -63,21 +63,21 @@ class StepVLTextModel(SequentialTextModel):
 
 
 class Step37TextModel(SequentialTextModel):
-    """Step-3.7; the layers after the last, which predict several tokens at once, are skipped, as in transformers."""
+    """Step-3.7; the layers after the last one, which predict several tokens, are skipped, as in transformers."""
 
     _keys_to_ignore_on_load_unexpected = [VISION, r"layers\.(45|46|47)\."]  # noqa: RUF012
 
     def __init__(self, config):
-        from transformers.models.step3p7 import modeling_step3p7  # here: few need it
+        from transformers.models.step3p7 import modeling_step3p7  # here: few callers need it
 
-        config.allow_global_per_layer_attribute_access = True  # `refvl info` asks for heads; sliding layers have others
+        config.allow_global_per_layer_attribute_access = True  # `refvl info` reads the heads; sliding layers differ
         PreTrainedModel.__init__(self, config)
-        self.model = modeling_step3p7.Step3p7TextModel(config)  # `AutoModel` knows it as a part of the whole model only
+        self.model = modeling_step3p7.Step3p7TextModel(config)  # `AutoModel` knows it only as a part of the whole model
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
 
-# one tensor for all experts, in three parts in the checkpoint: transformers maps them for the whole model only
+# one tensor for all experts, in three parts in the checkpoint; transformers maps them only for the whole model
 _mapping = get_checkpoint_conversion_mapping("step3p7") or []
 _experts = [rule for rule in _mapping if re.search(r"moe|share_expert", "".join(rule.source_patterns))]
 register_checkpoint_conversion_mapping(Step37TextModel.__name__, _experts, overwrite=True)

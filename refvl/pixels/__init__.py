@@ -1,1 +1,1 @@
-"""From files and arrays to patch rows: decoding, and how each family cuts a picture. Knows nothing of models."""
+"""From files and arrays to patch rows: decoding, and how each family cuts an image. Imports nothing from models."""

@@ -4,7 +4,7 @@
     patch_rows, unpatchify            pixels -> rows in merge-block order, and back
     smart_resize, count_tokens        sizes alone, without touching a pixel
 
-The steps themselves trust their arguments. `plan_grid`, which is checked too, is among them.
+The steps themselves trust their arguments, except `plan_grid`, which checks them.
 """
 
 import math
@@ -24,9 +24,9 @@ from refvl.pixels.patches import PatchConfig, cut_rows, fit_budget, levels_of_fr
 def smart_resize(
     height: int, width: int, *, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 28 * 28 * 1280
 ) -> tuple[int, int]:
-    """Return the (height, width) to resize to: multiples of `factor`, area within the budget, ratio as near as can be.
+    """Return the (height, width) to resize to: multiples of `factor`, area within the budget, ratio nearly unchanged.
 
-    An image too large is rounded down, one too small rounded up, so that the budget holds; a thin one may stay above
+    Larger images are rounded down and smaller ones up, so the area stays within the budget. A thin image may exceed
     max_pixels, because no side goes below `factor`. Raises ValueError for an aspect ratio above 200.
 
     >>> smart_resize(427, 640)
@@ -37,12 +37,12 @@ def smart_resize(
 
 
 def count_tokens(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> int:
-    """Return how many tokens of the language model an image or a video of this size takes, without marks around it."""
+    """Return how many language-model tokens an image or a video of this size takes, without special tokens."""
     return math.prod(plan_grid(height, width, config, num_frames)) // config.merge_size**2
 
 
 def patchify_image(image, config: PatchConfig) -> tuple[Tensor, Grid]:
-    """Anything `load_image` takes -> (patches (N, C*Tp*P*P) float32, (1, h, w)).
+    """Turn an image, of any kind that `load_image` accepts, into (patches (N, C*Tp*P*P) float32, (1, h, w)).
 
     Raises ValueError for an aspect ratio above 200.
     """
@@ -51,32 +51,32 @@ def patchify_image(image, config: PatchConfig) -> tuple[Tensor, Grid]:
 
 
 def patchify_video(frames, config: PatchConfig) -> tuple[Tensor, Grid]:
-    """Sampled frames, (T, H, W, 3) uint8 or anything `as_frames` takes -> (patches (N, C*Tp*P*P) float32, (t, h, w)).
+    """Turn sampled frames, (T, H, W, 3) uint8 or as in `as_frames`, into (patches (N, C*Tp*P*P) float32, (t, h, w)).
 
-    Raises ValueError for no frames and for an aspect ratio above 200.
+    Raises ValueError if there are no frames, and for an aspect ratio above 200.
     """
     levels, grid = levels_of_frames(as_frames(frames), config)
     return levels.normalize(), grid
 
 
 def patch_rows(pixels: Tensor, config: PatchConfig) -> tuple[Tensor, Grid]:
-    """(T, C, H, W) -> (patches (N, C*Tp*P*P), (t, h, w)), rows in merge-block order, see `cut_rows`.
+    """Cut (T, C, H, W) into (patches (N, C*Tp*P*P), (t, h, w)), rows in merge-block order, see `cut_rows`.
 
-    Raises ValueError if H or W is no multiple of P * m.
+    Raises ValueError if H or W is not a multiple of P * m.
     """
     check_shape(pixels, ("T", 3, "H", "W"), "pixels")
     T, _, H, W = pixels.shape
     if T == 0 or H % config.factor or W % config.factor or not H * W:
-        needs = f"needs frames, and sides in multiples of {config.factor}"
+        needs = f"expected frames, and sides in multiples of {config.factor}"
         raise ValueError(f"pixels: {needs}, got {tuple(pixels.shape)}")
     rows, grid = cut_rows(pixels, config, config.temporal_patch_size)
     return rows.flatten(1), grid
 
 
 def unpatchify(patches: Tensor, grid: Sequence[int], config: PatchConfig) -> np.ndarray:
-    """(N, C*Tp*P*P) rows of one item -> (t*Tp, H, W, 3) uint8: the resized image back, to look at.
+    """Turn the rows of one item, (N, C*Tp*P*P), back into its resized image or frames, (t*Tp, H, W, 3) uint8.
 
-    Undoes `patch_rows` and `Levels.normalize`, exactly for float32 rows; padding frames stay.
+    Undoes `patch_rows` and `Levels.normalize`, exactly for float32 rows; padding frames are kept.
     """
     m, P, Tp = config.merge_size, config.patch_size, config.temporal_patch_size
     [(t, h, w)] = as_grids([grid], spatial_merge_size=m, name="grid")

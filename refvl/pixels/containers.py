@@ -1,8 +1,8 @@
 """Video files whose header, packets and frames disagree, and files whose frame rate varies.
 
-`refvl.pixels.media` lists the packets of a file and decodes it. It asks this file only if something does not fit: the
-header promises more than there is, there are fewer than two frames, the rate varies, packets contain no frame, or a
-display matrix is there. It also says which formats are opened at all.
+`refvl.pixels.media` lists the packets of a file and decodes it. It calls this file if the header
+declares more frames than there are, if there are fewer than two frames, or if the rate varies. It also calls it if
+packets contain no frame, or if the file has a display matrix. This file also lists the formats that are opened at all.
 """
 
 import warnings
@@ -15,13 +15,13 @@ from PIL import Image
 from refvl.pixels.formats import readable_formats
 from refvl.printing import printable
 
-FORMATS = (  # FFmpeg's names of formats whose frames are in the file itself; playlists read other files, and are none
+FORMATS = (  # FFmpeg's names of formats that contain their frames; playlists, which name other files, are excluded
     "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi", "flv", "live_flv", "mpeg", "mpegts", "mpegvideo", "mjpeg",
     "mjpeg_2000", "m4v", "h261", "h263", "h264", "hevc", "vvc", "av1", "obu", "ivf", "vc1", "ogg", "asf", "mxf", "gxf",
     "nut", "rm", "dv", "wtv", "swf", "yuv4mpegpipe", "dirac", "dnxhd", "cavsvideo", "flic", "gif", "apng",
     "ico", "fits", "bmp_pipe", "exr_pipe", "gif_pipe", "j2k_pipe", "jpeg_pipe", "jpegxl_pipe", "pam_pipe", "pbm_pipe",
     "pcx_pipe", "pgm_pipe", "png_pipe", "ppm_pipe", "psd_pipe", "qoi_pipe", "sgi_pipe", "tiff_pipe", "webp_pipe",
-    "wav", "mp3", "aac", "flac",  # images and sounds are opened for the sake of their error messages
+    "wav", "mp3", "aac", "flac",  # images and sounds are opened only to get clear error messages
 )  # fmt: skip
 OPENING: Any = {"metadata_errors": "replace", "options": {"format_whitelist": ",".join(FORMATS)}}  # of `av.open`
 
@@ -39,16 +39,16 @@ class Listing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packets:
-    """The times of a stream's packets, in ticks and in decoding order."""
+    """The presentation times of a stream's packets, in ticks and in decoding order."""
 
     starts: np.ndarray  # (packets,) int64
-    lengths: np.ndarray  # (packets,) int64; 0: not known
-    is_timed: bool  # False: the container has no times, or made-up ones
+    lengths: np.ndarray  # (packets,) int64; 0: unknown
+    is_timed: bool  # False: the container has no times, or invented ones
 
     def seconds(self, tick: float) -> float:
-        """Return the seconds from the first frame to the end of the last, 0 if not known. tick: its length in seconds.
+        """Return the seconds from the first frame to the end of the last, 0 if unknown. tick: its length in seconds.
 
-        A last frame without a length counts as long as the others on average.
+        A last frame without a length counts as the mean of the others.
         """
         if not self.is_timed:
             return 0.0
@@ -58,11 +58,11 @@ class Packets:
 
 
 def not_a_video(name: str, error: Exception) -> ValueError:
-    """Return the error for a file that FFmpeg cannot open or decode, or may not."""
+    """Return the error for a file that FFmpeg cannot open or decode, or that is not allowed."""
     import av
 
     if isinstance(error, av.error.ArgumentError):
-        return ValueError(f"video: {name} is damaged, or not in a format that is read; playlists of files are not read")
+        return ValueError(f"video: {name} is damaged, or of a format that is not read; playlists of files are not read")
     return ValueError(f"video: {name} is truncated or not a video ({printable(error)})")
 
 
@@ -70,21 +70,21 @@ def upright(image: np.ndarray, side_data, name: str) -> np.ndarray:
     """Return a decoded frame (H, W, 3) as its display matrix shows it: rotated by quarter turns, mirrored, or both.
 
     side_data: 3 x 3 int32 [a b u; c d v; x y w], by which (x, y) becomes (a x + c y, b x + d y). Scale and offset are
-    not applied. Raises ValueError for an angle that is more than a degree from a quarter turn. FFmpeg's programs do the
-    same by their filters transpose, hflip and vflip.
+    not applied. Raises ValueError for an angle that is over a degree from a quarter turn. FFmpeg's programs use their
+    filters transpose, hflip and vflip for the same.
     """
     (a, b, _), (c, d, _), _ = np.frombuffer(side_data, np.int32).reshape(3, 3).astype(float)
     is_turned = abs(b) + abs(c) > abs(a) + abs(d)
-    to_x, to_y = (c, b) if is_turned else (a, d)  # what the axes of the result are multiplied by
+    to_x, to_y = (c, b) if is_turned else (a, d)  # the factors of the result's axes
     others = (a, d) if is_turned else (b, c)
     if max(map(abs, others)) > np.sin(np.radians(1)) * min(abs(to_x), abs(to_y)):
-        raise ValueError(f"video: {name} has a display matrix that is no quarter turn; rotate the video itself")
+        raise ValueError(f"video: {name} has a display matrix that is not a quarter turn; rotate the video itself")
     image = image.swapaxes(0, 1) if is_turned else image
     return image[:: -1 if to_y < 0 else 1, :: -1 if to_x < 0 else 1]
 
 
 def listing_at_average_rate(container, packets: Packets, name: str) -> Listing:
-    """List a clip whose rate varies or is not in the header, at the average rate of its packets.
+    """List a video whose rate varies or is not in the header, at the average rate of its packets.
 
     Raises ValueError if neither the header nor the packets contain a rate.
     """
@@ -96,38 +96,38 @@ def listing_at_average_rate(container, packets: Packets, name: str) -> Listing:
     if rate and not seconds:
         return Listing(total, rate, tick, None, stream.frames > 0)
     if not seconds:
-        raise ValueError(f"video: {name} does not say its frame rate")
+        raise ValueError(f"video: {name} has no frame rate in its header or packets")
     if "mp4" in container.format.name and stream.duration:
-        seconds = stream.duration * tick  # there a packet lasts until the next one is decoded, not shown
+        seconds = stream.duration * tick  # in these files a packet lasts until the next is decoded, not shown
     return Listing(total, total / seconds, tick, int(packets.starts.min()), stream.frames > 0)
 
 
 def listing_as_decoded(listing: Listing, decoded: int, name: str) -> Listing:
     """List the frames again after fewer were decoded, because some packets contain no frame of their own.
 
-    Raises ValueError if nothing was decoded, or if the header counts the frames, so that the file must be truncated.
+    Raises ValueError if nothing was decoded, or if the header counts the frames, because then the file is truncated.
     """
     if not decoded:
         raise ValueError(f"video: {name} has no frames that can be decoded")
     if listing.is_counted:
         raise ValueError(f"video: {name} is truncated: frame {decoded} of {listing.total} is missing")
-    scale = 1.0 if listing.start is None else decoded / listing.total  # the time stays the same
+    scale = 1.0 if listing.start is None else decoded / listing.total  # the duration stays the same
     return replace(listing, total=decoded, rate=listing.rate * scale)
 
 
 def refuse_still_image(path: str, name: str, frames: int) -> None:
     """Raise ValueError for a still image, a video without frames, and an animation that PyAV cannot decode.
 
-    PyAV opens a still image as a clip of one frame, and an animated WebP as a clip of none.
+    PyAV opens a still image as a video of one frame, and an animated WebP as a video of none.
     """
     try:
         with Image.open(path, formats=readable_formats()) as image:
             is_animated = getattr(image, "n_frames", 1) > 1
-    except Exception:  # no image, then
+    except Exception:  # not an image
         if frames:
-            return  # a very short clip
+            return  # a very short video
         raise ValueError(f"video: {name} has no frames that can be decoded") from None
-    animation, still = "an animation that PyAV cannot decode; convert it", "a still image; give it as an image"
+    animation, still = "an animation that PyAV cannot decode; convert it", "a still image; pass it as an image"
     raise ValueError(f"video: {name} is {animation if is_animated else still}")
 
 
@@ -143,7 +143,7 @@ def check_complete(container, packets: Packets, name: str) -> None:
         seconds = packets.seconds(float(stream.time_base)) or frames / rate
         if promised - seconds > 1.5 / rate:
             raise ValueError(
-                f"video: {name} is truncated: of {promised:.2f} s by its header there are {seconds:.2f} s, "
+                f"video: {name} is truncated: its header promises {promised:.2f} s, there are {seconds:.2f} s, "
                 f"{frames} frame(s)"
             )
     if container.format.name in ("matroska,webm", "flv"):
@@ -151,7 +151,7 @@ def check_complete(container, packets: Packets, name: str) -> None:
         seconds = _end_of_all_streams(container.name)
         if promised > 1.1 * seconds:
             warnings.warn(
-                f"video: {name} seems to be truncated: of {promised:.2f} s by its header there are {seconds:.2f} s, "
+                f"video: {name} seems truncated: its header promises {promised:.2f} s, there are {seconds:.2f} s, "
                 f"{frames} frame(s), which are read",
                 stacklevel=5,
             )

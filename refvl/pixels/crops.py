@@ -1,4 +1,4 @@
-"""Step3-VL's images: one overview of the whole, and square crops that see the details.
+"""Step3-VL's images: an overview of the whole image, and square crops that show the details.
 
     image (W, H)
        | pad          a thin strip becomes a square (black, image top left)
@@ -9,8 +9,8 @@
     patch rows (N, C*P*P)    of all crops in order, then of the overview; P patch_size, C channels
     CropLayout               rows x columns of crops
 
-In the prompt the crops come first, each between two marks, with a newline mark after every row of crops but the last;
-then the overview between two marks. Upstream: `ImagePatcher` and `Step3VisionProcessor` (vLLM).
+In the prompt the crops come first, each between two special tokens, with a newline token after every row of crops but
+the last; then the overview between two. Upstream: `ImagePatcher` and `Step3VisionProcessor` (vLLM).
 """
 
 from dataclasses import dataclass
@@ -29,23 +29,23 @@ from refvl.pixels.settings import check_preprocessing, known_fields
 from refvl.pixels.strips import resize_as_square
 
 MIN_SIDE, THIN_RATIO = 32, 4  # an image below this side and above this ratio is padded to a square
-SQUARE_RATIO = 1.5  # a small image up to this ratio is seen well enough in the overview
-SPARE_REMAINDER = 0.2  # of a window: a larger remainder gets a window of its own
+SQUARE_RATIO = 1.5  # for a small image up to this ratio the overview is enough
+SPARE_REMAINDER = 0.2  # a fraction of a window: a larger remainder gets a window of its own
 
 
 @dataclass(frozen=True, slots=True)
 class CropConfig:
-    """How an image is cut. The defaults are the constants of the released model; sides are in pixels."""
+    """The rule for cutting an image. The defaults are the constants of the released model; sides are in pixels."""
 
-    image_size: int = 728  # of the overview
+    image_size: int = 728  # the side of the overview
     crop_size: int = 504
     patch_size: int = 14
     max_side: int = 3024
     max_crops: int = 128  # more are refused: a strip one pixel wide would be cut into thousands
-    enable_crops: bool = True  # False: overviews only
+    enable_crops: bool = True  # False: only overviews
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)  # OpenAI CLIP
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
-    understand_projector_stride: int = 2  # of the encoder's first convolution behind the tower
+    understand_projector_stride: int = 2  # of the encoder's first convolution after the tower
 
     def __post_init__(self):
         check_preprocessing(self)
@@ -55,28 +55,29 @@ class CropConfig:
 
     @classmethod
     def from_hf(cls, config) -> "CropConfig":
-        """From a model's config or its vision config, as an object or a dict.
+        """Read a model's config or its vision config, as an object or a dict.
 
-        Released configs say `image_size` and `patch_size`; small ones may say `crop_size` and `max_side` as well.
+        Released configs set `image_size` and `patch_size`; small ones may also set `crop_size` and `max_side`.
         """
         values = config if isinstance(config, dict) else config.to_dict()
         return cls(**known_fields(cls, values | values.get("vision_config", {})))
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of an overview."""
+        """The number of tokens of an overview."""
         return count_square_tokens(self.image_size, self.patch_size, self.understand_projector_stride)
 
     @property
     def crop_tokens(self) -> int:
-        """Tokens of a crop."""
+        """The number of tokens of a crop."""
         return count_square_tokens(self.crop_size, self.patch_size, self.understand_projector_stride)
 
 
 def count_square_tokens(size: int, patch_size: int, stride: int) -> int:
-    """Tokens that the encoder makes of a square of `size` pixels per side.
+    """Count the tokens that the encoder makes of a square of `size` pixels per side.
 
-    Its two convolutions, 2 x 2 with `stride` and 3 x 3 with stride 2 and padding 1, leave fewer than there are patches.
+    Its two convolutions (2 x 2 with `stride`; 3 x 3 with stride 2 and padding 1) make fewer tokens than there are
+    patches.
 
     >>> count_square_tokens(728, 14, 2), count_square_tokens(504, 14, 2)
     (169, 81)
@@ -89,7 +90,7 @@ RELEASED = CropConfig()
 
 
 class CropLayout(NamedTuple):
-    """How many rows and columns of crops an image has; (0, 0) for none. The overview is always there."""
+    """The numbers of rows and columns of crops of an image; (0, 0) for none. The overview is always added."""
 
     rows: int
     columns: int
@@ -100,24 +101,24 @@ class CropLayout(NamedTuple):
 
     @property
     def newlines(self) -> int:
-        """Newline marks in the prompt: after each row of crops but the last."""
+        """The number of newline tokens in the prompt: one after each row of crops but the last."""
         return max(0, self.rows - 1)
 
     @property
     def newline_mask(self) -> tuple[bool, ...]:
-        """Per crop, whether a newline mark follows it. Upstream: `patch_newline_mask`."""
+        """For each crop, whether a newline token follows it. Upstream: `patch_newline_mask`."""
         last = self.crops - 1
         return tuple((i + 1) % self.columns == 0 and i < last for i in range(self.crops))
 
 
 @dataclass(frozen=True, slots=True)
 class CropPlan:
-    """What becomes of an image, before a pixel is touched; sizes are (width, height) in pixels."""
+    """The sizes of an image's overview and crops, before a pixel is touched; sizes are (width, height) in pixels."""
 
     padded: tuple[int, int]
-    resized: tuple[int, int]  # what the overview is made of
-    window: int  # side of the windows on the canvas; 0 without crops
-    canvas: tuple[int, int]  # the image the windows are cut from
+    resized: tuple[int, int]  # the source of the overview
+    window: int  # the side of the windows on the canvas; 0 without crops
+    canvas: tuple[int, int]  # the image from which the windows are cut
     layout: CropLayout
 
     @property
@@ -128,19 +129,19 @@ class CropPlan:
 
 
 def as_crop_layouts(layouts, name: str = "layouts") -> list[CropLayout]:
-    """Normalise (rows, columns) of crops, one pair per image; (0, 0) says none. A sequence or a tensor (images, 2).
+    """Normalise (rows, columns) of crops, one pair per image; (0, 0) for none. A sequence or a tensor (images, 2).
 
-    Raises TypeError for a wrong kind, ValueError for negative numbers or rows without columns.
+    Raises TypeError for the wrong type, ValueError for negative numbers or rows without columns.
     """
     pairs = as_integer_rows(layouts, "(rows, columns)", name, items="images", least=0)
     for i, pair in enumerate(pairs):
         if 0 in pair and any(pair):
-            raise ValueError(f"{name}[{i}]: rows and columns are both positive, or both 0 without crops, got {pair}")
+            raise ValueError(f"{name}[{i}]: expected rows and columns above 0, or both 0 without crops, got {pair}")
     return [CropLayout(*pair) for pair in pairs]
 
 
 def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_tokens: int = 169) -> int:
-    """Tokens of an image in the prompt, marks included: every crop and the overview stand between two.
+    """Count the tokens of an image in the prompt: every crop and the overview have a special token on each side.
 
     >>> count_prompt_tokens(CropLayout(2, 2))
     504
@@ -149,7 +150,7 @@ def count_prompt_tokens(layout: CropLayout, *, crop_tokens: int = 81, image_toke
 
 
 def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPlan:
-    """Plan where an image of width x height pixels is cut; TypeError or ValueError unless both are positive integers.
+    """Plan how an image of width x height pixels is cut; TypeError or ValueError unless both are positive integers.
 
     >>> plan_crops(1024, 768).layout
     CropLayout(rows=2, columns=2)
@@ -159,12 +160,12 @@ def plan_crops(width: int, height: int, config: CropConfig = RELEASED) -> CropPl
 
 
 def plan_cuts(width: int, height: int, config: CropConfig) -> CropPlan:
-    """Plan the crops of a size that is known to be good. Sizes are truncated in floating point, as upstream does it."""
+    """Plan the crops of a checked size. Sizes are truncated in floating point, as upstream does it."""
     long, short = max(width, height), min(width, height)
     is_thin = short < MIN_SIDE and long > THIN_RATIO * short
     padded = (long, long) if is_thin else (width, height)
 
-    scale = min(1.0, config.max_side / long)  # 4236 px become 3023, for a max_side of 3024
+    scale = min(1.0, config.max_side / long)  # 4236 px become 3023 if max_side is 3024
     width, height = (max(1, int(side * scale)) for side in padded)
     resized = (width, height)
 
@@ -172,15 +173,15 @@ def plan_cuts(width: int, height: int, config: CropConfig) -> CropPlan:
     if not window:
         return CropPlan(padded, resized, 0, resized, CropLayout(0, 0))
     layout = CropLayout(rows=count_windows(height, window), columns=count_windows(width, window))
-    # A side below the window keeps its length; the windows then reach beyond the canvas, which reads as black.
+    # A side below the window keeps its length; the windows then extend beyond the canvas, where they are black.
     canvas = (layout.columns * min(width, window), layout.rows * min(height, window))
     return CropPlan(padded, resized, window, canvas, layout)
 
 
 def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int:
-    """The side of the crops' windows in pixels; 0 when the overview is enough.
+    """Return the side of the crops' windows in pixels; 0 if the overview is enough.
 
-    Below `image_size`: none, unless the image is elongated; then its short side. Above:
+    Below `image_size`, there are none unless the image is elongated; then it is the short side. Above, it is
     `crop_size`, or the short side of a long strip if that is less. Upstream:
     `determine_window_size`.
     """
@@ -193,8 +194,8 @@ def choose_window(width: int, height: int, config: CropConfig = RELEASED) -> int
 def count_windows(side: int, window: int) -> int:
     """Count the windows along a side: the whole ones, one more for a large remainder, and at least one.
 
-    The remainder is compared in floating point, as upstream compares it: 330 / 150 leaves just above 0.2, so one more
-    window is cut than on paper. Prompts then agree with those that the model was trained on.
+    The remainder is compared in floating point, as upstream does: 330 / 150 leaves just over 0.2, so one more window is
+    cut than on paper. Prompts then agree with those on which the model was trained.
     """
     whole = side // window
     remainder = side / window - whole
@@ -202,7 +203,7 @@ def count_windows(side: int, window: int) -> int:
 
 
 def cut_crops(image, config: CropConfig = RELEASED) -> tuple[Image.Image, list[Image.Image], CropPlan]:
-    """Anything `load_image` takes -> (the image for the overview, its crops row by row, the plan).
+    """Return (the image for the overview, its crops row by row, the plan) of anything `load_image` accepts.
 
     Raises ValueError for an image so elongated that it would be cut into more than `config.max_crops`.
     """
@@ -210,12 +211,12 @@ def cut_crops(image, config: CropConfig = RELEASED) -> tuple[Image.Image, list[I
 
 
 def cut_loaded(image: Image.Image, config: CropConfig) -> tuple[Image.Image, list[Image.Image], CropPlan]:
-    """Cut an image that `load_image` has made; see `cut_crops`."""
+    """Cut an image that came from `load_image`; see `cut_crops`."""
     plan = plan_cuts(*image.size, config)
     if plan.layout.crops > config.max_crops:
         raise ValueError(
-            f"a picture of {image.width} x {image.height} pixels has {plan.layout.crops} crops, {plan.window} pixels "
-            f"wide, max_crops of CropConfig is {config.max_crops}; crop the picture, or raise it"
+            f"image: {image.width} x {image.height} pixels give {plan.layout.crops} crops of {plan.window} pixels, but "
+            f"max_crops of CropConfig is {config.max_crops}; crop the image, or raise max_crops"
         )
     if plan.padded == image.size:
         overview = image.resize(plan.resized, Image.Resampling.BILINEAR)
@@ -226,7 +227,7 @@ def cut_loaded(image: Image.Image, config: CropConfig) -> tuple[Image.Image, lis
 
 
 def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED) -> Tensor:
-    """An image -> (3, side, side) float32: to [0, 1], normalised, and only then resized.
+    """Turn an image into (3, side, side) float32: scale to [0, 1], normalise, and only then resize.
 
     The order matters: this resize (bilinear with antialias) works on floats, which are neither
     rounded nor clamped to 8 bits.
@@ -238,12 +239,12 @@ def prepare_pixels(image: Image.Image, side: int, config: CropConfig = RELEASED)
 
 
 def patchify_crops(image, config: CropConfig = RELEASED) -> tuple[Tensor, CropLayout]:
-    """Anything `load_image` takes -> (patch rows (N, C*P*P) float32 of all crops, then the overview; the layout)."""
+    """Return (patch rows (N, C*P*P) float32 of all crops, then the overview; the layout); image: as in `load_image`."""
     return rows_of_crops(load_image(image), config)
 
 
 def rows_of_crops(image: Image.Image, config: CropConfig) -> tuple[Tensor, CropLayout]:
-    """Patchify an image that `load_image` has made; see `patchify_crops`."""
+    """Patchify an image that came from `load_image`; see `patchify_crops`."""
     overview, crops, plan = cut_loaded(image, config)
     squares = [prepare_pixels(crop, config.crop_size, config) for crop in crops]
     squares.append(prepare_pixels(overview, config.image_size, config))
@@ -253,10 +254,10 @@ def rows_of_crops(image: Image.Image, config: CropConfig) -> tuple[Tensor, CropL
 
 
 def square_patch_rows(pixels: Tensor, patch_size: int) -> Tensor:
-    """(B, C, S, S) -> (B * (S/P)^2, C*P*P): patches row by row; within one channel, patch row, patch column.
+    """Cut squares (B, C, S, S) into (B * (S/P)^2, C*P*P): patches in row-major order; within one, channel, row, column.
 
-    What a convolution with kernel = stride = P sees. Pixels right and below of the last whole patch are left out, as it
-    leaves them. Raises ValueError for another shape.
+    These are the inputs of a convolution with kernel = stride = P. Like it, this drops pixels right of and below the
+    last whole patch. Raises ValueError for any other shape.
     """
     height, width = check_shape(pixels, ("B", "C", "S", "S"), "pixels").shape[2:]
     if height != width or height < patch_size:

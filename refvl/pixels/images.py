@@ -1,7 +1,7 @@
-"""A picture, from disk or memory, to plain RGB: `load_image(path | PIL image | array | tensor)`.
+"""An image, from disk or memory, to plain RGB: `load_image(path | PIL image | array | tensor)`.
 
-Pillow decodes. This file adds what Pillow leaves open: which way up a picture is, which colour shows through a
-transparent pixel, how 16 bits become 8 (`refvl.pixels.levels`), and how much is decoded at all (`MediaLimits`).
+Pillow decodes. This file adds what Pillow leaves open: which way is up, which colour shows through a
+transparent pixel, how 16 bits become 8 (`refvl.pixels.levels`), and how much may be decoded (`MediaLimits`).
 """
 
 import os
@@ -20,7 +20,7 @@ from refvl.pixels.formats import readable_formats
 from refvl.pixels.levels import as_uint8, channels_last, grey_levels
 from refvl.printing import printable
 
-_TO_UPRIGHT = {  # by how the camera was held, as EXIF counts; 1 is upright
+_TO_UPRIGHT = {  # key: the EXIF orientation, how the camera was held; 1 is upright
     2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
@@ -29,14 +29,14 @@ _TO_UPRIGHT = {  # by how the camera was held, as EXIF counts; 1 is upright
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """How much is decoded at most, checked before memory is taken for it; a limit that is in the way can be raised.
+    """Limits on what is decoded, checked before memory is allocated; you can raise a limit that is in the way.
 
-    Pillow has a limit of its own, `PIL.Image.MAX_IMAGE_PIXELS`: it warns above 89 million pixels and refuses twice as
-    many, so beyond that both have to be raised.
+    Pillow has its own limit, `PIL.Image.MAX_IMAGE_PIXELS`: it warns above 89 million pixels and refuses twice as many.
+    To go beyond that, raise both.
     """
 
-    max_image_pixels: int = 2**26  # width x height of a file's picture or frame: 8192 x 8192, 201 MB as RGB
-    max_video_bytes: int = 2**31  # of the frames of a clip that are kept, 3 bytes per pixel
+    max_image_pixels: int = 2**26  # width x height of a file's image or frame: 8192 x 8192, 201 MB as RGB
+    max_video_bytes: int = 2**31  # of the frames of a video that are kept, 3 bytes per pixel
 
     def __post_init__(self):
         check_positive_ints(max_image_pixels=self.max_image_pixels, max_video_bytes=self.max_video_bytes)
@@ -46,22 +46,22 @@ LIMITS = MediaLimits()
 
 
 def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
-    """Return one picture as a PIL image of mode RGB; its `.info["source"]` names the file it came from.
+    """Return one image as a PIL image of mode RGB; its `.info["source"]` names the file it came from.
 
     source: a path; a PIL image; an array (H, W), (H, W, 1 | 3 | 4) or a tensor, which may also be (1 | 3 | 4, H, W),
-    of uint8, uint16, or floats in [0, 1]. limits: how much is read from a file; arrays are as large as they are.
+    of uint8, uint16, or floats in [0, 1]. limits: how much is read from a file; arrays have no limit.
 
     The EXIF rotation is applied; an EXIF block that cannot be read is ignored, as other tools do. Transparent pixels
-    are blended onto white, as transformers 5.23 does; 5.17 drops the alpha channel, which shows whatever colour the
-    file has where nothing was meant to be seen. If the file is an animation, the first frame is taken.
+    are blended onto white, as transformers 5.23 does; 5.17 drops the alpha channel and shows the colours stored in
+    transparent pixels. Of an animation, the first frame is read.
 
-    16-bit grey is scaled to 8 bits (Pillow alone would clip it to white). Pillow's mode "I" does not say how many bits
-    its integers have. In a PNG or PPM file they have 16. Elsewhere they count as 8 bits if none is above 255, and as
-    16 bits up to 65535. Mode "F" holds floats in [0, 1].
+    16-bit grey is scaled to 8 bits (Pillow alone would clip it to white). Pillow's mode "I" does not tell how many bits
+    its integers have. In a PNG or PPM file they have 16. In other files they count as 8 bits if none is above 255, and
+    as 16 bits up to 65535. Mode "F" contains floats in [0, 1].
 
-    Raises FileNotFoundError for a missing file, TypeError for another kind of source, ValueError for a URL, a file that
-    is truncated, larger than `limits` or not an image, levels outside those ranges, an array of another shape, dtype or
-    range, an empty picture, and one of a single pixel.
+    Raises FileNotFoundError for a missing file, TypeError for another type of source, ValueError for a URL, a file that
+    is truncated, larger than `limits` or not an image. Also ValueError for levels outside those ranges, an array of a
+    different shape, dtype or range, an empty image, and an image of a single pixel.
     """
     if not isinstance(source, (str, Path)):
         return _image_in_memory(source, limits)
@@ -75,7 +75,7 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
 
 
 def open_image(source: Path | IO[bytes], name: str, limits: MediaLimits) -> Image.Image:
-    """Open a file or its bytes as a picture that is not decoded yet. name: the file, in case Pillow cannot read it."""
+    """Open a file or its bytes as an image, not yet decoded. name: the file, for the error if Pillow cannot read it."""
     try:
         return Image.open(source, formats=readable_formats())
     except Exception as error:  # a plugin may raise anything
@@ -83,11 +83,11 @@ def open_image(source: Path | IO[bytes], name: str, limits: MediaLimits) -> Imag
 
 
 def to_rgb(image: Image.Image, name: str, origin: str, limits: MediaLimits) -> Image.Image:
-    """Decode an opened picture, upright and RGB. name: for messages; origin: the file it came from, "" for none."""
+    """Decode an opened image, upright and RGB. name: for messages; origin: the file it came from, "" for none."""
     pixels = image.width * image.height
     if pixels <= 1:
         raise refusals.nothing_to_see(f"image: {name}", image.width, image.height)
-    if isinstance(image, ImageFile.ImageFile) and pixels > limits.max_image_pixels:  # others are decoded already
+    if isinstance(image, ImageFile.ImageFile) and pixels > limits.max_image_pixels:  # in memory they are decoded
         raise refusals.too_many_pixels(f"image: {name}", image.width, image.height, limits.max_image_pixels)
     try:
         image.load()
@@ -95,7 +95,7 @@ def to_rgb(image: Image.Image, name: str, origin: str, limits: MediaLimits) -> I
         raise refusals.caused(f"image: {name} is truncated or damaged", error) from error
 
     rotation = None
-    with suppress(Exception):  # an EXIF block that is damaged in any way; the pixels are there
+    with suppress(Exception):  # an EXIF block that is damaged in any way; the pixels are intact
         rotation = _TO_UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     if image.mode.startswith("I") or image.mode == "F":  # more than 8 bits of grey
         image = Image.fromarray(as_uint8(grey_levels(image, name), f"image: {name}"))
@@ -104,15 +104,15 @@ def to_rgb(image: Image.Image, name: str, origin: str, limits: MediaLimits) -> I
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
         image = image.convert("RGB")
     except Exception as error:
-        raise refusals.caused(f"image: {name} cannot be turned into RGB", error) from error
+        raise refusals.caused(f"image: {name} cannot be converted to RGB", error) from error
     if rotation is not None:
         image = image.transpose(rotation)
-    image.info = {"source": origin} if origin else {}  # without EXIF, so that nothing rotates it again
+    image.info = {"source": origin} if origin else {}  # without EXIF, so nothing rotates it again
     return image
 
 
 def _image_in_memory(source, limits: MediaLimits) -> Image.Image:
-    """Turn a PIL image, an array or a tensor into RGB."""
+    """Convert a PIL image, an array or a tensor to RGB."""
     name = f"the {type(source).__name__}"
     if isinstance(source, Image.Image):
         origin = source.info.get("source") or getattr(source, "filename", "")

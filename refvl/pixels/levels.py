@@ -1,4 +1,4 @@
-"""Pixels that are not 8 bits a value: arrays, tensors, and files of 16-bit grey or floats, as uint8."""
+"""Pixels that are not 8 bits per value: arrays, tensors, and files of 16-bit grey or floats, converted to uint8."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ from refvl.checks import check_values
 
 
 def channels_last(source) -> np.ndarray:
-    """A tensor or array as (H, W) or (H, W, 3 | 4); a tensor's channels may come first, as torch has them."""
+    """Return a tensor or array as (H, W) or (H, W, 3 | 4); a tensor's channels may come first, as in torch."""
     array = source
     if isinstance(source, torch.Tensor):
         source = check_values(source, "image").detach().cpu()
@@ -22,9 +22,9 @@ def channels_last(source) -> np.ndarray:
 
 
 def grey_levels(image: Image.Image, name: str) -> np.ndarray:
-    """Mode "I" as 8 or 16 bits, by the rule of `load_image`; the other wide modes are what they say.
+    """Return mode "I" as 8 or 16 bits, by the rule of `load_image`; other wide modes keep their dtype.
 
-    The grey that a PNG file calls transparent becomes white.
+    The grey that a PNG file marks as transparent becomes white.
     """
     levels = np.asarray(image)
     if (transparent := image.info.get("transparency")) is not None:
@@ -34,14 +34,14 @@ def grey_levels(image: Image.Image, name: str) -> np.ndarray:
     low, high = int(levels.min()), int(levels.max())
     if low < 0 or high > 65535:
         raise ValueError(
-            f"image: {name} holds integers from {low} to {high}; grey levels lie in [0, 255] or [0, 65535]: "
-            "scale them, and give the array as uint8 or uint16"
+            f"image: {name} contains integers from {low} to {high}; expected grey levels in [0, 255] or [0, 65535]: "
+            "scale them, and pass the array as uint8 or uint16"
         )
     return levels.astype(np.uint16 if high > 255 or image.format in ("PNG", "PPM") else np.uint8)
 
 
 def as_uint8(array: np.ndarray, what: str) -> np.ndarray:
-    """uint8 as it is, uint16 scaled by 1/257, floats in [0, 1] scaled by 255, both rounded."""
+    """Return uint8 unchanged, uint16 scaled by 1/257, and floats in [0, 1] scaled by 255, both rounded."""
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)
     if array.dtype.kind == "u" and array.dtype.itemsize == 2:
@@ -50,7 +50,7 @@ def as_uint8(array: np.ndarray, what: str) -> np.ndarray:
         raise ValueError(f"{what}: expected dtype uint8, uint16 or float, got {array.dtype}")
     if array.size and not (array.min() >= 0 and array.max() <= 1):  # written so that NaN fails
         raise ValueError(
-            f"{what}: floats must lie in [0, 1], got values from {array.min()} to {array.max()}; scale them first, "
-            "for example by 1 / 255, and give the array"
+            f"{what}: expected floats in [0, 1], got values from {array.min()} to {array.max()}; scale them first, "
+            "for example by 1 / 255, and pass the array"
         )
     return (array.astype(np.float64) * 255).round().astype(np.uint8)

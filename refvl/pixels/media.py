@@ -1,15 +1,15 @@
-"""Clips, from disk or memory, to sampled frames; pictures are in `refvl.pixels.images`.
+"""Videos, from disk or memory, to sampled frames; images are in `refvl.pixels.images`.
 
     load_image(path | PIL image | array | tensor) -> PIL.Image, mode RGB
     load_video(path | frames | array | tensor)    -> Video: sampled frames (T, H, W, 3) uint8 and their times
 
-PyAV decodes. This file adds what PyAV leaves open: which frames of a clip are sampled, when each is shown, and how much
-is decoded at all (`MediaLimits`). The path of a file:
+PyAV decodes. This file adds what PyAV leaves open: which frames of a video are sampled, when each is shown, and how
+much may be decoded (`MediaLimits`). The path of a file:
 
     open -> list the packets (how many frames there are, and when) -> sample -> open again, decode forward -> stack
 
-Decoding goes forward once, without seeking, and only the sampled frames are kept. `refvl.pixels.containers` is asked
-when the header of a file does not fit its packets.
+Decoding goes forward once, without seeking, and only the sampled frames are kept. `refvl.pixels.containers` is called
+if the header of a file does not fit its packets.
 """
 
 import math
@@ -33,27 +33,27 @@ from refvl.pixels.spill import frames_on_disk
 from refvl.printing import printable
 
 DEFAULT_FPS = 2.0
-FRAMES_IN_MEMORY = 2**24  # bytes of a clip's frames; more lie in a file
+FRAMES_IN_MEMORY = 2**24  # bytes of a video's frames; larger ones are kept in a file
 _NO_FRAMES = np.empty((0, 0, 0, 3), np.uint8)
 _NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Video:
-    """The sampled frames of a clip and where they stand in it."""
+    """The sampled frames of a video and their positions in it."""
 
     frames: np.ndarray  # (T, H, W, 3) uint8
     fps: float  # of the sampled frames; one temporal patch lasts temporal_patch_size / fps seconds
-    source_fps: float  # on average, where the rate varies: total_num_frames / duration
+    source_fps: float  # if the rate varies, the average: total_num_frames / duration
     indices: tuple[int, ...]  # of the sampled frames, among total_num_frames
     total_num_frames: int
-    duration: float  # seconds, of the whole clip
-    seconds: tuple[float, ...] | None = None  # of the sampled frames, where the rate varies; None: index / source_fps
-    source: str = ""  # the file it came from
+    duration: float  # seconds, of the whole video
+    seconds: tuple[float, ...] | None = None  # of the sampled frames if the rate varies; None: index / source_fps
+    source: str = ""  # the file of the video
 
     @property
     def timestamps(self) -> list[float]:
-        """Seconds from the start, one per sampled frame."""
+        """The time of each sampled frame, in seconds from the start."""
         return [i / self.source_fps for i in self.indices] if self.seconds is None else list(self.seconds)
 
 
@@ -67,16 +67,17 @@ def sample_frame_indices(
     max_frames: int = 768,
     temporal_patch_size: int = 2,
 ) -> list[int]:
-    """Return which frames of a clip are sampled: evenly spaced, `fps` per second (default 2), or `num_frames` in all.
+    """Return which frames of a video are sampled: evenly spaced, `fps` per second (default 2), or `num_frames` in
+    total.
 
-    The number is brought into [min_frames, max_frames], then down to a multiple of temporal_patch_size (num_frames is
-    rounded to the nearest one); frame i is `i * total // number`. This is the rule of transformers'
-    `Qwen2VLVideoProcessor.sample_frames`, which counts in floating point: there some lengths give one index past the
-    end (61 frames at num_frames=14), and beyond 16,000 frames single indices are one later. A clip shorter than
+    The number is clamped to [min_frames, max_frames], then rounded down to a multiple of temporal_patch_size
+    (num_frames to the nearest one); frame i is `i * total // number`. This is the rule of transformers'
+    `Qwen2VLVideoProcessor.sample_frames`, which counts in floating point: there, some lengths give one index past the
+    end (61 frames at num_frames=14), and beyond 16,000 frames some indices are one later. A video shorter than
     temporal_patch_size, which fails there, keeps its frames.
 
-    Raises ValueError when both fps and num_frames are given, or more frames are asked for than there are, TypeError for
-    limits that are no integers.
+    Raises ValueError if both fps and num_frames are given, or more frames are requested than there are, TypeError for
+    limits that are not integers.
 
     >>> sample_frame_indices(132, 25.0)
     [0, 13, 26, 39, 52, 66, 79, 92, 105, 118]
@@ -87,9 +88,9 @@ def sample_frame_indices(
     )  # fmt: skip
     if num_frames is not None:
         if fps is not None:
-            raise ValueError(f"fps, num_frames: give one of them, got fps={fps} and num_frames={num_frames}")
+            raise ValueError(f"fps, num_frames: expected one of them, got fps={fps} and num_frames={num_frames}")
         if check_positive_int(num_frames, "num_frames") > total:
-            raise ValueError(f"num_frames: the clip has {total} frames, got {num_frames}")
+            raise ValueError(f"num_frames: the video has {total} frames, got {num_frames}")
         wanted = round(num_frames / step) * step
     else:
         fps = check_positive(DEFAULT_FPS if fps is None else fps, "fps")
@@ -112,26 +113,26 @@ def load_video(
     sample: Callable[[int, float], Sequence[int]] | None = None,
     limits: MediaLimits = LIMITS,
 ) -> Video:
-    """Return the sampled frames of a clip.
+    """Return the sampled frames of a video.
 
-    source: a path; a list of frames, each anything `load_image` takes; an array (T, H, W, 3) or tensor, which may also
-    be (T, 3, H, W); or a Video, which is returned as it is. The sampling arguments are those of
-    `sample_frame_indices`. Frames given in memory count as sampled already, `fps` per second (default 2), unless
-    source_fps says how fast they were recorded or num_frames how many to take. source_fps overrides a file's own times.
-    sample: another rule for a file, from (total_num_frames, source_fps) to increasing indices. limits: of what is
-    decoded; memory grows with the frames kept, whatever the length of the clip.
+    source: a path; a list of frames, each anything `load_image` accepts; an array (T, H, W, 3) or tensor, which may
+    also be (T, 3, H, W); or a Video, which is returned unchanged. The sampling arguments are those of
+    `sample_frame_indices`. Frames in memory count as sampled already, `fps` per second (default 2), unless
+    source_fps is the rate at which they were recorded or num_frames the number to sample. source_fps overrides a file's
+    times. sample: another rule for a file, from (total_num_frames, source_fps) to increasing indices. limits: how much
+    is decoded; memory grows with the frames that are kept, not with the length of the video.
 
-    The times of a file are those of its packets. If they are index / rate (within a tick of the file's clock) the clip
-    is what its header says. If the rate varies, source_fps is the average that the rule samples by, and the timestamps
-    of the chosen frames are true. The rotation or mirroring in a file's display matrix, as phones write it, is applied
+    The times of a file are those of its packets. If they equal index / rate (within a tick of the file's clock), the
+    header's rate is used. If the rate varies, source_fps is the average by which the rule samples, and the timestamps
+    of the chosen frames are exact. The rotation or mirroring in a file's display matrix, as phones write it, is applied
     (transformers' PyAV reader ignores it).
 
-    A truncated file is an error if its header says how many frames there should be (MP4, AVI). Others (Matroska,
-    WebM, FLV) are read as far as they go, with a warning if the header says that they go on for 10 % longer.
+    A truncated file is an error if its header contains the number of frames (MP4, AVI). Other files (Matroska,
+    WebM, FLV) are read to their end, with a warning if the header promises at least 10 % more.
 
-    Raises FileNotFoundError for a missing file, TypeError for another kind of source, ValueError for a URL, a file that
-    is damaged, truncated, larger than `limits`, a still image, a playlist of other files or without video frames, and
-    for frames of unequal size.
+    Raises FileNotFoundError for a missing file, TypeError for another type of source, ValueError for a URL and for
+    frames of unequal size. Also ValueError for a file that is damaged, truncated, larger than `limits`, a still image,
+    a playlist of other files or without video frames.
     """
     if isinstance(source, Video):
         return source
@@ -154,7 +155,7 @@ def load_video(
 def _read_clip(
     source: str | Path, sample: Callable[[int, float], Sequence[int]], source_fps: float | None, limits: MediaLimits
 ) -> Video:
-    """Read a file's frames that `sample` chooses. source_fps: a rate that overrides the file's own times."""
+    """Read the frames of a file that `sample` chooses. source_fps: a rate that overrides the file's own times."""
     import av  # here, because its libraries take a while to load
 
     name = str(source)
@@ -162,7 +163,7 @@ def _read_clip(
         raise refusals.not_a_file(source, "video")
     if not refusals.PLAIN.fullmatch(name):
         name = printable(name)
-    # absolute, because FFmpeg takes what stands before a colon for a protocol; titles may be in any encoding
+    # absolute, because FFmpeg takes text before a colon for a protocol; titles may be in any encoding
     open_clip = partial(av.open, str(Path(source).absolute()), **containers.OPENING)
     try:
         with open_clip() as container:
@@ -187,18 +188,18 @@ def _read_clip(
 
 
 def _list_frames(container, name: str, limits: MediaLimits) -> Listing:
-    """Tell how many frames an opened file shows, and when, from its packets and its header."""
+    """Count the frames that an opened file shows, and find their times, from its packets and its header."""
     if not container.streams.video:
         raise ValueError(f"video: {name} has no video stream")
     stream = container.streams.video[0]
     codec = stream.codec_context
     if codec is None:
-        raise ValueError(f"video: {name} is damaged: what its frames were encoded with is not known")
+        raise ValueError(f"video: {name} is damaged: the codec of its frames is unknown")
     if codec.width * codec.height > limits.max_image_pixels:
         raise refusals.too_many_pixels(f"video: {name}", codec.width, codec.height, limits.max_image_pixels)
 
     starts, lengths = array("q"), array("q")
-    is_timed = not container.format.flags & _NO_TIMESTAMPS  # a bare stream has no times, or made-up ones
+    is_timed = not container.format.flags & _NO_TIMESTAMPS  # a bare stream has no times, or invented ones
     for packet in container.demux(stream):
         if _is_shown(packet, codec.name):
             is_timed = is_timed and packet.pts is not None
@@ -220,15 +221,15 @@ def _list_frames(container, name: str, limits: MediaLimits) -> Listing:
 
 
 def _is_shown(packet, codec: str) -> bool:
-    """Tell whether a packet holds a frame that is seen. Counting any other would shift the frames after it in time.
+    """Return whether a packet contains a frame that is shown. Counting any other would shift all later frames in time.
 
-    Packets may be empty, and an edit list hides some. VP8 has frames to which others refer and which nobody sees.
+    Packets may be empty, and an edit list hides some. VP8 has hidden frames, to which other frames refer.
     """
     return packet.size > 0 and not packet.is_discard and (codec != "vp8" or bool(bytes(packet)[0] & 16))
 
 
 def _is_steady(times: np.ndarray, rate: float, tick: float) -> bool:
-    """Tell whether frame i is shown at i / rate, as exactly as the file's clock can tell. times: ticks, sorted."""
+    """Return whether frame i is shown at i / rate, within the resolution of the file's clock. times: ticks, sorted."""
     late = (times - times[0]) * tick - np.arange(len(times)) / rate
     return bool(np.abs(late).max() <= min(1.001 * tick, 0.5 / rate))
 
@@ -236,7 +237,7 @@ def _is_steady(times: np.ndarray, rate: float, tick: float) -> bool:
 def _decode_forward(
     container, indices: Sequence[int], name: str, limits: MediaLimits
 ) -> tuple[np.ndarray, list[int | None], int]:
-    """Return (T, H, W, 3) uint8 frames, upright, at these increasing indices; their ticks; how many were decoded."""
+    """Return upright frames (T, H, W, 3) uint8 at these increasing indices, their ticks, and how many were decoded."""
     wanted = set(indices)
     frames = _NO_FRAMES
     ticks: list[int | None] = []
@@ -255,7 +256,7 @@ def _decode_forward(
 
 
 def _put(image: np.ndarray, place: int, frames: np.ndarray, count: int, what: str, limits: MediaLimits) -> np.ndarray:
-    """Put a frame (H, W, 3) at its place in the array that holds all `count` frames; the first makes room for them."""
+    """Put a frame (H, W, 3) at index `place` into the array of all `count` frames; the first call allocates it."""
     if place == 0:
         shape = (count, *image.shape)
         size = math.prod(shape)
@@ -274,15 +275,15 @@ def _make_video(frames: np.ndarray, indices: Sequence[int], total: int, source_f
 
 
 def _checked_sample(sample: Callable[[int, float], Sequence[int]], total: int, source_fps: float) -> list[int]:
-    """Return the indices that a caller's rule chooses; ValueError unless they are increasing and in the clip."""
+    """Return the indices that a caller's rule chooses; ValueError unless they are increasing and within the video."""
     indices = [index(i) for i in sample(total, source_fps)]
     if not indices or indices[0] < 0 or indices[-1] >= total or any(a >= b for a, b in pairwise(indices)):
-        raise ValueError(f"sample: expected increasing indices of 0 to {total - 1}, at least one, got {indices}")
+        raise ValueError(f"sample: expected at least one index, increasing, from 0 to {total - 1}, got {indices}")
     return indices
 
 
 def as_frames(frames, *, limits: MediaLimits = LIMITS) -> np.ndarray:
-    """Return frames in memory as one (T, H, W, 3) uint8 array; see `load_video` for what they may be."""
+    """Return frames in memory as one (T, H, W, 3) uint8 array; `load_video` lists the types that are accepted."""
     if isinstance(frames, Video):
         return frames.frames
     if not isinstance(frames, (np.ndarray, torch.Tensor, Sequence)) or isinstance(frames, (str, bytes)):

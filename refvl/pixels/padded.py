@@ -1,7 +1,7 @@
-"""Kimi K2.5's pixels: large images are scaled down, small ones stay, and black fills the last tokens.
+"""Kimi K2.5's pixels: large images are scaled down, small ones keep their size, and black fills the last tokens.
 
     image (H, W)  or  frames (T, H, W, 3) uint8
-       | resize    only down, to any size: so many patches in all, and so many along a side     torch, bicubic
+       | resize    only down, to any size within a maximum of patches in total and per side     torch, bicubic
        | pad       black right and below, to multiples of P * m
        | cut_rows  as in `refvl.pixels.patches`
     levels (N, 3, 1, P*P) uint8, grid (t, h, w)    t counts frames, each cut for itself
@@ -24,10 +24,10 @@ from refvl.pixels.patches import Levels, PatchConfig, cut_rows, level_table
 
 @dataclass(frozen=True, slots=True)
 class PaddedPatchConfig(PatchConfig):
-    """How pixels become patch rows; `max_pixels` is `max_patches` of the files times the area of a patch.
+    """The rule by which pixels become patch rows; `max_pixels` is `max_patches` of the files times the area of a patch.
 
-    Rows hold one frame each. That `chunk_frames` of them share their tokens is the encoder's doing: the processor
-    counts a video's tokens.
+    Each row contains one frame. The encoder lets `chunk_frames` of them share their tokens, so the processor
+    counts a video's tokens, not this class.
     """
 
     VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 4096 * 14**2}
@@ -47,7 +47,7 @@ class PaddedPatchConfig(PatchConfig):
 
     @classmethod
     def from_dict(cls, values: dict, kind: str = "image") -> Self:
-        """From the contents of a preprocessor file, see `settings.from_dict`."""
+        """Read the contents of a preprocessor file, see `settings.from_dict`."""
         own: dict[str, Any] = {"temporal_patch_size": None}
         if (patches := values.get("max_patches")) is not None:
             own["max_pixels"] = patches * values.get("patch_size", 14) ** 2
@@ -57,12 +57,12 @@ class PaddedPatchConfig(PatchConfig):
 
     @property
     def max_image_tokens(self) -> int:
-        """A square image takes no more: scaling leaves up to a patch over the budget, and padding fills the token."""
+        """The largest token count of an image: scaling leaves up to a patch over the budget, padding fills a token."""
         side = self.patch_size * min(math.sqrt(self.max_pixels) / self.patch_size + 1, self.max_side)
         return math.ceil(side / self.factor) ** 2
 
     def inner_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the (height, width) that an image or a frame is scaled to. Upstream: `navit_resize`."""
+        """Return the (height, width) to which an image or a frame is scaled. Upstream: `navit_resize`."""
         P, longest = self.patch_size, self.max_side * self.patch_size
         patches = max(1, height // P) * max(1, width // P)
         scale = min(1.0, math.sqrt(self.max_pixels // P**2 / patches), longest / height, longest / width)
@@ -74,12 +74,12 @@ class PaddedPatchConfig(PatchConfig):
         return math.ceil(height / self.factor) * self.factor, math.ceil(width / self.factor) * self.factor
 
     def frame_budget(self, num_frames: int) -> int:
-        """The largest area of a frame, before padding."""
+        """Return the largest area of a frame, before padding."""
         return self.max_pixels
 
 
 def padded_levels(frames_THW3: np.ndarray, config: PaddedPatchConfig) -> tuple[Levels, Grid]:
-    """Scale, pad and cut the frames of a video, or an image as one frame; the rows are not normalised yet."""
+    """Scale, pad and cut the frames of a video, or an image as one frame; rows are normalised later."""
     pixels_TCHW = torch.from_numpy(np.ascontiguousarray(frames_THW3.transpose(0, 3, 1, 2)))
     size = pixels_TCHW.shape[2:]
     inner, outer = config.inner_size(*size), config.target_size(*size)

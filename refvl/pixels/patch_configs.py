@@ -1,4 +1,4 @@
-"""How other families' pixels become patch rows: GLM's and Qwen3-VL's budgets count the pixels of all frames."""
+"""Patch rows of GLM and Qwen3-VL, whose pixel budgets count the pixels of all frames."""
 
 import math
 from dataclasses import dataclass
@@ -11,41 +11,41 @@ from refvl.pixels.patches import MAX_ASPECT_RATIO, PatchConfig
 
 @dataclass(frozen=True, slots=True)
 class Glm4vPatchConfig(PatchConfig):
-    """GLM's: budgets are areas over all frames, an image counting as `temporal_patch_size` of them."""
+    """GLM's rule: budgets are areas over all frames; an image counts as `temporal_patch_size` frames."""
 
-    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 28 * 28 * 2 * 30000}  # larger: it is for all frames
+    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 28 * 28 * 2 * 30000}  # larger: for all frames
 
     min_pixels: int = 112 * 112
     max_pixels: int = 28 * 28 * 15000
     max_frames: int = 640
-    max_duration: float = 300.0  # seconds, beyond which GLM-4.1V spreads its frames
+    max_duration: float = 300.0  # seconds; GLM-4.1V spreads the frames of longer videos
 
     @property
     def max_image_tokens(self) -> int:
-        """`temporal_patch_size` times fewer than the area holds, as an image counts that often."""
+        """The largest token count of an image, which counts as `temporal_patch_size` frames of the area."""
         return self.max_pixels // (self.temporal_patch_size * (self.patch_size * self.merge_size) ** 2)
 
     def target_size(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
-        """`smart_resize_video` of the frames as they are padded."""
+        """Return `smart_resize_video` of the frames after padding."""
         frames = self.padded(num_frames)
         return fit_clip(frames, height, width, self.temporal_patch_size, self.factor, self.min_pixels, self.max_pixels)
 
     def frame_floor(self, num_frames: int) -> int:
-        """The smallest area of each frame; for one frame, of an image."""
+        """Return the smallest area of each frame; for one frame, that of an image."""
         return math.ceil(self.min_pixels / self.padded(num_frames))
 
     def frame_budget(self, num_frames: int) -> int:
-        """The largest area of each frame; for one frame, of an image."""
+        """Return the largest area of each frame; for one frame, that of an image."""
         return self.max_pixels // self.padded(num_frames)
 
     def padded(self, num_frames: int) -> int:
-        """Frames in whole steps of the grid."""
+        """Return the number of frames rounded up to whole grid steps."""
         return math.ceil(num_frames / self.temporal_patch_size) * self.temporal_patch_size
 
 
 @dataclass(frozen=True, slots=True)
 class GlmgaPatchConfig(Glm4vPatchConfig):
-    """GLM-GA's: sides can be required to be multiples of several merged tokens."""
+    """GLM-GA's rule: sides can be required to be multiples of several merged tokens."""
 
     VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {"max_pixels": 28 * 28 * 2 * 55790}  # almost twice that of other GLMs
 
@@ -53,13 +53,13 @@ class GlmgaPatchConfig(Glm4vPatchConfig):
 
     @property
     def factor(self) -> int:
-        """Sides of the resized image are multiples of this."""
+        """The divisor of the resized image's sides."""
         return self.patch_size * self.merge_size * self.patch_expand_factor
 
 
 @dataclass(frozen=True, slots=True)
 class Qwen3VLPatchConfig(PatchConfig):
-    """Qwen3-VL's images; the pixel budget is the released files', as transformers has no default of its own."""
+    """Qwen3-VL's rule for images; the pixel budget is the released files', because transformers has no default."""
 
     patch_size: int = 16
     min_pixels: int = 256 * 256
@@ -70,32 +70,32 @@ class Qwen3VLPatchConfig(PatchConfig):
 
     @classmethod
     def for_video(cls, **changes) -> "Qwen3VLVideoPatchConfig":
-        """A video's sizes follow another rule, see there."""
+        """Return the config of a video, whose sizes follow another rule, see `Qwen3VLVideoPatchConfig`."""
         return Qwen3VLVideoPatchConfig(**changes)
 
 
 @dataclass(frozen=True, slots=True)
 class Qwen3VLVideoPatchConfig(Qwen3VLPatchConfig):
-    """Qwen3-VL's videos: budgets are areas over all frames; the defaults are those of `Qwen3VLVideoProcessor`.
+    """Qwen3-VL's rule for videos: budgets are areas over all frames; defaults are those of `Qwen3VLVideoProcessor`.
 
-    With `cap_pixels_per_frame`, off unless the file says otherwise, `max_video_tokens` is the most for one frame.
+    With `cap_pixels_per_frame`, off unless the file sets it, `max_video_tokens` limits the tokens of one frame.
     """
 
     min_pixels: int = 128 * 32 * 32
     max_pixels: int = 768 * 32 * 32
 
     def target_size(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
-        """`smart_resize_video`; a single frame counts as it is padded, as a step of the grid."""
+        """Return `smart_resize_video`; a single frame counts as a whole grid step, because it is padded to one."""
         frames = max(num_frames, self.temporal_patch_size)
         max_pixels = self.frame_budget(frames) * frames if self.cap_pixels_per_frame else self.max_pixels
         return fit_clip(frames, height, width, self.temporal_patch_size, self.factor, self.min_pixels, max_pixels)
 
     def frame_floor(self, num_frames: int) -> int:
-        """The smallest area of each frame."""
+        """Return the smallest area of each frame."""
         return math.ceil(self.min_pixels / num_frames)
 
     def frame_budget(self, num_frames: int) -> int:
-        """The largest area one frame may have in a video of `num_frames`."""
+        """Return the largest area of a frame in a video of `num_frames`."""
         if not self.cap_pixels_per_frame:
             return self.max_pixels // num_frames
         share = min(self.max_video_tokens * self.factor**2, self.max_pixels // num_frames)
@@ -112,10 +112,10 @@ def smart_resize_video(
     min_pixels: int = 112 * 112,
     max_pixels: int = 28 * 28 * 2 * 6144,
 ) -> tuple[int, int]:
-    """GLM's `smart_resize`: the budgets count the pixels of all frames, and tiny images are enlarged first.
+    """Return GLM's `smart_resize`: budgets count the pixels of all frames, and tiny images are enlarged first.
 
-    num_frames: of the video; an image counts as `temporal_factor` frames. temporal_factor: frames per step of the grid,
-    of which the budgets count whole ones. Raises ValueError for fewer frames than that, and for an aspect ratio above
+    num_frames: the frames of the video; an image counts as `temporal_factor` frames. temporal_factor: frames per grid
+    step; the budgets count whole steps. Raises ValueError for fewer frames than that, and for an aspect ratio above
     200. Upstream: `smart_resize` of GLM-4.1V (transformers).
 
     >>> smart_resize_video(2, 480, 640), smart_resize_video(600, 480, 640)
@@ -132,7 +132,7 @@ def smart_resize_video(
 def fit_clip(
     num_frames: int, height: int, width: int, temporal_factor: int, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Return `smart_resize_video` of sizes that are known to be positive integers, for at least temporal_factor frames.
+    """Return `smart_resize_video` of sizes that have been checked, for at least temporal_factor frames.
 
     This differs from `fit_budget` in the areas. The budget is compared with the area of all frames in whole steps of
     the grid, and the scale comes from the area of `num_frames` frames.

@@ -5,16 +5,16 @@
     pixels (T, C, h*P, w*P) uint8
        | cut_rows     pad T to a multiple of Tp by repeating the last frame, then cut
     levels (N, C, 1 or Tp, P*P) uint8, grid (t, h, w)    N = t * h * w rows in merge-block order
-       | normalize    to [0, 1], then (x - mean) / std per channel; on a GPU after the rows have travelled there
+       | normalize    to [0, 1], then (x - mean) / std per channel; on a GPU after the rows have been copied there
     patches (N, C*Tp*P*P) float32
 
 P patch_size, Tp temporal_patch_size, m merge_size, N patches, C channels. A grid counts patches.
 
 Images follow the Pillow backend of transformers (`Qwen2VLImageProcessorPil`) bit for bit, videos its torchvision
-backend (`Qwen2VLVideoProcessor`), which is the only one there is; torchvision itself is not needed. The two backends
-round differently, so an image and a video of the same frame give slightly different values.
+backend (`Qwen2VLVideoProcessor`), the only one for videos; torchvision itself is not needed. The two backends
+round differently, so an image and a video of the same frame differ slightly in value.
 
-`refvl.pixels.by_hand` has the same steps for your own images and arrays, and checks what you pass.
+`refvl.pixels.by_hand` has the same steps for your own images and arrays, and checks its arguments.
 """
 
 import math
@@ -37,16 +37,15 @@ MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True, slots=True)
 class PatchConfig:
-    """How pixels become patch rows. The defaults are those of an image in transformers; `for_video` has a video's.
+    """The rule by which pixels become patch rows. Defaults are transformers' for an image; `for_video` has a video's.
 
-    Pixel budgets are areas, per image or frame. `cap_pixels_per_frame` bounds the sum over a video as well: each
-    frame gets an even share of 90 % of `max_video_tokens` tokens' worth of pixels, so that a long video cannot outgrow
-    the context. Released checkpoints come with the image budget of 16,384 tokens for every frame; the cap is what the
-    reference implementation (qwen-vl-utils) does and is on for videos, while transformers (5.17 to 5.23) leaves it off
-    unless asked.
+    Pixel budgets are areas, per image or frame. `cap_pixels_per_frame` also limits the sum over a video: each frame
+    gets an even share of the pixels for 90 % of `max_video_tokens` tokens, so a long video cannot outgrow the context.
+    Released checkpoints set the image budget, 16,384 tokens, for every frame. The reference implementation
+    (qwen-vl-utils) applies the cap to videos; transformers (5.17 to 5.23) leaves it off unless it is requested.
     """
 
-    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {  # a smaller budget per frame, and the cap on the whole
+    VIDEO_DEFAULTS: ClassVar[dict[str, Any]] = {  # a smaller budget per frame, and a limit on the whole video
         "min_pixels": 128 * 28 * 28, "max_pixels": 768 * 28 * 28, "cap_pixels_per_frame": True,
     }  # fmt: skip
 
@@ -60,7 +59,7 @@ class PatchConfig:
     rescale_factor: float = 1 / 255
     cap_pixels_per_frame: bool = False
     max_video_tokens: int = 128_000
-    fps: float = 2.0  # how densely a video is sampled, see refvl.pixels.media
+    fps: float = 2.0  # the sampling rate of videos, see refvl.pixels.media
     min_frames: int = 4
     max_frames: int = 768
 
@@ -71,7 +70,7 @@ class PatchConfig:
 
     @classmethod
     def for_video(cls, **changes) -> Self:
-        """The defaults of a video, as far as they are others."""
+        """Return the defaults of a video, where they differ from an image's."""
         return cls(**(cls.VIDEO_DEFAULTS | changes))
 
     from_dict = classmethod(settings.from_dict)
@@ -79,36 +78,36 @@ class PatchConfig:
 
     @property
     def factor(self) -> int:
-        """Sides of the resized image are multiples of this: one merged token is factor x factor pixels."""
+        """The divisor of the resized image's sides: one merged token is factor x factor pixels."""
         return self.patch_size * self.merge_size
 
     @property
     def patch_values(self) -> int:
-        """Values in one patch row: C * Tp * P * P."""
+        """The number of values in one patch row: C * Tp * P * P."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
     @property
     def max_image_tokens(self) -> int:
-        """An image takes no more, unless it is so thin that its short side is one token already."""
+        """The largest token count of an image, unless it is so thin that its short side is one token."""
         return self.max_pixels // (self.patch_size * self.merge_size) ** 2
 
     def fit(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
-        """Return the (height, width) that an image, or each of `num_frames` frames, is resized to.
+        """Return the (height, width) to which an image, or each of `num_frames` frames, is resized.
 
-        Raises ValueError for an aspect ratio above 200, TypeError for sizes that are no integers.
+        Raises ValueError for an aspect ratio above 200, TypeError for sizes that are not integers.
         """
         return self.target_size(*check_positive_ints(height=height, width=width, num_frames=num_frames))
 
     def target_size(self, height: int, width: int, num_frames: int = 1) -> tuple[int, int]:
-        """Return `fit` of sizes that are known to be positive integers."""
+        """Return `fit` of sizes that have been checked."""
         return fit_budget(height, width, self.factor, self.min_pixels, self.frame_budget(num_frames))
 
     def frame_floor(self, num_frames: int) -> int:
-        """The smallest area one frame may have."""
+        """Return the smallest area of a frame."""
         return self.min_pixels
 
     def frame_budget(self, num_frames: int) -> int:
-        """The largest area one frame may have in a video of `num_frames` (before padding)."""
+        """Return the largest area of a frame in a video of `num_frames` (before padding)."""
         if not self.cap_pixels_per_frame:
             return self.max_pixels
         clip_budget = int(self.max_video_tokens * self.factor**2 * 0.9)
@@ -117,9 +116,9 @@ class PatchConfig:
 
 
 def fit_budget(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Round both sides to `factor`; if the area leaves the budget, scale first, then round so that it holds.
+    """Round both sides to `factor`; if the area leaves the budget, scale first, then round back into the budget.
 
-    An image too large is rounded down, one too small is rounded up. A thin one may stay above max_pixels, because no
+    Larger images are rounded down, smaller ones up. A thin image may exceed max_pixels, because no
     side goes below `factor`. Raises ValueError for an aspect ratio above 200. Upstream: `smart_resize`.
     """
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
@@ -140,30 +139,30 @@ def fit_budget(height: int, width: int, factor: int, min_pixels: int, max_pixels
 def plan_grid(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> Grid:
     """Return the grid (t, h, w) in patches of an image or a video of this size, without touching a pixel.
 
-    Raises ValueError for an aspect ratio above 200, TypeError for sizes that are no integers.
+    Raises ValueError for an aspect ratio above 200, TypeError for sizes that are not integers.
     """
     num_frames, height, width = check_positive_ints(num_frames=num_frames, height=height, width=width)
     return grid_of(height, width, config, num_frames)
 
 
 def grid_of(height: int, width: int, config: PatchConfig, num_frames: int = 1) -> Grid:
-    """Return `plan_grid` of sizes that are known to be positive integers."""
+    """Return `plan_grid` of sizes that have been checked."""
     new_height, new_width = config.target_size(height, width, num_frames)
     t = math.ceil(num_frames / config.temporal_patch_size)
     return t, new_height // config.patch_size, new_width // config.patch_size
 
 
 def levels_of_image(image: Image.Image, config: PatchConfig) -> tuple["Levels", Grid]:
-    """Resize and cut an image that `load_image` has made; the rows are not normalised yet."""
+    """Resize and cut an image that came from `load_image`; rows are normalised later."""
     pixels_HWC = torch.from_numpy(np.array(resize_image(image, config)))  # uint8
     rows, grid = cut_rows(pixels_HWC.permute(2, 0, 1)[None], config, Tp=1)  # a still image is cut once, not Tp times
     return Levels(rows, level_table(config), config.temporal_patch_size), grid
 
 
 def levels_of_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | None = None) -> tuple["Levels", Grid]:
-    """Resize and cut frames that `as_frames` has made; the rows are not normalised yet.
+    """Resize and cut frames that came from `as_frames`; rows are normalised later.
 
-    num_frames: the number of frames of the whole video, if `frames` are some of them: their size depends on it.
+    num_frames: the number of frames of the whole video, which sets their size, if `frames` are only some of them.
     """
     pixels_TCHW = resize_frames(frames, config, num_frames)
     Tp = config.temporal_patch_size
@@ -172,13 +171,13 @@ def levels_of_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | 
 
 
 def resize_image(image: Image.Image, config: PatchConfig) -> Image.Image:
-    """Resize to `config.target_size`: bicubic in Pillow, on 8 bits."""
+    """Resize an image to `config.target_size`, bicubic in Pillow, on 8 bits."""
     height, width = config.target_size(image.height, image.width)
     return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def resize_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | None = None) -> Tensor:
-    """(T, H, W, 3) uint8 -> (T, 3, H', W') uint8, bicubic with antialias in torch; it must stay 8 bits to be exact."""
+    """Resize (T, H, W, 3) uint8 to (T, 3, H', W') uint8, bicubic with antialias in torch; 8 bits keep it exact."""
     given, height, width, _ = frames.shape
     size = config.target_size(height, width, num_frames or given)
     pixels = torch.from_numpy(np.ascontiguousarray(frames.transpose(0, 3, 1, 2)))
@@ -186,11 +185,11 @@ def resize_frames(frames: np.ndarray, config: PatchConfig, num_frames: int | Non
 
 
 def cut_rows(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, Grid]:
-    """(T, C, H, W) -> (rows (N, C, Tp, P*P), (t, h, w)), rows in merge-block order.
+    """Cut (T, C, H, W) into (rows (N, C, Tp, P*P), (t, h, w)), rows in merge-block order.
 
-    For each t, block row and block column come the m * m patches of the block; within a row
-    channel, time, patch row, patch column. T is padded to a multiple of Tp by repeating the last
-    frame. H and W must be multiples of P * m.
+    For each t, block row and block column, the m * m patches of the merge block follow. The order within a row is
+    channel, time, row, column. T is padded to a multiple of Tp by repeating the last frame. H and W must be multiples
+    of P * m.
     """
     m, P = config.merge_size, config.patch_size
     T, C, H, W = pixels.shape
@@ -208,17 +207,17 @@ def cut_rows(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, Grid
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Levels:
-    """Patch rows before they are normalised: one byte per value, and a still image has one frame for all Tp.
+    """Patch rows before normalisation: one byte per value; a still image has one frame instead of Tp.
 
     Why a table? A byte has only 256 levels, but an image of one megapixel has three million values. `level_table`
     normalises each level of a channel once, and `normalize` looks every value up. That gives the bits of transformers,
     which computes every value, in a third of the time on a CPU and without copies in float64. A GPU receives the bytes
-    and does the lookup itself, so a quarter of the size of the float32 rows is copied to it. For a still image it is an
-    eighth, because its one frame is repeated Tp = 2 times there.
+    and looks them up itself, so only a quarter of the size of the float32 rows is copied to it. For a still image it is
+    an eighth, because its one frame is repeated Tp = 2 times there.
     """
 
     values: Tensor  # (N, C, 1 or Tp, P*P) uint8
-    table: Tensor  # (C, 256) float32: what a level becomes
+    table: Tensor  # (C, 256) float32: the value of each level
     frames: int = 1  # Tp
 
     def __len__(self) -> int:
@@ -229,17 +228,17 @@ class Levels:
         """Return the encoder's rows, (N, C*Tp*P*P) float32."""
         N, C, _, values = self.values.shape
         rows = np.empty((N, C, self.frames, values), np.float32)
-        for channel, of_level in enumerate(self.table.numpy()):  # "clip": no index is checked
+        for channel, of_level in enumerate(self.table.numpy()):  # "clip" avoids the check of each index
             rows[:, channel] = of_level.take(self.values[:, channel].numpy(), mode="clip")
         return torch.from_numpy(rows).flatten(1)
 
 
 def level_table(config: Any, *, fused: bool = False) -> Tensor:
-    """Return (C, 256) float32: (x * rescale_factor - mean) / std of each level x of a channel.
+    """Return (C, 256) float32: (x * rescale_factor - mean) / std for each level x of a channel.
 
     config: anything with image_mean, image_std and rescale_factor, such as a `PatchConfig` or a `SliceConfig`.
 
-    The two backends agree to about 1e-6 only, so both orders of rounding are here: the Pillow backend rescales in
+    The two backends agree only to about 1e-6, so this offers both orders of rounding: the Pillow backend rescales in
     float64 first; `fused` folds the rescaling into mean and std, as the torchvision backend does.
     """
     mean, std = (torch.tensor(x, dtype=torch.float32).view(-1, 1) for x in (config.image_mean, config.image_std))
@@ -251,12 +250,12 @@ def level_table(config: Any, *, fused: bool = False) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """One medium, patchified: what the encoder reads, and where it came from."""
+    """One media item, patchified: the encoder's input and its source."""
 
     source: Image.Image | Video
-    rows: Levels | Tensor  # of N patches; a tensor where pixels are normalised before they are cut
-    layout: Any  # how the rows lie, for the encoder's plan: (t, h, w) in patches for Qwen and GLM
-    media_tokens: Any  # a `MediaTokens`: how the language model sees it
+    rows: Levels | Tensor  # of N patches; a tensor if pixels are normalised before they are cut
+    layout: Any  # the arrangement of the rows, for the encoder's plan: (t, h, w) in patches for Qwen and GLM
+    media_tokens: Any  # a `MediaTokens`: the item as the language model sees it
 
     @cached_property
     def pixel_values(self) -> Tensor:

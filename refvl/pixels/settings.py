@@ -1,4 +1,4 @@
-"""Preprocessing as the files of a checkpoint say it: read, and refused where this library has no such thing."""
+"""Preprocessing settings in a checkpoint's files: read them, and refuse those that this library does not support."""
 
 import math
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from typing import Any
 
 from refvl.checks import blame, check_positive_int, read_json
 
-LARGEST_SETTING = 2**40  # of any integer: a float holds its square, and a program that multiplies it still ends
-AREAS = (  # fields whose product is the area of an image that is made, whatever is given
+LARGEST_SETTING = 2**40  # for any integer: a float holds its square exactly, and loops over it end
+AREAS = (  # fields whose product is the area of an image that preprocessing makes from any input
     ("min_pixels",), ("image_size",) * 2, ("crop_size", "crop_size", "max_crops"),
     ("scale_resolution", "scale_resolution", "max_slice_nums"), ("patch_size", "patch_size", "max_slice_nums"),
     ("patch_size", "merge_size", "patch_size", "merge_size", "temporal_patch_size"),
     ("patch_size", "merge_size", "patch_expand_factor") * 2,
 )  # fmt: skip
-LARGEST_IMAGE = 2**26  # px that settings alone may require; an image from a file is limited by `MediaLimits`
+LARGEST_IMAGE = 2**26  # px that settings alone may require; `MediaLimits` limits images from files
 
 
 def check_preprocessing(config) -> None:
@@ -35,16 +35,16 @@ def check_preprocessing(config) -> None:
 
 
 def known_fields(config_class, values: dict) -> dict:
-    """The entries of `values` that are fields of `config_class` and not None; lists, as JSON has them, as tuples."""
+    """Return the entries of `values` that are fields of `config_class` and not None; lists become tuples."""
     known = {f.name: values[f.name] for f in fields(config_class) if values.get(f.name) is not None}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
 
 
 def from_dict(cls, values: dict, kind: str = "image") -> Any:
-    """From the contents of a preprocessor file; unknown keys are ignored, missing ones take the default of `kind`.
+    """Read the contents of a preprocessor file; unknown keys are ignored, missing ones take the default of `kind`.
 
     The pixel budget may be `min_pixels` and `max_pixels`, at the top or inside `size`, or the areas that `size`
-    calls `shortest_edge` and `longest_edge`. Raises ValueError for a preprocessing this library does not have.
+    calls `shortest_edge` and `longest_edge`. Raises ValueError for a preprocessing that is not supported.
     """
     for name, wanted in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", 3)):
         if values.get(name, wanted) not in (wanted, None):
@@ -60,11 +60,11 @@ def from_dict(cls, values: dict, kind: str = "image") -> Any:
 
 
 def from_folder(cls, folder, kind: str = "image") -> Any:
-    """From a checkpoint folder; kind is "image" or "video".
+    """Read a checkpoint folder; kind is "image" or "video".
 
-    The first that is there counts, as in transformers: the section `image_processor` / `video_processor` of
+    As in transformers, the first that exists counts: the section `image_processor` / `video_processor` of
     processor_config.json, then for a video video_preprocessor_config.json, then preprocessor_config.json.
-    Raises FileNotFoundError when there is none, ValueError when one cannot be read.
+    Raises FileNotFoundError if there is none, ValueError if one cannot be read.
     """
     if kind not in ("image", "video"):
         raise ValueError(f'kind: expected "image" or "video", got {kind!r}')

@@ -1,20 +1,20 @@
-"""MiniCPM-V's images: an overview, and slices of a larger copy, each near the size the tower was trained on.
+"""MiniCPM-V's images: an overview, and slices of a larger copy, each near the size on which the tower was trained.
 
     image (W, H)
-       | slice_grid       how many columns and rows; none when the overview holds all there is to see
+       | slice_grid       how many columns and rows; None if the overview is enough
        | plan_slices      sizes of the overview and the slices, multiples of P
        | slice_image      bicubic in Pillow: [overview, slice 1, slice 2, ...], slices row by row
        | patchify_slices  cut into patches, [0, 255] -> (x / 255 - mean) / std
     patch rows (N, 3*P*P), tgt_sizes [(h, w), ...]     N patches of all slices, h x w of them in each
 
-P patch_size. Sizes in pixels are (width, height), as Pillow and the checkpoints' own preprocessing have them; tgt_sizes
-count patches and are (height, width). A slice keeps the ratio of its cell, so it is hardly ever a square: its area
+P patch_size. Sizes in pixels are (width, height), as in Pillow and the checkpoints' own preprocessing; tgt_sizes
+count patches and are (height, width). A slice keeps the ratio of its cell, so it is rarely a square: its area
 stays near scale_resolution ** 2.
 
-The checkpoints' code lays each slice out as a strip, (3, P, L * P) for L patches; here patches travel as rows, because
-rows of different slices can be put one after another.
-Paper: LLaVA-UHD, arXiv 2403.11703. Upstream: `MiniCPMVImageProcessor`, in transformers `MiniCPMV4_6ImageProcessorPil`,
-which rounds sides to four patches (`multiple`) where versions 2.0 to 4.5 round to one.
+The checkpoints' code lays out each slice as a strip, (3, P, L * P) for L patches. Here each patch is a row, because the
+rows of different slices can be concatenated. Paper: LLaVA-UHD, arXiv 2403.11703. Upstream: `MiniCPMVImageProcessor`, in
+transformers `MiniCPMV4_6ImageProcessorPil`, which rounds sides to four patches (`multiple`); versions 2.0 to 4.5 round
+to one.
 """
 
 import math
@@ -40,13 +40,13 @@ NO_TIME = -1  # the temporal id of an image
 
 @dataclass(frozen=True, slots=True)
 class SliceConfig:
-    """The rule by which images are sliced. The defaults are those of all released versions."""
+    """The rule for slicing images. The defaults are those of all released versions."""
 
     max_slice_nums: int = 9
-    scale_resolution: int = 448  # the side of the square whose area a slice has
+    scale_resolution: int = 448  # the side of a square with the area of a slice
     patch_size: int = 14
-    multiple: int = 1  # sides are multiples of so many patches; 2 or 4 where patches are merged
-    max_aspect_ratio: int = 10_000  # a thinner strip is rounded up to a patch, and its area grows without limit
+    multiple: int = 1  # sides are multiples of this many patches; 2 or 4 if patches are merged
+    max_aspect_ratio: int = 10_000  # a thinner strip is rounded up to a patch, so its area would grow without limit
     use_image_id: bool = False
     image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
@@ -59,7 +59,7 @@ class SliceConfig:
     def from_dict(cls, values: dict) -> "SliceConfig":
         """Read the contents of preprocessor_config.json or config.json; unknown keys are ignored.
 
-        Raises ValueError if slicing is switched off, because an image of any size would then reach the tower.
+        Raises ValueError if slicing is switched off, because then an image of any size would reach the tower.
         """
         if not values.get("slice_mode", True):
             raise ValueError("slice_mode: this preprocessing always has slice_mode=True, got False")
@@ -77,9 +77,9 @@ class SliceConfig:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SliceGroup:
-    """Slices that are encoded as one group: (h, w) in patches of each, and its time in the video.
+    """Slices that are encoded as one group: (h, w) in patches of each, and their times in the video.
 
-    temporal_ids: one per slice, -1 for an image; None: all -1. A medium's layout is a tuple of groups in the order of
+    temporal_ids: one per slice, -1 for an image; None: all -1. An item's layout is a tuple of groups in the order of
     its rows.
     """
 
@@ -87,7 +87,7 @@ class SliceGroup:
     temporal_ids: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
-        """Short: tables and messages show many of them."""
+        """Return a short form, because tables and messages show many groups."""
         return f"SliceGroup({self.slices}" + ("" if self.temporal_ids is None else f", {self.temporal_ids}") + ")"
 
 
@@ -95,7 +95,7 @@ SliceLayout = tuple[SliceGroup, ...]
 
 
 def count_sets(layout: SliceLayout) -> int:
-    """Count the sets of query tokens of a layout: slices with times share their group's, others have one each."""
+    """Count the sets of query tokens: slices with times share one set per group, other slices have one each."""
     return sum(len(g.slices) if max(g.temporal_ids or [NO_TIME]) == NO_TIME else 1 for g in layout)
 
 
@@ -111,7 +111,7 @@ class SlicePlan:
 
     @property
     def tgt_sizes(self) -> list[Size]:
-        """(height, width) in patches: of the overview, then of every slice."""
+        """(height, width) in patches: the overview's, then every slice's."""
         return [group.slices[0] for group in self.layout]
 
 
@@ -119,19 +119,19 @@ def plan_slices(width: int, height: int, config: SliceConfig) -> SlicePlan:
     """Return the sizes of the overview and the slices of an image of width x height pixels.
 
     The overview and every slice are scaled to about the area of one square; only an image without slices may be
-    enlarged to it. Raises TypeError or ValueError for a size that is no positive integer, and ValueError for an aspect
-    ratio above `config.max_aspect_ratio`. Upstream: `find_best_resize`, `get_refine_size`.
+    enlarged to it. Raises TypeError or ValueError for a size that is not a positive integer, and ValueError for an
+    aspect ratio above `config.max_aspect_ratio`. Upstream: `find_best_resize`, `get_refine_size`.
     """
     width, height = check_positive_ints(width=width, height=height)
     return slices_of_size(width, height, config)
 
 
 def slices_of_size(width: int, height: int, config: SliceConfig) -> SlicePlan:
-    """Plan the slices of an image that `load_image` has made; see `plan_slices`."""
+    """Plan the slices of an image that came from `load_image`; see `plan_slices`."""
     grid = best_grid(width, height, config)
     if max(width, height) > config.max_aspect_ratio * min(width, height):
         raise ValueError(
-            f"width, height: the aspect ratio may be at most {config.max_aspect_ratio:,} (max_aspect_ratio of "
+            f"width, height: expected an aspect ratio of at most {config.max_aspect_ratio:,} (max_aspect_ratio of "
             f"SliceConfig), got {width} x {height} pixels"
         )
     overview = fit_area(width, height, config)
@@ -148,8 +148,8 @@ def slices_of_size(width: int, height: int, config: SliceConfig) -> SlicePlan:
 def slice_grid(width: int, height: int, config: SliceConfig) -> Size | None:
     """Return the (columns, rows) that an image is cut into, or None if the overview is enough.
 
-    The image is cut into as many slices as its area holds squares of scale_resolution, at most max_slice_nums. One
-    more or one less is taken if that fits the ratio of the sides better. Upstream: `get_sliced_grid`.
+    The number of slices is the number of squares of scale_resolution in its area, at most max_slice_nums. One
+    more or one less is chosen if that fits the ratio of the sides better. Upstream: `get_sliced_grid`.
 
     >>> slice_grid(1920, 1080, SliceConfig()), slice_grid(448, 448, SliceConfig())
     ((4, 2), None)
@@ -159,7 +159,7 @@ def slice_grid(width: int, height: int, config: SliceConfig) -> Size | None:
 
 
 def best_grid(width: int, height: int, config: SliceConfig) -> Size | None:
-    """Return the grid of a size that is known to be good; see `slice_grid`."""
+    """Return the grid of a size that has been checked; see `slice_grid`."""
     wanted = min(math.ceil(width * height / config.scale_resolution**2), config.max_slice_nums)
     if wanted <= 1:
         return None
@@ -178,13 +178,13 @@ def fit_area(width: int, height: int, config: SliceConfig) -> Size:
 
 
 def slice_image(image, config: SliceConfig) -> list[Image.Image]:
-    """Anything `load_image` takes -> [overview, slices row by row]; errors as in `plan_slices`."""
+    """Cut anything that `load_image` accepts into [overview, slices row by row]; errors as in `plan_slices`."""
     loaded = load_image(image)
     return cut_slices(loaded, plan_slices(*loaded.size, config))
 
 
 def cut_slices(image: Image.Image, plan: SlicePlan) -> list[Image.Image]:
-    """Cut an image that `load_image` has made, by its plan."""
+    """Cut an image that came from `load_image`, by its plan."""
     overview = image.resize(plan.overview, Image.Resampling.BICUBIC)
     if plan.grid is None or plan.cell is None:
         return [overview]
@@ -196,14 +196,14 @@ def cut_slices(image: Image.Image, plan: SlicePlan) -> list[Image.Image]:
 
 
 def patchify_slices(image, config: SliceConfig) -> tuple[Tensor, list[Size]]:
-    """Anything `load_image` takes -> (patch rows (N, 3*P*P) float32 of all slices in order, their tgt_sizes)."""
+    """Return (patch rows (N, 3*P*P) float32 of all slices in order, their tgt_sizes); image: as in `load_image`."""
     loaded = load_image(image)
     plan = plan_slices(*loaded.size, config)
     return levels_of_slices([loaded], plan, config).normalize(), plan.tgt_sizes
 
 
 def levels_of_slices(images: Iterable[Image.Image], plan: SlicePlan, config: SliceConfig) -> Levels:
-    """Return the rows, before they are normalised, of images of one size that `load_image` has made.
+    """Return the rows, before normalisation, of images of one size that came from `load_image`.
 
     plan: the `SlicePlan` of that size.
     """
@@ -216,7 +216,7 @@ def levels_of_slices(images: Iterable[Image.Image], plan: SlicePlan, config: Sli
 
 
 def slice_rows(pixels: Tensor, patch_size: int) -> Tensor:
-    """(3, H, W) -> (H/P * W/P, 3*P*P): a row per patch, row by row; within it channel, patch row, patch column.
+    """Cut (3, H, W) into (H/P * W/P, 3*P*P): one row per patch, in row-major order; within it channel, row, column.
 
     H and W must be multiples of P.
     """
@@ -226,7 +226,7 @@ def slice_rows(pixels: Tensor, patch_size: int) -> Tensor:
 
 
 def image_of_rows(rows: Tensor, tgt_size: Sequence[int], config: SliceConfig) -> np.ndarray:
-    """(h*w, 3*P*P) rows of one slice -> (H, W, 3) uint8: the slice back, to look at."""
+    """Turn the rows (h*w, 3*P*P) of one slice back into its image, (H, W, 3) uint8."""
     (h, w), P = tgt_size, config.patch_size
     check_shape(rows, (h * w, 3 * P * P), "rows")
     [pixels] = F.fold(rows.detach().float().cpu().T[None], (h * P, w * P), P, stride=P)

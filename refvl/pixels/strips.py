@@ -1,7 +1,7 @@
-"""Thin strips, which Step3-VL pads to a square and resizes: the same pixels, to the bit, without that square.
+"""Thin strips, which Step3-VL pads to a square and resizes: the same pixels, bit for bit, without that square.
 
 A strip of 1 x 60,000 pixels would become 10 GB of black. Pillow resizes rows first, rounds, and resizes columns. This
-file does the same and computes no sums over black pixels. Upstream: `ImagePatcher.square_pad` and Pillow's `resize`.
+file does the same but computes no sums over black pixels. Upstream: `ImagePatcher.square_pad` and Pillow's `resize`.
 """
 
 import math
@@ -26,7 +26,7 @@ def resize_as_square(image: Image.Image, size: int) -> Image.Image:
 
 
 def _shrink_rows(rows: np.ndarray, side: int, size: int) -> np.ndarray:
-    """(n, W, 3) uint8, above side - n black rows -> the first of `size` rows, all that are not black.
+    """Shrink (n, W, 3) uint8, above side - n black rows, to the first of `size` rows: all that are not black.
 
     Pillow's bilinear resize in one direction: a triangle around each new row's centre, as integers of 22 bits.
     """

@@ -1,4 +1,4 @@
-"""Canvas M-RoPE, MiniCPM-V 4.7's: an overview and its slices share one canvas, and the marks pin its corners.
+"""Canvas M-RoPE of MiniCPM-V 4.7: an overview and its slices share one canvas, whose corners the separators mark.
 
     <image> 0 1 </image> <slice> 2 3 </slice><slice> 4 5 </slice>   an overview of 1 x 2 tokens, two slices of 1 x 2
 
@@ -6,10 +6,10 @@
     height     -1       0 0        1         0        0 0    0         0        0 0    0
     width      -1       0 3        4         0        0 1    1         2        2 3    3         from the canvas' origin
 
-The slices lie side by side as in the picture, so the canvas is as large as all of them. The overview is stretched over
-it: its tokens stand where the slices show the same. Time stands still on a canvas. Without slices the canvas is the
-overview's own grid. Text goes on one step after the longer side. Upstream: `MiniCPMV4_7Model.get_rope_index`
-(transformers 5.23).
+The slices are arranged as in the image, so the canvas is as large as all of them. The overview is stretched over it, so
+its tokens have the positions at which the slices show the same content. Time is constant on a canvas. Without slices,
+the canvas is the overview's own grid. Text continues one step after the longer side. Upstream:
+`MiniCPMV4_7Model.get_rope_index` (transformers 5.23).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from refvl.positions.mrope import MediaSpan
 
 
 class CanvasMarks(NamedTuple):
-    """Ids of the tokens around overviews and slices."""
+    """Ids of the separator tokens around overviews and slices."""
 
     image_start: int
     image_end: int
@@ -33,14 +33,15 @@ class CanvasMarks(NamedTuple):
 
 
 def canvas_positions(ids_L: Tensor, spans: Sequence[MediaSpan], marks: CanvasMarks) -> Tensor:
-    """(3, L) int64 positions of a prompt.
+    """Return the positions of a prompt, (3, L) int64.
 
-    ids_L: (L,) ids of the prompt. spans: its overviews and slices, h x w tokens each, with a mark right before each.
+    ids_L: (L,) ids of the prompt. spans: its overviews and slices, h x w tokens each, with a separator right before
+    each.
     """
     ids = ids_L.tolist()
     positions_3L = torch.arange(len(ids)).repeat(3, 1)
     index = 0  # of the next token
-    position = 0  # where it stands
+    position = 0  # the position of that token
     for overview, *slices in _frames(ids, spans, marks):
         start = overview.offset - 1
         end = (slices or [overview])[-1].offset + (slices or [overview])[-1].num_tokens
@@ -57,7 +58,7 @@ def canvas_positions(ids_L: Tensor, spans: Sequence[MediaSpan], marks: CanvasMar
 
 
 def _frames(ids: list[int], spans: Sequence[MediaSpan], marks: CanvasMarks) -> list[list[MediaSpan]]:
-    """An overview and its slices each: a span with the mark of a slice before it belongs to the overview before."""
+    """Return each overview with its slices: a span after a slice separator belongs to the overview before it."""
     frames = list[list[MediaSpan]]()
     for span in sorted(spans, key=lambda s: s.offset):
         if frames and ids[span.offset - 1] == marks.slice_start:
@@ -68,7 +69,7 @@ def _frames(ids: list[int], spans: Sequence[MediaSpan], marks: CanvasMarks) -> l
 
 
 def _draw(positions_3L: Tensor, origin: int, overview: MediaSpan, slices: list[MediaSpan]) -> tuple[int, int]:
-    """Write the positions of one frame, from its first mark to the end of the tensor; its canvas' (height, width)."""
+    """Write the positions of one frame, from its first separator to the tensor's end; return its (height, width)."""
     gaps = [after.offset - before.offset - before.num_tokens for before, after in pairwise(slices)]
     columns = next((i + 1 for i, gap in enumerate(gaps) if gap > 2), len(slices))  # a newline ends the first row
     columns = columns if slices and len(slices) % columns == 0 else len(slices)
@@ -77,7 +78,7 @@ def _draw(positions_3L: Tensor, origin: int, overview: MediaSpan, slices: list[M
         height, width = len(slices) // columns * slices[0].h, columns * slices[0].w
 
     start, end = overview.offset, overview.offset + overview.num_tokens
-    positions_3L[:, start - 1 :] = origin  # marks in between, unless they are pinned below
+    positions_3L[:, start - 1 :] = origin  # separators in between, unless they are set below
     positions_3L[1:, start - 1] = max(origin - 1, 0)
     positions_3L[1:, start:end] = origin + _grid(overview, height, width)
     if end < positions_3L.shape[1]:
@@ -97,7 +98,7 @@ def _draw(positions_3L: Tensor, origin: int, overview: MediaSpan, slices: list[M
 
 
 def _grid(span: MediaSpan, height: int, width: int) -> Tensor:
-    """(2, h * w): row and column of each token, h x w of them stretched over height x width cells."""
+    """Return row and column of each token, (2, h * w): h x w tokens stretched over height x width cells."""
     rows = torch.linspace(0, height - 1, span.h).round().long()
     columns = torch.linspace(0, width - 1, span.w).round().long()
     return torch.stack(torch.meshgrid(rows, columns, indexing="ij")).flatten(1)

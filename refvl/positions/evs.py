@@ -1,11 +1,11 @@
-"""EVS: which video tokens survive, and where they stand.
+"""EVS: which video tokens are kept, and their positions.
 
 Efficient Video Sampling (arXiv 2510.14624) keeps the tokens of a video that changed since the frame before. A token
-that stayed the same adds little: its predecessor at the same place already said it. This module works on merged
-embeddings, as serving engines do, of any width.
+that stayed the same adds little, because its predecessor in the same cell contains the same information. This module
+works on merged embeddings of any width, as serving engines do.
 
-A survivor keeps the position it had in the whole video, and so does all later text: the pruned layout is exactly the
-full layout restricted to what is kept. Positions are integers and travel beside the embeddings (as extra bfloat16
+A kept token keeps its position in the whole video, and so does all later text: the pruned layout is exactly the full
+layout restricted to the kept tokens. Positions are integers, separate from the embeddings (as extra bfloat16
 channels they would be rounded above 256).
 """
 
@@ -19,13 +19,13 @@ from refvl.arguments import as_grids
 from refvl.checks import check_floats, check_number, check_positive_int, check_pruning_rate, check_shape, check_values
 from refvl.positions.mrope import MAX_POSITION, check_t_factor, grid_positions, mrope_delta
 
-ALWAYS_KEPT = 255.0  # dissimilarity given to first-frame tokens; a cosine distance never exceeds 2
+ALWAYS_KEPT = 255.0  # the dissimilarity of first-frame tokens; a cosine distance never exceeds 2
 
 
 def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: float) -> int:
-    """Tokens kept of a video at pruning rate q in [0, 1): at least the first frame, never more than all.
+    """Return how many tokens of a video are kept at pruning rate q in [0, 1): from the first frame's to all.
 
-    It depends on the sizes alone, so one function serves the prompt's placeholders and the mask.
+    The result depends only on sizes, so one function determines both the prompt's placeholders and the mask.
 
     Raises ValueError for counts below 1 and a q outside [0, 1).
 
@@ -38,10 +38,10 @@ def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
 
 
 def compute_dissimilarity(video_embeds: Tensor, num_frames: int) -> Tensor:
-    """(t, M / t) float32: 1 - cosine similarity with the token at the same place one frame earlier.
+    """Return 1 - cosine similarity with the token in the same cell one frame earlier, (t, M / t) float32.
 
-    First-frame tokens get 255, so that they come first in any ranking; where nan or inf in the
-    embeddings leaves no number, it is 0. video_embeds: (M, D), frame-major. Raises TypeError or
+    First-frame tokens get 255, so they come first in any ranking. A token gets 0 if nan or inf in the embeddings leave
+    no number. video_embeds: (M, D), frame-major. Raises TypeError or
     ValueError for other embeddings, and for a num_frames that does not divide M.
     """
     check_floats(check_shape(video_embeds, ("M", "D"), "video_embeds"), "video_embeds")
@@ -51,19 +51,19 @@ def compute_dissimilarity(video_embeds: Tensor, num_frames: int) -> Tensor:
 
 
 def split_frames(rows_MD: Tensor, num_frames: int) -> Tensor:
-    """(M, D), frame-major, as (t, M / t, D); raises ValueError for a num_frames that does not divide M."""
+    """Reshape (M, D), frame-major, to (t, M / t, D); raise ValueError for a num_frames that does not divide M."""
     if len(rows_MD) % check_positive_int(num_frames, "num_frames") or not len(rows_MD):
         raise ValueError(f"num_frames: must divide the {len(rows_MD)} tokens of video_embeds, got {num_frames}")
     return rows_MD.unflatten(0, (num_frames, -1))
 
 
 def compute_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_size: int, q: float) -> Tensor:
-    """(M,) bool: the tokens that stay, largest dissimilarity first, ties by a stable descending sort.
+    """Return the mask of kept tokens, (M,) bool: largest dissimilarity first, ties by a stable descending sort.
 
     video_embeds: (M, D) merged embeddings of one video, frame-major. video_size_thw: (t, h, w) in patches.
-    spatial_merge_size: patches along each side of a token, 1 where the size counts tokens. q: the share of tokens that
-    go, in [0, 1). The first frame stays, whatever the embeddings hold.
-    Raises ValueError for embeddings of another shape than (M, D), or with nan.
+    spatial_merge_size: patches along each side of a token, 1 if the size counts tokens. q: the share of tokens that
+    are dropped, in [0, 1). The first frame is kept, whatever the embeddings contain.
+    Raises ValueError for embeddings of a shape other than (M, D), or with nan.
     """
     t, num_tokens = num_tokens_of(video_size_thw, spatial_merge_size)
     check_values(check_shape(video_embeds, (num_tokens, "D"), "video_embeds"), "video_embeds")
@@ -77,11 +77,11 @@ def compute_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_s
 def compute_mrope_for_media(
     video_size_thw, spatial_merge_size: int, tokens_per_second: float = 1.0, video_second_per_grid: float = 1.0
 ) -> Tensor:
-    """(M, 4) int64: t, h, w of each merged token relative to the start of the medium, and the medium's extent.
+    """Return t, h, w of each merged token relative to the item's start, and the item's extent, (M, 4) int64.
 
-    The extent is 1 + the largest position of the *whole* medium over all axes: it is what later text has to
-    skip, and a survivor must know it even when the tokens that reached it are pruned. Images use the defaults.
-    Raises ValueError for rates that are no finite numbers.
+    The extent is 1 + the largest position of the *whole* item over all axes. Later text has to skip it, and every kept
+    token carries it, even if the tokens that reached it are pruned. Images use the defaults.
+    Raises ValueError for rates that are not finite numbers.
     """
     t, h, w = _one_grid(video_size_thw, spatial_merge_size)
     t_factor = check_number(tokens_per_second, "tokens_per_second")
@@ -101,18 +101,17 @@ def recompute_mrope_positions(
     image_token_id: int,
     video_token_id: int,
 ) -> tuple[Tensor, int]:
-    """The chunked-prefill form: positions of a pruned prompt whose media arrive piece by piece.
+    """Update the positions of a pruned prompt whose media arrive in pieces, for chunked prefill.
 
-    input_ids: (L,) the pruned prompt. multimodal_positions: the (4, n) pieces that arrived with this chunk, in
-    prompt order, rows t, h, w, extent as in `compute_mrope_for_media`, cut to the tokens kept; a piece never spans
-    two media. mrope_positions: (3, L or more) as the previous chunk left them; a tail after the prompt, as the longer
-    unpruned layout has it, is cut off. num_computed_tokens: how much of the prompt is done; what lies before is not
-    touched.
+    input_ids: (L,) the pruned prompt. multimodal_positions: the (4, n) pieces that arrived with this chunk, in prompt
+    order, with rows t, h, w, extent as in `compute_mrope_for_media`, cut to the kept tokens; a piece never spans two
+    items. mrope_positions: (3, L or more), the result of the previous chunk; columns beyond the prompt, from the longer
+    unpruned layout, are cut off. num_computed_tokens: how many tokens of the prompt are done; they are not changed.
 
-    Returns positions (3, L) int64 and delta. Whatever the cuts, the positions of every token up to the end of the
-    last piece and of the text after it equal the full layout restricted to what is kept; media tokens that have not
-    arrived yet hold provisional positions. Raises ValueError if the pieces do not fit the prompt, or if a position is
-    no whole number from 0 to `MAX_POSITION`.
+    Returns positions (3, L) int64 and delta. Wherever the chunks are cut, the positions up to the end of the
+    last piece and of the text after it equal the full layout restricted to the kept tokens. Media tokens that have not
+    arrived yet have provisional positions. Raises ValueError if the pieces do not fit the prompt, or if a position is
+    not an integer from 0 to `MAX_POSITION`.
     """
     ids = torch.as_tensor(input_ids).flatten().cpu()
     _check_positions(check_shape(mrope_positions, (3, "at least L"), "mrope_positions"), "mrope_positions")
@@ -120,7 +119,7 @@ def recompute_mrope_positions(
         raise ValueError(f"mrope_positions: {ids.numel()} tokens, but only {mrope_positions.shape[1]} positions")
     positions = mrope_positions[:, : ids.numel()].clone().long()
     if not 0 <= num_computed_tokens <= ids.numel():
-        raise ValueError(f"num_computed_tokens: must lie in [0, {ids.numel()}], got {num_computed_tokens}")
+        raise ValueError(f"num_computed_tokens: must be in [0, {ids.numel()}], got {num_computed_tokens}")
     is_media = (ids == image_token_id) | (ids == video_token_id)
     index = num_computed_tokens
     for i, piece in enumerate(multimodal_positions):
@@ -132,20 +131,20 @@ def recompute_mrope_positions(
 
 
 def _check_positions(positions: Tensor, name: str) -> None:
-    """Floats will do where they are whole: upstream carries positions as channels of the embeddings."""
+    """Raise unless all positions are whole numbers; floats may be, too, as upstream stores them in the embeddings."""
     if positions.is_complex() or positions.dtype == torch.bool:
         raise TypeError(f"{name}: expected integers, got dtype {positions.dtype}")
     wrong = ~((positions >= 0) & (positions < MAX_POSITION) & (positions == positions.trunc()))  # also nan
     if wrong.any():
         value = positions[wrong][0].item()
-        raise ValueError(f"{name}: a position is a whole number from 0 to {MAX_POSITION - 1}, got {value}")
+        raise ValueError(f"{name}: expected whole numbers from 0 to {MAX_POSITION - 1}, got {value}")
 
 
 def _place_piece(positions, ids, is_media, index, piece, vision_start_token_id, name) -> int:
-    """Write one piece at the first media token at or after `index`, and the text after its medium; returns its end."""
+    """Write a piece at the first media token from `index` on, and the text after its item; return the piece's end."""
     remaining = is_media[index:].nonzero().flatten()
     if not len(remaining):
-        raise ValueError(f"{name}: {piece.shape[1]} positions, but no media token is left from prompt token {index} on")
+        raise ValueError(f"{name}: {piece.shape[1]} positions, but no media tokens from prompt token {index} on")
     start = index + int(remaining[0])
     lengths = ids.unique_consecutive(return_counts=True)[1]
     ends = lengths.cumsum(0)
@@ -153,7 +152,7 @@ def _place_piece(positions, ids, is_media, index, piece, vision_start_token_id, 
     media_start, media_stop = int(ends[medium] - lengths[medium]), int(ends[medium])
     stop = start + piece.shape[1]
     if stop > media_stop:
-        raise ValueError(f"{name}: {piece.shape[1]} positions, but its medium has {media_stop - start} tokens left")
+        raise ValueError(f"{name}: {piece.shape[1]} positions, but its media item has {media_stop - start} tokens left")
     if media_start and ids[media_start - 1] != vision_start_token_id:
         no_start = f"does not follow a vision start ({vision_start_token_id})"
         raise ValueError(f"input_ids: media token {media_start} {no_start}")
@@ -161,13 +160,13 @@ def _place_piece(positions, ids, is_media, index, piece, vision_start_token_id, 
     piece = piece.to(positions.device)
     positions[:, start:stop] = piece[:3] + base
     after = torch.arange(ids.numel() - media_stop, device=positions.device)
-    positions[:, stop:media_stop] = base + int(piece[3, 0])  # not here yet
+    positions[:, stop:media_stop] = base + int(piece[3, 0])  # not arrived yet
     positions[:, media_stop:] = base + piece[3, 0] + after
     return stop
 
 
 def num_tokens_of(video_size_thw, spatial_merge_size: int) -> tuple[int, int]:
-    """(frames, tokens) of a video whose size (t, h, w) is in patches."""
+    """Return (frames, tokens) of a video whose size (t, h, w) is in patches."""
     t, h, w = _one_grid(video_size_thw, spatial_merge_size)
     return t, t * h * w // spatial_merge_size**2
 

@@ -1,9 +1,9 @@
 """M-RoPE: every prompt token has three positions - time, height, width.
 
-Text advances on all three axes together. A medium, image or video, spreads its tokens over a grid that starts where the
-text stopped, and text continues after the largest position used so far on any axis. An image of 40 x 30 tokens
-therefore costs 40 positions, not 1200, and the gap between the length of the prompt and its largest position is the
-request's `delta`: decode step k sits at `length + k + delta`.
+Text advances on all three axes together. A media item, image or video, spreads its tokens over a grid that starts where
+the text stopped; text continues after the largest position used so far on any axis. An image of 40 x 30 tokens
+therefore uses 40 positions, not 1200. The gap between the length of the prompt and its largest position is the
+request's `delta`: decode step k has position `length + k + delta`.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ MAX_POSITION = 2**31
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """Merged-grid extents of a medium whose first token is prompt index `offset`.
+    """The merged-grid extents of a media item, or of a run of its tokens, whose first token is prompt index `offset`.
 
-    t, h, w count merged tokens; the medium fills `t * h * w` consecutive prompt tokens. `t_factor` scales
+    t, h, w count merged tokens; the span fills `t * h * w` consecutive prompt tokens. `t_factor` scales
     the time axis (Qwen2.5-VL video: second_per_grid * tokens_per_second); images and GLM keep 1.0. Raises TypeError or
-    ValueError naming the field, also for a t_factor that leads to positions of `MAX_POSITION` or more.
+    ValueError naming the field, also for a t_factor whose positions would reach `MAX_POSITION`.
     """
 
     offset: int
@@ -36,7 +36,7 @@ class MediaSpan:
     def __post_init__(self):
         for name, least in (("offset", 0), ("t", 1), ("h", 1), ("w", 1)):
             value = getattr(self, name)
-            if type(value) is not int or value < least:  # an image may be many spans: most need no call
+            if type(value) is not int or value < least:  # an image may have many spans, most of which need no call
                 object.__setattr__(self, name, check_int(value, f"MediaSpan.{name}", least))
         if type(self.t_factor) is not float or self.t_factor != 1.0 or self.t >= MAX_POSITION:
             check_t_factor(self.t_factor, self.t, "MediaSpan.t_factor")
@@ -46,12 +46,12 @@ class MediaSpan:
         return self.t * self.h * self.w
 
     def grid_positions(self) -> Tensor:
-        """(3, t*h*w) int64 positions relative to the start of the medium; time is multiplied, then truncated."""
+        """Return positions relative to the item's start, (3, t*h*w) int64; time is multiplied, then truncated."""
         return grid_positions(self.t, self.h, self.w, self.t_factor)
 
 
 def check_t_factor(t_factor: float, t: int, name: str) -> float:
-    """Return `t_factor` if t steps of it are positions; raise TypeError or ValueError naming `name`."""
+    """Return `t_factor` if t steps of it are valid positions; raise TypeError or ValueError naming `name`."""
     number = check_number(t_factor, name)
     if not (number >= 0 and t * number < MAX_POSITION):  # also refuses nan
         raise ValueError(
@@ -61,16 +61,16 @@ def check_t_factor(t_factor: float, t: int, name: str) -> float:
 
 
 def grid_positions(t: int, h: int, w: int, t_factor: float = 1.0) -> Tensor:
-    """(3, t*h*w) int64: (int(frame * t_factor), row, column) of each merged token, frame-major."""
+    """Return (int(frame * t_factor), row, column) of each merged token, (3, t*h*w) int64, frame-major."""
     frames = (torch.arange(t, dtype=torch.float64) * t_factor).long()
     axes = torch.meshgrid(frames, torch.arange(h), torch.arange(w), indexing="ij")
     return torch.stack(axes).flatten(1)
 
 
 def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
-    """Positions (3, L) int64 of a prompt of `num_tokens` tokens, and its delta = max + 1 - L.
+    """Return the positions (3, L) int64 of a prompt of `num_tokens` tokens, and its delta = max + 1 - L.
 
-    spans: the media of the prompt in any order. Raises ValueError if they overlap or leave the prompt.
+    spans: the media of the prompt in any order. Raises ValueError if they overlap or exceed the prompt.
     Upstream: `get_mrope_input_positions`; transformers 5.23 differs after long videos, where it ignores t.
 
     >>> get_mrope_input_positions(6, [MediaSpan(offset=1, t=1, h=2, w=2)])
@@ -79,7 +79,7 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
             [0, 1, 2, 1, 2, 3]]), -2)
     """
     if check_positive_int(num_tokens, "num_tokens") > MAX_PATCHES:
-        raise ValueError(f"num_tokens: a prompt has at most {MAX_PATCHES:,}, got {num_tokens}")
+        raise ValueError(f"num_tokens: expected at most {MAX_PATCHES:,} in a prompt, got {num_tokens}")
     if wrong := [span for span in spans if not isinstance(span, MediaSpan)]:
         raise TypeError(f"spans: expected MediaSpan, got {wrong[0]!r}")
     end = 0
@@ -95,14 +95,14 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
 
 
 def mrope_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
-    """(3, L) int64: `get_mrope_input_positions` of spans that are known to lie in the prompt one after the other."""
+    """Return `get_mrope_input_positions` of spans that are known to fit the prompt without overlap."""
     pieces = list[Tensor]()
     index = 0  # of the next token
-    position = 0  # where it stands
+    position = 0  # the position of that token
     for span in sorted(spans, key=lambda s: s.offset):
         start = position + span.offset - index
         media_3M = grid_positions(span.t, span.h, span.w, span.t_factor) + start
-        pieces += [torch.arange(position, start).expand(3, -1), media_3M]  # the text before it, the medium
+        pieces += [torch.arange(position, start).expand(3, -1), media_3M]  # the text before the item, then the item
         index = span.offset + span.num_tokens
         position = int(media_3M.max()) + 1
     pieces.append(torch.arange(position, position + num_tokens - index).expand(3, -1))
@@ -110,15 +110,15 @@ def mrope_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
 
 
 def mrope_delta(positions_3L: Tensor) -> int:
-    """1 + the largest position on any axis - the number of tokens. positions: (3, L)."""
+    """Return 1 + the largest position on any axis - the number of tokens. positions: (3, L)."""
     return int(positions_3L.max()) + 1 - positions_3L.shape[1]
 
 
 def restrict_positions(positions_3L: Tensor, keep_L: Tensor) -> tuple[Tensor, int]:
-    """The pruned layout: the full layout restricted to the tokens kept, and its delta.
+    """Return the pruned layout, which is the full layout restricted to the kept tokens, and its delta.
 
-    positions_3L: (3, L) of the unpruned prompt. keep_L: (L,) bool, True for text and surviving media tokens. Raises
-    ValueError or TypeError naming keep_L when it does not fit.
+    positions_3L: (3, L) of the unpruned prompt. keep_L: (L,) bool, True for text and kept media tokens. Raises
+    ValueError or TypeError naming keep_L if it does not fit.
     """
     if getattr(keep_L, "shape", None) != positions_3L.shape[1:]:
         check_shape(keep_L, (positions_3L.shape[1],), "keep_L")
@@ -127,10 +127,10 @@ def restrict_positions(positions_3L: Tensor, keep_L: Tensor) -> tuple[Tensor, in
 
 
 def mrope_axis_of_pairs(section: Sequence[int], *, interleaved: bool) -> Tensor:
-    """(pairs,) int64: which axis - 0, 1, 2 for t, h, w - turns each pair of a head's dimensions, the fastest first.
+    """Return which axis (0, 1, 2 for t, h, w) rotates each rotary pair of a head, fastest first, (pairs,) int64.
 
-    section: how many pairs each axis has. In runs (Qwen2.5-VL, GLM) t gets the fastest pairs and w the slowest;
-    interleaved (Qwen3-VL), h and w take every third pair and t the rest, so that all axes have all speeds.
+    section: the number of pairs per axis. Contiguous (Qwen2.5-VL, GLM): t gets the fastest pairs and w the slowest.
+    Interleaved (Qwen3-VL): h and w get every third pair and t the rest, so every axis has fast and slow pairs.
     Upstream: `mrope_section`, `mrope_interleaved`.
 
     >>> [mrope_axis_of_pairs((4, 2, 2), interleaved=how).tolist() for how in (False, True)]

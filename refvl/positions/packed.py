@@ -1,15 +1,15 @@
-"""Several prompts as one sequence, for training without padding. No prompt sees another; each keeps its own positions.
+"""Several prompts as one sequence, for training without padding. No prompt sees another; each keeps its positions.
 
     prompt A  input_ids (5,)   positions (3, 5)
     prompt B  input_ids (3,)   positions (3, 3)
 
     pack      input_ids     A A A A A B B B
-              position_ids  0 1 2 3 4 0 1 2    its index in its prompt: where this starts again, another prompt starts
+              position_ids  0 1 2 3 4 0 1 2    index in the prompt: a restart at 0 begins another prompt
                             t, h, w of A, then t, h, w of B
               cu_seqlens    0 5 8
 
-transformers builds the mask from the first of the four rows, if there is neither an `attention_mask` nor a cache. With
-the three rows of M-RoPE alone, it takes all prompts for one, and they see each other.
+transformers builds the mask from the first of the four rows if there is neither an `attention_mask` nor a cache. Given
+only the three rows of M-RoPE, it treats all prompts as one, and they see each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,17 +21,17 @@ from torch import Tensor
 from refvl.checks import check_positive_int, check_shape
 
 IGNORED = -100  # a label without a loss
-TOKENWISE = ("labels", "inputs_embeds", "deepstack_embeds")  # of a feature: one entry per token
+TOKENWISE = ("labels", "inputs_embeds", "deepstack_embeds")  # keys of a feature with one entry per token
 
 
 def pack(prompts: Sequence, *, pad_to: int | None = None) -> dict[str, Tensor]:
-    """Lay prompts end to end.
+    """Concatenate prompts into one sequence.
 
     prompts: traces of `VLM.trace`, or mappings with `input_ids` (L,) and `positions` (3, L). pad_to: the length of the
-    result; what is left becomes one more sequence, of token 0, which no prompt sees.
+    result; the remainder becomes one more sequence, of token 0, which no prompt sees.
 
-    Returns `input_ids` (1, L), `position_ids` (4, 1, L: index, t, h, w) and `cu_seqlens` (prompts + 1,) int32, where
-    each sequence begins. Raises ValueError for no prompt, shapes that do not fit, or a `pad_to` that is too short.
+    Returns `input_ids` (1, L), `position_ids` (4, 1, L: index, t, h, w) and `cu_seqlens` (prompts + 1,) int32, the
+    start of each sequence. Raises ValueError for no prompt, shapes that do not fit, or a `pad_to` that is too short.
     """
     if not len(prompts):
         raise ValueError("prompts: expected at least one prompt, got none")
@@ -54,8 +54,8 @@ def pack(prompts: Sequence, *, pad_to: int | None = None) -> dict[str, Tensor]:
 def truncate(trace: Any, max_tokens: int) -> dict[str, Any]:
     """Cut a prompt after at most `max_tokens` tokens, and never inside an image or a video.
 
-    trace: the result of `VLM.trace`; its prompt may be pruned. Returns what `pack` takes, `input_ids` (L,) and
-    `positions` (3, L), and in `media` the indices of the items that are left. Raises ValueError if the prompt begins
+    trace: the result of `VLM.trace`; its prompt may be pruned. Returns a mapping that `pack` accepts, `input_ids` (L,)
+    and `positions` (3, L), with the indices of the remaining items in `media`. Raises ValueError if the prompt begins
     with an item that does not fit.
     """
     length = min(check_positive_int(max_tokens, "max_tokens"), len(trace.input_ids))
@@ -73,7 +73,7 @@ def truncate(trace: Any, max_tokens: int) -> dict[str, Any]:
 
 
 def media_extents(trace: Any) -> list[tuple[int, int]]:
-    """(first, last) token of each item in a prompt, by the tokens that were kept; text may be between its runs."""
+    """Return the (first, last) kept token of each item in a prompt; text may be between its runs."""
     spans, kept, extents = iter(trace.spans), trace.keep.long().cumsum(0), []
     for embeds_MW in trace.embeds:
         runs, tokens = [], 0
@@ -87,12 +87,12 @@ def media_extents(trace: Any) -> list[tuple[int, int]]:
 
 
 class PackingCollator:
-    """A `data_collator` for transformers' Trainer and TRL: the features of a step as one packed sequence.
+    """A `data_collator` for transformers' Trainer and TRL, which packs the features of a step into one sequence.
 
     A feature is a mapping with `input_ids` (L,) and `positions` (3, L); `labels` (L,), `inputs_embeds` (L, D) and
-    `deepstack_embeds` are laid end to end as well, and all other tensors, such as `pixel_values` and `image_grid_thw`,
-    are concatenated. The first label of each prompt is ignored, because the token before it belongs to another one.
-    The batch says `use_cache=False`: with a cache transformers takes all prompts for one.
+    `deepstack_embeds` are packed as well. All other tensors, such as `pixel_values` and `image_grid_thw`, are
+    concatenated. The first label of each prompt is ignored, because the token before it belongs to another prompt. The
+    batch sets `use_cache=False`, because with a cache transformers treats all prompts as one.
     """
 
     def __init__(self, pad_to: int | None = None):
@@ -113,7 +113,7 @@ class PackingCollator:
 
 
 def _ids_and_positions(prompt: Any, name: str) -> tuple[Tensor, Tensor]:
-    """Of a trace or a mapping, checked against each other."""
+    """Return ids and positions of a trace or a mapping, checked against each other."""
     get = prompt.__getitem__ if isinstance(prompt, Mapping) else lambda field: getattr(prompt, field)
     try:
         ids, positions = torch.as_tensor(get("input_ids")).cpu(), torch.as_tensor(get("positions")).cpu()

@@ -1,4 +1,4 @@
-"""The ways to prune a video, one row each: how many tokens stay, from sizes alone, and which, from the embeddings."""
+"""The methods of pruning a video. Each has a token count, from sizes alone, and a mask, from the embeddings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ PRUNERS = {
 
 
 def find_pruner(name: str) -> Pruner:
-    """The row of a name; raises ValueError listing them."""
+    """Return the pruner registered under `name`; raise ValueError listing the valid names."""
     if not isinstance(name, str) or name not in PRUNERS:
         raise ValueError(f"pruning: expected {' or '.join(map(repr, PRUNERS))}, got {name!r}")
     return PRUNERS[name]

@@ -1,8 +1,8 @@
 """2-D rotary positions of the vision tower, in merge-block order.
 
-A head of K dimensions has K/2 rotation planes: the first K/4 turn with the patch's row, the other K/4 with its column.
-Pixel rows, rotary angles and position tables all share one order: for each frame, block row, block column, then the
-m x m patches of the block - so that the merger can fold a block by a plain reshape.
+A head of K dimensions has K/2 rotary pairs: the patch's row rotates the first K/4, its column the other K/4. Each pair
+spans a plane. Patch rows, rotary angles and position tables share one order: for each frame, block row, block column,
+then the m x m patches of the merge block. So the merger can fold a merge block with a plain reshape.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from refvl.checks import Grid, check_positive, check_positive_int
 
 
 def merge_block_coordinates(grid_thw, *, spatial_merge_size: int = 2) -> Tensor:
-    """(N, 2) int64: (row, column) of every patch, items and frames one after the other, in merge-block order."""
+    """Return the (row, column) of every patch, (N, 2) int64, item by item and frame by frame, in merge-block order."""
     return block_positions(as_grids(grid_thw, spatial_merge_size=spatial_merge_size), spatial_merge_size)
 
 
 def block_positions(grids: Sequence[Grid], m: int) -> Tensor:
-    """`merge_block_coordinates` of grids that are known to be good."""
+    """Return `merge_block_coordinates` of grids that have been checked."""
     coordinates = [np.empty((0, 2), np.int64)]
     for t, h, w in grids:
         blocks = np.empty((h // m, w // m, m, m, 2), np.int64)
@@ -35,28 +35,28 @@ def block_positions(grids: Sequence[Grid], m: int) -> Tensor:
 def vision_rotary_cos_sin(
     grid_thw, *, head_dim: int, spatial_merge_size: int = 2, theta: float = 10000.0
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (N, head_dim // 2) float32, merge-block order: h half, then w half.
+    """Return cos and sin, each (N, head_dim // 2) float32, in merge-block order: h half, then w half.
 
     head_dim must be a multiple of 4, theta finite and above 0. Upstream: `rotary_pos_emb_thw`; transformers repeats
-    each half once more to head_dim columns before it applies them.
+    each half once more, to head_dim columns, before it applies them.
     Raises ValueError for a head_dim that 4 does not divide.
     """
     if check_positive_int(head_dim, "head_dim") % 4:
         raise ValueError(
-            f"head_dim: must be a multiple of 4 (h and w take a quarter of the angles each), got {head_dim}"
+            f"head_dim: must be a multiple of 4 (h and w use a quarter of the angles each), got {head_dim}"
         )
     frequencies = rotary_frequencies(head_dim, theta=check_positive(theta, "theta"))
     return rotary_cos_sin(merge_block_coordinates(grid_thw, spatial_merge_size=spatial_merge_size), frequencies)
 
 
 def rotary_frequencies(head_dim: int, *, theta: float = 10000.0, device: torch.device | None = None) -> Tensor:
-    """(K/4,) float32: radians that a step of one patch turns each plane, for rows and columns alike."""
+    """Return the radians by which one patch rotates each rotary pair, (K/4,) float32, the same for rows and columns."""
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
     return 1.0 / theta**exponents
 
 
 def rotary_cos_sin(positions_N2: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, 2) rows and columns, (K/4,) frequencies -> cos and sin, each (N, K/2) float32, on their device."""
+    """Return cos and sin, each (N, K/2) float32, of (N, 2) rows and columns and (K/4,) frequencies on their device."""
     angles = (positions_N2[..., None] * frequencies).flatten(1)  # (N, 2, K/4) -> (N, K/2)
     return angles.cos(), angles.sin()
 
@@ -67,9 +67,9 @@ def apply_rotary(x_NHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotary_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(N, K/2) each -> the factors of `rotate`, (N, 1, K) each: cos twice; -sin and sin. Once for all blocks.
+    """Return the factors of `rotate`, (N, 1, K) each, once for all blocks: cos twice, and -sin followed by sin.
 
-    On a GPU: those of `on_gpu.rotate`, and None.
+    On a GPU these are the factors of `on_gpu.rotate`, and None.
     """
     if cos.is_cuda:
         return on_gpu.rotary_factors(cos, sin), None
@@ -77,7 +77,7 @@ def rotary_factors(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def rotate(x_NHK: Tensor, cos_N1K: Tensor, sin_N1K: Tensor | None) -> Tensor:
-    """Rotate by `rotary_factors`: x times cos, plus x with its halves swapped times sin."""
+    """Rotate by `rotary_factors` like `apply_rotary`: x times cos, plus x with its halves swapped times sin."""
     if sin_N1K is None:
         return on_gpu.rotate(x_NHK, cos_N1K)
     first, second = x_NHK.chunk(2, dim=-1)

@@ -1,7 +1,7 @@
-"""Position tables: learned at one size and sampled at every other, or written by a formula for any size.
+"""Position tables: learned at one size and sampled at others, or computed by a formula for any size.
 
-A learned table holds a vector per cell of a fixed grid: the grid of an image is laid over it, edge to edge or corner on
-corner, and each patch reads the table where its centre falls. Sines and cosines (`sincos_1d`, `sincos_2d`) need no
+A learned table has a vector per cell of a fixed grid. The grid of an image is laid over it, edge to edge or corner to
+corner, and each patch samples the table at its centre. Sines and cosines (`sincos_1d`, `sincos_2d`) need no
 table at all.
 """
 
@@ -23,13 +23,13 @@ MODES = ("bicubic", "bilinear", "nearest")
 def interpolate_position_table(
     table: Tensor, grid_thw, *, spatial_merge_size: int = 2, mode: str = "bicubic", align_corners: bool = False
 ) -> Tensor:
-    """(N, D): the position vector of every patch, in merge-block order, for grids of any size and aspect ratio.
+    """Return the position vector of every patch, (N, D) in merge-block order, for grids of any size and aspect ratio.
 
-    table: (S * S, D), row by row. grid_thw: (t, h, w) per item, in patches; every frame of an item reads the same
-    points. mode: GLM uses "bicubic", Qwen3-VL "bilinear". align_corners: the first and last patch of a side read the
-    table's first and last place (Qwen3-VL), instead of the grid being laid over the table edge to edge (GLM). Sampled
+    table: (S * S, D), row by row. grid_thw: (t, h, w) per item, in patches; all frames of an item use the same
+    points. mode: GLM uses "bicubic", Qwen3-VL "bilinear". align_corners: True puts the first and last patch of a side
+    on the first and last cell of the table (Qwen3-VL), False lays the grid over the table edge to edge (GLM). Sampled
     in float32 on the table's device, returned in its dtype. A grid of the table's own size gets the table itself (in
-    merge-block order). Raises ValueError when the table is not square, TypeError when it holds no floating-point
+    merge-block order). Raises ValueError if the table is not square, TypeError if it contains no floating-point
     numbers. Upstream: `Glm4vVisionEmbeddings` (GLM-4.1V), `fast_pos_embed_interpolate` (Qwen3-VL).
 
     >>> interpolate_position_table(torch.arange(4.0)[:, None], [(1, 2, 2)]).flatten().tolist()
@@ -43,7 +43,7 @@ def interpolate_position_table(
 
 
 def sample_position_table(table: Tensor, grids: Sequence[Grid], m: int, *, mode: str, align_corners: bool) -> Tensor:
-    """Compute `interpolate_position_table` for a table and grids that are known to be good; m: `spatial_merge_size`."""
+    """Compute `interpolate_position_table` for a table and grids that have been checked; m: `spatial_merge_size`."""
     side = math.isqrt(len(table))
     table_1DSS = table.float().view(side, side, -1).permute(2, 0, 1)[None]
     pieces = [table[:0]]
@@ -57,9 +57,9 @@ def sample_position_table(table: Tensor, grids: Sequence[Grid], m: int, *, mode:
 
 
 def _place_on_table(h: int, w: int, m: int, align_corners: bool) -> Tensor:
-    """Return (h * w, 2) float32: the (column, row) of each patch on the table, as `F.grid_sample` reads them.
+    """Return the (column, row) of each patch on the table, (h * w, 2) float32, in the units of `F.grid_sample`.
 
-    -1 and 1 are the table's edges, or with `align_corners` its first and last places.
+    -1 and 1 are the table's edges, or its first and last cells with `align_corners`.
     """
     row_column = block_positions([(1, h, w)], m).numpy().astype(np.float32)
     first, sides = (0, (max(h - 1, 1), max(w - 1, 1))) if align_corners else (0.5, (h, w))
@@ -68,9 +68,9 @@ def _place_on_table(h: int, w: int, m: int, align_corners: bool) -> Tensor:
 
 
 def sincos_frequencies(embed_dim: int) -> Tensor:
-    """(embed_dim / 2,) float32: 10000^(-i / (embed_dim / 2)), rounded at each step as in training.
+    """Return 10000^(-i / (embed_dim / 2)), (embed_dim / 2,) float32, rounded at each step as in training.
 
-    An hour into a video a frequency that is off by one bit turns a token by a thousandth; hence no float64 here.
+    One hour into a video, an error of one bit in a frequency rotates a token by a thousandth; hence no float64 here.
     """
     if check_positive_int(embed_dim, "embed_dim") % 2:
         raise ValueError(f"embed_dim: must be a multiple of 2, got {embed_dim}")
@@ -79,13 +79,13 @@ def sincos_frequencies(embed_dim: int) -> Tensor:
 
 
 def sincos(position: Tensor, frequencies: Tensor) -> Tensor:
-    """(...) positions, (F,) frequencies -> (..., 2 * F) float32: the sines of all angles, then the cosines."""
+    """Return the sines of all angles, then their cosines, (..., 2 * F) float32; position: (...), frequencies: (F,)."""
     angle = position.float()[..., None] * frequencies
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 
 def sincos_1d(embed_dim: int, length: int) -> Tensor:
-    """(length, embed_dim) float32: the positions 0, 1, ..., length - 1. Upstream: `Resampler4_5` (MiniCPM-V), time.
+    """Return the vectors of positions 0 to length - 1, (length, embed_dim) float32. Upstream: `Resampler4_5`, time.
 
     Raises ValueError for a length below 1.
 
@@ -97,9 +97,9 @@ def sincos_1d(embed_dim: int, length: int) -> Tensor:
 
 
 def sincos_2d(embed_dim: int, size: tuple[int, int]) -> Tensor:
-    """(height, width, embed_dim) float32: the first half of the channels encodes the column, the second the row.
+    """Return (height, width, embed_dim) float32: the first half of the channels encodes the column, the second the row.
 
-    Positions count from 0 and are not scaled: the table of a smaller grid is a corner of a larger one's. Raises
+    Positions count from 0 and are not scaled, so the table of a smaller grid is a corner of a larger one's. Raises
     ValueError unless embed_dim is a multiple of 4 and both sides are positive. Upstream: `get_2d_sincos_pos_embed`.
     """
     if check_positive_int(embed_dim, "embed_dim") % 4:
@@ -111,9 +111,9 @@ def sincos_2d(embed_dim: int, size: tuple[int, int]) -> Tensor:
 
 
 def resize_position_table(table: Tensor, size: Sequence[int], *, antialias: bool, mode: str = "bicubic") -> Tensor:
-    """(S * S, D) positions of a square, row by row -> (height * width, D), resized as an image would be.
+    """Resize (S * S, D) positions of a square, row by row, to (height * width, D), as an image would be resized.
 
-    Computed in float32, returned in the table's dtype; a table of that size already is returned as it is. Upstream:
+    Computed in float32, returned in the table's dtype; a table of that size already is returned unchanged. Upstream:
     timm's `resample_abs_pos_embed` (antialias=True), `get_abs_pos` of MiniCPM-V 2.0 (antialias=False), and Perception
     Encoder's table in Step3-VL-10B (mode="bilinear").
     """

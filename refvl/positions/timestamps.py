@@ -1,7 +1,7 @@
-"""Which frames of a video GLM samples, and the seconds that stand beside them in the prompt.
+"""The frames of a video that GLM samples, and the timestamps that the prompt contains for them.
 
     duration, fps -> frame indices    about `target_fps` per second, by the rule of the variant
-                  -> even count       duplicates dropped in order, the last frame repeated when the count is odd
+                  -> even count       duplicates dropped in order, the last frame repeated if the count is odd
                   -> timestamps       one per pair: a pair of frames is one step of the grid (t, h, w)
 
     variant    releases               frames per second                             at most
@@ -9,7 +9,7 @@
     glm46v     GLM-4.6V               6 up to 30 s, 2 up to 300 s, 1 beyond         640
     glmga      GLM-GA                 2                                             640
 
-One sampler serves pixels and placeholders, so that they cannot disagree. Upstream: `sample_frames` of the video
+One sampler determines both pixels and placeholders, so they cannot disagree. Upstream: `sample_frames` of the video
 processors (transformers), `_get_video_second_idx_*` (vLLM), which returns no frame for videos under half a second.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 from refvl.checks import check_positive, check_positive_int, is_integer
 
 VARIANTS = ("glm4v", "glm46v", "glmga")
-GLM46V_RATES = ((30, 3), (300, 1), (2400, 0.5))  # seconds that a video may last, grid steps per second
+GLM46V_RATES = ((30, 3), (300, 1), (2400, 0.5))  # (longest duration of a video in seconds, grid steps per second)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ def sample_video_frames(
 ) -> FrameSample:
     """Choose at least one frame of a video of `total_num_frames` at `fps` frames per second.
 
-    duration: seconds; taken from the number of frames when None. do_sample_frames=False keeps `frames_indices`, the
-    places in the video of frames that were sampled elsewhere (they are read only then). The rest are settings of a
-    video processor: target_fps for "glm4v" and "glmga", max_duration (s) for "glm4v", max_frames for the other two,
-    temporal_patch_size for "glm46v".
-    Raises ValueError or TypeError for an unknown variant and for numbers that no video can have.
+    duration: seconds; None: computed from the number of frames. do_sample_frames=False keeps `frames_indices`, the
+    indices in the video of frames that were sampled elsewhere (ignored otherwise). The rest are settings of a video
+    processor: target_fps for "glm4v" and "glmga", max_duration (s) for "glm4v", max_frames for "glm46v" and "glmga",
+    temporal_patch_size for "glm46v". Raises ValueError or TypeError for an unknown variant and for numbers that no
+    video can have.
 
     >>> sample_video_frames("glm4v", fps=30, total_num_frames=75, duration=2.5)
     FrameSample(indices=[0, 15, 30, 45, 60, 60], timestamps=[0, 1, 2])
@@ -77,7 +77,7 @@ def sample_video_frames(
 
 
 def _sample_glm4v(fps: float, total: int, duration: float, target_fps: float, max_duration: float) -> list[int]:
-    """Every 1 / target_fps seconds, rounded up to a frame; beyond max_duration as many as that would give, spread."""
+    """Take a frame every 1 / target_fps seconds, rounded up; beyond max_duration, spread the number it would give."""
     if duration <= max_duration:
         count = max(1, math.floor(duration * target_fps))
         return [min(total - 1, math.ceil(i * fps / target_fps)) for i in range(count)]
@@ -88,7 +88,7 @@ def _sample_glm4v(fps: float, total: int, duration: float, target_fps: float, ma
 
 
 def _sample_glm46v(fps: float, total: int, duration: float, max_frames: int, temporal_patch_size: int) -> list[int]:
-    """A rate that falls with the duration. Short videos at low fps have fewer frames than asked for."""
+    """Sample at a rate that falls with the duration. Short videos at low fps have fewer frames than the rate needs."""
     longest = GLM46V_RATES[-1][0]
     rate = next(rate for seconds, rate in GLM46V_RATES if min(duration, longest) <= seconds) * temporal_patch_size
     count = min(max(1, int(min(duration, longest) * rate)), max_frames)
@@ -98,7 +98,7 @@ def _sample_glm46v(fps: float, total: int, duration: float, max_frames: int, tem
 
 
 def _sample_glmga(fps: float, total: int, duration: float, max_frames: int, target_fps: float) -> list[int]:
-    """A fixed rate; the walk ends one step before the video does."""
+    """Sample at a fixed rate; the last step is one before the end of the video."""
     count = min(max(1, int(duration * target_fps)), max_frames)
     if total < count:
         return [math.floor(i * total / count) for i in range(count)]
@@ -106,9 +106,9 @@ def _sample_glmga(fps: float, total: int, duration: float, max_frames: int, targ
 
 
 def _walk(fps: float, total: int, step: float, stop: float) -> list[int]:
-    """The first frame at or after each multiple of `step` seconds, until `stop` is reached.
+    """Return the first frame at or after each multiple of `step` seconds, until `stop` is reached.
 
-    The sums are rounded as upstream rounds them: one more correct digit would choose different frames.
+    The sums are rounded as upstream rounds them: one more exact digit would choose different frames.
     """
     chosen, second, frame_seconds = [], 0.0, 1 / fps
     for index in range(total):
@@ -121,7 +121,7 @@ def _walk(fps: float, total: int, step: float, stop: float) -> list[int]:
 
 
 def _to_count(indices: list[int], count: int, total: int) -> list[int]:
-    """Too few: spread over the same range. Too many: spread over the whole video."""
+    """Return `count` indices: too few are spread over the same range, too many over the whole video."""
     if len(indices) < count:
         return _spread(indices[0], indices[-1], count)
     return indices if len(indices) == count else _spread(0, total - 1, count)
@@ -132,18 +132,18 @@ def _spread(first: int, last: int, count: int) -> list[int]:
 
 
 def distinct_and_even(indices: Sequence[int]) -> list[int]:
-    """[0, 0, 3, 5] -> [0, 3, 5, 5]: duplicates dropped in order, the last repeated when the count is odd."""
+    """Drop duplicates in order, and repeat the last of an odd count: [0, 0, 3, 5] becomes [0, 3, 5, 5]."""
     distinct = list(dict.fromkeys(indices))
     return distinct + distinct[-1:] * (len(distinct) % 2)
 
 
 def _check_indices(indices, total: int) -> list[int]:
     if indices is None:
-        raise ValueError("frames_indices: needed when do_sample_frames is False, got None")
+        raise ValueError("frames_indices: expected indices, because do_sample_frames is False, got None")
     indices = indices.tolist() if hasattr(indices, "tolist") else list(indices)
     if wrong := [i for i in indices if not is_integer(i)]:
         raise TypeError(f"frames_indices: expected integers, got {wrong[0]!r}")
     indices = [int(i) for i in indices]
     if not indices or min(indices) < 0 or max(indices) >= total:
-        raise ValueError(f"frames_indices: expected frames of 0 to {total - 1}, at least one, got {indices}")
+        raise ValueError(f"frames_indices: expected at least one frame, from 0 to {total - 1}, got {indices}")
     return indices

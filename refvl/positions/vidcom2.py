@@ -1,18 +1,18 @@
-"""VidCom2: keep the video tokens that are unlike the rest, and more of them in frames that stand out.
+"""VidCom2: keep the video tokens that differ most from the rest, and more of them in distinctive frames.
 
-Video Compression Commander (arXiv 2505.14454; in vLLM since July 2026) asks another question than EVS: not what changed
-since the frame before, but what the video as a whole does not already say. No frame is kept for being the first.
+Video Compression Commander (arXiv 2505.14454; in vLLM since July 2026) compares a token not with the frame before, as
+EVS does, but with the whole video. It does not keep the first frame for being first.
 
     embeddings (M, D)
-       | channels     the half that varies least over the video, rows normalised
+       | channels     the half that varies least over the video, normalised per row
        | similarity   of each token to the centre of the video, and to that of its frame
        | budgets      tokens per frame: more where the similarity to the video is low
-       | choice       in each frame the least similar
-       | reconcile    to the count that the sizes promise, because the prompt was written by it
+       | choice       the least similar tokens of each frame
+       | reconcile    to the count that the sizes imply, because the prompt was built with it
     mask (M,)
 
-t frames of n tokens. All of it is computed in float64 and compared in float32: what would be equal in exact arithmetic
-is equal on every machine, and goes to the earlier token; a half is a half and rounds to even.
+t frames of n tokens. All values are computed in float64 and compared in float32. So values that are equal in exact
+arithmetic are equal on every machine, and the earlier token wins; a half is exactly a half and rounds to even.
 """
 
 import torch
@@ -22,12 +22,12 @@ from torch import Tensor
 from refvl.checks import check_floats, check_positive_int, check_pruning_rate, check_shape, check_values
 from refvl.positions.evs import num_tokens_of, split_frames
 
-BANDWIDTHS = tuple(2.0**i for i in range(-3, 2))  # of the Gaussians: one kernel would be blind to other distances
-TEMPERATURE = 0.01  # of the softmax over frames; similarities of frames differ by hundredths
+BANDWIDTHS = tuple(2.0**i for i in range(-3, 2))  # of the Gaussians: a single kernel would miss other distances
+TEMPERATURE = 0.01  # of the softmax over frames, whose similarities differ by hundredths
 
 
 def vidcom2_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: float) -> int:
-    """Tokens kept of a video at pruning rate q in [0, 1): at least as many as it has frames, never more than all.
+    """Return how many tokens of a video are kept at pruning rate q in [0, 1): from one per frame to all.
 
     Raises ValueError for counts below 1 and a q outside [0, 1).
 
@@ -39,10 +39,10 @@ def vidcom2_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
 
 
 def vidcom2_similarities(video_embeds: Tensor, num_frames: int) -> tuple[Tensor, Tensor]:
-    """(t, n) float64 each, from 0 to 5: how alike each token is to the video's centre, and to that of its frame.
+    """Return each token's similarity to the centre of the video and to that of its frame, (t, n) float64, 0 to 5.
 
-    video_embeds: (M, D), frame-major. A row that holds nan or inf counts as zeros in the centres, and as entirely
-    similar, so that it goes first. Raises TypeError or ValueError as `compute_dissimilarity` does.
+    video_embeds: (M, D), frame-major. A row with nan or inf counts as zeros in the centres, and as entirely similar, so
+    it is dropped first. Raises TypeError or ValueError as `compute_dissimilarity` does.
     """
     check_floats(check_shape(video_embeds, ("M", "D"), "video_embeds"), "video_embeds")
     usable = video_embeds.isfinite().all(dim=1, keepdim=True)
@@ -55,16 +55,16 @@ def vidcom2_similarities(video_embeds: Tensor, num_frames: int) -> tuple[Tensor,
 
 
 def _similarity(frames: Tensor, centre: Tensor, usable: Tensor) -> Tensor:
-    """(t, n): a Gaussian of the distance to the centre, summed over the bandwidths."""
+    """Return a Gaussian of the distance to the centre, summed over the bandwidths, (t, n)."""
     squared = (frames - centre).square().sum(-1) * usable
     return sum((torch.exp(-squared / (2 * a)) for a in BANDWIDTHS), torch.zeros_like(squared))
 
 
 def vidcom2_frame_budgets(similarity_to_video: Tensor, q: float) -> Tensor:
-    """(t,) int64: how many tokens each frame may keep before their sum is reconciled; at least one.
+    """Return how many tokens each frame may keep before their sum is reconciled, at least one, (t,) int64.
 
-    similarity_to_video: (t, n), the first of `vidcom2_similarities`.
-    Raises ValueError for a matrix of another shape than (t, n) and a q outside [0, 1).
+    similarity_to_video: (t, n), the first result of `vidcom2_similarities`.
+    Raises ValueError for a shape other than (t, n) and a q outside [0, 1).
     """
     num_tokens = check_shape(similarity_to_video, ("t", "n"), "similarity_to_video").shape[1]
     prominence = (-similarity_to_video.mean(dim=1) / TEMPERATURE).softmax(dim=0)
@@ -73,10 +73,10 @@ def vidcom2_frame_budgets(similarity_to_video: Tensor, q: float) -> Tensor:
 
 
 def vidcom2_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_size: int, q: float) -> Tensor:
-    """(M,) bool: the tokens that stay. Arguments as of `compute_retention_mask`, vLLM's `vidcom2`.
+    """Return the mask of kept tokens, (M,) bool, as vLLM's `vidcom2`. Arguments as in `compute_retention_mask`.
 
-    At q = 0 all stay. Equal tokens tie, and the earlier stays.
-    Raises ValueError for embeddings of another shape than (M, D), or with nan.
+    At q = 0 all are kept. Of equal tokens, the earlier is kept.
+    Raises ValueError for embeddings of a shape other than (M, D), or with nan.
     """
     t, num_tokens = num_tokens_of(video_size_thw, spatial_merge_size)
     check_values(check_shape(video_embeds, (num_tokens, "D"), "video_embeds"), "video_embeds")
@@ -88,9 +88,9 @@ def vidcom2_retention_mask(video_embeds: Tensor, video_size_thw, spatial_merge_s
 
 
 def _reconcile(chosen: Tensor, score: Tensor, count: int) -> Tensor:
-    """(M,) bool with exactly `count` tokens: the chosen before the rest, and among both the least similar first.
+    """Return a mask of exactly `count` tokens, (M,) bool: the chosen before the rest, the least similar first in both.
 
-    Too many were chosen: the most similar of them go. Too few: the least similar of the rest come in.
+    If too many were chosen, the most similar are dropped; if too few, the least similar of the rest are added.
     """
     order = score.argsort(stable=True)
     order = order[(~chosen[order]).byte().argsort(stable=True)]

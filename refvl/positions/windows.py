@@ -20,12 +20,11 @@ def get_window_index(
 ) -> tuple[Tensor, Tensor]:
     """Order merged tokens by window, over all items.
 
-    grid_thw: (t, h, w) per item, in patches (a ragged last row or column of patches makes no token: floor division).
-    window_size, patch_size: pixels.
-    Returns `window_index` (M,) int64, so that `x[window_index]` is in window order, and
-    `cu_window_seqlens` (W + 1,) int32, cumulative window lengths **in patches**, leading 0, no empty windows.
-    Upstream: `Qwen2_5_VisionTransformer.get_window_index_thw`, which pads each frame to whole windows
-    (an exact multiple gains a whole empty one) and drops the padding again; sorting needs no padding.
+    grid_thw: (t, h, w) per item, in patches; a ragged last row or column of patches makes no token (floor division).
+    window_size, patch_size: pixels. Returns `window_index` (M,) int64, for which `x[window_index]` is in window order,
+    and `cu_window_seqlens` (W + 1,) int32, cumulative window lengths **in patches**, leading 0, no empty windows.
+    Upstream: `Qwen2_5_VisionTransformer.get_window_index_thw`, which pads each frame to whole windows (an exact
+    multiple gains an empty window) and drops the padding again; sorting needs no padding.
 
     Raises ValueError for sizes below 1.
 
@@ -36,20 +35,20 @@ def get_window_index(
     side = check_positive_int(window_size, "window_size") // merge // check_positive_int(patch_size, "patch_size")
     if side < 1:
         raise ValueError(
-            f"window_size: must hold at least one merged token of {patch_size * merge} px, got {window_size}"
+            f"window_size: must fit at least one merged token of {patch_size * merge} px, got {window_size}"
         )
     return window_order(as_grids(grid_thw), merge, side)
 
 
 def window_order(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, Tensor]:
-    """`get_window_index` of grids that are known to be good; side: merged tokens along a window's."""
+    """Return `get_window_index` of grids that have been checked; side: the side of a window, in merged tokens."""
     indices = [np.empty(0, np.int64)]
     lengths = [np.zeros(1, np.int64)]
     offset = 0
     for t, h, w in grids:
         rows, columns = h // merge, w // merge  # of merged tokens
         frame, row, column = np.ogrid[:t, :rows, :columns]
-        window = (frame * -(-rows // side) + row // side) * -(-columns // side) + column // side  # each token's
+        window = (frame * -(-rows // side) + row // side) * -(-columns // side) + column // side  # of each token
         window_M = window.ravel()
         indices.append(window_M.argsort(kind="stable") + offset)
         lengths.append(np.bincount(window_M) * merge**2)
@@ -59,17 +58,17 @@ def window_order(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, 
 
 
 def max_window_count(max_tokens: int, max_frames: int, side: int) -> int:
-    """The most windows that `max_tokens` merged tokens in at most `max_frames` frames can fall into.
+    """Return the largest number of windows for `max_tokens` merged tokens in at most `max_frames` frames.
 
-    A frame of n tokens has at most ceil(n / side) windows - a strip one token high reaches that - and rounding up
-    costs a frame at most side - 1 tokens. side: of a window, in merged tokens.
+    A frame of n tokens has at most ceil(n / side) windows, which a strip one token high reaches. Rounding up
+    costs a frame at most side - 1 tokens. side: the side of a window, in merged tokens.
     """
     frames = min(max_frames, max_tokens)
     return min(max_tokens, (max_tokens + frames * (side - 1)) // side)
 
 
 def invert_permutation(permutation: Tensor) -> Tensor:
-    """(M,) int64 `inverse` with `x[permutation][inverse] == x`."""
+    """Return `inverse`, (M,) int64, for which `x[permutation][inverse] == x`."""
     inverse = torch.empty_like(permutation)
     inverse[permutation] = torch.arange(permutation.numel(), device=permutation.device)
     return inverse

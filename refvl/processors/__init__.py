@@ -1,1 +1,1 @@
-"""From words and pixels to token ids: one file per family, and what all share in `chat`."""
+"""From words and pixels to token ids: one file per family, and the shared code in `chat`."""

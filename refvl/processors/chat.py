@@ -1,8 +1,8 @@
-"""What all processors share: the chat template, tokenizer and limits of the checkpoint's folder.
+"""The shared part of all processors: the chat template, tokenizer and limits of the checkpoint's folder.
 
     prompt, images, videos -> messages -> decoded media -> patch rows + layouts -> text -> ids with placeholders
 
-Only the chat template writes special tokens. What a caller writes is text: where there are special tokens in it,
+Only the chat template writes special tokens. A caller's strings are text: if they contain special tokens,
 `refvl.processors.special_tokens` spells them out.
 """
 
@@ -24,62 +24,62 @@ from refvl.processors.tokenizers import load_tokenizer
 
 
 class ChatProcessor(PlansMedia, SpecialTokensAsText):
-    """Everything between a user's words and the models' tensors; see `refvl.contracts.Processor`.
+    """The path from a user's words to the models' tensors; see `refvl.contracts.Processor`.
 
-    A family says what its videos are, and what a layout is where it is no grid of patches.
+    A family adds how it reads videos, and its layout if that is not a grid of patches.
     """
 
     patch_config: ClassVar[type[PatchConfig]] = PatchConfig
-    limits: MediaLimits = LIMITS  # of what is decoded: `processor.limits = MediaLimits(...)` changes them
-    image_config: Any  # how an image is prepared
-    video_config: Any  # how a video is; None where the model takes none
-    no_video: ClassVar[str]  # what is said of a video then
-    tokens_at_once: int = 1  # the encoder's tokens come in multiples of this
-    assumed: bool = False  # True: the limits on pixels are the class's defaults, because no file says them
-    stop_token_ids: Sequence[int] = ()  # tokens that end an answer, besides those of generation_config.json
+    limits: MediaLimits = LIMITS  # on decoding: `processor.limits = MediaLimits(...)` changes them
+    image_config: Any  # the preparation of an image
+    video_config: Any  # the preparation of a video; None if the model accepts no video
+    no_video: ClassVar[str]  # the error for a video in that case
+    tokens_at_once: int = 1  # the number that divides every token count of the encoder
+    assumed: bool = False  # True: the pixel limits are the class's defaults, because no file sets them
+    stop_token_ids: Sequence[int] = ()  # tokens that end an answer, in addition to those of generation_config.json
     messages = staticmethod(as_messages)  # (prompt, images, videos) -> checked messages
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
-        """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
+        """Build a processor; with tokenizer None it is for planning: it counts tokens but cannot build a prompt."""
         self.config, self.tokenizer, self.assumed = config, tokenizer, image_config is None
         self.image_config = image_config or self.patch_config()
         self.video_config = video_config or self.patch_config.for_video()
         self.token_ids = {"image": config.image_token_id, "video": config.video_token_id}
-        self.merge_size = config.vision_config.spatial_merge_size  # side, in patches, of what becomes one token
+        self.merge_size = config.vision_config.spatial_merge_size  # in patches, of the block that becomes one token
         sizes = {"image": self.image_config.merge_size, "video": self.video_config.merge_size}
         if set(sizes.values()) != {self.merge_size}:
             raise ValueError(f"merge_size: config.json has spatial_merge_size={self.merge_size}, preprocessing {sizes}")
 
     @classmethod
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "ChatProcessor":
-        """Tokenizer, chat template and preprocessing limits from a checkpoint folder.
+        """Load tokenizer, chat template and preprocessing limits from a checkpoint folder.
 
-        Raises ValueError, naming the file or folder, for what is missing or cannot be read.
+        Raises ValueError, naming the file or folder, if one is missing or cannot be read.
         """
         configs = [cls.patch_config.from_folder(folder, kind) for kind in ("image", "video")]
         return cls(config, load_tokenizer(folder), *configs)
 
     def decode(self, messages: Sequence[dict]) -> list[Image.Image | Video]:
-        """The media of checked messages in order of appearance, decoded (videos are sampled while decoding)."""
+        """Decode the media of checked messages in order of appearance (videos are sampled while decoding)."""
         return [
             load_image(source, limits=self.limits) if kind == "image" else self.load_video(source, options)
             for kind, source, options in media_of(messages)
         ]
 
     def load_video(self, source, options: dict) -> Video:
-        """A video, sampled by the checkpoint's rule, `options` of the message first; ValueError where none is taken."""
+        """Load a video, sampled by a message's `options`, else by the checkpoint's rule; ValueError if unsupported."""
         raise ValueError(self.no_video)
 
     def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
-        """Which of a file's `total` frames are read, by the checkpoint's rule; ValueError where no videos are taken."""
+        """Return which of a file's `total` frames are read, by the checkpoint's rule; ValueError if unsupported."""
         raise ValueError(self.no_video)
 
     def patchify(self, media: Sequence[Image.Image | Video]) -> list[Patches]:
-        """Resize each medium and cut it into patch rows. Raises ValueError that says which medium it was."""
+        """Resize each media item and cut it into patch rows. Raises ValueError naming the item."""
         return self._each(media, self._patchify_image, self._patchify_video)
 
     def _each(self, media: Sequence, of_image: Callable, of_video: Callable) -> list:
-        """One result per medium; a ValueError begins with the medium's file, or its number."""
+        """Return one result per media item; a ValueError begins with the item's file or number."""
         results = []
         for number, medium in enumerate(media, 1):
             try:
@@ -90,7 +90,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
                     results.append(of_image(medium))
             except ValueError as error:
                 source = medium.source if isinstance(medium, Video) else medium.info.get("source")
-                raise ValueError(f"{source or f'medium {number}'}: {error}") from error
+                raise ValueError(f"{source or f'item {number}'}: {error}") from error
         return results
 
     def _check_takes_videos(self) -> None:
@@ -106,7 +106,7 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         return Patches(video, rows, grid, self._video_extents(video, grid))
 
     def _frames_read(self, video: Video) -> Any:
-        """Which of a sampled video's frames become patch rows, in order: all of them."""
+        """Return the indices of a sampled video's frames that become patch rows: all of them."""
         return range(len(video.frames))
 
     def _video_extents(self, video: Video, layout: Any) -> MediaTokens:
@@ -120,29 +120,29 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         return grid_of(height, width, self.video_config, len(self._frames_read(video)))
 
     def media_tokens(self, kind: str, layout: Any, second_per_grid: float = 1.0) -> MediaTokens:
-        """How the language model sees a medium of this layout: a video's frames stand apart, with text between them.
+        """Return how the language model sees an item of this layout: a video's frames are separated by text.
 
-        second_per_grid: of a video's time axis, for families whose prompts do not say the time.
+        second_per_grid: the scale of a video's time axis, for families whose prompts do not contain timestamps.
         """
         t, h, w = layout
         thw = (t, h // self.merge_size, w // self.merge_size)
         return FramewiseMedia(kind, thw) if kind == "video" else MediaTokens(kind, thw)
 
     def expand(self, token: int, medium: Any) -> list[int]:
-        """What stands in the prompt for a medium whose placeholder is `token`."""
+        """Return the prompt's token ids for an item whose placeholder is `token`."""
         return [token] * medium.num_tokens
 
     def placeholders(self, input_ids: Tensor) -> Tensor:
-        """(L,) ids in which each kind's placeholders have that kind's id, and nothing else has."""
+        """Return (L,) ids in which the placeholders of each kind, and nothing else, have the id of that kind."""
         return input_ids
 
     def tokenize(
         self, messages: Sequence[dict], media: Sequence[MediaTokens], *, allow_special_tokens: bool = False
     ) -> list[int]:
-        """(L,) prompt ids of checked messages, every placeholder repeated.
+        """Return the (L,) prompt ids of checked messages, with every placeholder repeated.
 
         allow_special_tokens: special tokens in the caller's strings count as such, placeholders included. Raises
-        ValueError when placeholders and media do not match, or when the chat template refuses the messages.
+        ValueError if placeholders and media do not match, or if the chat template refuses the messages.
         """
         text, flag = self.render(messages, allow_special_tokens)
         begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # by the template itself
@@ -150,9 +150,9 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         return expand_placeholders(ids, media, self.token_ids, self.expand)
 
     def render(self, messages: Sequence[dict], allow_special_tokens: bool = False) -> tuple[str, str]:
-        """The prompt as text, and its flag: a character before each place where no special token may begin.
+        """Return the prompt as text, and its flag: a character before each place where no special token may begin.
 
-        The flag is empty where the caller's strings hold no special token, or may hold them.
+        The flag is empty if the caller's strings contain no special tokens, or if special tokens are allowed.
         """
         if self.tokenizer is None:
             raise ValueError("prompt: this model was built from a config alone; a tokenizer needs a checkpoint folder")
@@ -162,20 +162,20 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         return self.render_flagged(messages, written)
 
     def encode(self, text: str, flag: str = "", *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text; special tokens that begin after the flag are spelled as ordinary text."""
+        """Return the token ids of a text; special tokens that begin after the flag are spelled as ordinary text."""
         if flag:
             return self.encode_flagged(text, flag, add_special_tokens)
         return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
 
     def apply_template(self, messages: Sequence[dict], **options) -> str:
-        """The chat template's text. Raises ValueError with the template's reason where it refuses the messages."""
+        """Return the chat template's text. Raises ValueError with the template's reason if it refuses the messages."""
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
         except Exception as error:  # a template may raise anything
-            raise ValueError(f"prompt: the chat template of this checkpoint cannot write it ({error})") from error
+            raise ValueError(f"prompt: the chat template of this checkpoint refuses the messages ({error})") from error
 
     def text(self, token_ids) -> str:
-        """Token ids back to text, special tokens left out."""
+        """Turn token ids back into text, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
@@ -185,11 +185,11 @@ def expand_placeholders(
     token_ids: dict[str, int],
     expand: Callable[[int, MediaTokens], list[int]] = lambda token, medium: [token] * medium.num_tokens,
 ) -> list[int]:
-    """Repeat each single placeholder as often as its medium has tokens.
+    """Repeat each single placeholder once per token of its item.
 
-    input_ids: a prompt with one placeholder per medium. token_ids: {"image": id, "video": id}. expand: what stands for
-    a medium, where that is more than its placeholder repeated.
-    Raises ValueError when the placeholders do not match the media in number, kind and order.
+    input_ids: a prompt with one placeholder per item. token_ids: {"image": id, "video": id}. expand: returns the ids
+    for an item, if they are more than its placeholder repeated.
+    Raises ValueError if the placeholders do not match the media in number, kind and order.
     """
     kinds = {token: kind for kind, token in token_ids.items()}
     found = [kinds[token] for token in input_ids if token in kinds]

@@ -1,4 +1,4 @@
-"""GLM's prompts: a video is a row of images, each followed by the second it was taken at.
+"""GLM's prompts: a video is a sequence of images, each followed by its timestamp.
 
     <|begin_of_video|>
         <|begin_of_image|> tokens <|end_of_image|> 0
@@ -6,21 +6,21 @@
         ...
     <|end_of_video|>
 
-A frame here is two sampled frames, one step of the grid. To the positions each is a medium of its own, and EVS may drop
-its tokens, but never its second. Which frames are sampled, how a second is written and which token fills a frame
-depends on the processor class that the checkpoint's files name (`refvl.families.load_processor`), not on `model_type`:
-GLM-4.5V and GLM-4.6V share theirs.
+A frame here is a grid step: two sampled frames. For the positions each is an item of its own. EVS may drop its tokens,
+but never its timestamp. The sampling of frames, the format of timestamps and the placeholder of a frame depend on
+the processor class in the checkpoint's files (`refvl.families.load_processor`). They do not depend on `model_type`,
+which is the same for GLM-4.5V and GLM-4.6V.
 
-    class               releases                              sampler    a second    token of a frame
+    class               releases                              sampler    timestamp   token of a frame
     Glm4vProcessor      GLM-4.1V, GLM-4.5V                    glm4v      3           the video's
     Glm46VProcessor     GLM-4.6V, GLM-4.6V-Flash, GLM-OCR     glm46v     3.0 seconds the image's
     GlmgaProcessor      GLM-GA                                glmga      3.0 seconds the image's
 
-GLM-GA's files name Glm46VProcessor too; only the image and video processors inside are its own.
-Seconds are whole, as in vLLM; transformers writes 3.3 seconds where the frame was taken then.
+GLM-GA's files name Glm46VProcessor too; only the classes of the image and video processors differ.
+Timestamps are whole seconds, as in vLLM; transformers writes fractions, such as 3.3 seconds.
 
-transformers (5.17 to 5.23) and vLLM 0.33 fill frames with the image's token for all of them. Embeddings replace it, so
-the model sees no difference, and prompts made there are read as well (`placeholders`).
+transformers (5.17 to 5.23) and vLLM 0.33 fill frames with the image's token in all three classes. Embeddings replace
+it, so the model sees no difference, and prompts made there are accepted as well (`placeholders`).
 """
 
 from collections.abc import Sequence
@@ -45,32 +45,32 @@ class Glm4vProcessor(ChatProcessor):
 
     patch_config = Glm4vPatchConfig
     variant = "glm4v"  # of `sample_video_frames`
-    rule = "{0.fps:g} frames a second up to {0.max_duration:g} s, longer clips are spread"  # with `video_config`
+    rule = "{0.fps:g} frames a second up to {0.max_duration:g} s, longer videos are spread"  # with `video_config`
     timestamp_format = "{}"
-    frame_kind = "video"  # whose token fills a frame
-    options: ClassVar[dict[str, str]] = {"fps": "target_fps"}  # what a message may say: its name in the sampler
+    frame_kind = "video"  # the kind whose token fills a frame
+    options: ClassVar[dict[str, str]] = {"fps": "target_fps"}  # option of a message -> its name in the sampler
 
     @property
     def clip_sampling(self) -> str:
-        """The rule in words; `model_type` does not tell GLM-4.6V from GLM-4.5V, only a folder's files do."""
+        """The rule in words; only a folder's files, not `model_type`, tell GLM-4.6V from GLM-4.5V."""
         assumed = type(self) is Glm4vProcessor and self.assumed
         note = " (assumed: without processor files GLM-4.6V looks like GLM-4.5V)" if assumed else ""
         return f"{self.variant}: {self.rule.format(self.video_config)}{note}"
 
     def load_video(self, source, options: dict) -> Video:
-        """Files are sampled by the variant's rule, `num_frames` evenly; frames in memory count as sampled already.
+        """Sample a file by the variant's rule, or `num_frames` evenly; frames in memory count as sampled already.
 
-        Raises ValueError for options that the variant's rule does not read.
+        Raises ValueError for options that the variant's rule does not accept.
         """
         if not isinstance(source, (str, Path)) or "num_frames" in options:
             return load_video(source, **options, limits=self.limits)
         if unknown := sorted(options.keys() - self.options.keys()):
-            raise ValueError(f"prompt: {type(self).__name__} samples a video by {sorted(self.options)}, got {unknown}")
+            raise ValueError(f"prompt: {type(self).__name__} accepts {sorted(self.options)} for a video, got {unknown}")
         settings = {self.options[name]: value for name, value in options.items()}
         return load_video(source, sample=partial(self.frame_indices, **settings), limits=self.limits)
 
     def frame_indices(self, total: int, source_fps: float, **settings) -> Sequence[int]:
-        """Increasing, by the variant's rule; settings: of its sampler. A repeated last frame is read once."""
+        """Return increasing indices by the variant's rule, see its sampler for `settings`; each frame is read once."""
         config = self.video_config
         own = {"target_fps": config.fps, "max_duration": config.max_duration, "max_frames": config.max_frames}
         chosen = sample_video_frames(
@@ -80,21 +80,21 @@ class Glm4vProcessor(ChatProcessor):
         return list(dict.fromkeys(chosen.indices))
 
     def _frames_read(self, video: Video) -> list[int]:
-        """Return the places of the frames that become patch rows: each frame once, the last twice in an odd number.
+        """Return the indices of the frames that become patch rows: each frame once, the last twice in an odd number.
 
-        The seconds of the prompt are read from the same places, so that there is one for every two frames.
+        The timestamps of the prompt come from the same indices, so there is one for every two frames.
         """
         places = {index: place for place, index in enumerate(video.indices)}
         return [places[index] for index in distinct_and_even(video.indices)]
 
     def _video_extents(self, video: Video, layout: Grid) -> MediaTokens:
-        timestamps = video.timestamps  # true ones, also where the rate varies
+        timestamps = video.timestamps  # exact, also if the rate varies
         seconds = tuple(int(timestamps[place]) for place in self._frames_read(video)[::2])
         thw = self.media_tokens("video", layout).thw
         return FramewiseMedia("video", thw, timestamps=seconds)
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
-        """Return the ids of a medium: an image's token repeated; all that lies between begin and end of a video."""
+        """Return the ids of an item: an image's token repeated, or everything between begin and end of a video."""
         if not isinstance(medium, FramewiseMedia):
             return [token] * medium.num_tokens
         _, h, w = medium.thw
@@ -106,9 +106,9 @@ class Glm4vProcessor(ChatProcessor):
         return ids
 
     def placeholders(self, input_ids: Tensor) -> Tensor:
-        """Image tokens between begin and end of video are frames of the video.
+        """Treat image tokens between begin and end of a video as frames of the video.
 
-        A begin of video counts where a frame begins right behind it: in text, which may hold the token, none does.
+        A begin of video counts only if a frame begins right after it. In text, which may contain the token, none does.
         """
         config, places = self.config, torch.arange(len(input_ids))
         opens = (input_ids[:-1] == config.video_start_token_id) & (input_ids[1:] == config.image_start_token_id)
@@ -122,7 +122,7 @@ class Glm46VProcessor(Glm4vProcessor):
     """GLM-4.6V, GLM-4.6V-Flash and GLM-OCR."""
 
     variant = "glm46v"
-    rule = "6, 2 or 1 frames a second, fewer the longer the clip, {0.max_frames} at most"
+    rule = "6, 2 or 1 frames a second, fewer for longer videos, {0.max_frames} at most"
     timestamp_format = "{:.1f} seconds"
     frame_kind = "image"
     options: ClassVar[dict[str, str]] = {"max_frames": "max_frames"}
@@ -138,7 +138,7 @@ class GlmgaProcessor(Glm46VProcessor):
 
 
 def named_processor(folder: Path) -> str | None:
-    """`processor_class`, from the first of the folder's files that has it."""
+    """Return `processor_class` from the first of the folder's files that sets it."""
     for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
         if (file := folder / name).is_file() and "processor_class" in (values := read_json(file)):
             return values["processor_class"]

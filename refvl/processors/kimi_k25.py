@@ -1,10 +1,10 @@
-"""Kimi K2.5's prompts: a video is a row of chunks of four frames, each behind the time of its first frame.
+"""Kimi K2.5's prompts: a video is a sequence of chunks of four frames, each after the time of its first frame.
 
     image   <|media_begin|>image<|media_content|> tokens <|media_end|>
     video   00:00:00.000<|media_begin|>video<|media_content|> tokens <|media_end|>00:00:02.000<|media_begin|>video ...
 
-The chat template writes all of an image but its tokens, and of a video a placeholder alone. A chunk has as many tokens
-as one of its frames has cells.
+The chat template writes everything of an image except its tokens, and only a placeholder for a video. A chunk has as
+many tokens as one frame has cells.
 
 Upstream: `Kimi_K25Processor` (transformers 5.23). The released code fills chunks with the image's token; embeddings
 replace it, so the model sees no difference.
@@ -31,13 +31,13 @@ CHUNK = "<|media_begin|>video<|media_content|>", "<|media_end|>"  # around the t
 
 
 class KimiK25Processor(ChatProcessor):
-    """Layouts are grids (t, h, w) in patches, t the frames of a whole video."""
+    """Kimi's processor. Layouts are grids (t, h, w) in patches; t counts the frames of a whole video."""
 
     patch_config: ClassVar[type[PaddedPatchConfig]] = PaddedPatchConfig
     video_config: PaddedPatchConfig
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
-        """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
+        """Build a processor; with tokenizer None it is for planning: it counts tokens but cannot build a prompt."""
         self.config, self.tokenizer, self.assumed = config, tokenizer, image_config is None
         self.image_config = image_config or self.patch_config()
         self.video_config = video_config or self.patch_config.for_video()
@@ -50,12 +50,12 @@ class KimiK25Processor(ChatProcessor):
             raise ValueError(f"{names}: config.json has {tower}, preprocessing {given}")
 
     def load_video(self, source, options: dict) -> Video:
-        """Files are sampled evenly by the checkpoint's rate; frames in memory count as sampled already.
+        """Sample a file evenly at the checkpoint's rate; frames in memory count as sampled already.
 
-        options: fps or num_frames. Raises ValueError for others.
+        options: fps or num_frames. Raises ValueError for any other.
         """
         if options.keys() - {"fps", "num_frames"} or len(options) > 1:
-            raise ValueError(f"prompt: Kimi samples a video by fps or num_frames, got {sorted(options)}")
+            raise ValueError(f"prompt: Kimi accepts fps or num_frames for a video, got {sorted(options)}")
         if not isinstance(source, (str, Path)):
             return load_video(source, **options, limits=self.limits)
         return load_video(source, sample=partial(self.frame_indices, **options), limits=self.limits)
@@ -63,19 +63,19 @@ class KimiK25Processor(ChatProcessor):
     def frame_indices(
         self, total: int, source_fps: float, *, fps: float | None = None, num_frames: int | None = None
     ) -> Sequence[int]:
-        """`fps` frames a second, or num_frames, evenly from the first; never more than there are.
+        """Return indices of `fps` frames a second, or num_frames, evenly spaced from the first; at most `total`.
 
-        Raises ValueError for more than that in num_frames. Upstream: `default_sample_indices_fn` (transformers).
+        Raises ValueError if num_frames exceeds `total`. Upstream: `default_sample_indices_fn` (transformers).
         """
         if num_frames is None:
             rate = self.video_config.fps if fps is None else check_positive(fps, "fps")
             num_frames = min(max(1, int(total / source_fps * rate)), total)
         elif check_positive_int(num_frames, "num_frames") > total:
-            raise ValueError(f"num_frames: the clip has {total} frames, got {num_frames}")
+            raise ValueError(f"num_frames: the video has {total} frames, got {num_frames}")
         return [i * total // num_frames for i in range(num_frames)]
 
     def media_tokens(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MediaTokens:
-        """(chunks, h, w): chunks of a video stand apart, with text between them; second_per_grid is not read."""
+        """Return (chunks, h, w) tokens: text separates a video's chunks; second_per_grid is not used."""
         t, h, w = layout
         thw = (-(-t // self.video_config.chunk_frames), h // self.merge_size, w // self.merge_size)
         return FramewiseMedia(kind, thw) if kind == "video" else MediaTokens(kind, thw)
@@ -100,7 +100,7 @@ class KimiK25Processor(ChatProcessor):
             yield grid, rows
 
     def expand(self, token: int, medium: MediaTokens) -> list[int]:
-        """Return the ids of a medium: an image's token repeated; a video's chunks, each after its time."""
+        """Return the ids of an item: an image's token repeated, or a video's chunks, each after its time."""
         if not isinstance(medium, FramewiseMedia):
             return [token] * medium.num_tokens
         _, h, w = medium.thw
@@ -113,7 +113,7 @@ class KimiK25Processor(ChatProcessor):
 
 
 def clock(second: float) -> str:
-    """A time in a video as the prompt has it, to the millisecond below.
+    """Format a time in a video as in the prompt, rounded down to milliseconds.
 
     >>> clock(62.5)
     '00:01:02.500'

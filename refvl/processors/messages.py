@@ -1,4 +1,4 @@
-"""The chat format: what a caller may pass as a prompt, checked before a file is opened or a template applied.
+"""The chat format of a prompt, checked before a file is opened or a template is applied.
 
 prompt "What is it?", images, videos -> one user message: images, videos, text
 prompt [{"role": "user", "content": "Hi"},
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from refvl.pixels.media import Video
 
-MAX_CHARACTERS = 2**21  # of a request: more than any context holds, and tokenized in seconds
-SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # what a video part may say besides its source
+MAX_CHARACTERS = 2**21  # per request: longer than any context, and tokenized within seconds
+SAMPLING = ("fps", "num_frames", "min_frames", "max_frames")  # keys of a video part besides its source
 KEYS = {"text": {"text"}, "image": {"image", "path", "url"}, "video": {"video", "path", "url", *SAMPLING}}
 
 
 def as_messages(prompt: str | Sequence[dict], images: Iterable = (), videos: Iterable = ()) -> list[dict]:
-    """One user message with images, videos and the text, in that order; or a list of messages, checked.
+    """Return one user message with images, videos and the text, in that order; or a list of messages, checked.
 
-    Raises TypeError for a wrong kind and ValueError for a wrong value, with the message's and the part's index.
+    Raises TypeError for a wrong type and ValueError for a wrong value, with the message's and the part's index.
     """
     media = [*_media_parts("image", images), *_media_parts("video", videos)]
     if isinstance(prompt, str):
@@ -34,12 +34,12 @@ def as_messages(prompt: str | Sequence[dict], images: Iterable = (), videos: Ite
     if not prompt:
         raise ValueError("prompt: expected a string or a non-empty list of messages, got an empty one")
     if media:
-        raise ValueError("prompt: a list of messages carries its own media; give no images or videos beside it")
+        raise ValueError("prompt: a list of messages contains its own media; pass no images or videos with it")
     return _check_messages(prompt)
 
 
 def media_of(messages: Sequence[dict]) -> list[tuple[str, Any, dict]]:
-    """(kind, source, sampling options) of every medium in checked messages, in order of appearance."""
+    """Return (kind, source, sampling options) of every item in checked messages, in order of appearance."""
     parts = [part for message in messages if not isinstance(message["content"], str) for part in message["content"]]
     return [
         (kind, part.get(kind, part.get("path", part.get("url"))), {key: part[key] for key in SAMPLING if key in part})
@@ -49,7 +49,7 @@ def media_of(messages: Sequence[dict]) -> list[tuple[str, Any, dict]]:
 
 
 def texts_of(messages: Sequence[dict]) -> list[str]:
-    """Every string that the caller wrote in checked messages, roles included, in order."""
+    """Return every string that the caller wrote in checked messages, including roles, in order."""
     texts = list[str]()
     for message in messages:
         content = message["content"]
@@ -62,7 +62,7 @@ def texts_of(messages: Sequence[dict]) -> list[str]:
 
 
 def _media_parts(kind: str, media: Iterable) -> list[dict]:
-    """A single path, image or video is a list of one; a bare array is refused, because its axes could be media too."""
+    """Return message parts of media; a single path, image or video becomes a list, a bare array is ambiguous."""
     name = f"{kind}s"
     if isinstance(media, (str, Path, Image.Image, Video)):
         media = [media]
@@ -83,9 +83,9 @@ def _check_messages(messages: Sequence) -> list[dict]:
 
 def _check_message(message, name: str) -> None:
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-        raise ValueError(f"{name}: a message is a dict with 'role' and 'content', got {message!r}")
+        raise ValueError(f"{name}: expected a dict with 'role' and 'content', got {message!r}")
     if unknown := sorted(map(str, message.keys() - {"role", "content"})):
-        raise ValueError(f"{name}: a message has 'role' and 'content' and nothing else, got also {unknown}")
+        raise ValueError(f"{name}: expected only 'role' and 'content', got also {unknown}")
     if not isinstance(message["role"], str):
         raise TypeError(f"{name}.role: expected a string such as 'user', got {message['role']!r}")
     _check_text(message["role"], f"{name}.role")
@@ -104,7 +104,7 @@ def _check_part(part, name: str) -> None:
         raise TypeError(f"{name}: expected a dict such as {{'type': 'text', 'text': 'Hi'}}, got {part!r}")
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in KEYS:
-        raise ValueError(f"{name}: type must be 'text', 'image' or 'video', got {kind!r}")
+        raise ValueError(f"{name}: expected type 'text', 'image' or 'video', got {kind!r}")
     sources = KEYS[kind] - set(SAMPLING)
     if len(given := part.keys() & sources) != 1:
         raise ValueError(f"{name}: {kind} parts have one of the keys {sorted(sources)}, got {sorted(given) or 'none'}")
@@ -122,5 +122,5 @@ def _check_text(text, name: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name}: cannot be written in UTF-8, it holds {text[error.start]!r}") from error
+        raise ValueError(f"{name}: expected text that UTF-8 can encode, got {text[error.start]!r}") from error
     return text

@@ -1,17 +1,17 @@
 """MiniCPM-V's prompts: a set of query tokens for the overview, for each slice, and for each frame or pack of frames.
 
     image, 2.6 to 4.5   <image_id>0</image_id><image>...</image><slice>...</slice><slice>...</slice>
-                        <slice>...</slice><slice>...</slice>                  one line per row of slices
+                        image, 2.0, 2.5     <image>...</image><slice><image>...</image><image>...</image>
     image, 2.0, 2.5     <image>...</image><slice><image>...</image><image>...</image>
                         <image>...</image><image>...</image></slice>
     frame, 2.6 to 4.5   <image>...</image>                                    one line per frame, without a number
 
-Each ... is `query_num` times the unknown token; embeddings replace it. Parts of a message are written on lines of their
-own, as the checkpoints' own `chat` does; vLLM writes the frames of a video without line breaks. Chat templates are the
-tokenizer's; version 2.0 has none and says <用户> and <AI>.
+Each ... is `query_num` times the unknown token; embeddings replace it. Each part of a message is on lines of its
+own, as in the checkpoints' own `chat`; vLLM writes the frames of a video without line breaks. Chat templates are the
+tokenizer's; version 2.0 has none and writes <用户> and <AI>.
 
 minicpmv_video.py        how videos are sampled and packed, from version 2.6 on
-minicpmv_vocabulary.py   the marks, and the settings of slicing in a checkpoint's files
+minicpmv_vocabulary.py   the special tokens, and the slicing settings in a checkpoint's files
 """
 
 import re
@@ -37,12 +37,12 @@ from refvl.processors.tokenizers import load_tokenizer
 
 PLACEHOLDERS = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}  # for media until they are written out
 PLACEHOLDER = re.compile(r"\(<(image|video)>\./</\1>\)")
-NO_VIDEO_ID = -1  # images and frames are filled with one token: no token has the video's id, see `placeholders`
+NO_VIDEO_ID = -1  # one token fills images and frames, so no token has the video's id, see `placeholders`
 
 
 @dataclass(frozen=True, slots=True)
 class SlicedMedia(MediaTokens):
-    """One medium in sets of query tokens, each a run of its own: thw is (sets, 1, query_num)."""
+    """One media item in sets of query tokens, each a run of its own: thw is (sets, 1, query_num)."""
 
     grid: tuple[int, int] | None = None  # (columns, rows) of an image's slices
 
@@ -53,16 +53,16 @@ class SlicedMedia(MediaTokens):
 
 
 class MiniCPMVProcessor(ChatProcessor):
-    """The base of all versions: sliced images. Layouts are tuples of `SliceGroup`s. A version is a class below."""
+    """The base of all versions: sliced images. Layouts are tuples of `SliceGroup`s. Each version is a class below."""
 
-    no_video = "videos: MiniCPM-V 2.0 and 2.5 read images only, later versions videos too"
+    no_video = "videos: MiniCPM-V 2.0 and 2.5 accept images only; later versions accept videos too"
     template: ClassVar[str | None] = None  # for a folder without a chat template
     numbers_images: ClassVar[bool] = False  # unless the folder sets use_image_id
     writes_bos: ClassVar[bool] = True
-    frames: ClassVar[FrameConfig | None] = None  # of versions that take videos
+    frames: ClassVar[FrameConfig | None] = None  # of versions that accept videos
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None, marks=None):
-        """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
+        """Build a processor; with tokenizer None it is for planning: it counts tokens but cannot build a prompt."""
         self.config, self.tokenizer, self.query_num = config, tokenizer, config.query_num
         self.tokens_at_once = self.query_num  # a set
         self.image_config = image_config or SliceConfig.from_dict(slicing_of(config, self.numbers_images))
@@ -78,7 +78,7 @@ class MiniCPMVProcessor(ChatProcessor):
 
     @classmethod
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "MiniCPMVProcessor":
-        """Read tokenizer.json, template and limits of a checkpoint folder; the tokenizer class it names is not run."""
+        """Read tokenizer.json, template and limits of a checkpoint folder; no tokenizer code of the folder is run."""
         tokenizer = load_tokenizer(folder, PreTrainedTokenizerFast.from_pretrained, cls.template)
         image_config = SliceConfig.from_folder(folder, slicing_of(config, cls.numbers_images))
         video_config = cls.frames and cls.frames.changed_by(folder)
@@ -103,7 +103,7 @@ class MiniCPMVProcessor(ChatProcessor):
         return slices_of_size(*image.size, self.image_config).layout
 
     def media_tokens(self, kind: str, layout: SliceLayout, second_per_grid: float = 1.0) -> SlicedMedia:
-        """Return the medium as sets of query_num tokens; second_per_grid is not read."""
+        """Return the item as sets of query_num tokens; second_per_grid is not used."""
         return SlicedMedia(kind, (count_sets(layout), 1, self.query_num))
 
     def tokenize(
@@ -129,7 +129,7 @@ class MiniCPMVProcessor(ChatProcessor):
         return super().apply_template(joined, enable_thinking=False, **options)
 
     def write_media(self, text: str, media: Sequence[SlicedMedia]) -> str:
-        """Replace every medium's placeholder in a text; images are numbered in order."""
+        """Replace every item's placeholder in a text; images are numbered in order."""
         pieces = PLACEHOLDER.split(text)  # text, kind, text, kind, ..., text
         kinds = [medium.kind for medium in media]
         if pieces[1::2] != kinds:
@@ -158,14 +158,14 @@ class MiniCPMVProcessor(ChatProcessor):
 
     @cached_property
     def reserved_texts(self) -> list[str]:
-        """The special tokens, and the placeholders that media have until they are written out."""
+        """The special tokens, and the placeholders of media before they are written out."""
         return [*super().reserved_texts, *PLACEHOLDERS.values()]
 
     def placeholders(self, input_ids: Tensor) -> Tensor:
-        """Give placeholders the id of their kind, and all other unknown tokens TEXT_ID, in a prompt of (L,) ids.
+        """Set placeholders to the id of their kind, and all other unknown tokens to TEXT_ID, in a prompt of (L,) ids.
 
         A placeholder is an unknown token right after the start of an image, slice or frame; the text may contain such
-        marks itself. A frame is an overview without a number. If images have no numbers, everything is an image.
+        tokens, too. A frame is an overview without a number. If images have no numbers, everything is an image.
         """
         ids = self.mark_ids
         is_unknown = input_ids == ids["unk"]
@@ -194,7 +194,7 @@ class MiniCPMV2_5Processor(MiniCPMVProcessor):
 
 
 class MiniCPMV2_6Processor(TakesVideos, MiniCPMVProcessor):
-    """Images are numbered, videos are rows of frames."""
+    """Images are numbered, videos are sequences of frames."""
 
     numbers_images = True
     writes_bos = False
@@ -210,12 +210,12 @@ class MiniCPMV2_6Processor(TakesVideos, MiniCPMVProcessor):
 
 
 class MiniCPMV4_0Processor(MiniCPMV2_6Processor):
-    """As 2.6, with a first token."""
+    """Like 2.6, but with a BOS token."""
 
     writes_bos = True
 
 
 class MiniCPMV4_5Processor(PacksFrames, MiniCPMV2_6Processor):
-    """Frames are packed, and each has its tenth of a second."""
+    """Frames are packed; each has a temporal id in tenths of a second."""
 
     frames = FrameConfig(fps=3.0, max_frames=180, max_packing=3)

@@ -1,11 +1,11 @@
-"""The prompts of MiniCPM-V 4.6 and 4.7: as many tokens per slice as it has cells, images and frames alike.
+"""The prompts of MiniCPM-V 4.6 and 4.7: a slice has as many tokens as cells, in images and frames.
 
     image   <image_id>0</image_id><image> tokens </image><slice> tokens </slice><slice> tokens </slice>
             <slice> tokens </slice><slice> tokens </slice>               one line per row of slices
     video   the same, frame after frame without line breaks; in 4.7 without a number
 
-The chat template writes one placeholder per medium, which is replaced by all of this. Upstream: `MiniCPMV4_6Processor`
-and its image and video processors (transformers 5.23); stacked frames (`stack_frames`) are not made here.
+The chat template writes one placeholder per item, which all of this replaces. Upstream: `MiniCPMV4_6Processor`
+and its image and video processors (transformers 5.23); stacked frames (`stack_frames`) are not supported.
 """
 
 import math
@@ -32,10 +32,10 @@ from refvl.processors.tokenizers import load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class SampledFrames(FrameConfig):
-    """One frame a second; of a video longer than max_frames seconds, so many evenly."""
+    """One frame a second; for a video longer than max_frames seconds, max_frames evenly spaced."""
 
     max_frames: int = 128
-    max_slice_nums: int = 9  # of a frame
+    max_slice_nums: int = 9  # per frame
 
     def changed_by(self, folder: Path) -> "SampledFrames":
         """Return a copy with the values of video_preprocessor_config.json."""
@@ -49,34 +49,34 @@ class SampledFrames(FrameConfig):
 
 @dataclass(frozen=True, slots=True)
 class FoldedMedia(MediaTokens):
-    """One medium in slices, each a run of its own; thw counts them all: (1, 1, tokens)."""
+    """One media item in slices, each a run of its own; thw counts them all: (1, 1, tokens)."""
 
     sizes: tuple[tuple[int, int], ...] = ()  # (h, w) of each overview and slice, in merged tokens
     grid: tuple[int, int] | None = None  # (columns, rows) of the slices of an image, or of every frame
-    number: int = 0  # among the images, or the videos, of the prompt
+    number: int = 0  # its index among the prompt's images, or videos
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
         return [(1, h, w) for h, w in self.sizes]
 
     def check_pruning(self, q: float) -> None:
-        """Raise ValueError if a video should be pruned."""
+        """Raise ValueError if a video is to be pruned."""
         if self.kind == "video" and q > 0:
             reason = "pruning compares the cells of whole frames, and these are cut into slices"
             raise ValueError(f"pruning_rate: must be 0 for MiniCPM-V's videos, got {q}: {reason}")
 
 
 class MiniCPMV4_6Processor(TakesVideos):
-    """Layouts are tuples of `SliceGroup`s, one per overview and slice."""
+    """The processor of 4.6. Layouts are tuples of `SliceGroup`s, one per overview and slice."""
 
     frames: ClassVar[SampledFrames] = SampledFrames()
     numbered: ClassVar[tuple[str, ...]] = ("image", "video")
     video_config: SampledFrames
 
     def __init__(self, config: PretrainedConfig, tokenizer=None, image_config=None, video_config=None):
-        """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
+        """Build a processor; with tokenizer None it is for planning: it counts tokens but cannot build a prompt."""
         self.config, self.tokenizer, self.assumed = config, tokenizer, image_config is None
-        self.merge_size = 2 if config.downsample_mode == "4x" else 4  # side, in patches, of what becomes one token
+        self.merge_size = 2 if config.downsample_mode == "4x" else 4  # in patches, of the block that becomes one token
         settings = image_config or SliceConfig(patch_size=14, use_image_id=True)
         self.image_config = replace(settings, multiple=self.merge_size)
         self.video_config = video_config or self.frames
@@ -95,7 +95,7 @@ class MiniCPMV4_6Processor(TakesVideos):
         return self.media_tokens("image", slices_of_size(side, side, self.image_config).layout).num_tokens
 
     def media_tokens(self, kind: str, layout: SliceLayout, second_per_grid: float = 1.0) -> FoldedMedia:
-        """Return the medium as runs of h x w tokens; second_per_grid is not read."""
+        """Return the item as runs of h x w tokens; second_per_grid is not used."""
         m = self.merge_size
         sizes = tuple((h // m, w // m) for group in layout for h, w in group.slices)
         return FoldedMedia(kind, (1, 1, sum(h * w for h, w in sizes)), sizes=sizes)
@@ -137,7 +137,7 @@ class MiniCPMV4_6Processor(TakesVideos):
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
-        """Take the frame at every second; of a longer video max_frames, evenly from those at every tenth."""
+        """Take the frame at every second; for a longer video, max_frames evenly from those at every 0.1 seconds."""
         duration = total / source_fps
         if duration <= config.max_frames:
             return [int(second * source_fps) for second in range(math.ceil(duration))]
@@ -153,7 +153,7 @@ class MiniCPMV4_6Processor(TakesVideos):
         return super().tokenize(messages, numbered, **options)
 
     def expand(self, token: int, medium: FoldedMedia) -> list[int]:
-        """Overviews and slices between their marks; `token` fills them."""
+        """Return overviews and slices between their special tokens; `token` fills them."""
         numbered = self.image_config.use_image_id and medium.kind in self.numbered
         text = write_media(medium, self.tokenizer.convert_ids_to_tokens(token), medium.number if numbered else None)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -166,7 +166,7 @@ class MiniCPMV4_7Processor(MiniCPMV4_6Processor):
 
 
 def write_media(medium: FoldedMedia, fill: str, number: int | None) -> str:
-    """Write a medium, an image or every frame of a video, as the prompt has it; `fill` is a token of its cells."""
+    """Write an item, an image or every frame of a video, as in the prompt; `fill` is the token of its cells."""
     m, (columns, rows) = MARKS, medium.grid or (0, 0)
     text = "" if number is None else f"{m['im_id_start']}{number}{m['im_id_end']}"
     pieces = [fill * (h * w) for h, w in medium.sizes]

@@ -1,9 +1,9 @@
-"""MiniCPM-V's videos, from version 2.6 on: sampled frames, each an overview without slices.
+"""MiniCPM-V's videos, from version 2.6 on: each sampled frame is an overview without slices.
 
     video file -> sampled frames        by the rule of the version's card, see `sample`
-               -> a set of query tokens per frame, or, in 4.5, per pack of up to `max_packing` frames
-
-Frames of a pack share one set of query tokens. Each has a temporal id, its time in tenths of a second, which the
+               -> one set of query tokens per frame, or, in 4.5, per pack of up to `max_packing` frames
+               Frames of a pack share one set of query tokens. Each has a temporal id, its time in tenths of a second,
+               which the
 resampler adds to the keys.
 """
 
@@ -27,12 +27,12 @@ TENTHS = 10  # temporal ids per second
 
 @dataclass(frozen=True, slots=True)
 class FrameConfig:
-    """The rule by which videos are sampled. Limits are those of the examples on the checkpoints' cards."""
+    """The rule for sampling videos. Limits are those of the examples on the checkpoints' cards."""
 
     fps: float = 1.0
     max_frames: int = 64  # sets of query tokens: packed frames count as one
     max_packing: int = 1  # frames that may share a set
-    packing: int | None = None  # frames in a set; None: as few as keep the video within max_frames sets
+    packing: int | None = None  # frames in a set; None: the fewest that keep the video within max_frames sets
 
     def changed_by(self, folder: Path) -> "FrameConfig":
         """Return a copy with the values of video_preprocessor_config.json; released folders have no such file."""
@@ -42,19 +42,19 @@ class FrameConfig:
 
 
 class TakesVideos(ChatProcessor):
-    """A part of every `MiniCPMVProcessor` that takes videos."""
+    """The part of a `MiniCPMVProcessor` that handles videos."""
 
     video_config: FrameConfig
     query_num: int
 
     def load_video(self, source, options: dict) -> Video:
-        """Load a video: a file is sampled by the version's rule, and frames in memory count as sampled already.
+        """Load a video: a file is sampled by the version's rule; frames in memory count as sampled already.
 
-        options: fps, max_frames or num_frames, in place of the processor's own. Raises ValueError for other options.
+        options: fps, max_frames or num_frames, instead of the processor's own. Raises ValueError for other options.
         """
         if options.keys() - {"fps", "max_frames"} and options.keys() != {"num_frames"}:
             raise ValueError(
-                f"prompt: MiniCPM-V samples a video by fps, max_frames, or num_frames alone, got {sorted(options)}"
+                f"prompt: MiniCPM-V accepts fps and max_frames, or num_frames alone, for a video, got {sorted(options)}"
             )
         if not isinstance(source, (str, Path)):
             return load_video(source, **options, limits=self.limits)
@@ -75,7 +75,7 @@ class TakesVideos(ChatProcessor):
         return [indices[i] for i in middle_indices(len(indices), config.max_frames)]
 
     def group(self, video: Video, tgt_size: tuple[int, int]) -> SliceLayout:
-        """Give each frame a set of query tokens."""
+        """Return one set of query tokens per frame."""
         return (SliceGroup((tgt_size,)),) * len(video.frames)
 
     def _patchify_video(self, video: Video) -> Patches:
@@ -100,7 +100,7 @@ class TakesVideos(ChatProcessor):
 
 
 class PacksFrames(TakesVideos):
-    """A part of 4.5's processor: frames are packed, and each has its tenth of a second."""
+    """The video part of 4.5's processor: frames are packed; each has a temporal id in tenths of a second."""
 
     @staticmethod
     def sample(total: int, source_fps: float, config: FrameConfig) -> list[int]:
@@ -109,7 +109,7 @@ class PacksFrames(TakesVideos):
         return middle_indices(total, max(1, min(wanted, config.max_frames * (config.packing or config.max_packing))))
 
     def group(self, video: Video, tgt_size: tuple[int, int]) -> SliceLayout:
-        """Let consecutive frames share a set; the last set may hold fewer."""
+        """Let consecutive frames share a set; the last set may contain fewer."""
         config, ids = self.video_config, temporal_ids(video)
         packing = config.packing or min(-(-len(ids) // config.max_frames), config.max_packing)
         packs = [ids[i : i + packing] for i in range(0, len(ids), packing)]
@@ -117,13 +117,13 @@ class PacksFrames(TakesVideos):
 
 
 def temporal_ids(video: Video) -> list[int]:
-    """Return the time of each frame in whole tenths of a second; the last one is before the video's end."""
+    """Return the time of each frame in whole tenths of a second, at most the last tenth before the video's end."""
     last = max(0, math.ceil(video.duration * TENTHS) - 1)
     return [min(round(second * TENTHS), last) for second in video.timestamps]
 
 
 def middle_indices(total: int, wanted: int) -> list[int]:
-    """Return 0 .. total - 1 if that is not more than wanted, else those in the middle of `wanted` equal parts.
+    """Return 0 .. total - 1 if that is no more than `wanted`, else the middles of `wanted` equal parts.
 
     >>> middle_indices(10, 4)
     [1, 3, 6, 8]

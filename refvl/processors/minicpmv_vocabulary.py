@@ -1,7 +1,7 @@
-"""The marks of MiniCPM-V's prompts, and the settings in a checkpoint's files, which are read once when it is loaded.
+"""The special tokens of MiniCPM-V's prompts, and the settings in a checkpoint's files, read once on loading.
 
-Marks stand around query tokens. Their texts are fixed unless preprocessor_config.json has others; their ids are the
-tokenizer's.
+The special tokens enclose query tokens. Their texts are fixed unless preprocessor_config.json sets others; their ids
+are the tokenizer's.
 """
 
 from pathlib import Path
@@ -15,33 +15,33 @@ MARKS = {
     "im_start": "<image>", "im_end": "</image>", "slice_start": "<slice>", "slice_end": "</slice>",
     "im_id_start": "<image_id>", "im_id_end": "</image_id>", "unk": "<unk>",
 }  # fmt: skip
-TEXT_ID = -2  # for unknown tokens that are text
-# Ends of an answer; the vocabulary decides which of them exist
+TEXT_ID = -2  # for unknown tokens in the text
+# tokens that end an answer; the vocabulary decides which of them exist
 TERMINATORS = ("</s>", "<|eot_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>")
 SLICING = ("max_slice_nums", "scale_resolution", "patch_size", "use_image_id", "slice_mode")
 
 
 def marks_in(folder: Path) -> dict[str, str]:
-    """Return the marks whose texts are in preprocessor_config.json; version 2.0 has no such file."""
+    """Return the special tokens whose texts preprocessor_config.json sets; version 2.0 has no such file."""
     file = folder / "preprocessor_config.json"
     values = read_json(file) if file.is_file() else {}
     return {name: values[name] for name in MARKS if name in values}
 
 
 def ids_of_marks(vocabulary: dict[str, int], marks: dict[str, str], numbers_images: bool) -> dict[str, int]:
-    """Return the id of each mark.
+    """Return the id of each special token.
 
-    The marks of a number get TEXT_ID if the vocabulary lacks them and images have no numbers, as before version 2.6.
-    Raises ValueError naming any other mark that the vocabulary lacks.
+    Those around a number get TEXT_ID if the vocabulary lacks them and images have no numbers, as before version 2.6.
+    Raises ValueError naming any other one that the vocabulary lacks.
     """
     for name, mark in marks.items():
         if mark not in vocabulary and (numbers_images or not name.startswith("im_id")):
-            raise ValueError(f"tokenizer: has no token {mark!r}, which MiniCPM-V's prompts need")
+            raise ValueError(f"tokenizer: expected the token {mark!r} of MiniCPM-V's prompts, got none")
     return {name: vocabulary.get(mark, TEXT_ID) for name, mark in marks.items()}
 
 
 def slicing_of(config: PretrainedConfig, numbers_images: bool) -> dict[str, Any]:
-    """Return the settings of slicing in config.json, at its top or in `slice_config`.
+    """Return the slicing settings in config.json, at the top level or in `slice_config`.
 
     numbers_images: whether images are numbered if the file does not set it.
     """

@@ -1,6 +1,6 @@
-"""What a processor says of media from their sizes alone, and how a long video is encoded part by part.
+"""Token counts of media from their sizes alone, and the encoding of a long video in parts.
 
-The answer to a question does without: planning, costs and long prompts ask for it.
+A plain answer does not need this file; planning, costs and long prompts do.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,35 +15,35 @@ from refvl.pixels.patches import Levels, levels_of_frames
 
 
 class PlansMedia:
-    """A part of every `ChatProcessor`."""
+    """The planning part of a `ChatProcessor`."""
 
     @property
     def largest_picture(self: Any) -> int:
-        """Tokens of the largest image that the limits allow."""
+        """The number of tokens of the largest image that the limits allow."""
         return self.image_config.max_image_tokens
 
     @property
     def clip_sampling(self) -> str:
-        """How a video file is sampled, in words; empty where there is no more to say than `video_config` does."""
+        """A description of how a video file is sampled; empty if `video_config` contains it all."""
         return ""
 
     def extents(self: Any, media: Sequence[Image.Image | Video]) -> list[MediaTokens]:
-        """How the language model sees each medium: what `patchify` says of it, without touching a pixel."""
+        """Return the `media_tokens` that `patchify` would report for each item, without touching a pixel."""
         return self._each(
             media, self._image_extents, lambda video: self._video_extents(video, self._video_layout(video))
         )
 
     def layout_of(self: Any, medium: Image.Image | Video) -> Any:
-        """The layout that `patchify` gives a decoded medium, from its size alone; ValueError for a video too many."""
+        """Return the layout that `patchify` gives a decoded item, from its size; ValueError for unsupported video."""
         if not isinstance(medium, Video):
             return self._image_layout(medium)
         self._check_takes_videos()
         return self._video_layout(medium)
 
     def pieces(self: Any, medium: Image.Image | Video, max_tokens: int) -> Iterator[tuple[Any, Levels | Tensor]]:
-        """(layout, patch rows) of a medium's consecutive parts, made one by one; encoded, they follow each other.
+        """Yield (layout, patch rows) of an item's consecutive parts one by one; their encodings can be concatenated.
 
-        A part of a video has at most max_tokens tokens, or is a single step. An image is one part.
+        A part of a video has at most max_tokens tokens, or is a single grid step. An image is one part.
         """
         if isinstance(medium, Video):
             yield from self._video_pieces(medium, max_tokens)

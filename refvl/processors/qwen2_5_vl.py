@@ -1,6 +1,6 @@
-"""Qwen2.5-VL's prompts: an image or a video is one block of equal tokens between two marks of the chat template.
+"""Qwen2.5-VL's prompts: an image or a video is one run of equal tokens between two special tokens.
 
-The seconds of a video are not written out; they scale the time axis of its positions.
+The times of a video are not written out; they scale the time axis of its positions.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from refvl.processors.chat import ChatProcessor
 
 
 class Qwen2_5_VLProcessor(ChatProcessor):
-    """Layouts are grids (t, h, w) in patches."""
+    """Qwen2.5-VL's processor. Layouts are grids (t, h, w) in patches."""
 
     def frame_indices(self, total: int, source_fps: float) -> Sequence[int]:
-        """The checkpoint's rate and limits."""
+        """Sample with the checkpoint's rate and limits."""
         config = self.video_config
         return sample_frame_indices(
             total, source_fps, fps=config.fps, min_frames=config.min_frames, max_frames=config.max_frames
         )
 
     def load_video(self, source, options: dict) -> Video:
-        """The checkpoint's rate and limits, unless the message says otherwise."""
+        """Load a video with the checkpoint's rate and limits, unless the message sets them."""
         config = self.video_config
         rate = {} if "num_frames" in options else {"fps": config.fps}
         limits = {"min_frames": config.min_frames, "max_frames": config.max_frames}
@@ -32,7 +32,7 @@ class Qwen2_5_VLProcessor(ChatProcessor):
         return self.media_tokens("video", layout, self.video_config.temporal_patch_size / video.fps)
 
     def media_tokens(self, kind: str, layout: Grid, second_per_grid: float = 1.0) -> MediaTokens:
-        """Only a video's time axis is scaled."""
+        """Return an item's extents; only a video's time axis is scaled."""
         t, h, w = layout
         t_factor = 1.0
         if kind == "video":

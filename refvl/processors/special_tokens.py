@@ -1,8 +1,8 @@
-"""What a caller writes is text: `<|im_end|>` in a question ends no turn, and `<|image_pad|>` asks for no image.
+"""A caller's strings are text: `<|im_end|>` in a question ends no turn, and `<|image_pad|>` requests no image.
 
-`render_flagged` puts a flag, a character that occurs nowhere else, before every place in the caller's strings where a
-special token could begin. `encode_flagged` takes the flags out and spells the special tokens that begin there as
-ordinary text. A prompt without special tokens in it needs none of this: it is tokenized as it is.
+`render_flagged` puts a flag, a character that occurs nowhere else, before every place in the caller's strings at which
+a special token could begin. `encode_flagged` removes the flags and spells the special tokens that begin there as
+ordinary text. A prompt without special tokens skips all this and is tokenized unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,19 +14,19 @@ PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters without a mea
 
 
 class SpecialTokensAsText:
-    """A part of every `ChatProcessor`."""
+    """The part of a `ChatProcessor` that spells a caller's special tokens as text."""
 
     def render_flagged(self: Any, messages: Sequence[dict], written: str) -> tuple[str, str]:
-        """The prompt as text with flags in it, and the flag. written: all strings of the caller."""
+        """Return the prompt as text with flags in it, and the flag. written: all strings of the caller."""
         flag = next(character for character in PRIVATE_USE if character not in written)
         firsts = {token[0] for token in self.reserved_texts}
         flagged = map_texts(messages, lambda text: "".join(flag * (c in firsts) + c for c in text))
         return self.apply_template(flagged), flag
 
     def encode_flagged(self: Any, text: str, flag: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text with flags; special tokens that begin after one are spelled as ordinary text."""
+        """Return the token ids of a text with flags; special tokens that begin after a flag are spelled as text."""
         pieces = text.split(flag)
-        flagged = set(accumulate(map(len, pieces[:-1])))  # places in the text without flags
+        flagged = set(accumulate(map(len, pieces[:-1])))  # offsets in the text without flags
         text = "".join(pieces)
         encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
         ids: list[int] = []
@@ -36,9 +36,9 @@ class SpecialTokensAsText:
         return ids
 
     def spell(self: Any, token: str) -> list[int]:
-        """Ids of a special token's characters, as if there were no special tokens.
+        """Return the ids of a special token's characters, as if there were no special tokens.
 
-        The same as `split_special_tokens=True`, which is a state of the tokenizer and would be seen by other threads.
+        This equals `split_special_tokens=True`, but that is a state of the tokenizer, which other threads would see.
         """
         backend = self.tokenizer.backend_tokenizer
         words = backend.pre_tokenizer.pre_tokenize_str(token) if backend.pre_tokenizer else [(token, None)]
@@ -46,19 +46,19 @@ class SpecialTokensAsText:
 
     @cached_property
     def reserved_ids(self: Any) -> set[int]:
-        """Tokens that only the template and the processor may write: placeholders, and all that are called special."""
+        """The ids that only the template and the processor may write: placeholders and all special tokens."""
         special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         return special | {*self.tokenizer.all_special_ids, *self.token_ids.values()}
 
     @cached_property
     def reserved_texts(self: Any) -> list[str]:
-        """What must not be taken from a caller's string for more than text."""
+        """The strings that are only text if a caller writes them."""
         added = self.tokenizer.added_tokens_decoder
         return [added[i].content for i in self.reserved_ids if i in added]
 
 
 def map_texts(messages: Sequence[dict], change: Callable[[str], Any]) -> list[dict]:
-    """Copies of checked messages with `change` of every string that the caller wrote, roles included, in its place."""
+    """Copy checked messages with `change` applied to every string that the caller wrote, including roles."""
 
     def changed(content):
         if isinstance(content, str):

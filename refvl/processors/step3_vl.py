@@ -1,12 +1,12 @@
-"""Step3-VL's prompts, and Step-3.7's: an image is its crops, row by row, and then the overview.
+"""Step3-VL's prompts, and Step-3.7's: an image is its crops in row-major order, followed by the overview.
 
     <patch_start> 81 x <im_patch> <patch_end>  <patch_start> 81 x <im_patch> <patch_end> <patch_newline>
     <patch_start> 81 x <im_patch> <patch_end>  <patch_start> 81 x <im_patch> <patch_end>
     <im_start> 169 x <im_patch> <im_end>
 
-These are 2 x 2 crops, without line breaks between them. The chat template writes one <im_patch> for an image, which is
-replaced by all of this. Positions count every token, so only the marks say where a crop lies. There are no videos.
-Upstream: `Step3VLProcessor` (vLLM).
+These are 2 x 2 crops, without line breaks between them. The chat template writes one <im_patch> for an image, which
+all of this replaces. Positions count every token, so only the special tokens show where a crop is. Videos are not
+supported. Upstream: `Step3VLProcessor` (vLLM).
 """
 
 import math
@@ -24,7 +24,7 @@ from refvl.processors.chat import ChatProcessor
 from refvl.processors.tokenizers import load_tokenizer
 
 MARKS = ("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>")
-NO_VIDEO_ID = -1  # no token stands for a video
+NO_VIDEO_ID = -1  # no token represents a video
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +41,12 @@ class CroppedMedia(MediaTokens):
 
 
 class Step3VLProcessor(ChatProcessor):
-    """Sizes come from the config: the released folder has no preprocessor file. Layouts are `CropLayout`s."""
+    """Step3-VL's processor. Sizes come from the config: the release has no preprocessor file. Layouts: `CropLayout`."""
 
-    no_video = "videos: Step3-VL reads images only; give the frames of a video as images"
+    no_video = "videos: Step3-VL accepts images only; pass the frames of a video as images"
 
     def __init__(self, config: PretrainedConfig, tokenizer=None):
-        """tokenizer None: a processor for planning, which counts tokens but cannot make a prompt."""
+        """Build a processor; with tokenizer None it is for planning: it counts tokens but cannot build a prompt."""
         self.config, self.tokenizer = config, tokenizer
         self.image_config = CropConfig.from_hf(config)
         self.video_config = None
@@ -56,20 +56,20 @@ class Step3VLProcessor(ChatProcessor):
 
     @classmethod
     def from_folder(cls, folder: Path, config: PretrainedConfig) -> "Step3VLProcessor":
-        """Tokenizer and chat template from a checkpoint folder; ValueError, naming it, where they are missing."""
+        """Load tokenizer and chat template from a checkpoint folder; ValueError, naming it, if they are missing."""
         return cls(config, load_tokenizer(folder))
 
     @cached_property
     def mark_ids(self) -> dict[str, int]:
-        """Ids of the five marks. Raises ValueError when the tokenizer lacks some."""
+        """The ids of the five special tokens. Raises ValueError if the tokenizer lacks some."""
         vocabulary = self.tokenizer.get_vocab()
         if lacking := [mark for mark in MARKS if mark not in vocabulary]:
-            raise ValueError(f"tokenizer: Step3-VL's marks are missing: {lacking}")
+            raise ValueError(f"tokenizer: lacks special tokens of Step3-VL: {lacking}")
         return {mark: vocabulary[mark] for mark in MARKS}
 
     @property
     def largest_picture(self) -> int:
-        """Tokens of a square image of the largest side."""
+        """The number of tokens of a square image with the largest side."""
         plan = plan_crops(self.image_config.max_side, self.image_config.max_side, self.image_config)
         return self.media_tokens("image", plan.layout).num_tokens
 
@@ -81,7 +81,7 @@ class Step3VLProcessor(ChatProcessor):
         return Patches(image, rows, layout, self.media_tokens("image", layout))
 
     def media_tokens(self, kind: str, layout: CropLayout, second_per_grid: float = 1.0) -> CroppedMedia:
-        """The squares of an image, in tokens. Raises ValueError for a video."""
+        """Return the squares of an image, in tokens. Raises ValueError for a video."""
         if kind != "image":
             raise ValueError(self.no_video)
         tokens = layout.crops * self.crop_tokens + self.image_tokens
@@ -90,7 +90,7 @@ class Step3VLProcessor(ChatProcessor):
         return CroppedMedia(kind, (1, 1, tokens), layout=layout, crop_side=crop_side, image_side=image_side)
 
     def expand(self, token: int, medium: CroppedMedia) -> list[int]:
-        """Crops and overview between their marks; `token` fills them."""
+        """Return crops and overview between their special tokens; `token` fills them."""
         ids = self.mark_ids
         crop = [ids["<patch_start>"], *[token] * self.crop_tokens, ids["<patch_end>"]]
         overview = [ids["<im_start>"], *[token] * self.image_tokens, ids["<im_end>"]]

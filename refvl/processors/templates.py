@@ -1,11 +1,12 @@
-"""Chat templates of checkpoint folders: programs that strangers wrote, rendered within a budget.
+"""Chat templates of checkpoint folders: programs by strangers, rendered within limits.
 
     is_plain(template)   yes: transformers renders it in this process, as always
                          no:  `render_in_child` renders each prompt within seconds of CPU time, bytes and characters
 
-A plain template does work in proportion to the request, as templates of the released families do: it walks the
-messages and the parts of each, and keeps numbers and parts of the request only. Everything else may be as harmless,
-but only limits can tell: `'a' * 10**10`, a loop in a loop over all messages, a text that is doubled 40 times.
+The work of a plain template is proportional to the request. It loops over the messages and the parts of each, and
+stores only numbers and parts of the request; so do the templates of the released families. Any other template may be
+harmless, too, but only limits can guarantee that: `'a' * 10**10`, a loop in a loop over all messages, a text doubled 40
+times.
 """
 
 import os
@@ -21,12 +22,12 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 
-SECONDS = 2  # of CPU time for one prompt
-PATIENCE = 60  # seconds on the clock, on a busy machine
-MEMORY = 2**28  # bytes of address space besides what the process holds
+SECONDS = 2  # CPU time for one prompt
+PATIENCE = 60  # wall-clock seconds, for a busy machine
+MEMORY = 2**28  # bytes of address space in addition to the process's own
 CHARACTERS = 2**23  # of a rendered prompt
-WHOLE = {"messages", "tools", "documents"}  # the request as transformers names it
-METHODS = {"split", "strip", "lstrip", "rstrip", "startswith", "endswith", "get"}  # of texts; none makes one longer
+WHOLE = {"messages", "tools", "documents"}  # the request, in transformers' names
+METHODS = {"split", "strip", "lstrip", "rstrip", "startswith", "endswith", "get"}  # of strings; none makes one longer
 FILTERS = {"trim", "first", "last", "list", "default", "length", "count", "tojson", "string"}
 PLAIN = (
     nodes.Output, nodes.TemplateData, nodes.Const, nodes.Name, nodes.NSRef, nodes.Getattr, nodes.Getitem, nodes.Slice,
@@ -42,7 +43,7 @@ class Refused(Exception):
 
 
 def is_plain(template: str) -> bool:
-    """Tell whether a template does work in proportion to the request; False also for what cannot be parsed."""
+    """Return whether a template does work in proportion to the request; False also if it cannot be parsed."""
     if len(template) > LONGEST:
         return False
     try:
@@ -56,7 +57,7 @@ def is_plain(template: str) -> bool:
 
 
 class _Walk:
-    """One walk over a template's tree, which raises `Refused`; loop: the innermost loop around a node."""
+    """One walk over a template's tree, which raises `Refused`. loop: the innermost loop around a node."""
 
     def __init__(self, tree: nodes.Template):
         kept: list[Any] = [(node.target, node.node) for node in tree.find_all(nodes.Assign)]
@@ -68,7 +69,7 @@ class _Walk:
         values += [(pair.key, pair.value) for call in self.namespaces.values() for pair in call.kwargs]
         others = {target.name for target, value in kept if isinstance(target, nodes.Name) and not _is_number(value)}
         numbers = self.assigned - others
-        self.texts = {  # attributes that may keep a text
+        self.texts = {  # attributes that may contain a text
             attr
             for attr, value in values
             if not (_is_number(value) or (isinstance(value, nodes.Name) and value.name in numbers))
@@ -76,7 +77,7 @@ class _Walk:
         self.loop_of = dict[str, nodes.For | None]()  # the loop in which a name is assigned
 
     def check(self, node: nodes.Node, loop: nodes.For | None = None) -> None:
-        """Check a node and all below it."""
+        """Check a node and all nodes below it."""
         _require(isinstance(node, PLAIN))
         match node:
             case nodes.For():
@@ -99,11 +100,11 @@ class _Walk:
                 self._check_texts(read, loop)
         for child in node.iter_child_nodes():
             if isinstance(child, nodes.Name) and child.ctx == "load" and child.name in self.namespaces:
-                _require(isinstance(node, nodes.Getattr))  # one namespace in another would be written many times
+                _require(isinstance(node, nodes.Getattr))  # one namespace inside another would be written many times
             self.check(child, node if isinstance(node, nodes.For) and child is not node.iter else loop)
 
     def _check_loop(self, node: nodes.For, loop: Any) -> None:
-        """Require that a loop walks the messages, and one inside it a part of the message that it is at."""
+        """Require that a loop goes over the messages, and a loop inside it over a part of the current message."""
         root: Any = node.iter
         target: Any = node.target
         while isinstance(root, (nodes.Getattr, nodes.Getitem)):
@@ -112,10 +113,10 @@ class _Walk:
         is_whole = root.name in WHOLE or self.loop_of.get(root.name, loop) is None
         _require(is_whole if loop is None else root.name == loop.target.name)
         _require(target.name not in {*WHOLE, *self.assigned})
-        self.loop_of[target.name] = node  # which a later loop may take for its own
+        self.loop_of[target.name] = node  # a later loop may use the same name
 
     def _check_assignment(self, node: nodes.Assign, loop: nodes.For | None) -> None:
-        """Require that a number is kept, or a part of the request, or one kept text with such parts added to it."""
+        """Require that the value is a number, a part of the request, or one stored text with such parts added."""
         _require(isinstance(node.target, (nodes.Name, nodes.NSRef)) and not any(map(_spells, _below(node.node))))
         if not all(_is_number(part) for part in _below(node.node) if isinstance(part, nodes.Add)):
             _require(sum(name in self.assigned for name, _ in _texts(node)) <= 1)  # x + x would double
@@ -124,7 +125,7 @@ class _Walk:
             _require(name not in WHOLE and self.loop_of.setdefault(name, loop) is loop)
 
     def _check_texts(self, node: nodes.Node, loop: nodes.For) -> None:
-        """Require that a loop reads, writes and keeps parts of what it is at, not something whole at every step."""
+        """Require that a loop reads, writes and stores parts of its current item, not something whole at every step."""
         for name, attr in _texts(node):
             if name in self.namespaces:
                 _require(attr not in self.texts)
@@ -144,7 +145,7 @@ def _below(node: nodes.Node) -> Iterator[nodes.Node]:
 
 
 def _texts(node: nodes.Node, attr: str = "") -> Iterator[tuple[str, str]]:
-    """The names whose values may be in a node's value, each with the attribute that is taken of it."""
+    """Yield the names whose values may be in a node's value, each with the attribute that is read."""
     if isinstance(node, nodes.Name):
         yield node.name, attr
     elif isinstance(node, nodes.CondExpr):
@@ -182,18 +183,18 @@ def _is_number(node: nodes.Node) -> bool:
 
 
 def _spells(node: nodes.Node) -> bool:
-    """Tell whether a node writes a structure as text."""
+    """Return whether a node writes a structure as text."""
     return isinstance(node, nodes.Concat) or (isinstance(node, nodes.Filter) and node.name in ("tojson", "string"))
 
 
 def render_in_child(render: Callable[..., str], *args: Any, **options: Any) -> str:
-    """Return `render(...)`, called in a forked child that may neither take long, nor much memory, nor write much.
+    """Return `render(...)`, called in a forked child whose time, memory and output are limited.
 
-    Raises ValueError with the reason. The child runs nothing but the template and ends without any clean-up.
+    Raises ValueError with the reason. The child runs only the template and exits without any clean-up.
     """
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child does not have
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which the child does not have
         child = os.fork()
     if child == 0:
         _render_and_exit(write, lambda: render(*args, **options))
@@ -208,11 +209,11 @@ def render_in_child(render: Callable[..., str], *args: Any, **options: Any) -> s
         return said[1:].decode("utf-8", "surrogatepass")
     if said[:1] == b"-":
         raise ValueError(said[1:].decode("utf-8", "replace"))
-    raise ValueError(f"it takes more than {SECONDS} s, {MEMORY >> 20} MiB or {CHARACTERS:,} characters")
+    raise ValueError(f"rendering takes more than {SECONDS} s, {MEMORY >> 20} MiB or {CHARACTERS:,} characters")
 
 
 def _render_and_exit(write: int, render: Callable[[], str]) -> None:
-    """What the child does."""
+    """Render in the child, write the result into the pipe, and exit."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
@@ -233,7 +234,7 @@ def _render_and_exit(write: int, render: Callable[[], str]) -> None:
 
 
 def _read(pipe: int, most: int) -> bytes:
-    """What the child writes until it ends, up to so many bytes; nothing if it takes too long."""
+    """Return what the child writes until it ends, up to `most` bytes; nothing if it takes too long."""
     said, end = bytearray(), time.monotonic() + PATIENCE
     while len(said) < most:
         ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))

@@ -16,9 +16,9 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 
 
 def load_tokenizer(folder: Path, read: Callable[[Path], Any] = READ_TOKENIZER, template: str | None = None) -> Any:
-    """The tokenizer of a checkpoint folder, by `read`, and its chat template; `template`: for a folder without one.
+    """Load the tokenizer of a checkpoint folder with `read`, and its chat template; `template` is the fallback.
 
-    None where the folder has no tokenizer. Code beside the weights is never run, and a chat template that may take long
+    Returns None if the folder has no tokenizer. Code in the folder is never run. A chat template that may take long
     is rendered in a child process (`refvl.processors.templates`). Raises ValueError naming the file or folder.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -27,15 +27,15 @@ def load_tokenizer(folder: Path, read: Callable[[Path], Any] = READ_TOKENIZER, t
         tokenizer = read(folder)
     except Exception as error:  # transformers and tokenizers raise all kinds of errors
         for file in sorted(folder.glob("*.json")):
-            read_json(file)  # says so itself where this is the damaged one
+            read_json(file)  # raises its own error if this file is the damaged one
         raise ValueError(f"{folder}: its tokenizer or chat template cannot be read ({error})") from error
     if isinstance(tokenizer.model_max_length, bool) or not isinstance(tokenizer.model_max_length, Real):
         raise ValueError(f"{folder}: model_max_length must be a number, got {tokenizer.model_max_length!r}")
-    file = folder / "chat_template.json"  # where older checkpoints keep it
+    file = folder / "chat_template.json"  # older checkpoints keep it there
     older = read_json(file).get("chat_template") if file.is_file() and not tokenizer.chat_template else None
     tokenizer.chat_template = tokenizer.chat_template or older or template
     if not str(tokenizer.chat_template or "").strip():
-        raise ValueError(f"{folder}: has no chat template (chat_template.jinja, or in tokenizer_config.json)")
+        raise ValueError(f"{folder}: no chat template (chat_template.jinja, or in tokenizer_config.json)")
     written_here = template is not None and tokenizer.chat_template == template
     if not (written_here or (isinstance(tokenizer.chat_template, str) and is_plain(tokenizer.chat_template))):
         tokenizer.apply_chat_template = partial(render_in_child, tokenizer.apply_chat_template)

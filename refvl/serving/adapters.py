@@ -1,4 +1,4 @@
-"""Adapters: LoRA by PEFT on text model, connector and tower, under the names that transformers gives their layers.
+"""Adapters: LoRA by PEFT on text model, connector and tower, under transformers' names for their layers.
 
     family        text model                      connector                                    tower            served
     Qwen          model.language_model, lm_head   model.visual.merger, .deepstack_merger_list  model.visual     all
@@ -7,17 +7,17 @@
     ... 4.6, 4.7  model.language_model, lm_head   model.merger.mlp.0                           .vision_tower    none
     Step          model, lm_head                  vit_downsampler*, vit_large_projector        vision_model     none
 
-The names are the rows of `LayerNames` below. PEFT is given one module that holds the parts of a model under these
-names, so that what it saves is read by transformers + PEFT and by serving engines, and what they saved is read here.
-PEFT puts its layers in place of the model's own: chat, trace, encode and graphs go through them from then on, and
+The names are those of `LayerNames` below. PEFT receives one module that contains the parts of a model under these
+names. So transformers + PEFT and serving engines can read what it saves, and refvl can read what they save.
+PEFT replaces the model's layers by its own: from then on chat, trace, encode and graphs go through them, and
 PEFT's own model, which `attach` returns, switches, merges, unmerges and saves them.
 
-"served" is what vLLM 0.32 adapts: tower and connector only with `enable_tower_connector_lora=True`, without which it
-leaves their layers out silently. It takes one adapter per request, of ranks up to `max_lora_rank` (16), and no DoRA and
-no `modules_to_save`.
+"served" lists the parts that vLLM 0.32 adapts. Without `enable_tower_connector_lora=True` it silently ignores layers
+of tower and connector. It accepts one adapter per request, of ranks up to `max_lora_rank` (16), but no DoRA and no
+`modules_to_save`.
 
-What can be adapted is an `nn.Linear` that computes with its own `weight`, a subclass of it, or what transformers'
-quantisation makes of it. Convolutions (patch embedding, GLM's downsampling) and tables are left alone.
+An adaptable layer is an `nn.Linear` that computes with its own `weight`, a subclass of it, or its quantised form in
+transformers. Convolutions (patch embedding, GLM's downsampling) and tables are not adapted.
 """
 
 import re
@@ -49,10 +49,10 @@ PEFTS_OWN = re.compile(r"\.(lora_\w+|modules_to_save|original_module)(\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class LayerNames:
-    """How transformers calls the parts of a family.
+    """transformers' names for the parts of a family.
 
-    places: name -> where that module is in a `VLM`. connector: what of the encoder's names is the connector.
-    renamed: other spellings of names, as regular expressions, the first that fits.
+    places: name -> the location of that module in a `VLM`. connector: the names of the connector's modules.
+    renamed: other spellings of names, as regular expressions; the first match counts.
     """
 
     places: dict[str, str]
@@ -60,21 +60,21 @@ class LayerNames:
     renamed: dict[str, str]
 
     def part(self, name: str) -> str:
-        """Of `PARTS`, the one that the layer `name` belongs to."""
+        """Return the one of `PARTS` to which the layer `name` belongs."""
         text = tuple(f"{place}." for place, home in self.places.items() if home.startswith("language_model"))
         if f"{name}.".startswith(text):
             return "language_model"
         return "connector" if f"{name}.".startswith(tuple(f"{place}." for place in self.connector)) else "tower"
 
     def rename(self, name: str) -> str:
-        """A layer's name in an adapter, as this family calls it."""
+        """Return this family's name for a layer of an adapter."""
         return next((re.sub(old, new, name) for old, new in self.renamed.items() if re.match(old, name)), name)
 
 
 GRIDS = LayerNames(
     {"model.visual": "encoder", "model.language_model": "language_model.model", "lm_head": "language_model.lm_head"},
     ("model.visual.merger", "model.visual.deepstack_merger_list", "model.visual.downsample"),
-    {  # before transformers 4.52, in vLLM, and of a text model that was trained alone
+    {  # names before transformers 4.52, in vLLM, and of a text model that was trained alone
         r"^model\.(?=visual\.|vision_tower\.|merger\.|language_model\.)": "model.",
         r"^visual\.": "model.visual.",
         r"^language_model\.lm_head\b": "lm_head",
@@ -87,7 +87,7 @@ MINICPMV = LayerNames(
     ("resampler",),
     {r"^(?=model\.|lm_head\b)": "llm."},
 )
-FOLDED = LayerNames(  # MiniCPM-V 4.6 and 4.7; what folds the windows is left alone
+FOLDED = LayerNames(  # MiniCPM-V 4.6 and 4.7; the layers that fold the windows are not adapted
     {name: home for name, home in GRIDS.places.items() if name != "model.visual"}
     | {"model.vision_tower.encoder": "encoder.encoder", "model.merger.mlp.0": "encoder.merger"},
     ("model.merger",),
@@ -103,38 +103,38 @@ STEP3 = LayerNames(
 
 
 def layer_names(family: Any) -> LayerNames:
-    """Return how transformers calls the parts of `family`."""
+    """Return transformers' names for the parts of `family`."""
     rows = {"MiniCPM-V 4.6": FOLDED, "MiniCPM-V 4.7": FOLDED, "MiniCPM-V": MINICPMV, "Step": STEP3}
     return next((names for name, names in rows.items() if family.name.startswith(name)), GRIDS)
 
 
 def layers(model, *parts: str) -> list[str]:
-    """Names of all layers of some `PARTS` that can be adapted, for `LoraConfig(target_modules=...)`; none: of all.
+    """Return the names of all adaptable layers of some `PARTS`, for `LoraConfig(target_modules=...)`; default: all.
 
-    Without the output head, as PEFT's "all-linear". Raises ValueError for unknown parts.
+    The output head is left out, as in PEFT's "all-linear". Raises ValueError for unknown parts.
     """
     if unknown := [part for part in parts if part not in PARTS]:
-        raise ValueError(f"parts: expected some of {', '.join(PARTS)}, got {unknown[0]!r}")
+        raise ValueError(f"parts: expected only {', '.join(PARTS)}, got {unknown[0]!r}")
     part_of = layer_names(model.family).part
     return [name for name in _adaptable(model) if part_of(name) in (parts or PARTS) and not name.endswith("lm_head")]
 
 
 def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
-    """Put an adapter on a model and make it the one that acts; returns PEFT's model, which is `model.adapters` too.
+    """Attach an adapter to a model and activate it; return PEFT's model, which is also `model.adapters`.
 
-    adapter: a folder or a hub id of what PEFT saved, for this model here or in transformers, or a `peft.LoraConfig` for
-    a new one, to be trained. name: of this adapter, where there are several. hub: `revision` and the like, see
+    adapter: a folder or a hub id that PEFT saved, for this model here or in transformers, or a `peft.LoraConfig` for
+    a new one, to be trained. name: of this adapter, if there are several. hub: `revision` and the like, see
     `refvl.checkpoints.download`. PEFT's model does the rest:
 
-        adapters.set_adapter("name")               the one that acts; adapters.base_model.set_adapter([...]) several
+        adapters.set_adapter("name")               activate one; adapters.base_model.set_adapter([...]) several
         with adapters.disable_adapter(): ...       none
         adapters.merge_adapter(), .unmerge_adapter()
         adapters.save_pretrained(folder)
 
     A loaded adapter is frozen (`adapters.set_requires_grad(name)`), and dropout is off (`adapters.train()`). Raises
-    ImportError without PEFT; FileNotFoundError, TypeError or ValueError naming `adapter` for what is no LoRA adapter,
-    for layers that the model does not have or that cannot be adapted, and for weights that do not fit: nothing is
-    ignored, and nothing is changed then.
+    ImportError without PEFT. Raises FileNotFoundError, TypeError or ValueError naming `adapter` for anything but a LoRA
+    adapter, for layers that are missing or cannot be adapted, and for weights that do not fit. Nothing
+    is ignored, and after an error the model is unchanged.
     """
     try:
         import peft
@@ -142,9 +142,9 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
         raise ImportError("adapters: need PEFT: pip install 'refvl[adapters]'") from error
     model.family.require("adapters")
     if not name or "." in name:
-        raise ValueError(f"name: expected one without dots, got {name!r}")
+        raise ValueError(f"name: expected a name without dots, got {name!r}")
     if model.adapters is not None and name in model.adapters.peft_config:
-        raise ValueError(f"name: there is an adapter {name!r} already; have: {', '.join(model.adapters.peft_config)}")
+        raise ValueError(f"name: expected a new name, got {name!r}; have: {', '.join(model.adapters.peft_config)}")
     weights, files = None, list[Source]()
     if isinstance(adapter, (str, Path)):
         folder = _find(adapter, hub)
@@ -163,14 +163,14 @@ def attach(model, adapter: Any, *, name: str = "default", **hub) -> Any:
         if weights is not None:
             filled = peft.set_peft_model_state_dict(model.adapters, weights, adapter_name=name)
             if filled.unexpected_keys:
-                raise ValueError(f"weights without a place: {_some(filled.unexpected_keys)}")
+                raise ValueError(f"adapter: no layers for these weights: {_some(filled.unexpected_keys)}")
         model.provenance = [*model.provenance, *files]
         return model.adapters.eval()
 
 
 @contextmanager
 def _as_before_on_error(model) -> Iterator[None]:
-    """Whatever goes wrong inside, the model is then as it was: modules, their settings, and where their weights lie."""
+    """Restore the model after any error inside: modules, their settings, and the memory of their weights."""
     attached = model.adapters
     parts = [part for part in (model.encoder, model.language_model, attached) if part is not None]
     modules = {module for part in parts for module in part.modules()}
@@ -194,10 +194,10 @@ def _as_before_on_error(model) -> Iterator[None]:
 
 
 class _Names(nn.Module):
-    """Modules under other names. What replaces one of them here, as PEFT does, replaces it where it lives as well."""
+    """Modules under other names. Replacing a module here, as PEFT does, also replaces it in its own location."""
 
     def __init__(self):
-        self.__dict__["homes"] = {}  # name -> where the module lives, and as what
+        self.__dict__["homes"] = {}  # name -> the parent of the module, and its attribute there
         super().__init__()
 
     def lend(self, name: str, home: Any, attribute: str) -> None:
@@ -212,7 +212,7 @@ class _Names(nn.Module):
 
 
 def _by_name(model) -> nn.Module:
-    """The model's parts as one module, whose names are transformers'."""
+    """Return the model's parts as one module, with transformers' names."""
     root = _Names()
     for place, home in layer_names(model.family).places.items():
         *above, name = place.split(".")
@@ -227,7 +227,7 @@ def _by_name(model) -> nn.Module:
 
 
 def _adaptable(model) -> dict[str, nn.Module]:
-    """Name -> layer, of all that can be adapted: linear ones that checkpoints do not store as convolutions."""
+    """Return name -> layer for all adaptable layers: linear ones that checkpoints do not store as convolutions."""
     kernels = {id(model.encoder.get_parameter(name)) for name in model.encoder.kernels}
     found = dict[str, nn.Module]()
     for name, module in _by_name(model).named_modules():
@@ -240,21 +240,21 @@ def _adaptable(model) -> dict[str, nn.Module]:
 
 
 def _find(adapter: str | Path, hub: dict) -> Path:
-    """The folder of a saved adapter."""
+    """Return the folder of a saved adapter."""
     folder = Path(adapter).expanduser()
     if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(adapter)):
         folder = download(str(adapter), [CONFIG, WEIGHTS], hub, name="adapter")
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
-            raise FileNotFoundError(f"adapter: {folder} holds no {file}")
+            raise FileNotFoundError(f"adapter: {folder} contains no {file}")
     return folder
 
 
 def _read(model, folder: Path, config_class: Any) -> tuple[Any, dict[str, Tensor]]:
-    """PEFT's config and the weights of a saved adapter in this model's names; all is checked before PEFT is asked."""
+    """Return PEFT's config and the weights of a saved adapter under this model's names, checked before PEFT runs."""
     values = read_json(folder / CONFIG)
     if (kind := values.get("peft_type")) != "LORA":
-        raise ValueError(f"adapter: {folder} is of the kind {kind!r}; LoRA on linear layers is read")
+        raise ValueError(f"adapter: {folder} has peft_type {kind!r}; expected 'LORA'")
     _check_plain(values, f"adapter: {folder / CONFIG}")
     names = layer_names(model.family)
     with blame(f"adapter: {folder / WEIGHTS}"):
@@ -268,7 +268,7 @@ def _read(model, folder: Path, config_class: Any) -> tuple[Any, dict[str, Tensor
             raise ValueError(f"bias: expected none, all or lora_only, got {config.bias!r}")
     layers = _adaptable(model)
     weights = {key: tensor for key, tensor in weights.items() if not _is_copy(key, tensor, layers)}
-    no_numbers = [f"{key} holds {tensor.dtype}" for key, tensor in weights.items() if tensor.dtype not in FLOATS]
+    no_numbers = [f"{key} has {tensor.dtype}" for key, tensor in weights.items() if tensor.dtype not in FLOATS]
     if no_numbers := no_numbers or [key for key, tensor in weights.items() if not tensor.isfinite().all()]:
         raise ValueError(f"adapter: {folder / WEIGHTS}: expected finite floats, got others in {_some(no_numbers)}")
     of_layers: dict[str, dict[str, Tensor]] = {}
@@ -302,7 +302,7 @@ def _check_plain(values: dict, name: str) -> None:
 
 
 def _is_copy(key: str, tensor: Tensor, layers: dict[str, nn.Module]) -> bool:
-    """Whether this is the model's own weight once more, which PEFT saves of an output head that is adapted."""
+    """Return whether this is a copy of the model's own weight, which PEFT saves for an adapted output head."""
     layer, _, rest = key.rpartition(".base_layer.weight")
     own = getattr(layers.get(layer), "weight", None)
     if own is None or rest or own.shape != tensor.shape:
@@ -312,9 +312,9 @@ def _is_copy(key: str, tensor: Tensor, layers: dict[str, nn.Module]) -> bool:
 
 
 def _check_weights(folder: Path, found: dict[str, dict[str, Tensor]], layers: dict[str, nn.Module]) -> dict[str, int]:
-    """Layer -> rank; ValueError for layers that are not there and for matrices that do not fit."""
+    """Return layer -> rank; raise ValueError for layers that do not exist and for matrices that do not fit."""
     if not found:
-        raise ValueError(f"adapter: {folder / WEIGHTS}: it holds no weights")
+        raise ValueError(f"adapter: {folder / WEIGHTS}: contains no weights")
     if unknown := found.keys() - layers.keys():
         raise ValueError(f"adapter: {folder / WEIGHTS}: this model has no such linear layers: {_some(unknown)}")
     misfits, ranks = list[str](), dict[str, int]()
@@ -325,7 +325,7 @@ def _check_weights(folder: Path, found: dict[str, dict[str, Tensor]], layers: di
         if shapes != [(rank, layer.in_features), (layer.out_features, rank)]:
             misfits.append(f"{name} is {layer.in_features} -> {layer.out_features}, its matrices are {shapes}")
     if misfits:
-        raise ValueError(f"adapter: {folder / WEIGHTS}: these do not fit: {_some(misfits)}")
+        raise ValueError(f"adapter: {folder / WEIGHTS}: these matrices do not fit: {_some(misfits)}")
     return ranks
 
 

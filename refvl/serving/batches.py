@@ -12,7 +12,7 @@ from refvl.serving.drafts import with_cache
 from refvl.serving.options import check_pruning, draft_option, option
 from refvl.study.report import Trace
 
-BATCH_TOKENS = 2**14  # requests decoded together, padding and answers included
+BATCH_TOKENS = 2**14  # the size of a batch, padding and answers included
 
 
 def chat_batch(
@@ -28,18 +28,18 @@ def chat_batch(
     progress: bool = True,
     **generate_kwargs,
 ) -> list:
-    """Answers to independent requests, in order, decoded together with left padding.
+    """Answer independent requests, in order, decoded together with left padding.
 
-    requests: the arguments `prompt`, `images`, `videos` of `chat`, one dict each, and where they differ from those
-    given here `max_new_tokens` and `pruning_rate`. batch_tokens: requests that follow each other are decoded
-    together while their number times the longest, answer included, is not more; a longer one runs alone.
-    return_exceptions: what goes wrong with a request stands in the place of its answer, and the others go on;
-    otherwise the first error is raised. progress: a bar, after two seconds. Raises ValueError or TypeError naming
-    `requests[i]` for other keys.
+    requests: one dict each with the arguments `prompt`, `images`, `videos` of `chat`, and `max_new_tokens` and
+    `pruning_rate` if they differ from those below. batch_tokens: consecutive requests are decoded together while their
+    number times the longest, answer included, does not exceed this; a longer request runs alone. return_exceptions:
+    an error of a request takes the place of its answer, and the other requests continue;
+    otherwise the first error is raised. progress: a progress bar, after two seconds. Raises ValueError or TypeError
+    naming `requests[i]` for other keys.
 
-    Padding and batch change an answer only where the best two tokens are nearer than rounding. A batch ends with
-    its longest answer, and the next one begins then: for many users, or a steady load, take a serving engine,
-    which lets requests come and go at every token (`refvl.serving.handover` gives it what was encoded here).
+    Padding and batching change an answer only if the best two tokens are closer than rounding. A batch ends with
+    its longest answer, and only then the next one begins. For many users or a steady load, use a serving engine, which
+    adds and removes requests at every token (`refvl.serving.handover` passes it the embeddings).
     """
     model.check_options("chat_batch", generate_kwargs, max_new_tokens)
     check_positive_int(batch_tokens, "batch_tokens")
@@ -60,15 +60,15 @@ def chat_batch(
 def answer_each(
     model: Any, requests: Iterable[dict | Exception], common: dict, batch_tokens: int = BATCH_TOKENS, **generate_kwargs
 ) -> Iterator[str | Exception]:
-    """What `chat_batch` returns, one by one as batches are done.
+    """Yield the answers of `chat_batch` one by one, as batches are done.
 
-    requests: an error among them, where one could not be read, is its own answer. common: the arguments of requests
-    that have none of their own.
+    requests: an exception in place of an unreadable request is its own answer. common: default arguments for requests
+    that do not set them.
     """
     check_positive_int(common["max_new_tokens"], "max_new_tokens")
     check_pruning(common.get("pruning", "evs"), common["pruning_rate"])
     waiting, limits = list[Trace | Exception](), list[int]()
-    same_limit = option(model.language_model, generate_kwargs, "num_beams") > 1  # with another, other beams may win
+    same_limit = option(model.language_model, generate_kwargs, "num_beams") > 1  # other beams may win
     alone = draft_option(model.language_model, generate_kwargs) is not None
     for request in requests:
         made, limit = _prepare(model, request, common)
@@ -83,7 +83,7 @@ def answer_each(
 
 
 def _prepare(model: Any, request: dict | Exception, common: dict) -> tuple[Trace | Exception, int]:
-    """A request's trace, with no more than `answers` reads, or what went wrong; and its limit of new tokens."""
+    """Return a request's trace, with only the fields that `answers` reads, or its error; and its limit of tokens."""
     if isinstance(request, Exception):
         return request, 1
     try:
@@ -91,7 +91,7 @@ def _prepare(model: Any, request: dict | Exception, common: dict) -> tuple[Trace
         request = common | request
         limit = check_positive_int(request.pop("max_new_tokens"), "max_new_tokens")
         trace = model.read(Request(**request))
-    except Exception as error:  # whatever a decoder raises, a lack of memory too
+    except Exception as error:  # whatever a decoder raises, and also a lack of memory
         clear_frames(error.__traceback__)
         return error, 1
     ready = Trace(input_ids=trace.input_ids, inputs_embeds=trace.inputs_embeds, positions=trace.positions)
@@ -102,7 +102,7 @@ def _prepare(model: Any, request: dict | Exception, common: dict) -> tuple[Trace
 def _answers_or_errors(
     model: Any, made: list[Trace | Exception], limits: list[int], **generate_kwargs
 ) -> Iterator[str | Exception]:
-    """An answer, cut at its own limit, for every trace; a batch that fails is tried one by one."""
+    """Yield an answer, cut at its own limit, for every trace; the items of a failed batch are retried one by one."""
     traces = {i: trace for i, trace in enumerate(made) if isinstance(trace, Trace)}
     answers = dict[int, str]()
     try:
@@ -112,7 +112,7 @@ def _answers_or_errors(
             ids = model.decode(list(traces.values()), most, **options).sequences.tolist()
             answers = {i: model.processor.text(row[: limits[i]]) for i, row in zip(traces, ids, strict=True)}
     except Exception as error:
-        clear_frames(error.__traceback__)  # which hold the batch's tensors
+        clear_frames(error.__traceback__)  # its frames hold the batch's tensors
         if len(made) == 1:
             made = [error]
     for i, trace in enumerate(made):
@@ -125,9 +125,9 @@ def _answers_or_errors(
 
 
 def answers(model: Any, traces: Sequence[Trace], *, max_new_tokens: int = 128, **generate_kwargs) -> list[str]:
-    """Answers to prompts that are ready, decoded together: to see what a trace's positions do, change them first.
+    """Answer prompts that are ready, decoded together. To see the effect of a trace's positions, change them first.
 
-    Only input_ids, inputs_embeds, deepstack and positions of each trace are read.
+    Only input_ids, inputs_embeds, deepstack and positions of each trace are used.
     """
     model.check_options("answers", generate_kwargs, max_new_tokens)
     if not traces:
@@ -151,4 +151,4 @@ def _check_request(request: dict, name: str) -> None:
     if unknown := [key for key in request if key not in allowed]:
         raise ValueError(f"{name}: unknown key {unknown[0]!r}; allowed: {', '.join(allowed)}")
     if "prompt" not in request:
-        raise ValueError(f"{name}: has no prompt")
+        raise ValueError(f"{name}: expected a prompt, got none")

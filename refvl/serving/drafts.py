@@ -1,6 +1,6 @@
-"""Prompts that are read ahead: prefilled before `generate` begins, in chunks or for tokens that are drafted.
+"""Prompts that are prefilled before `generate` begins, in chunks or for drafted tokens.
 
-Tokens are drafted by the prompt itself or by another model, and checked several at once.
+Tokens are drafted from the prompt itself or by another model, and several are checked at once.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from refvl.study.report import Trace
 
 
 def read_ahead(model: Any, request: Request, prefill_chunk: int | None, options: dict) -> tuple[Trace, dict]:
-    """`read`, in chunks where that is wanted; and `options` with the caches of the model and of its assistant.
+    """Read a request, in chunks if requested; return `options` with the caches of the model and of its assistant.
 
-    Raises ValueError for an assistant that writes the prompt in other tokens.
+    Raises ValueError for an assistant that tokenizes the prompt differently.
     """
     if prefill_chunk is not None:
         model.family.require("chunks")
@@ -34,33 +34,33 @@ def read_ahead(model: Any, request: Request, prefill_chunk: int | None, options:
         with trace.stage("assistant"):
             read = read_in_chunks(assistant, prefill_chunk or model.max_context, request)
         if not torch.equal(read.full_ids, trace.full_ids):
-            raise ValueError("assistant_model: writes this prompt in other tokens, and cannot draft for this model")
+            raise ValueError("assistant_model: expected the same token ids for this prompt, got others")
         options = options | {"assistant_model": Assistant(assistant.language_model, read.cache)}
     return trace, with_cache(model.language_model, [trace], options)
 
 
 def with_cache(language_model: CausalTextModel, traces: Sequence[Trace], options: dict) -> dict:
-    """`options` with the `past_key_values` of a prompt that was read in chunks, or whose answer is drafted.
+    """Add `past_key_values` to `options` for a prompt that was read in chunks, or whose answer is drafted.
 
-    Drafts need them, or transformers would go back to ids, in which media are placeholders. Raises ValueError for
-    drafts of several prompts.
+    Drafts need it, because transformers would otherwise return to ids, in which media are placeholders. Raises
+    ValueError for drafts of several prompts.
     """
     draft = draft_option(language_model, options)
     if draft is not None and len(traces) > 1:
-        raise ValueError(f"{draft}: one prompt at a time, got a batch of {len(traces)}")
+        raise ValueError(f"{draft}: expected one prompt at a time, got a batch of {len(traces)}")
     if draft is None and traces[0].cache is None:
         return options
     [trace] = traces
     cache: Any = trace.cache or _prefilled(language_model, trace)
-    trace.cache = None  # it grows with the answer from here on
+    trace.cache = None  # from here on it grows with the answer
     copies = copies_wanted(language_model, options)
-    if copies > 1:  # `batch_repeat_interleave` knows no linear attention
+    if copies > 1:  # `batch_repeat_interleave` does not support linear attention
         cache.reorder_cache(torch.zeros(copies, dtype=torch.int64))
     return options | {"past_key_values": cache}
 
 
 def _prefilled(language_model: CausalTextModel, trace: Trace) -> Cache:
-    """Keys and values of all tokens but the last, in one forward."""
+    """Return keys and values of all tokens but the last, from one forward."""
     cache = language_model.cache_class(config=language_model.config)
     embeds = trace.inputs_embeds[None, :-1]
     if embeds.shape[1]:
@@ -69,15 +69,15 @@ def _prefilled(language_model: CausalTextModel, trace: Trace) -> Cache:
 
 
 class Assistant:
-    """A text model that has read the prompt, media included, where transformers takes a model that drafts from ids."""
+    """A text model that has read the prompt, media included, for transformers, whose assistants draft from ids."""
 
     def __init__(self, language_model: Any, cache: Any):
         self.language_model, self.cache = language_model, cache
-        cache.activate_past_recording()  # transformers does so for the caches that it makes
+        cache.activate_past_recording()  # as transformers does for the caches that it makes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.language_model, name)
 
     def generate(self, **options) -> Any:
-        """transformers' `generate`, which gives the cache of a call to the next one, and to the first none."""
+        """Call transformers' `generate`, which passes a call's cache to the next call, but none to the first."""
         return self.language_model.generate(**({"past_key_values": self.cache} | options))

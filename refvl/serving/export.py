@@ -1,12 +1,12 @@
-"""A folder of images and clips to embeddings on disk, for an engine that accepts them: `python -m refvl encode`.
+"""A folder of images and videos to embeddings on disk, for an engine that accepts them: `python -m refvl encode`.
 
-    folder -> which media are not encoded yet -> dealt out by size to the ranks that torchrun started, if any
-    rank   -> batches of media -> shards of its own, each written whole and then named
-    rank 0 -> manifest.json: image or clip -> shard, layout, tokens, size in pixels, what the file was
+    folder -> media that are not encoded yet -> assigned by size to the ranks that torchrun started, if any
+    rank   -> batches of media -> shards of its own, each renamed once it is written in full
+    rank 0 -> manifest.json: image or video -> shard, layout, tokens, size in pixels, state of the file
 
-What is finished is read off the headers of the shards alone (`shards.py`), and checked against the files as they are
-now (`images.py`). A run that was killed is continued by the same command, with any number of ranks, and loses at most
-one unfinished shard per rank.
+The headers of the shards alone show which media are finished (`shards.py`); these are compared with the files as they
+are now (`images.py`). The same command continues a run that was killed, with any number of ranks; at most one
+unfinished shard per rank is lost.
 """
 
 import hashlib
@@ -29,12 +29,12 @@ from refvl.graphs.weights import adapter_switches
 from refvl.pipeline import VLM
 from refvl.pixels.media import Video, load_image
 from refvl.serving.handover import MANIFEST
-from refvl.serving.handover import read_embeddings as read_embeddings  # public here, beside `encode_folder`
+from refvl.serving.handover import read_embeddings as read_embeddings  # public here, next to `encode_folder`
 from refvl.serving.images import STAMP, MediaFile, find_media, is_unchanged
 from refvl.serving.parallel import get_load_balance_assignment, torchrun_ranks
 from refvl.serving.shards import SHARDS, Encoded, held_folder, read_header, write_shard, written_whole
 
-BATCH_PATCHES = 2**14  # images are decoded and encoded together up to here
+BATCH_PATCHES = 2**14  # limit of patches that are decoded and encoded together
 T = TypeVar("T")
 
 
@@ -47,15 +47,15 @@ def encode_folder(
     force: bool = False,
     progress: bool = True,
 ) -> dict:
-    """Encode every image and clip in `folder` that `out` does not hold yet; returns the manifest, on every rank.
+    """Encode every image and video in `folder` that `out` does not contain yet; return the manifest, on every rank.
 
-    folder: or a .tar file, or a text file that lists paths, see `find_media`; clips count where the model takes videos.
-    shard_size: media per shard. force: rename files of others that have a name which refvl writes. Called in processes
-    that torchrun started (`torchrun_ranks`), they share the work. An image that cannot be read or encoded is left out
-    and listed under "unreadable" with the reason. Raises ValueError when `out` holds embeddings of another
-    model or dtype or a shard that cannot be read, when the folder holds no image, or when images came or changed during
-    the run; BlockingIOError while another process writes to `out`; FileExistsError for files of others, see
-    `held_folder`; OSError where `out` cannot be written.
+    folder: or a .tar file, or a text file that lists paths, see `find_media`; videos count if the model accepts them.
+    shard_size: media per shard. force: rename files of others whose names refvl needs. Processes that torchrun started
+    share the work (`torchrun_ranks`). An image that cannot be read or encoded is skipped and listed under "unreadable"
+    with the reason. Raises ValueError if `out` contains embeddings of another model or dtype or a shard that cannot be
+    read, if the folder contains no image, or if images appeared or changed during the run. Raises BlockingIOError while
+    another process writes to `out`, FileExistsError for files of others (see `held_folder`), and OSError if `out`
+    cannot be written.
     """
     check_positive_int(shard_size, "shard_size")
     folder, out, model = Path(folder), Path(out), describe_model(vlm)
@@ -85,10 +85,11 @@ def encode_folder(
 
 
 def describe_model(vlm: VLM) -> dict:
-    """What must be equal for embeddings to be continued: family, dtype, and a digest of configs, adapters and weights.
+    """Describe a model for continuing a run: family, dtype, and a digest of configs, adapters and weights must be
+    equal.
 
-    The text model's files shape no embedding, so they may change. The digest reads every byte of the encoder: about a
-    second per GB where the processor has instructions for SHA-256.
+    The text model's files do not affect embeddings, so they may change. The digest reads every byte of the encoder:
+    about a second per GB if the processor has instructions for SHA-256.
     """
     encoder: Any = vlm.encoder
     settings = f"{vlm.processor.image_config} {vlm.processor.video_config} {encoder.config}"
@@ -101,11 +102,11 @@ def describe_model(vlm: VLM) -> dict:
     return {"family": vlm.family.name, "dtype": dtype, "weights": digest.hexdigest()}
 
 
-# --- who encodes what -------------------------------------------------------------------------------------------------
+# --- assignment to ranks ----------------------------------------------------------------------------------------------
 
 
 def _from_rank_0(work: Callable[[], T], rank: int, world_size: int) -> T:
-    """What rank 0 makes of `work`, on every rank; an error too, so that no rank waits for one that has stopped."""
+    """Return rank 0's result of `work` on every rank, or raise its error, so no rank waits for a stopped one."""
     told: list = [None]
     if rank == 0:
         try:
@@ -120,8 +121,8 @@ def _from_rank_0(work: Callable[[], T], rank: int, world_size: int) -> T:
 
 
 def _measured(vlm: VLM, image: MediaFile) -> MediaFile:
-    """With its patch rows; 0 for a file that will turn out to be unreadable. A clip, not decoded yet, fills a batch."""
-    if image.stamp is None:  # a pipe would be waited for
+    """Return the item with its patch rows; 0 if unreadable. A video, not decoded yet, counts as a full batch."""
+    if image.stamp is None:  # opening a pipe would block
         return image
     if image.is_video:
         return replace(image, rows=BATCH_PATCHES)
@@ -130,12 +131,12 @@ def _measured(vlm: VLM, image: MediaFile) -> MediaFile:
         with source if isinstance(source, Image.Image) else Image.open(source) as opened:
             layout = vlm.processor.layout_of(opened)
         return replace(image, rows=vlm.encoder.item_size(layout)[0])
-    except Exception:  # Pillow's readers raise all kinds of errors; the reason is given when the image is decoded
+    except Exception:  # Pillow's readers raise all kinds of errors; decoding reports the reason
         return image
 
 
 def _finished(out: Path, model: dict, images: Sequence[MediaFile]) -> dict[str, dict]:
-    """Manifest entries of the images that `out` holds, read off the shards' headers; files changed since are not."""
+    """Return manifest entries of the images in `out`, from the shards' headers, except for files that changed since."""
     finished, now = {}, {image.name: image for image in images}
     for path in sorted(out.glob(SHARDS)):
         for name, entry in read_header(path, model).items():
@@ -148,7 +149,7 @@ def _finished(out: Path, model: dict, images: Sequence[MediaFile]) -> dict[str, 
 
 
 def _next_batch(waiting: deque[MediaFile], room: int) -> list[MediaFile]:
-    """Take the next images off the queue: at most `room`, and of at most BATCH_PATCHES patch rows together, or one."""
+    """Take the next images off the queue: at most `room`, and BATCH_PATCHES patch rows in total, or one image."""
     batch = [waiting.popleft()]
     rows = batch[0].rows
     while waiting and len(batch) < room and (rows := rows + waiting[0].rows) <= BATCH_PATCHES:
@@ -157,12 +158,12 @@ def _next_batch(waiting: deque[MediaFile], room: int) -> list[MediaFile]:
 
 
 def _encode_batch(vlm: VLM, images: Sequence[MediaFile], unreadable: dict[str, str]) -> Encoded:
-    """What can be read and encoded; why others cannot goes to `unreadable`. A batch that fails is tried one by one."""
+    """Encode the readable images; note the reasons of others in `unreadable`. A failed batch is retried one by one."""
     decoded, encoded = {}, Encoded()
     for file in images:
         with _noted(file.name, unreadable):
             decoded[file.name] = _decode(vlm, file)
-    with suppress(Exception):  # which holds the batch's tensors; they are let go before the next attempt
+    with suppress(Exception):  # the batch's tensors are freed before the next attempt
         return _embed(vlm, decoded)
     for name, image in decoded.items():
         with _noted(name, unreadable):
@@ -172,9 +173,9 @@ def _encode_batch(vlm: VLM, images: Sequence[MediaFile], unreadable: dict[str, s
 
 @contextmanager
 def _noted(name: str, unreadable: dict[str, str]) -> Iterator[None]:
-    """Whatever goes wrong, a lack of memory too, is noted in one line of UTF-8, and the others go on.
+    """Note any error, a lack of memory included, in one line of UTF-8, and continue.
 
-    It begins with the kind of error where that is none of those that refvl words itself.
+    The line begins with the type of the error unless refvl writes such messages itself.
     """
     try:
         yield
@@ -184,10 +185,10 @@ def _noted(name: str, unreadable: dict[str, str]) -> Iterator[None]:
 
 
 def _decode(vlm: VLM, file: MediaFile) -> tuple[Image.Image | Video, dict]:
-    """The image or clip, and what the manifest will say of it and its file."""
+    """Return the image or video, and the manifest's entry for it and its file."""
     stamp = file.read_stamp()
     if stamp is None:
-        raise ValueError("not there, or no regular file")
+        raise ValueError("expected a regular file, got none")
     digest = file.digest()
     entry: dict[str, Any] = {}
     medium: Any
@@ -200,7 +201,7 @@ def _decode(vlm: VLM, file: MediaFile) -> tuple[Image.Image | Video, dict]:
         medium = load_image(file.source(), limits=vlm.processor.limits)
         width, height = medium.size
     if file.read_stamp() != stamp:
-        raise ValueError("changed while it was read; the same command encodes it")
+        raise ValueError("changed during reading; run the same command again")
     entry |= {"size": (width, height), "layout": vlm.processor.layout_of(medium)}
     return medium, entry | dict(zip(STAMP, stamp, strict=True)) | {"sha256": digest}
 
@@ -216,9 +217,9 @@ def _embed(vlm: VLM, decoded: dict[str, tuple[Image.Image | Video, dict]]) -> En
 
 
 def _finish(vlm: VLM, folder: Path, out: Path, model: dict, unreadable: dict, rank: int, world_size: int) -> dict:
-    """When all ranks are done, rank 0 writes the manifest, and every rank returns it.
+    """Wait for all ranks, write the manifest on rank 0, and return it on every rank.
 
-    Raises ValueError unless every image that is found then is accounted for.
+    Raises ValueError unless every image that exists then is accounted for.
     """
     reasons = [unreadable]
     if world_size > 1:
@@ -231,8 +232,8 @@ def _finish(vlm: VLM, folder: Path, out: Path, model: dict, unreadable: dict, ra
         lacking = [file.name for file in found if file.name not in finished.keys() | unread.keys()]
         if lacking:
             shown = ", ".join(lacking[:5]) + (", ..." if len(lacking) > 5 else "")
-            what = "images came or changed during the run, or their shards were taken away"
-            raise ValueError(f"folder: {len(lacking)} of {len(found)} {what}: {shown}; the same command encodes them")
+            what = "images appeared or changed during the run, or their shards were removed"
+            raise ValueError(f"folder: {len(lacking)} of {len(found)} {what}: {shown}; run the same command again")
         manifest = model | {"images": {}, "videos": {}, "unreadable": {}}
         for file in found:
             if file.name in finished:

@@ -1,4 +1,4 @@
-"""What `refvl encode` wrote, as a serving engine takes it: an engine that is given embeddings needs no vision tower.
+"""Embeddings of `refvl encode`, as inputs of a serving engine, which then needs no vision tower.
 
     from vllm import LLM
     llm = LLM(checkpoint, enable_mm_embeds=True, limit_mm_per_prompt={"image": 0, "video": 0})
@@ -6,8 +6,8 @@
     llm.generate({"prompt": prompt, "multi_modal_data": media})
 
 A limit of 0 means that no vision tower is loaded. The prompt is the chat template's text, with one placeholder per
-medium. vLLM 0.32 takes embeddings for Qwen2.5-VL and MiniCPM-V (from 2.6 on, pictures); of the other families it
-refuses them. Field names are those of vLLM's `Qwen2_5_VLImageEmbeddingInputs`, `Qwen2_5_VLVideoEmbeddingInputs` and
+item. vLLM 0.32 accepts embeddings of Qwen2.5-VL and MiniCPM-V (from 2.6 on, images), but of no other family. Field
+names are those of vLLM's `Qwen2_5_VLImageEmbeddingInputs`, `Qwen2_5_VLVideoEmbeddingInputs` and
 `MiniCPMVImageEmbeddingInputs`.
 """
 
@@ -24,16 +24,17 @@ from refvl.checkpoints import open_shard
 from refvl.checks import blame, read_json
 
 MANIFEST = "manifest.json"
-ACCEPTED = ("Qwen2.5-VL", "MiniCPM-V 2.6", "MiniCPM-V 4.0", "MiniCPM-V 4.5")  # families of vLLM 0.32
-PATCHES = 4  # of one embedding, in every Qwen2.5-VL
+ACCEPTED = ("Qwen2.5-VL", "MiniCPM-V 2.6", "MiniCPM-V 4.0", "MiniCPM-V 4.5")  # families that vLLM 0.32 accepts
+PATCHES = 4  # per embedding, in every Qwen2.5-VL
 
 
 def vllm_inputs(folder: str | Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """vLLM's `multi_modal_data` of one prompt: {"image": ..., "video": ...}, the media of a kind as `names` has them.
+    """Return vLLM's `multi_modal_data` for one prompt: {"image": ..., "video": ...}, media in the order of `names`.
 
-    folder: what `refvl encode` wrote; names: of its manifest. Raises FileNotFoundError for another folder, KeyError for
-    a name that it does not hold, TypeError for a bare string, and ValueError for a family that vLLM takes no embeddings
-    for, MiniCPM-V's clips, and a manifest that leads out of the folder or does not fit the embeddings.
+    folder: the output of `refvl encode`; names: from its manifest. Raises FileNotFoundError for another folder,
+    KeyError for a name that it does not contain, and TypeError for a bare string. Raises ValueError for a family whose
+    embeddings vLLM does not accept, MiniCPM-V's videos, and a manifest that leads out of the folder or does not fit the
+    embeddings.
     """
     folder = Path(folder)
     if isinstance(names, str) or not names:
@@ -42,7 +43,7 @@ def vllm_inputs(folder: str | Path, names: Sequence[str]) -> dict[str, dict[str,
         raise FileNotFoundError(f"folder: {folder} has no {MANIFEST}; `refvl encode` writes one when it is done")
     manifest = read_json(folder / MANIFEST)
     if (family := manifest["family"]) not in ACCEPTED:
-        raise ValueError(f"folder: vLLM takes embeddings for {', '.join(ACCEPTED)}, these are of {family}")
+        raise ValueError(f"folder: vLLM accepts embeddings of {', '.join(ACCEPTED)}, got {family}")
     found: dict[str, list[tuple[dict, Tensor]]] = {"image": [], "video": []}
     for name in names:
         kind = "video" if name in manifest["videos"] else "image"
@@ -52,14 +53,14 @@ def vllm_inputs(folder: str | Path, names: Sequence[str]) -> dict[str, dict[str,
 
 
 def read_embeddings(out: str | Path, name: str) -> Tensor:
-    """(tokens, width) of one image or clip, by its name in the manifest."""
+    """Return the embeddings of one image or video, (tokens, width), by its name in the manifest."""
     return _read_entry(Path(out), read_json(Path(out) / MANIFEST), name)[1]
 
 
 def _read_entry(out: Path, manifest: dict, name: str) -> tuple[dict, Tensor]:
-    """What the manifest says of an image or clip, and its (tokens, width) embeddings; KeyError where it has none.
+    """Return the manifest's entry for an image or video, and its embeddings (tokens, width); KeyError if it has none.
 
-    Raises ValueError where the two contradict each other, and for a shard outside the folder.
+    Raises ValueError if the two contradict each other, and for a shard outside the folder.
     """
     with blame(f"folder: {out / MANIFEST} was not written by `refvl encode`"):
         entry = (manifest["images"] | manifest["videos"]).get(name, {"shard": None, "tokens": 0})
@@ -68,20 +69,20 @@ def _read_entry(out: Path, manifest: dict, name: str) -> tuple[dict, Tensor]:
     if shard is None:
         raise KeyError(f"{name} is not in {out / MANIFEST}")
     if not path.resolve().is_relative_to(out.resolve()):
-        raise ValueError(f"folder: {out / MANIFEST}: {name} must lie inside the folder, not in {shard}")
+        raise ValueError(f"folder: {out / MANIFEST}: {name} must be inside the folder, not in {shard}")
     with open_shard(path) as stored:
         embeds = stored.get_tensor(name)
     if len(embeds) != tokens:
-        raise ValueError(f"folder: {name} has {len(embeds)} embeddings, and {out / MANIFEST} says {tokens}")
+        raise ValueError(f"folder: {name} has {len(embeds)} embeddings, but {out / MANIFEST} lists {tokens}")
     return entry, embeds
 
 
 def _of_grids(kind: str, entries: Sequence[dict], embeds: Sequence[Tensor]) -> dict[str, Any]:
-    """All media of a kind behind each other, and their grids in patches; a clip's steps also have a length."""
+    """Concatenate all media of a kind, with their grids in patches; a video also has the length of its steps."""
     for entry in entries:
         grid = entry["layout"]
         if not is_grid(grid) or math.prod(grid) != PATCHES * entry["tokens"]:
-            raise ValueError(f"folder: {entry['tokens']} embeddings are {PATCHES} patches each, the grid is {grid}")
+            raise ValueError(f"folder: {entry['tokens']} embeddings of {PATCHES} patches do not fit the grid {grid}")
     fields: dict[str, Any] = {f"{kind}_embeds": torch.cat(list(embeds))}
     fields[f"{kind}_grid_thw"] = torch.tensor([entry["layout"] for entry in entries])
     if kind == "video":
@@ -90,9 +91,9 @@ def _of_grids(kind: str, entries: Sequence[dict], embeds: Sequence[Tensor]) -> d
 
 
 def _of_slices(kind: str, entries: Sequence[dict], embeds: Sequence[Tensor]) -> dict[str, Any]:
-    """A tensor per picture, and its (width, height), from which vLLM counts the slices again."""
+    """Return a tensor per image, and its (width, height), from which vLLM counts the slices again."""
     if kind == "video":
-        raise ValueError("names: vLLM packs no frames of MiniCPM-V's clips, so their embeddings have no place there")
+        raise ValueError("names: expected images, because vLLM packs no frames of MiniCPM-V's videos; got a video")
     for entry in entries:
         if not entry["layout"] or entry["tokens"] % len(entry["layout"]):
             raise ValueError(f"folder: {len(entry['layout'])} slices do not share {entry['tokens']} embeddings evenly")

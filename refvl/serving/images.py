@@ -1,9 +1,9 @@
-"""The media to encode: which files they are, what they are called in a manifest, and whether one has changed.
+"""The media to encode: which files they are, their names in a manifest, and whether one has changed.
 
-A source is a folder, a tar file as WebDataset writes them, or a text file that lists paths; tar files in a folder count
-as well. A file counts as unchanged while its size and both its times (of its contents, and of its entry, which a
-renaming sets) are those that were written down. Where only times differ, the digest of its bytes decides: a file that
-was touched or copied is the same, one that was overwritten by another of its size, or swapped with it, is not.
+A source is a folder, a tar file as written by WebDataset, or a text file that lists paths; tar files in a folder
+count as well. A file is unchanged if its size and both its times equal the recorded ones (the time of its contents,
+and that of its entry, which renaming sets). If only times differ, the digest of its bytes decides. So a file that was
+touched or copied is unchanged; a file that was overwritten by, or swapped with, another of its size is not.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ LIST_SUFFIXES = (".txt", ".lst")
 
 @dataclass(frozen=True, slots=True)
 class MediaFile:
-    """A file to encode. name: see `media_name`; stamp: see `read_stamp`; rows: patch rows, as far as is known yet.
+    """A file to encode. name: see `media_name`; stamp: see `read_stamp`; rows: patch rows, if known yet.
 
-    begin, size: of the bytes of a picture in the tar file at `path`; None: the file itself.
+    begin, size: the bytes of an image in the tar file at `path`; None: the file itself.
     """
 
     name: str
@@ -45,17 +45,17 @@ class MediaFile:
         return self.begin is None and self.path.suffix.lower() in VIDEO_SUFFIXES
 
     def read_stamp(self) -> tuple[int, ...] | None:
-        """What the file's entry says now; of a picture in a tar file its own size and the tar file's times."""
+        """Return the current stamp of the file; for an image in a tar file, its own size and the tar file's times."""
         stamp = read_stamp(self.path)
         return stamp if stamp is None or self.begin is None else (self.size, *stamp[1:])
 
     def digest(self) -> str:
-        """The sha256 of the bytes, as hexadecimal digits."""
+        """Return the sha256 of the bytes, as hexadecimal digits."""
         with open(self.path, "rb") if self.begin is None else self._member() as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def source(self) -> Path | Image.Image:
-        """What `load_image` and `load_video` take; raises ValueError for a picture in a tar file that is none."""
+        """Return a source for `load_image` or `load_video`; raise ValueError for a tar member that is not an image."""
         return self.path if self.begin is None else open_image(self._member(), self.name, MediaLimits())
 
     def _member(self) -> BytesIO:
@@ -65,18 +65,19 @@ class MediaFile:
 
 
 def find_media(source: Path, *, videos: bool = False) -> list[MediaFile]:
-    """What `source` holds, sorted by name: pictures that Pillow can open, and with `videos` clips, by their suffix.
+    """Find the media in `source`, sorted by name: images that Pillow can open, and with `videos` also videos, by
+    suffix.
 
-    source: a folder with all below it, a .tar file, or a text file with a path in each line, from where it lies. In
-    tar files only pictures are found. Links to folders are not followed. A path of a list that is not there has no
-    stamp, nor has a symbolic link in a tar file. Raises FileNotFoundError or NotADirectoryError if there is no source,
-    or nothing of a list, OSError for a folder that cannot be listed, and ValueError if nothing is found, a list names a
-    file that is no picture, or a tar file cannot be read.
+    source: a folder (searched recursively), a .tar file, or a text file with one path per line, relative to that file.
+    In tar files only images are found. Links to folders are not followed. A missing path of a list has no stamp, nor
+    has a symbolic link in a tar file. Raises FileNotFoundError or NotADirectoryError if there is no source, or no file
+    of a list exists, and OSError for a folder that cannot be listed. Raises ValueError if nothing is found, a list
+    names a file that is not an image, or a tar file cannot be read.
     """
     suffixes = image_suffixes() | {".tar"} | (VIDEO_SUFFIXES if videos else frozenset())
     is_list = source.is_file() and source.suffix.lower() in LIST_SUFFIXES
     root = source.parent if source.is_file() else source
-    found = dict[str, MediaFile]()  # by name: a list may repeat a path, a tar file a member, of which the last counts
+    found = dict[str, MediaFile]()  # by name: a list may repeat a path, a tar file a member; the last counts
     for path in _listed(source) if is_list else _walk(source):
         name = media_name(path.relative_to(root) if path.is_relative_to(root) else path)
         if path.suffix.lower() == ".tar" and path.is_file():
@@ -84,12 +85,12 @@ def find_media(source: Path, *, videos: bool = False) -> list[MediaFile]:
         elif path.suffix.lower() in suffixes:
             found[name] = MediaFile(name, path, read_stamp(path))
         elif is_list:
-            raise ValueError(f"folder: {source} lists {path}, which is no file of a kind that is encoded")
+            raise ValueError(f"folder: {source} lists {path}; expected an image or a video")
     files = sorted(found.values(), key=lambda file: (file.path, file.begin or 0))
     if not files:
-        raise ValueError(f"folder: {source} holds no image that Pillow can read")
+        raise ValueError(f"folder: {source} contains no image that Pillow can read")
     if is_list and all(file.stamp is None for file in files):
-        raise FileNotFoundError(f"folder: nothing that {source} lists is there; the first path is {files[0].path}")
+        raise FileNotFoundError(f"folder: no file listed in {source} exists; the first path is {files[0].path}")
     return files
 
 
@@ -99,7 +100,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         return
     if not folder.is_dir():
         missing = NotADirectoryError if folder.exists() else FileNotFoundError
-        raise missing(f"folder: {folder} is no folder, no .tar file and no list ({', '.join(LIST_SUFFIXES)})")
+        raise missing(f"folder: expected a folder, a .tar file or a list ({', '.join(LIST_SUFFIXES)}), got {folder}")
 
     def refuse(error: OSError) -> None:
         raise OSError(f"folder: {error.filename} cannot be listed ({error.strerror})") from error
@@ -109,19 +110,19 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _listed(file: Path) -> Iterator[Path]:
-    """The paths in the lines of a text file; empty lines do not count."""
+    """Yield the paths in the lines of a text file, without empty lines."""
     for line in file.read_text(encoding="utf-8-sig", errors="surrogateescape").split("\n"):
         if line.strip():
             yield file.parent / line.strip()
 
 
 def _members(path: Path, name: str) -> Iterator[MediaFile]:
-    """The pictures in a tar file, called by its name and theirs; their labels, in other files, are not read.
+    """Yield the images in a tar file, named after it and their member; labels, in other members, are not read.
 
-    A hard link is read as the file that it means. A link that is no such thing has no stamp.
+    A hard link counts as its target, if that is a file of the archive. Any other link has no stamp.
     """
     stamp = read_stamp(path) or ()
-    places = dict[PurePath, tuple[int, int] | None]()  # where the bytes of each file begin, and how many there are
+    places = dict[PurePath, tuple[int, int] | None]()  # offset and size of the bytes of each file
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
@@ -142,10 +143,10 @@ def _members(path: Path, name: str) -> Iterator[MediaFile]:
 
 
 def media_name(path: PurePath) -> str:
-    """A path in the folder as shards and manifest name it.
+    """Return a path in the folder as shards and manifest name it.
 
-    They hold UTF-8 alone. A path that is something else is percent-encoded, byte by byte, behind a "./": nothing else
-    begins with that, so no two files share a name.
+    They contain only UTF-8. Any other path is percent-encoded, byte by byte, after a "./", with which no other name
+    begins, so no two files share a name.
 
     >>> media_name(PurePath("cats/1.jpg")), media_name(PurePath("caf\\udce9.jpg"))
     ('cats/1.jpg', './caf%E9.jpg')
@@ -159,7 +160,7 @@ def media_name(path: PurePath) -> str:
 
 
 def read_stamp(path: Path) -> tuple[int, ...] | None:
-    """(bytes, times in ns of contents and entry); None for a link that leads nowhere, a pipe, a device."""
+    """Return (bytes, times in ns of contents and entry); None for a broken link, a pipe or a device."""
     try:
         found = path.stat()
     except OSError:
@@ -168,7 +169,7 @@ def read_stamp(path: Path) -> tuple[int, ...] | None:
 
 
 def is_unchanged(file: MediaFile, entry: dict) -> bool:
-    """Whether the file is still what was encoded; its bytes are read only where times differ and the size does not."""
+    """Return whether a file has not changed since; bytes are read only if times differ and the size does not."""
     stamp = tuple(entry.get(key) for key in STAMP)
     if file.stamp is None or file.stamp == stamp:
         return file.stamp is not None

@@ -1,8 +1,8 @@
-"""gate and up in one matrix product, on a GPU: one kernel less in every block of a tower with SwiGLU.
+"""gate and up in one matmul, on a GPU: one kernel less in every block of a tower with SwiGLU.
 
 Both weights are moved into one block of memory, gate's rows first. They stay two parameters with the names of the
-checkpoint, so saving, adapting and looking at them is as before. If they no longer lie in one block, or if a layer has
-been replaced or has hooks, the two products are computed one after the other.
+checkpoint, so saving, adapting and inspecting them does not change. If they are no longer in one block, or if a layer
+was replaced or has hooks, the two matmuls are computed one after the other.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from refvl.graphs.weights import has_hooks
 
 
 class JoinedSwiGLU(qwen2_5_vl.SwiGLU):
-    """Qwen2.5-VL's, with one product for gate and up."""
+    """The MLP of Qwen2.5-VL, with one matmul for gate and up."""
 
     def forward(self, x_NE: Tensor) -> Tensor:
         hidden_NF = both(self, x_NE)
@@ -24,7 +24,7 @@ class JoinedSwiGLU(qwen2_5_vl.SwiGLU):
 
 
 class JoinedGlmSwiGLU(glm4v.SwiGLU):
-    """That of GLM-4.1V and GLM-OCR."""
+    """The MLP of GLM-4.1V and GLM-OCR, with one matmul for gate and up."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = both(self, x)
@@ -36,7 +36,7 @@ JOINED: dict[type, type] = {qwen2_5_vl.SwiGLU: JoinedSwiGLU, glm4v.SwiGLU: Joine
 
 @torch.no_grad()
 def join_gate_up(model: Any) -> None:
-    """Put gate and up of every SwiGLU in `model` side by side in memory, in place."""
+    """Move gate and up of every SwiGLU in `model` next to each other in memory, in place."""
     for module in [module for module in model.modules() if type(module) in JOINED]:
         for name, gate in list(module.gate_proj.named_parameters()):
             up = module.up_proj.get_parameter(name)
@@ -47,7 +47,7 @@ def join_gate_up(model: Any) -> None:
 
 
 def both(module: Any, x: Tensor) -> Tensor | None:
-    """silu(gate(x)) * up(x) by one product; None if that cannot be, or if somebody has to see both layers."""
+    """Return silu(gate(x)) * up(x) by one matmul, or None if that is impossible or if hooks must see both layers."""
     gate, up = module.gate_proj, module.up_proj
     is_plain = type(gate) is nn.Linear and type(up) is nn.Linear and not has_hooks(module)
     if not is_plain or torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -61,7 +61,7 @@ def both(module: Any, x: Tensor) -> Tensor | None:
 
 
 def joined(first: Tensor, second: Tensor) -> Tensor | None:
-    """Return a view of two tensors that lie one after the other in the same memory, else None."""
+    """Return a view of two tensors that are adjacent in the same memory, else None."""
     follows = second.storage_offset() == first.storage_offset() + first.numel()
     if not follows or second.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
         return None

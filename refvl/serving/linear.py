@@ -1,9 +1,9 @@
-"""Linear layers on a CPU: by torch's default kernel, or by oneDNN's, whichever is faster on this machine.
+"""Linear layers on a CPU, by torch's default kernel or by oneDNN's, whichever is faster on this machine.
 
-torch hands `F.linear` in float32 to MKL, which knows AMD's processors less well than oneDNN does: there oneDNN takes
-less than half the time; on Intel's the two are alike. oneDNN reads torch's weights where they lie, so that a layer
-keeps them: what is saved, moved, changed or adapted, and what graphs watch, is as before. The kernel is private to
-torch: where a release lacks it, or takes other arguments, torch's default stays.
+torch passes `F.linear` in float32 to MKL, which is less optimised for AMD processors. There oneDNN takes less than half
+the time; on Intel both take about the same time. oneDNN reads torch's weights in place. A layer keeps them, so
+you can save, move, change, adapt and watch them as before. The kernel is private to torch: if a release lacks it, or
+changes its arguments, torch's default is used.
 """
 
 import time
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 CPU = torch.device("cpu")
 KERNELS = ("auto", "torch", "onednn")
-MIN_WORK = 2**22  # multiplications of a call; in fewer, what the call itself costs is more than oneDNN saves
-FASTER = 1.3  # how many times as fast oneDNN has to be: the choice must not hang on a busy moment
+MIN_WORK = 2**22  # multiplications per call; for fewer, the call itself costs more than oneDNN saves
+FASTER = 1.3  # the speed-up that oneDNN has to reach, so that a busy moment does not decide
 
 
 class OneDnnLinear(nn.Linear):
-    """nn.Linear with oneDNN's kernel where that can run: float32 on a CPU, several rows, no gradients."""
+    """nn.Linear with oneDNN's kernel if that can run: float32 on a CPU, several rows, no gradients."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in) -> (..., out)"""
+        """Map (..., in) to (..., out)."""
         weight, rows = self.weight, input.numel() // max(self.in_features, 1)
         other = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
         suits = not other and rows > 1 and rows * weight.numel() >= MIN_WORK
@@ -35,9 +35,10 @@ class OneDnnLinear(nn.Linear):
 
 
 def choose_linear(requested: str, device: torch.device, dtype: torch.dtype) -> str:
-    """ "torch" or "onednn": what was asked for, or for "auto" the faster one. Raises ValueError for another name.
+    """Return "torch" or "onednn": the requested kernel, or the faster one for "auto". Raises ValueError for other
+    names.
 
-    Warns where oneDNN's kernel cannot be called, and takes torch's.
+    If oneDNN's kernel cannot be called, it warns and returns "torch".
     """
     if requested not in KERNELS:
         raise ValueError(f"linear: expected one of {KERNELS}, got {requested!r}")
@@ -45,7 +46,7 @@ def choose_linear(requested: str, device: torch.device, dtype: torch.dtype) -> s
     if requested == "torch" or (requested == "auto" and not runs):
         return "torch"
     if reason := missing_kernel():
-        warnings.warn(f"linear: torch's default kernel is used, as oneDNN's cannot be: {reason}", stacklevel=3)
+        warnings.warn(f"linear: torch's default kernel is used, because oneDNN's cannot run: {reason}", stacklevel=3)
         return "torch"
     return "onednn" if requested == "onednn" or times_as_fast() >= FASTER else "torch"
 
@@ -53,24 +54,24 @@ def choose_linear(requested: str, device: torch.device, dtype: torch.dtype) -> s
 @cache
 @torch.no_grad()
 def missing_kernel() -> str:
-    """Why oneDNN's kernel cannot be called in this torch; empty where it can, and computes what it should."""
+    """Return why oneDNN's kernel cannot be called in this torch; empty if it can, and computes the correct result."""
     x, weight, bias = torch.eye(2, 3), torch.arange(12.0).view(4, 3), torch.ones(4)
     try:
         equal = torch.equal(_onednn(x, weight, bias), F.linear(x, weight, bias))  # small integers: exact
     except (AttributeError, RuntimeError, TypeError) as error:
         return str(error).partition("\n")[0]
-    return "" if equal else "it computes something else"
+    return "" if equal else "it computes a different result"
 
 
 def use_onednn(model: nn.Module) -> None:
     """Make every plain nn.Linear in `model` a `OneDnnLinear`, in place."""
     for module in model.modules():
-        if type(module) is nn.Linear and type(module.weight) is nn.Parameter:  # subclasses know better
+        if type(module) is nn.Linear and type(module.weight) is nn.Parameter:  # subclasses have their own forward
             module.__class__ = OneDnnLinear
 
 
 def use_faster_linear(model: nn.Module) -> str:
-    """Put the kernel in place that "auto" chooses where `model` is, and return its name."""
+    """Install the kernel that "auto" chooses on the model's device, and return its name."""
     weight = next(model.parameters())
     kernel = choose_linear("auto", weight.device, weight.dtype)
     if kernel == "onednn":
@@ -81,9 +82,9 @@ def use_faster_linear(model: nn.Module) -> str:
 @cache
 @torch.no_grad()
 def times_as_fast() -> float:
-    """How many times as fast as torch's default oneDNN is; measured once, in some 10 ms.
+    """Return oneDNN's speed-up over torch's default; measured once, in about 10 ms.
 
-    By the processor's time and the shortest of several calls, which take turns: other processes hardly show in it.
+    It compares thread CPU time and the fastest of several interleaved calls, so other processes barely affect it.
     """
     x, weight, bias = torch.ones(128, 512), torch.ones(512, 512), torch.ones(512)
     ways = partial(F.linear, x, weight, bias), partial(_onednn, x, weight, bias)

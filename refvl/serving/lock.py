@@ -1,8 +1,8 @@
-"""One process at a time in a folder: a lock file that names its owner, and that nobody has to clean up after a crash.
+"""One process at a time in a folder: a lock file that names its owner and needs no clean-up after a crash.
 
-The file is made with O_EXCL, so that of several processes one makes it. Its owner also holds the kernel's lock on it
-(`flock`), which ends with the process however that ends: a file whose kernel lock is free was left behind, and is taken
-over. No guess from process numbers is needed, which are used again, and which containers count for themselves.
+The file is created with O_EXCL, so only one of several processes creates it. Its owner also holds the kernel's lock
+on it (`flock`), which ends with the process, however that ends. So a file whose kernel lock is free was left behind,
+and is taken over. There is no guessing from process numbers, which are reused, and which containers count separately.
 """
 
 import datetime
@@ -21,21 +21,21 @@ LOCK = ".refvl-lock"
 def folder_lock(folder: Path) -> Iterator[None]:
     """Hold `folder` for this process.
 
-    Raises BlockingIOError, naming the owner, when another process holds it, or when the owner is on another machine,
-    where this one cannot see whether it still runs.
+    Raises BlockingIOError, naming the owner, if another process holds it, or if the owner is on another machine,
+    where this process cannot check whether it still runs.
     """
     path = folder / LOCK
     while (file := _take(path)) is None:
-        pass  # its owner gave it up meanwhile
+        pass  # its owner released it meanwhile
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # first: whoever opens the file now finds that it has no name any more
+        path.unlink(missing_ok=True)  # first: a process that opens the file now finds that its name is gone
         os.close(file)
 
 
 def is_lock(path: Path) -> bool:
-    """Whether the file at `path` is a lock, or what a crash left of one: no link, and nothing of another program."""
+    """Return whether the file at `path` is a lock, or left by a crash: no link, no other program's file."""
     begin = b'{"host": '
     if path.is_symlink() or not path.is_file():
         return False
@@ -44,7 +44,7 @@ def is_lock(path: Path) -> bool:
 
 
 def _take(path: Path) -> int | None:
-    """The lock file, held; None when it came or vanished on the way."""
+    """Return the lock file, held; None if it appeared or vanished in between."""
     is_new = not os.path.lexists(path)
     overtaken = FileExistsError if is_new else FileNotFoundError
     try:
@@ -60,15 +60,15 @@ def _take(path: Path) -> int | None:
 
 
 def _hold(file: int, path: Path, is_new: bool) -> bool:
-    """Take the kernel's lock and sign the file; False when it is no longer the one at `path`."""
+    """Take the kernel's lock and sign the file; return False if `path` now names another file."""
     told, here = _read(file), socket.gethostname()
     owner = f"process {told.get('pid')} on {told.get('host')} since {told.get('since')}" if told else "another process"
-    way_out = f"out: {path} names {owner}, and from here nobody can tell whether it still runs; if not, remove the file"
+    way_out = f"out: {path} names {owner}, and this machine cannot tell whether it still runs; if not, remove the file"
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BlockingIOError(f"out: {path.parent} is being written by {owner}; wait for it to end") from None
-    except OSError:  # a file system without locks: a file that exists is taken at its word
+    except OSError:  # a file system without locks: an existing file counts as held
         if not is_new:
             raise BlockingIOError(way_out) from None
     try:
@@ -85,7 +85,7 @@ def _hold(file: int, path: Path, is_new: bool) -> bool:
 
 
 def _read(file: int) -> dict:
-    """What the owner wrote; {} where that is nothing, or not an owner's."""
+    """Return what the owner wrote; {} if that is nothing, or not an owner's entry."""
     try:
         told = json.loads(os.pread(file, 4096, 0))
     except ValueError:

@@ -1,15 +1,15 @@
-"""A long prompt in chunks: N tokens at a time go through the language model, which keeps their keys and values.
+"""A long prompt in chunks: the language model reads N tokens at a time and keeps their keys and values.
 
     full prompt   t t t v v v v v v v v v v t t v v v v t   t text, v placeholders of media
-    chunks        |-------|-------|-------|-------|---|-|   media are cut anywhere; `generate` reads the last token
-    pieces              |-----------|-------|   |-------|   of a medium: encoded when first needed, let go when read
+    chunks        |-------|-------|-------|-------|---|-|   chunks may split media; `generate` reads the last token
+    pieces              |-----------|-------|   |-------|   of an item: encoded on first use, freed after the last
 
-Memory then depends on N, not on the length of the prompt, but for the cache, and for media that are pruned: which of
-their tokens stay is known when all are encoded, so that their embeddings wait together. Positions are those of the full
-prompt, known from sizes alone before anything is encoded: a chunk's are a cut of them. `recompute_mrope_positions`,
-which an engine needs that does not know the media to come, gives the same.
+Memory then depends on N, not on the length of the prompt, except for the cache and for media that are pruned. Their
+kept tokens are known only once all are encoded, so their embeddings stay in memory together. Positions are those of
+the full prompt, known from sizes before anything is encoded; each chunk uses a section of them. An engine that does
+not know the media to come needs `recompute_mrope_positions`, which gives the same positions.
 
-Shape suffixes: L tokens of the full prompt, M of a medium, W values of the encoder's rows.
+Shape suffixes: L tokens of the full prompt, M of an item, W values of the encoder's rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ from refvl.study.report import Trace
 
 
 def read_in_chunks(model: Any, chunk: int, request: Request) -> Trace:
-    """Every stage up to the last token of the prompt, `chunk` tokens at a time."""
+    """Run every stage up to the last token of the prompt, `chunk` tokens at a time."""
     q, pruning = request.pruning_rate, request.pruning
     check_runnable(model)
     if q > 0:
@@ -60,7 +60,7 @@ def read_in_chunks(model: Any, chunk: int, request: Request) -> Trace:
 def _encode_pieces(
     model: Any, trace: Trace, number: int, medium: MediaTokens, q: float, pruning: str, chunk: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """(rows, which are kept) of a medium's pieces, each made when asked for; of one that is pruned, all at once."""
+    """Yield (rows, mask of kept rows) of an item's pieces, each encoded on demand; a pruned item is one piece."""
     embeds, pieces = list[Tensor](), model.processor.pieces(trace.media[number], chunk)
     while True:
         with trace.stage("patchify"):
@@ -90,7 +90,7 @@ def _encode_pieces(
 def prefill(
     language_model: CausalTextModel, inputs_embeds: Tensor, deepstack_embeds: Tensor, positions: Tensor, cache: Cache
 ) -> None:
-    """Put keys and values into the cache: of (1, n, D) embeddings with (1, n, W - D) deeper features, (3, 1, n)."""
+    """Add keys and values to the cache: (1, n, D) embeddings, (1, n, W - D) DeepStack features, (3, 1, n)."""
     deeper = {"deepstack_embeds": deepstack_embeds} if deepstack_embeds.shape[-1] else {}
     language_model(
         inputs_embeds=inputs_embeds, position_ids=positions.to(inputs_embeds.device), past_key_values=cache,
@@ -99,15 +99,15 @@ def prefill(
 
 
 class MediumRows:
-    """The rows of one medium, in order, read a few at a time."""
+    """The rows of one media item, in order, read a few at a time."""
 
     def __init__(self, places_M: Tensor, pieces: Iterator[tuple[Tensor, Tensor | None]]):
-        """places_M: where its rows stand in the full prompt. pieces: (rows (m, W), which are kept (m,) or None)."""
+        """places_M: positions of its rows in the full prompt. pieces: (rows (m, W), mask of kept rows (m,) or None)."""
         self.places_M, self.pieces, self.used = places_M, pieces, 0
         self.rows, self.keep = list[Tensor](), list[Tensor]()
 
     def take(self, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(places, rows, keep) of what stands before `stop` in the full prompt and was not taken yet."""
+        """Return (places, rows, keep) of all tokens before `stop` in the full prompt that were not taken yet."""
         end = int((self.places_M < stop).sum())
         places, self.used = self.places_M[self.used : end], end
         while sum(map(len, self.rows)) < len(places):
@@ -125,9 +125,9 @@ class MediumRows:
 def prefill_in_chunks(
     trace: Trace, language_model: CausalTextModel, media: Sequence[MediumRows], chunk: int, max_context: int
 ) -> Cache:
-    """Keys and values of the whole prompt but its last token; sets `keep` and `chunks` of the trace.
+    """Return keys and values of the whole prompt but its last token; set `keep` and `chunks` of the trace.
 
-    trace: with full_ids and full_positions. Raises ValueError when the tokens kept do not fit max_context.
+    trace: with full_ids and full_positions. Raises ValueError if the kept tokens do not fit max_context.
     """
     cache, last = language_model.cache_class(config=language_model.config), len(trace.full_ids) - 1
     trace.keep = torch.ones(len(trace.full_ids), dtype=torch.bool)
@@ -141,7 +141,7 @@ def prefill_in_chunks(
                 trace.keep[places] = keep
         kept = trace.keep[start:stop]
         if sum(trace.chunks) + int(kept.sum()) >= max_context:
-            raise ValueError(f"prompt: more than the {max_context - 1} tokens that fit the context of {max_context}")
+            raise ValueError(f"prompt: expected at most {max_context - 1} tokens for the context of {max_context}")
         if kept.any():
             positions = trace.full_positions[:, start:stop][:, kept]
             rows = rows_LW[kept.to(rows_LW.device)][None]

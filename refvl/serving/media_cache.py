@@ -1,16 +1,16 @@
-"""A media cache: embeddings are kept by what they were made of, so that no image or video is encoded twice.
+"""A media cache: embeddings are stored by the content they come from, so no image or video is encoded twice.
 
-    rows, layout, weights -> key    SHA-256 over all that the tower reads, of each medium alone
-    the key is kept                 a copy of its embeddings: a hit
+    rows, layout, weights -> key    SHA-256 over all inputs of the tower, for each item separately
+    the key is cached               a copy of its embeddings: a hit
     another thread encodes it       wait for that thread's embeddings: a hit
-    neither                         encode, keep a copy, drop the least recently used ones: a miss
+    neither                         encode, store a copy, drop the least recently used ones: a miss
 
-A key holds the pixels as the tower gets them and how they lie: a frame's time only if the tower reads it (MiniCPM-V
-4.5). It holds no name and no token id, and nothing of the prompt, so a hit may come from another question, batch or
-turn. Pruning follows later and at any rate. A prompt that is read in chunks keeps the pieces of its media.
+A key covers the pixels as the tower reads them and their layout, and a frame's time only if the tower uses it
+(MiniCPM-V 4.5). It covers no name, no token id, and nothing of the prompt, so a hit may come from another question,
+batch or turn. Pruning follows later, at any rate. For a prompt that is read in chunks, pieces of media are cached.
 
-The weights are a part of the key: a number that changes with them, and which adapters act. What torch does not count as
-a change, such as `weight.data.add_(...)` or a new hook, is not seen; call `clear` after it.
+The weights are a part of the key: a number that changes with them, and which adapters are active. Changes that torch
+does not count, such as `weight.data.add_(...)` or a new hook, are not noticed; call `clear` after them.
 """
 
 import hashlib
@@ -34,15 +34,15 @@ from refvl.serving.model import VLM
 
 
 class Embeddings(NamedTuple):
-    """What is kept under a key."""
+    """The cache's entry under a key."""
 
     rows: Tensor  # (M, W), in memory of its own
-    seconds: float  # that encoding took: what a hit saves
+    seconds: float  # the time that encoding took, which a hit saves
 
 
 @dataclass(frozen=True, slots=True)
 class MediaCacheStats:
-    """Counters since `clear`, and what is kept now."""
+    """Counters since `clear`, and the current contents."""
 
     hits: int = 0
     misses: int = 0
@@ -53,44 +53,44 @@ class MediaCacheStats:
 
 
 class WeightsState:
-    """A number for the values of an encoder's weights: never the same for other values."""
+    """A number for the values of an encoder's weights, which is never the same for different values."""
 
-    numbers = count()  # of all encoders, so that models may share a cache
+    numbers = count()  # for all encoders, so models may share a cache
 
     def __init__(self) -> None:
         self.owners, self.seen, self.number = list[weakref.ref[Tensor]](), list[tuple](), -1
 
     def of(self, encoder: nn.Module) -> tuple:
-        """(number, which adapters act)."""
+        """Return (number, which adapters are active)."""
         tensors = [*encoder.parameters(), *encoder.buffers()]
         seen = [(x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version) for x in tensors]
-        # a new tensor may get the address of one that is gone: the same tensor it is only while that one lives
+        # a new tensor may reuse the address of a freed one; it is the same tensor only while that one lives
         if seen != self.seen or any(owner() is not x for owner, x in zip(self.owners, tensors, strict=True)):
             self.owners, self.seen, self.number = [weakref.ref(x) for x in tensors], seen, next(self.numbers)
         return self.number, [switches for switches in baked_in(encoder) if isinstance(switches, str)]
 
 
 class MediaCache:
-    """Embeddings of the media that were used last, at most `max_tokens` tokens or `max_bytes` bytes of them.
+    """Embeddings of the most recently used media, at most `max_tokens` tokens or `max_bytes` bytes.
 
-    Threads and models may share one. What `fetch` returns is the caller's own, to be written into.
+    Threads and models may share a cache. The tensors that `fetch` returns belong to the caller, who may change them.
     """
 
     def __init__(self, max_tokens: int | None = None, *, max_bytes: int | None = None):
-        """Give at least one limit. A medium that is larger than a limit is encoded, but not kept."""
+        """Set at least one limit. An item that is larger than a limit is encoded, but not cached."""
         limits = {"max_tokens": max_tokens, "max_bytes": max_bytes}
         given = {name: limit for name, limit in limits.items() if limit is not None}
         if not given:
             raise ValueError("media_cache: expected a number of tokens, or max_bytes=..., got neither")
         self.limits = {name: check_positive_int(limit, f"media_cache: {name}") for name, limit in given.items()}
         self._kept: OrderedDict[bytes, Embeddings] = OrderedDict()  # the least recently used first
-        self._coming: dict[bytes, Future[Embeddings]] = {}  # that a thread encodes now
+        self._coming: dict[bytes, Future[Embeddings]] = {}  # encoded by a thread now
         self._weights: weakref.WeakKeyDictionary[nn.Module, WeightsState] = weakref.WeakKeyDictionary()
         self._stats = MediaCacheStats()
         self._lock = Lock()
 
     def keys(self, encoder: Any, rows: Sequence[Levels | Tensor], layouts: Sequence) -> list[bytes]:
-        """A key for each medium. rows, layouts: as of `VLM.encode_rows`."""
+        """Return a key for each item. rows, layouts: as in `VLM.encode_rows`."""
         with self._lock:
             weights = self._weights.setdefault(encoder, WeightsState()).of(encoder)
         kind = encoder.device.type
@@ -102,8 +102,8 @@ class MediaCache:
     ) -> tuple[list[Embeddings], list[bool]]:
         """Return the embeddings of each key, and which of them are hits.
 
-        make: encodes the items of these indices, those that nobody has or is encoding. If that fails in one thread,
-        the threads that wait for it try themselves.
+        make: encodes the items of these indices, which are neither cached nor being encoded. If that fails in one
+        thread, the threads that wait for it encode the items themselves.
         """
         found, made = dict[bytes, Embeddings](), set[bytes]()
         while missing := [key for key in dict.fromkeys(keys) if key not in found]:
@@ -111,7 +111,7 @@ class MediaCache:
             if mine:
                 made.update(mine)
                 found |= self._make(mine, lambda: make([keys.index(key) for key in mine]))  # noqa: B023 (called here)
-            for key, future in others.items():  # all that is claimed here is done: nobody waits in a circle
+            for key, future in others.items():  # all keys claimed here are done, so threads cannot deadlock
                 with suppress(CancelledError):
                     found[key] = future.result()
         hits = [key not in made or key in keys[:i] for i, key in enumerate(keys)]
@@ -125,7 +125,7 @@ class MediaCache:
         return copies, hits
 
     def _claim(self, keys: list[bytes], found: dict) -> tuple[list[bytes], dict[bytes, Future[Embeddings]]]:
-        """Put what is kept into `found`; the rest is for this thread to encode, or to wait for."""
+        """Put cached entries into `found`; return the keys for this thread to encode, and those to wait for."""
         mine, others = list[bytes](), dict[bytes, Future[Embeddings]]()
         with self._lock:
             for key in keys:
@@ -141,7 +141,7 @@ class MediaCache:
 
     def _make(self, keys: list[bytes], make: Callable[[], list[Embeddings]]) -> dict[bytes, Embeddings]:
         try:
-            made = copied(make())  # what was encoded may be a view of a batch, or of a buffer that is used again
+            made = copied(make())  # new embeddings may be a view of a batch, or of a buffer that is reused
         except BaseException:
             with self._lock:
                 for key in keys:
@@ -161,25 +161,25 @@ class MediaCache:
         return all(sizes[name.removeprefix("max_")] <= limit for name, limit in self.limits.items())
 
     def stats(self) -> MediaCacheStats:
-        """Hits, misses and the seconds saved since `clear`; the items, tokens and bytes kept now."""
+        """Return hits, misses and the seconds saved since `clear`, and the items, tokens and bytes stored now."""
         with self._lock:
             return replace(self._stats, **sizes_of(self._kept.values()))
 
     def clear(self) -> None:
-        """Drop all embeddings, and count from zero."""
+        """Drop all embeddings and reset the counters."""
         with self._lock:
             self._kept.clear()
             self._stats = MediaCacheStats()
 
 
 def sizes_of(entries: Iterable[Embeddings]) -> dict[str, int]:
-    """How many items, tokens and bytes these are."""
+    """Count the items, tokens and bytes of entries."""
     rows = [entry.rows for entry in entries]
     return {"items": len(rows), "tokens": sum(map(len, rows)), "bytes": sum(x.nbytes for x in rows)}
 
 
 def copied(entries: Iterable[Embeddings]) -> list[Embeddings]:
-    """Copies, done when this returns: on a GPU another thread may read or free the originals on another stream."""
+    """Return finished copies: on a GPU, another thread may read or free the originals on another stream."""
     copies = [entry._replace(rows=entry.rows.clone()) for entry in entries]
     if copies and copies[0].rows.is_cuda:
         torch.cuda.current_stream(copies[0].rows.device).synchronize()
@@ -187,7 +187,7 @@ def copied(entries: Iterable[Embeddings]) -> list[Embeddings]:
 
 
 def content_key(rows: Levels | Tensor, layout: Any, *read: Any) -> bytes:
-    """SHA-256 over what a tower reads of a medium: rows, their layout, and all else that counts."""
+    """Return SHA-256 over the tower's inputs for an item: rows, their layout, and everything else in `read`."""
     of_rows = (rows.values, rows.table) if isinstance(rows, Levels) else (rows,)
     shapes = [(tuple(x.shape), x.dtype) for x in of_rows]
     digest = hashlib.sha256(repr((shapes, getattr(rows, "frames", None), layout, read)).encode())
@@ -204,10 +204,10 @@ class CachedVLM(VLM):
         self.media_cache: MediaCache | None = media_cache
 
     def encode_rows(self, trace: Any, rows: Sequence, layouts: Sequence, *, progress: bool = True) -> None:
-        """Set what `VLM.encode_rows` sets, and `cached` and `seconds_saved`; plans are those of the misses."""
+        """Set the fields of `VLM.encode_rows`, plus `cached` and `seconds_saved`; plans are those of the misses."""
         if self.media_cache is None:
             return super().encode_rows(trace, rows, layouts, progress=progress)
-        trace.device = self.device  # the clock waits for it: what a hit saves is measured
+        trace.device = self.device  # the clock waits for it, because the seconds that a hit saves are measured
         encode = super().encode_rows
 
         def make(new: list[int]) -> list[Embeddings]:

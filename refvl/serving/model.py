@@ -1,8 +1,8 @@
-"""The `VLM` that `refvl.load` gives: the journey of `refvl.pipeline`, and what a service adds to it.
+"""The `VLM` that `refvl.load` returns: the journey of `refvl.pipeline`, with the features for daily use.
 
-options.py        what `generate` is asked for, refused before anything is encoded (rehearsal.py tries it)
+options.py        options of `generate`, refused before anything is encoded (rehearsal.py tries them)
 long_prompts.py   prefill_chunk: a prompt N tokens at a time
-drafts.py         tokens that are guessed, and checked several at once
+drafts.py         drafted tokens, several of which are checked at once
 batches.py        chat_batch: many requests, decoded together
 tensors.py        generate: transformers' call, on tensors
 tower.py          feature_map: an image as a grid of features
@@ -31,12 +31,12 @@ class VLM(pipeline.VLM):
     """The journey of `refvl.pipeline`, with options checked first, streams, chunks, drafts, batches and tensors."""
 
     record: ClassVar = Trace
-    provenance: Sequence = ()  # `Source`s: the files that shaped it; of a config alone none
-    media_cache: Any = None  # a `MediaCache`, where `refvl.load` was asked for one
+    provenance: Sequence = ()  # `Source`s: the files that determine it; none for a config alone
+    media_cache: Any = None  # a `MediaCache`, if `refvl.load` was asked for one
     adapters: Any = None  # PEFT's model, once `refvl.adapters.attach` has put layers in these parts
     chat_batch, answer_each, answers = batches.chat_batch, batches.answer_each, batches.answers
     generate = tensors.generate
-    feature_map: ClassVar[Callable] = tower.feature_map  # type: ignore[has-type]  # mypy meets it too early
+    feature_map: ClassVar[Callable] = tower.feature_map  # type: ignore[has-type]  # mypy reads it too early
     trace, __repr__ = watch.trace, overview
 
     def chat(
@@ -58,13 +58,13 @@ class VLM(pipeline.VLM):
         prompt: text, or messages in the transformers chat format with media anywhere in them. images, videos: paths,
         PIL images, arrays, frame lists; they come before the text, images first. pruning_rate: the share of a video's
         tokens that is dropped, in [0, 1). pruning: which of them, by "evs" or "vidcom2" (`refvl.positions.PRUNERS`).
-        allow_special_tokens: special tokens in the caller's text count as such, instead of being plain text.
-        prefill_chunk: prefill the prompt so many tokens at a time, in memory that does not grow with it but for the
-        cache (`refvl.serving.long_prompts`); None: all at once. stream: return a generator of text pieces; closing or
-        dropping it ends the generation within one token. generate_kwargs: options of transformers' `generate` that lead
-        to one answer in text (`num_beams`, `stop_strings`, `streamer`, ...). With `prompt_lookup_num_tokens=n`, or
-        another `VLM` with the same prompts as `assistant_model`, tokens are drafted and checked several at once, which
-        changes no greedy answer. Errors: see `trace`.
+        allow_special_tokens: special tokens in the caller's text count as such instead of as plain text. prefill_chunk:
+        prefill this many tokens of the prompt at a time, in memory that grows with the prompt only for the cache
+        (`refvl.serving.long_prompts`); None: all at once. stream: return a generator of text pieces; closing or
+        deleting it ends the generation within one token. generate_kwargs: options of transformers' `generate` that
+        produce one answer in text (`num_beams`, `stop_strings`, `streamer`, ...). With `prompt_lookup_num_tokens=n`, or
+        another `VLM` with the same prompts as `assistant_model`, tokens are drafted and several checked at once, which
+        never changes a greedy answer. Errors: see `trace`.
         """
         wanted = self.check_options("chat", generate_kwargs, max_new_tokens, stream)
         request = Request(prompt, images, videos, pruning_rate, pruning, allow_special_tokens)
@@ -83,13 +83,13 @@ class VLM(pipeline.VLM):
         check_positive_int(max_new_tokens, "max_new_tokens")
         if self.encoder.device.type == "meta":
             raise ValueError(NOT_ON_META)
-        own = self.language_model.generation_config  # counts where the caller asks for nothing
+        own = self.language_model.generation_config  # used if the caller sets no option
         if not options and stream is False and all(getattr(own, name, None) in usual for name, usual in USUAL.items()):
             return Wanted()
         return check_unusual(self, method, options, stream)
 
     def answer_with_beams(self, trace: Trace, max_new_tokens: int, **options) -> None:
-        """`answer`, timed as one stage: transformers tells no streamer of beams."""
+        """Answer like `answer`, timed as one stage, because transformers calls no streamer with beams."""
         with trace.stage("generate"):
             output = self.decode([trace], max_new_tokens, **options)
         [trace.token_ids] = output.sequences.tolist()

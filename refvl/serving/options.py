@@ -1,4 +1,4 @@
-"""Options of `generate`: what they ask for, and what is refused before anything is encoded."""
+"""Options of `generate`: how to read them, and which are refused before anything is encoded."""
 
 import inspect
 from collections.abc import Sequence
@@ -12,34 +12,39 @@ from refvl.arguments import check_names
 from refvl.checks import check_flag, check_positive, check_positive_int, check_pruning_rate
 from refvl.language.model import CausalTextModel
 from refvl.positions.pruners import find_pruner
+from refvl.printing import printable
 from refvl.serving.rehearsal import check_kinds, rehearse
 
 MAX_BEAMS = 1024  # every beam is a copy of the prompt
-LOSE_MEDIA = (  # with these transformers goes back to the prompt's ids, in which the media are placeholders
+LOSE_MEDIA = (  # with these, transformers returns to the prompt's ids, in which the media are placeholders
     "prefill_chunk_size", "assistant_early_exit",
 )  # fmt: skip
+NEEDS_IDS = {  # options that transformers ignores for embeddings, and the value that switches each off
+    "encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "token_healing": False,
+}  # fmt: skip
 GENERATE_OPTIONS = frozenset(
     {*inspect.signature(GenerationMixin.generate).parameters, *vars(GenerationConfig()), "tokenizer"}
     - {"self", "inputs", "kwargs", "custom_generate"}  # the last would run code of a checkpoint
 )
-DRAFTS = ("prompt_lookup_num_tokens", "assistant_model")  # options with which transformers guesses tokens ahead
+DRAFTS = ("prompt_lookup_num_tokens", "assistant_model")  # options with which transformers drafts tokens
 NOT_ON_META = "device: a model on 'meta' can plan, but not run; load it on 'cpu' or 'cuda'"
-NOT_IN_TEXT = (  # options of `generate` whose results an answer in text cannot hold
+NOT_IN_TEXT = (  # options of `generate` whose results do not fit an answer in text
     "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
 )  # fmt: skip
 USUAL: dict[str, tuple] = dict.fromkeys([*LOSE_MEDIA, *DRAFTS], (None,)) | dict.fromkeys(NOT_IN_TEXT, (None, False))
-USUAL |= {"num_beams": (None, 1), "num_return_sequences": (None, 1)}  # nothing to refuse in these
+USUAL |= {name: (None, off) for name, off in NEEDS_IDS.items()}
+USUAL |= {"num_beams": (None, 1), "num_return_sequences": (None, 1)}  # never refused
 
 
 class Wanted(NamedTuple):
-    """How a call departs from one greedy answer."""
+    """The ways in which a call differs from one greedy answer."""
 
     num_beams: int = 1
-    draft: str | None = None  # the option that makes transformers guess tokens ahead
+    draft: str | None = None  # the option that makes transformers draft tokens
 
 
 def check_unusual(model: Any, method: str, options: dict, stream: bool) -> Wanted:
-    """`VLM.check_options` where there is more to look at than defaults: in the call, or in the checkpoint's own."""
+    """Check options of `VLM.check_options` if the call, or the checkpoint, sets more than defaults."""
     check_flag(stream, "stream")
     own = [name for name in inspect.signature(getattr(model, method)).parameters if name != "generate_kwargs"]
     check_generate_options(model.language_model, options, own)
@@ -47,9 +52,9 @@ def check_unusual(model: Any, method: str, options: dict, stream: bool) -> Wante
     num_beams = option(model.language_model, options, "num_beams")
     if (assistant := options.get("assistant_model")) is not None:
         if method not in ("chat", "trace"):
-            raise ValueError(f"assistant_model: {method} has no media for it to read; `chat` and `trace` take one")
+            raise ValueError(f"assistant_model: {method} has no media for it; use `chat` or `trace`")
         if not isinstance(assistant, pipeline.VLM):
-            raise TypeError(f"assistant_model: expected a VLM, as `load` gives, got {type(assistant).__name__}")
+            raise TypeError(f"assistant_model: expected a VLM, as `load` returns, got {type(assistant).__name__}")
     for name, off in (("stream", False), ("streamer", None)):
         if num_beams != 1 and (stream if name == "stream" else options.get(name)):
             raise ValueError(f"{name}: must be {off} with num_beams: the last token decides which beam wins")
@@ -61,22 +66,22 @@ def check_unusual(model: Any, method: str, options: dict, stream: bool) -> Wante
     if method == "generate":
         return wanted
     if (count := option(model.language_model, options, "num_return_sequences")) != 1:
-        raise ValueError(f"num_return_sequences: {method} gives one answer, got {count}; `generate` gives several")
+        raise ValueError(f"num_return_sequences: {method} returns one answer, got {count}; use `generate`")
     for name in NOT_IN_TEXT:
         if option(model.language_model, options, name):
-            raise ValueError(f"{name}: {method} answers in text; `generate` returns what transformers does")
+            raise ValueError(f"{name}: not supported by {method}, which returns text; use `generate`")
     return wanted
 
 
 def is_static(language_model: CausalTextModel, options: dict) -> bool:
-    """Whether `generate` will decode with a cache of fixed size."""
+    """Return whether `generate` will decode with a cache of fixed size."""
     return option(language_model, options, "cache_implementation") in ALL_STATIC_CACHE_IMPLEMENTATIONS
 
 
 def check_generate_options(language_model: CausalTextModel, options: dict, own: Sequence[str] = ()) -> None:
-    """Raise ValueError, naming the option, that transformers' `generate` has not, or that loses the media.
+    """Raise ValueError, naming the option, if transformers' `generate` does not have it, or if it loses the media.
 
-    own: what the caller takes besides, for near misses (`image` for `images`).
+    own: other names that the caller accepts, for near misses (`image` for `images`).
     """
     if not options.keys() <= GENERATE_OPTIONS:
         check_names(options, [*own, *sorted(GENERATE_OPTIONS)], "generate", ValueError)
@@ -89,7 +94,11 @@ def check_generate_options(language_model: CausalTextModel, options: dict, own: 
             check_positive(options[name], name)
     for name in LOSE_MEDIA:
         if option(language_model, options, name) is not None:
-            raise ValueError(f"{name}: not with media: transformers would read their placeholders as text")
+            raise ValueError(f"{name}: not supported with media, whose placeholders transformers would read as text")
+    for name, off in NEEDS_IDS.items():
+        if (value := option(language_model, options, name)) not in (None, off):
+            what = f"{name}: must be None or {off}, got {printable(repr(value))}"
+            raise ValueError(f"{what}; transformers applies it to token ids only, and prompts here are embeddings")
     if draft := draft_option(language_model, options):
         if options.get("prompt_lookup_num_tokens") is not None:
             check_positive_int(options["prompt_lookup_num_tokens"], "prompt_lookup_num_tokens")
@@ -97,19 +106,19 @@ def check_generate_options(language_model: CausalTextModel, options: dict, own: 
             if (value := option(language_model, options, name)) != alone:
                 raise ValueError(f"{name}: must be {alone} with {draft}, got {value!r}")
     if options.get("use_cache") not in (None, True):
-        raise ValueError("use_cache: must be True: without a cache placeholders would be read as text")
+        raise ValueError("use_cache: expected True, because without a cache placeholders would be read as text")
 
 
 def check_pruning(pruning: str, q: float) -> float:
-    """The rate as a float; refuses names that no pruner has, and rates outside [0, 1)."""
+    """Return the rate as a float; refuse names that no pruner has, and rates outside [0, 1)."""
     find_pruner(pruning)
     return check_pruning_rate(q, "pruning_rate")
 
 
 def option(language_model: CausalTextModel, options: dict, name: str) -> Any:
-    """The value that `generate` will take: given by name, in a `generation_config`, or the checkpoint's own.
+    """Return the value that `generate` will use: given by name, in a `generation_config`, or the checkpoint's own.
 
-    If nobody sets it, 1 for a number of beams or sequences, else None.
+    If nothing sets it, it is 1 for a number of beams or sequences, else None.
     """
     config = options.get("generation_config") or language_model.generation_config
     value = options.get(name, getattr(config, name, None))
@@ -117,16 +126,16 @@ def option(language_model: CausalTextModel, options: dict, name: str) -> Any:
 
 
 def copies_wanted(language_model: CausalTextModel, options: dict) -> int:
-    """How many sequences `generate` makes of each prompt: beams, or samples."""
+    """Return how many sequences `generate` makes of each prompt: beams, or samples."""
     return max(option(language_model, options, name) for name in ("num_beams", "num_return_sequences"))
 
 
 def check_runnable(model: Any) -> None:
-    """ValueError for a model on the meta device."""
+    """Raise ValueError for a model on the meta device."""
     if model.encoder.device.type == "meta":
         raise ValueError(NOT_ON_META)
 
 
 def draft_option(language_model: CausalTextModel, options: dict) -> str | None:
-    """The option, if any, that makes transformers guess tokens ahead, for one forward to check them all."""
+    """Return the option, if any, that makes transformers draft tokens, which one forward then checks."""
     return next((name for name in DRAFTS if option(language_model, options, name) is not None), None)

@@ -1,14 +1,14 @@
-"""One picture per device, not one slice of every layer: data-parallel encoding over a torch.distributed group.
+"""One image per device, not one shard of every layer: data-parallel encoding over a torch.distributed group.
 
-    sizes of all items -> get_load_balance_assignment: who encodes what (every rank computes the same)
+    sizes of all items -> get_load_balance_assignment: which rank encodes which item (the same result on every rank)
     own rows           -> the encoder, eager or as graphs
     own embeddings     -> padded to the longest rank's, all-gathered, cut, back in the caller's order
 
-A vision tower is small and its items do not see each other, so every rank holds all of it and nothing travels but the
-result: one all-gather, where tensor parallelism would need two per layer. Ranks must agree on the sizes; the process
-group is gloo on CPUs and NCCL on GPUs, `group=None` the default one, and without any a call encodes by itself.
+A vision tower is small and its items are independent, so every rank has all of it, and only the results are sent: one
+all-gather, where tensor parallelism would need two per layer. Ranks must agree on the sizes. The process group is gloo
+on CPUs and NCCL on GPUs; `group=None` is the default group, and without any group a call encodes alone.
 
-Shape suffixes: N patches, M output tokens, D hidden, B pictures.
+Shape suffixes: N patches, M output tokens, D hidden, B images.
 Upstream: `run_dp_sharded_mrope_vision_model`, `run_dp_sharded_vision_model`, `get_load_balance_assignment` (vLLM).
 """
 
@@ -34,18 +34,18 @@ __all__ = [
 ]  # fmt: skip
 
 Assignment = tuple[list[int], list[int], list[int]]
-MAX_RANKS = 2**16  # more is a mistake, and every rank costs a list
+MAX_RANKS = 2**16  # more is a mistake, and every rank needs a list
 ROPE_TYPES = ("rope_3d", "rope_2d")
 
 
 def get_load_balance_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assignment:
-    """Deal items out so that the summed sizes of the ranks come close: largest first, onto the least loaded rank.
+    """Assign items so that the summed sizes of the ranks are similar: largest first, onto the least loaded rank.
 
-    Items of equal size keep their order, and of equally loaded ranks the lowest gets the next.
-    Returns (shuffle_indices, sample_counts, grouped_sizes): the items rank by rank, how many each rank has, and their
+    Items of equal size keep their order; among equally loaded ranks the lowest gets the next item.
+    Returns (shuffle_indices, sample_counts, grouped_sizes): the items rank by rank, the number per rank, and their
     summed sizes.
 
-    Raises ValueError for num_gpus below 1 and sizes that are no numbers of tokens.
+    Raises ValueError for num_gpus below 1 and sizes that are not numbers of tokens.
 
     >>> get_load_balance_assignment([1000, 100, 200, 50], num_gpus=2)
     ([0, 2, 1, 3], [1, 3], [1000, 350])
@@ -60,9 +60,9 @@ def get_load_balance_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assi
 
 
 def get_count_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assignment:
-    """What balancing is measured against: equally many consecutive items to every rank, whatever their size.
+    """Assign the same number of consecutive items to every rank, whatever their size: the baseline for balancing.
 
-    Raises ValueError for num_gpus below 1 and sizes that are no numbers of tokens.
+    Raises ValueError for num_gpus below 1 and sizes that are not numbers of tokens.
     """
     share = -(-len(_check_sizes(sizes)) // _check_ranks(num_gpus))
     items = [range(len(sizes))[rank * share : (rank + 1) * share] for rank in range(num_gpus)]
@@ -70,9 +70,9 @@ def get_count_assignment(sizes: Sequence[int], num_gpus: int = 2) -> Assignment:
 
 
 def get_speed_up(grouped_sizes: Sequence[int]) -> float:
-    """How much sooner the slowest rank is done than one rank alone, if time is proportional to size; at most the ranks.
+    """Return how many times faster the slowest rank is than one rank alone, if time is proportional to size.
 
-    The share of an all-gather that is padding follows from it: 1 - speed-up / ranks.
+    It is at most the number of ranks. The share of an all-gather that is padding is 1 - speed-up / ranks.
     """
     return sum(grouped_sizes) / max(grouped_sizes) if max(grouped_sizes, default=0) else 1.0
 
@@ -103,15 +103,16 @@ def run_dp_sharded_mrope_vision_model(
 ) -> tuple[Tensor, ...]:
     """Encode items of any size, each on one rank; every rank gets all embeddings, in the caller's order.
 
-    vision_model: an encoder of refvl; an `EncoderGraphManager`, so that each rank replays its own graphs; or any
-    callable (rows, grids) -> (M, ...) with `spatial_merge_size` ("rope_3d") or `merge_kernel_size` ("rope_2d").
-    pixel_values: (N, values) patch rows of all items in order, the same on every rank; only a rank's own rows are moved
-    to its encoder's device. grid_thw_list: (t, h, w) per item in patches, or the layouts that a refvl encoder plans.
-    rope_type: "rope_3d" for towers that take a list of (t, h, w) and return (M, D); "rope_2d" for those, as Kimi-VL's,
-    that take a tensor of grids (h, w), keep a merge block together and return one (M, block, D) tensor per item.
+    vision_model: an encoder of refvl; an `EncoderGraphManager`, so each rank replays its own graphs; or any callable
+    (rows, grids) -> (M, ...) with `spatial_merge_size` ("rope_3d") or `merge_kernel_size` ("rope_2d"). pixel_values:
+    (N, values) patch rows of all items in order, the same on every rank; only a rank's own rows are copied to its
+    encoder's device. grid_thw_list: (t, h, w) per item in patches, or the layouts that a refvl encoder plans.
+    rope_type: "rope_3d" for towers that accept a list of (t, h, w) and return (M, D); "rope_2d" for towers like
+    Kimi-VL's. These accept a tensor of grids (h, w), keep a merge block together, and return one (M, block, D) tensor
+    per item.
 
-    Returns one tensor per item. Raises ValueError when rows and grids do not match, on all ranks alike, before anything
-    is sent; when one rank fails later, the others wait for it until the group's time is up, or `torchrun` ends them.
+    Returns one tensor per item. Raises ValueError if rows and grids do not match, on all ranks, before anything is
+    sent. If one rank fails later, the others wait for it until the group's timeout, or until `torchrun` ends them.
     """
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"rope_type: expected one of {ROPE_TYPES}, got {rope_type!r}")
@@ -137,7 +138,7 @@ def run_dp_sharded_mrope_vision_model(
 
 
 def restore_order(gathered: Tensor, tokens: Sequence[int], order: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
-    """From what an all-gather leaves to one tensor per item, in the caller's order; padding is dropped.
+    """Split the result of an all-gather into one tensor per item, in the caller's order, without padding.
 
     gathered: (ranks * longest, ...), the rows of all ranks, each rank's padded to the longest. tokens: output tokens of
     each item. order, counts: the assignment. Returns a list of (tokens, D) tensors.
@@ -153,12 +154,12 @@ def restore_order(gathered: Tensor, tokens: Sequence[int], order: Sequence[int],
 
 
 def _encoder(vision_model):
-    """What knows the sizes: of a graph manager its encoder."""
+    """Return the object that knows the sizes, which for a graph manager is its encoder."""
     return vision_model if hasattr(vision_model, "item_size") else getattr(vision_model, "encoder", vision_model)
 
 
 def _item_sizes(vision_model, grids: Sequence, rope_type: str) -> tuple[list, list[int], list[int]]:
-    """(layouts, patch rows, output tokens) of the items."""
+    """Return (layouts, patch rows, output tokens) of the items."""
     encoder = _encoder(vision_model)
     if hasattr(encoder, "item_size"):
         layouts = encoder.check_layouts(grids, name="grid_thw_list")
@@ -172,12 +173,12 @@ def _item_sizes(vision_model, grids: Sequence, rope_type: str) -> tuple[list, li
     rows = [prod(layout) for layout in layouts]
     for i, (layout, patches) in enumerate(zip(layouts, rows, strict=True)):
         if patches < 1 or patches % block:
-            raise ValueError(f"grid_thw_list[{i}]: {layout} patches do not merge in blocks of {block}")
+            raise ValueError(f"grid_thw_list[{i}]: expected patches in whole merge blocks of {block}, got {layout}")
     return layouts, rows, [patches // block for patches in rows]
 
 
 def _encode(vision_model, rows: Tensor, layouts: list, rope_type: str) -> Tensor:
-    """(N, values) -> (M, ...), whichever way the model returns its items."""
+    """Encode (N, values) as (M, ...), in whichever form the model returns its items."""
     run = getattr(vision_model, "execute", vision_model)
     takes_tensor = rope_type == "rope_2d" and not hasattr(_encoder(vision_model), "item_size")
     output = run(rows, torch.tensor(layouts, device=rows.device) if takes_tensor else layouts)
@@ -185,18 +186,19 @@ def _encode(vision_model, rows: Tensor, layouts: list, rope_type: str) -> Tensor
 
 
 def _gather_padded(local: Tensor | None, lengths: list[int], device: torch.device, group) -> Tensor:
-    """(ranks * longest, ...): the rows of all ranks; local: this rank's (lengths[rank], ...), None if it has none.
+    """Gather the rows of all ranks, (ranks * longest, ...); local: this rank's (lengths[rank], ...), None if it has
+    none.
 
-    All-gather takes equal shapes, so each rank sends as many rows as the longest has. A rank without items does not
-    know how wide its padding has to be: rank 0, which always has the largest item, tells it.
+    All-gather needs equal shapes, so each rank sends as many rows as the longest has. A rank without items does not
+    know how wide its padding has to be, so rank 0, which always has the largest item, sends it.
     """
     if 0 in lengths:
         told: list[Any] = [None if local is None else (local.shape[1:], local.dtype)]
-        nccl = dist.get_backend(group) == "nccl"  # moves CUDA tensors alone: by default those of GPU 0, on all ranks
+        nccl = dist.get_backend(group) == "nccl"  # moves only CUDA tensors: by default those of GPU 0, on all ranks
         dist.broadcast_object_list(told, group=group, group_src=0, device=device if nccl else None)
         shape, dtype = told[0]
         local = torch.empty(0, *shape, dtype=dtype, device=device) if local is None else local
-    assert local is not None  # lengths says so
+    assert local is not None  # as lengths shows
     if len(lengths) == 1:
         return local
     padded = F.pad(local, (0, 0) * (local.ndim - 1) + (0, max(lengths) - len(local))).contiguous()
@@ -207,11 +209,11 @@ def _gather_padded(local: Tensor | None, lengths: list[int], device: torch.devic
 
 @torch.no_grad()
 def run_dp_sharded_vision_model(image_input: Tensor, vision_model, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Encode B pictures of one size, equally many on every rank; every rank gets all embeddings, in order.
+    """Encode B images of one size, the same number on every rank; every rank gets all embeddings, in order.
 
-    image_input: (B, ...), the same on every rank. vision_model: (b, ...) -> (b, ...) on the device of the pictures.
-    Where the ranks do not divide B, the last ones encode zeros, whose results are dropped.
-    Raises ValueError for an input that is no tensor (B, ...).
+    image_input: (B, ...), the same on every rank. vision_model: (b, ...) -> (b, ...) on the device of the images.
+    If B is not a multiple of the ranks, the last ones encode zeros, whose results are dropped.
+    Raises ValueError for an input that is not a tensor (B, ...).
     """
     if not isinstance(image_input, Tensor) or image_input.ndim < 2:
         raise ValueError(f"image_input: expected a tensor (B, ...), got {getattr(image_input, 'shape', image_input)!r}")
@@ -226,7 +228,7 @@ def run_dp_sharded_vision_model(image_input: Tensor, vision_model, *, group: dis
 
 
 def rank_and_world_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
-    """(rank, ranks) in the group; (0, 1) where torch.distributed has not been set up."""
+    """Return (rank, ranks) in the group; (0, 1) if torch.distributed is not initialised."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
@@ -234,14 +236,14 @@ def rank_and_world_size(group: dist.ProcessGroup | None = None) -> tuple[int, in
 
 @contextmanager
 def torchrun_ranks():
-    """The ranks that `torchrun` started, joined by gloo: yields (rank, ranks), (0, 1) when it started none.
+    """Join the ranks that `torchrun` started with gloo: yield (rank, ranks), or (0, 1) if it started none.
 
-    gloo joins them on GPUs, too: what is exchanged here are names and counts.
+    gloo joins them on GPUs, too, because only names and counts are exchanged here.
     """
     if "RANK" not in os.environ or dist.is_initialized():
         yield rank_and_world_size()
         return
-    dist.init_process_group("gloo", timeout=timedelta(days=7))  # how long a rank waits for another
+    dist.init_process_group("gloo", timeout=timedelta(days=7))  # the time that a rank waits for another
     try:
         yield rank_and_world_size()
     finally:

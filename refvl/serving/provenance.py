@@ -1,11 +1,11 @@
-"""The files that shaped a model, and one digest of all that shapes its answers.
+"""The files that determine a model, and one digest of everything that determines its answers.
 
 files      weights, configs, tokenizer, chat template, processor and generation settings, adapters: `VLM.provenance`
-memory     what a program may have changed since: settings, adapters that act, weights
+memory     values that a program may have changed since: settings, active adapters, weights
 
-A file's digest is of its bytes. It is computed when it is asked for, about a second per GB where the processor has
-instructions for SHA-256, and once per process while size, time and inode stay. A file that has changed since the model
-was loaded has no digest, because the model is of its old bytes.
+A file's digest covers its bytes. It is computed on demand, at about a second per GB if the processor has instructions
+for SHA-256, and once per process while size, time and inode do not change. A file that has changed since the model was
+loaded has no digest, because the model comes from its old bytes.
 """
 
 import hashlib
@@ -35,23 +35,23 @@ Stamp = tuple[int, int, int]  # bytes, time of the contents in ns, inode
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file that shaped a model. role: a key of `ROLES`, "weights", or "adapter"; stamp: when the model was loaded."""
+    """A file that determines a model. role: a key of `ROLES`, "weights", or "adapter"; stamp: when it was loaded."""
 
     role: str
     path: Path
     stamp: Stamp
 
     def digest(self) -> str:
-        """The sha256 of the bytes, as hexadecimal digits; ValueError if they changed after the model was loaded."""
+        """Return the sha256 of the bytes in hexadecimal; ValueError if they changed after the model was loaded."""
         if not self.path.is_file() or _stamp(self.path) != self.stamp:
             raise ValueError(f"provenance: {self.path} has changed since the model was loaded; load it again")
         return _digest(self.path, self.stamp)
 
 
 def sources(folder: Path | None, *, weights: bool, pattern: str = "") -> list[Source]:
-    """The files in a checkpoint's folder that shape its model, in a fixed order.
+    """Return the files in a checkpoint's folder that determine its model, in a fixed order.
 
-    weights: whether those of the weights are among them; pattern: only those that hold weights with such names.
+    weights: whether to include those of the weights; pattern: only files with weights of such names.
     """
     if folder is None:
         return []
@@ -64,14 +64,14 @@ def sources(folder: Path | None, *, weights: bool, pattern: str = "") -> list[So
 
 
 def source(role: str, path: Path) -> Source:
-    """A file, as it is now."""
+    """Return a file in its current state."""
     return Source(role, path, _stamp(path))
 
 
 def digest_of(model: Any, *settings: object) -> str:
-    """The digest of what shapes the answers of `model`, and of `settings`: of its files, and of what it is in memory.
+    """Return the digest of everything that determines a model's answers, and of `settings`: files and values in memory.
 
-    Of weights in memory up to 1,000 numbers of each count, so that any training shows.
+    For each weight in memory it uses up to 1,000 numbers, so any training changes the digest.
     """
     whole = hashlib.sha256()
     for file in model.provenance:
@@ -92,7 +92,7 @@ def digest_of(model: Any, *settings: object) -> str:
 def _sample(part: torch.nn.Module) -> Iterator[bytes]:
     for name, weight in part.named_parameters():
         yield f"{name} {tuple(weight.shape)} {weight.dtype}".encode()
-        if type(weight) is torch.nn.Parameter and not weight.is_meta:  # not packed by a quantiser, not on a disk
+        if type(weight) is torch.nn.Parameter and not weight.is_meta:  # not packed by a quantiser, not on disk
             every = max(1, weight.numel() // 1000)
             yield weight.detach().reshape(-1)[::every].cpu().contiguous().view(torch.uint8).numpy().tobytes()
 

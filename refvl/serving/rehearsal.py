@@ -1,6 +1,6 @@
-"""Options of `generate` rehearsed before anything is encoded: transformers runs them on a language model of one layer.
+"""Options of `generate` rehearsed before anything is encoded: transformers runs them on a model of one layer.
 
-transformers checks options where it needs them, some after the prompt has been read, with errors of every kind. Here
+transformers checks options only when it needs them, some after the prompt has been read, with errors of all kinds. Here
 its `generate` makes two tokens with the same options, vocabulary and defaults on a model that is eight values wide.
 """
 
@@ -16,19 +16,19 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from refvl.language.model import CausalTextModel, generate
 from refvl.printing import printable
 
-HUB_CODE = ("constraints", "dola_layers", "force_words_ids", "num_beam_groups", "penalty_alpha")  # modes of the hub
+HUB_CODE = ("constraints", "dola_layers", "force_words_ids", "num_beam_groups", "penalty_alpha")  # with code on the hub
 CALLED = ("logits_processor", "stopping_criteria")  # lists of the caller's functions: checked, but not called here
-FUNCTIONS = {"streamer": ("put", "end"), "prefix_allowed_tokens_fn": ("__call__",)}  # the same, and what they need
-FEW = 4  # beams, or sequences, are enough for a rehearsal
+FUNCTIONS = {"streamer": ("put", "end"), "prefix_allowed_tokens_fn": ("__call__",)}  # the same, with their methods
+FEW = 4  # enough beams, or sequences, for a rehearsal
 
 
 def rehearse(language_model: CausalTextModel, tokenizer: Any, options: dict) -> None:
-    """Raise ValueError, naming the option, where transformers' `generate` would fail with `options`."""
+    """Raise ValueError, naming the option, if transformers' `generate` would fail with `options`."""
     config = options.get("generation_config") or language_model.generation_config
     for name in HUB_CODE:
         value = options.get(name, getattr(config, name, None))
         if value is not None and not (name == "num_beam_groups" and value == 1):
-            raise ValueError(f"{name}: must be None, got {printable(repr(value))}; its code is on the hub, and not run")
+            raise ValueError(f"{name}: must be None, got {printable(repr(value))}; its code is on the hub, never run")
     acting = (*CALLED, *FUNCTIONS)
     tried = {name: value for name, value in options.items() if name not in acting}
     if (error := _fails(language_model, tokenizer, tried)) is None:
@@ -37,11 +37,11 @@ def rehearse(language_model: CausalTextModel, tokenizer: Any, options: dict) -> 
         if _fails(language_model, tokenizer, {other: tried[other] for other in tried if other != name}) is None:
             raise ValueError(f"{name}: generate refuses {printable(repr(options[name]))}: {_words(error)}") from error
     names = ", ".join(tried) or "generation_config"
-    raise ValueError(f"{names}: generate refuses them together: {_words(error)}") from error
+    raise ValueError(f"{names}: generate refuses this combination: {_words(error)}") from error
 
 
 def check_kinds(options: dict) -> None:
-    """Refuse arrays, and values of a wrong kind for options that are not rehearsed, because they act for the caller."""
+    """Refuse arrays, and values of a wrong type for options that call the caller's code and are not rehearsed."""
     for name, value in options.items():
         if getattr(value, "ndim", 0) and not name.startswith("negative_prompt"):
             raise TypeError(f"{name}: expected plain Python values, got {type(value).__name__}")
@@ -57,7 +57,7 @@ def check_kinds(options: dict) -> None:
 
 
 def _fails(language_model: CausalTextModel, tokenizer: Any, options: dict) -> Exception | None:
-    """What transformers raises on the narrow model."""
+    """Return the exception that transformers raises on the narrow model, or None."""
     eager = language_model.config._attn_implementation == "eager"
     actor = copy.copy(_narrow_model(language_model.config.vocab_size, "eager" if eager else "sdpa"))
     actor.generation_config = language_model.generation_config
@@ -73,7 +73,7 @@ def _fails(language_model: CausalTextModel, tokenizer: Any, options: dict) -> Ex
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
             generate(actor, ids, torch.arange(2)[None], torch.ones_like(ids), max_new_tokens=2, **options)
-    except Exception as error:  # values of a wrong kind or size run into all kinds of errors
+    except Exception as error:  # values of a wrong type or size cause all kinds of errors
         return error
     return None
 

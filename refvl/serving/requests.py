@@ -1,10 +1,11 @@
 """A file of requests to a file of answers: `python -m refvl chat CHECKPOINT --jsonl FILE`.
 
 Each answer is a line, in the order of the requests: {"line": number of the request's line, "request": digest of that
-line and of its media, "by": digest of the model and the settings, "answer": text}, or "error" in the place of "answer";
-empty lines are no requests. Lines are written whole, as their batches are done. A run that was stopped is continued by
-the same command: a line that was cut off is removed, and what is answered is not asked again. It is refused after a
-change of any file that shaped the model (`provenance.py`) or of a picture: one file holds answers to one thing.
+line and of its media, "by": digest of the model and the settings, "answer": text}. A failed request has "error"
+instead of "answer"; empty lines are skipped. Lines are written whole, as their batches are done. The same command
+continues a run that was stopped: an incomplete line is removed, and answered requests are not repeated. It is
+refused after a change of any file that determines the model (`provenance.py`) or of an image, because one file
+contains answers to one set of inputs.
 """
 
 import fcntl
@@ -30,11 +31,11 @@ from refvl.serving.shards import speaking_of
 def answer_file(
     vlm: VLM, file: Path, out: Path, *, common: dict, batch_tokens: int = BATCH_TOKENS, progress: bool = True, **options
 ) -> dict[int, str]:
-    """Answer every line of `file` that `out` does not hold yet; {line: error} of all that failed, also before.
+    """Answer every line of `file` that has no answer in `out` yet; return {line: error} of all failures, old ones too.
 
-    common: `max_new_tokens` and `pruning_rate` of lines that do not say. A line that cannot be read or answered is an
+    common: default `max_new_tokens` and `pruning_rate`. A line that cannot be read or answered is an
     error of its own. Raises FileNotFoundError without a file, BlockingIOError while another process writes to `out`,
-    ValueError where `out` holds anything but this model's answers to these requests, and OSError where it cannot be
+    ValueError if `out` contains anything but this model's answers to these requests, and OSError if it cannot be
     written.
     """
     if not file.is_file():
@@ -48,7 +49,7 @@ def answer_file(
 
     with speaking_of(out), _held(out) as answers:
         done = _read_answers(answers, out, asked, len(lines))
-        begun = deque[dict]()  # of the requests whose media are being read, so that theirs are the bytes that count
+        begun = deque[dict]()  # requests whose media are being read, identified before reading
 
         def todo() -> Iterator[dict | Exception]:
             for number in range(len(done), len(lines)):
@@ -73,7 +74,7 @@ def _digest(text: bytes) -> str:
 
 
 def _identity(line: bytes) -> str:
-    """Digest of a request: of its line, and of the bytes of its media."""
+    """Return the digest of a request: of its line, and of the bytes of its media."""
     request: Any = _parse(line)
     said = [line]
     with suppress(AttributeError, TypeError, ValueError, OSError):  # its answer is an error
@@ -85,7 +86,7 @@ def _identity(line: bytes) -> str:
 
 
 def _files(media: Iterable) -> Iterator[str]:
-    """The files among the media of a request, a clip given as a list of frames included."""
+    """Yield the files among the media of a request, including frames of a video given as a list."""
     for medium in media:
         if isinstance(medium, list):
             yield from _files(medium)
@@ -94,7 +95,7 @@ def _files(media: Iterable) -> Iterator[str]:
 
 
 def _parse(line: bytes) -> dict | Exception:
-    """The request in a line, or why it is no JSON."""
+    """Return the request in a line, or the reason why it is not JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -103,7 +104,7 @@ def _parse(line: bytes) -> dict | Exception:
 
 @contextmanager
 def _held(out: Path) -> Iterator[BufferedRandom]:
-    """The file of answers, for this process alone."""
+    """Open the file of answers, locked for this process."""
     if out.exists() and not out.is_file():  # a device may have no end
         raise OSError(f"out: {out} is no regular file")
     with open(out, "a+b") as answers:
@@ -115,7 +116,7 @@ def _held(out: Path) -> Iterator[BufferedRandom]:
 
 
 def _read_answers(answers: BufferedRandom, out: Path, asked: Callable[[int], dict], count: int) -> list[dict]:
-    """What is answered; a last line that was cut off is removed from the file. Nothing else is, see `answer_file`."""
+    """Return the existing answers, and remove an incomplete last line from the file, but nothing else."""
     answers.seek(0)
     *whole, cut = answers.read().split(b"\n")
     done = list[dict]()
@@ -138,5 +139,5 @@ def _read_answers(answers: BufferedRandom, out: Path, asked: Callable[[int], dic
 
 def _not_ours(out: Path, number: int, by_another: bool = False) -> ValueError:
     other = "was answered by another model or with other settings"
-    what = other if by_another else "is no answer to that line of the requests, or its media have changed"
+    what = other if by_another else "is not an answer to that line of the requests, or its media have changed"
     return ValueError(f"out: {out}, line {number + 1}: {what}; move it away")

@@ -1,7 +1,7 @@
-"""Embeddings on disk: shards, each written whole before it gets its name, in a folder that one process holds.
+"""Embeddings on disk: shards, each renamed once it is written in full, in a folder that one process holds.
 
 A shard is a safetensors file: one (tokens, width) tensor per image, named by the image's path in the folder; its header
-says of which model, and of each image what the manifest says.
+names the model, and contains the manifest's entry of each image.
 """
 
 import dataclasses
@@ -23,16 +23,16 @@ from refvl.serving.handover import MANIFEST
 from refvl.serving.lock import LOCK, folder_lock, is_lock
 
 SHARDS, UNFINISHED = "embeds-*.safetensors", ".refvl-unfinished"
-PARTIAL = (SHARDS, MANIFEST, ".tmp*")  # in that folder: what is being written here, and by safetensors
+PARTIAL = (SHARDS, MANIFEST, ".tmp*")  # in that folder: files being written, here and by safetensors
 Encoded = dict[str, tuple[Tensor, dict]]  # name -> embeddings, manifest entry
 
 
 @contextmanager
 def held_folder(out: Path, *, force: bool = False) -> Iterator[None]:
-    """`out`, made where it is missing, for this process alone, with an empty folder for files that are being written.
+    """Hold `out`, created if it is missing, for this process, with an empty folder for files that are being written.
 
-    Files that a killed run has left there are removed. Under torchrun rank 0 holds `out` for all ranks. Raises
-    FileExistsError for what refvl did not write, under a name that it writes; with `force` that is renamed.
+    Files left there by a killed run are removed. Under torchrun, rank 0 holds `out` for all ranks. Raises
+    FileExistsError for files that refvl did not write, under a name that it needs; with `force` they are renamed.
     """
     with ExitStack() as lock:
         with speaking_of(out):
@@ -48,7 +48,7 @@ def held_folder(out: Path, *, force: bool = False) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # somebody put a file there
+            with suppress(OSError):  # another program put a file there
                 _remove_unfinished(out)
 
 
@@ -60,7 +60,7 @@ def _is_manifest(path: Path) -> bool:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """A folder that holds nothing but files that a run has left."""
+    """Return whether a folder contains only files that a run has left."""
     return path.is_dir() and not path.is_symlink() and all(map(_is_partial, os.scandir(path)))
 
 
@@ -69,15 +69,15 @@ def _is_partial(entry: os.DirEntry) -> bool:
 
 
 def _make_room(path: Path, force: bool) -> None:
-    """Rename what stands at `path`, or refuse it."""
+    """Rename the file at `path`, or refuse it."""
     if not force:
-        raise FileExistsError(f"out: {path} was not written by refvl; move it away, or give --force to rename it")
+        raise FileExistsError(f"out: {path} was not written by refvl; move it away, or use --force to rename it")
     names = (path.with_name(f"{path.name}.before{number or ''}") for number in count())
     path.rename(next(name for name in names if not os.path.lexists(name)))
 
 
 def _remove_unfinished(out: Path) -> None:
-    """Remove the files that were being written, no others, and their folder if that leaves it empty."""
+    """Remove the files that were being written, but no others, and their folder if that leaves it empty."""
     if (out / UNFINISHED).is_dir():
         for entry in filter(_is_partial, os.scandir(out / UNFINISHED)):
             os.unlink(entry)
@@ -86,7 +86,7 @@ def _remove_unfinished(out: Path) -> None:
 
 @contextmanager
 def speaking_of(out: Path) -> Iterator[None]:
-    """A disk that is full, a folder that is not ours: an OSError that begins with "out:"."""
+    """Turn errors of a full disk, or a folder of another owner, into an OSError that begins with "out:"."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -106,7 +106,7 @@ def write_shard(out: Path, model: dict, rank: int, encoded: Encoded) -> None:
 
 
 def _plain(group):
-    """What JSON has no form for: a slice of MiniCPM-V becomes its (h, w), which the encoder reads as the same.
+    """Return a form for JSON: a slice of MiniCPM-V becomes its (h, w), which the encoder accepts as equal.
 
     Frames that share a set of tokens become the arguments of their `SliceGroup`.
     """
@@ -115,16 +115,16 @@ def _plain(group):
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A new file to write to, which gets its name, and keeps it through a power cut, when it is on disk as a whole.
+    """Open a new file that gets its name, which survives a power cut, only once it is on disk in full.
 
-    Raises OSError, naming the folder, when it cannot be written; `held_folder` removes what is left of it.
+    Raises OSError, naming the folder, if it cannot be written; `held_folder` removes the rest of it.
     """
     partial = path.parent / UNFINISHED / path.name
     with speaking_of(path.parent):
         partial.touch()
         mode = partial.stat().st_mode
         yield partial
-        partial.chmod(mode)  # safetensors puts a file of its own in place, which only its owner may read
+        partial.chmod(mode)  # safetensors creates a file of its own, which only its owner may read
         _sync(partial)
         partial.replace(path)
         _sync(path.parent)
@@ -140,7 +140,7 @@ def _sync(path: Path) -> None:
 
 
 def read_header(path: Path, model: dict) -> dict[str, dict]:
-    """{name: manifest entry} of a shard. Raises ValueError, naming it, unless it was written whole with this model."""
+    """Return {name: manifest entry} of a shard. Raises ValueError, naming it, unless this model wrote it in full."""
     try:
         with safe_open(path, framework="pt") as shard:
             header = shard.metadata() or {}
@@ -151,5 +151,5 @@ def read_header(path: Path, model: dict) -> dict[str, dict]:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"out: {path} was not written by `refvl encode`: move it elsewhere") from error
     if written_by != model:
-        raise ValueError(f"out: {path} holds embeddings of another model or dtype: {header['model']}")
+        raise ValueError(f"out: {path} contains embeddings of another model or dtype: {header['model']}")
     return images

@@ -1,4 +1,4 @@
-"""Text as it is generated: transformers' `generate` in a thread of its own, which ends when nobody listens."""
+"""Text as it is generated: transformers' `generate` in its own thread, which ends if the reader stops."""
 
 from collections.abc import Callable, Iterator
 from threading import Event, Thread
@@ -10,15 +10,15 @@ from transformers.generation.streamers import BaseStreamer
 
 
 def of_a_thread() -> dict:
-    """Options of a decode step that is compiled and runs in a thread of its own.
+    """Return options for a compiled decode step that runs in its own thread.
 
-    Until torch 2.13 it takes no graphs, because one thread alone could record them (pytorch issue 123177).
+    Until torch 2.13 it uses no graphs, because only one thread could record them (pytorch issue 123177).
     """
     return {"compile_config": CompileConfig(mode="default")} if torch.__version__ < "2.13" else {}
 
 
 class FanOut(BaseStreamer):
-    """Several streamers in the place of one; None counts as none."""
+    """Several streamers in place of one; None counts as no streamer."""
 
     def __init__(self, *streamers: BaseStreamer | None):
         self.streamers = [streamer for streamer in streamers if streamer is not None]
@@ -33,9 +33,9 @@ class FanOut(BaseStreamer):
 
 
 def stream_text(run: Callable[[BaseStreamer, Callable], object], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """The pieces of text that `run` generates while it gives its tokens to a streamer and asks a criterion when to end.
+    """Yield the pieces of text that `run` generates; it passes tokens to a streamer and asks a criterion when to stop.
 
-    Closing or dropping the generator ends `run` within one token, and its thread. What `run` raises is raised here.
+    Closing or deleting the generator ends `run` within one token, and its thread. Errors of `run` are raised here.
     """
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     stopped, failures = Event(), []

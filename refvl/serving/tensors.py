@@ -33,16 +33,16 @@ def generate(
     max_new_tokens: int = 128,
     **generate_kwargs,
 ) -> Tensor | GenerateOutput:
-    """transformers' `generate` on tensors: (B, L) prompts in, (B, L + new) ids out, greedy by default.
+    """Run transformers' `generate` on tensors: (B, L) prompts in, (B, L + new) ids out, greedy by default.
 
-    With `num_return_sequences=n` (B * n, L + new), with `return_dict_in_generate=True` transformers' output.
-    input_ids: (B, L), left-padded where attention_mask (B, L) is 0, placeholders repeated. pixel_values:
-    (N, C*Tp*P*P) patch rows of all images of the batch in order, image_grid_thw: (images, 3) in patches, or for
-    families that have no grids the layouts that their encoder plans. image_embeds: instead of pixel_values what
-    `encode` makes of them, (M, W) for all images in order or one tensor per image. The same for videos; pruning
-    works on given embeddings, too. second_per_grid_ts: seconds between two grid steps of each video (default 1; not
-    read by families whose prompts say the time). Raises ValueError or TypeError, naming argument and dimension,
-    when rows, grids, embeddings and placeholders do not match, and for masks that are not 0s before 1s.
+    With `num_return_sequences=n` the result is (B * n, L + new), with `return_dict_in_generate=True` transformers'
+    output. input_ids: (B, L), left-padded where attention_mask (B, L) is 0, placeholders repeated. pixel_values: (N,
+    C*Tp*P*P) patch rows of all images of the batch in order, image_grid_thw: (images, 3) in patches, or the encoder's
+    layouts if a family has no grids. image_embeds: embeddings by `encode` instead of pixel_values, (M, W) for all
+    images in order or one tensor per image. The same arguments exist for videos; pruning works on given embeddings,
+    too. second_per_grid_ts: seconds between two grid steps of each video (default 1; ignored by families whose prompts
+    contain timestamps). Raises ValueError or TypeError, naming argument and dimension, if rows, grids, embeddings and
+    placeholders do not match, and for masks that are not 0s before 1s.
     """
     q = check_pruning(pruning, pruning_rate)
     check_runnable(model)
@@ -51,7 +51,7 @@ def generate(
     if image_embeds is not None or video_embeds is not None:
         model.family.require("embeds")
     mask = check_prompts(input_ids, attention_mask, model.language_model.config.vocab_size)
-    generate_kwargs.pop("mm_token_type_ids", None)  # transformers' processors add it; the ids say the same
+    generate_kwargs.pop("mm_token_type_ids", None)  # transformers' processors add it; the ids contain the same
     model.check_options("generate", generate_kwargs, max_new_tokens)
     images = _items(model, "image", pixel_values, image_grid_thw, image_embeds)
     videos = _items(model, "video", pixel_values_videos, video_grid_thw, video_embeds, second_per_grid_ts)
@@ -67,14 +67,14 @@ def generate(
 def _items(
     model: Any, kind: str, pixel_values, layouts, embeds, second_per_grid_ts=None
 ) -> list[tuple[MediaTokens, Tensor]]:
-    """(merged extents, embeddings) of every image or video of a batch."""
+    """Return (merged extents, embeddings) of every image or video of a batch."""
     pixels_name = "pixel_values" if kind == "image" else "pixel_values_videos"
     layouts_name, embeds_name = f"{kind}_grid_thw", f"{kind}_embeds"
     arguments = {pixels_name: pixel_values, embeds_name: embeds, layouts_name: layouts}
     given = [name for name, value in arguments.items() if value is not None]
     if given not in ([], [pixels_name, layouts_name], [embeds_name, layouts_name]):
-        both = f"{pixels_name}, {layouts_name}: give both or neither"
-        raise ValueError(f"{both} ({embeds_name} may stand for {pixels_name}), got {given}")
+        both = f"{pixels_name}, {layouts_name}: expected both or neither"
+        raise ValueError(f"{both} ({embeds_name} may replace {pixels_name}), got {given}")
     layouts = [] if layouts is None else model.encoder.check_layouts(layouts, name=layouts_name)
     seconds = [1.0] * len(layouts)
     if second_per_grid_ts is not None:
@@ -95,7 +95,7 @@ def _items(
 
 
 def _split_embeds(model: Any, embeds, tokens: list[int], layouts_name: str, name: str) -> list[Tensor]:
-    """Embeddings that were made before, one checked (M, W) tensor per item."""
+    """Return precomputed embeddings, one checked (M, W) tensor per item."""
     width = ("channels", model.language_model.row_width)
     if isinstance(embeds, Tensor):
         check_values(check_shape(embeds, ((f"tokens of {layouts_name}", sum(tokens)), width), name), name)
@@ -110,16 +110,16 @@ def _split_embeds(model: Any, embeds, tokens: list[int], layouts_name: str, name
 
 
 def _check_finite(tensor: Tensor, name: str) -> Tensor:
-    """Return `tensor` if it holds no nan and no inf; raise ValueError naming `name`."""
+    """Return `tensor` if all its values are finite; raise ValueError naming `name`."""
     if not tensor.isfinite().all():
-        raise ValueError(f"{name}: holds nan or inf")
+        raise ValueError(f"{name}: expected finite numbers, got nan or inf")
     return tensor
 
 
 def _prompts(
     model: Any, input_ids: Tensor, attention_mask: Tensor, images: list, videos: list, q: float, pruning: str
 ) -> list[Trace]:
-    """Each prompt of a batch, merged and positioned; media are dealt out in order of their placeholders."""
+    """Return each prompt of a batch, merged and positioned; media are assigned in order of their placeholders."""
     queues, traces = {"image": iter(images), "video": iter(videos)}, list[Trace]()
     for ids, mask in zip(input_ids, attention_mask, strict=True):
         trace = Trace()
@@ -130,12 +130,12 @@ def _prompts(
         model.position(trace)
         traces.append(trace)
     if left := {kind: len(rest) for kind, queue in queues.items() if (rest := list(queue))}:
-        raise ValueError(f"input_ids: no placeholders are left for these media: {left}")
+        raise ValueError(f"input_ids: expected placeholders for all media, got none for {left}")
     return traces
 
 
 def _take(model: Any, kind: str, queue: Iterator, ids: Tensor) -> list:
-    """The next media of `kind`, as many as this prompt's placeholders hold."""
+    """Return the next media of `kind` that this prompt's placeholders need."""
     wanted, taken = int((model.processor.placeholders(ids) == model.token_ids[kind]).sum()), []
     while wanted > 0:
         item = next(queue, None)

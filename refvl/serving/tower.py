@@ -1,10 +1,10 @@
 """The vision tower alone, `refvl.load(folder, text=False)`, and images as grids of features.
 
-    feature_map(image)                 (t, h, w, D)    the embeddings, each where its token lies in the image
+    feature_map(image)                 (t, h, w, D)    the embeddings, each at its token's location in the image
     feature_map(image, blocks=[3, 7])  (t, H, W, E)    for each block, the state of every patch after it
 
-MiniCPM-V and Step3-VL cut an image into slices or crops, and a video of MiniCPM-V into frames: their maps are lists of
-(box, map), one for each cut, in the order in which the encoder reads them.
+MiniCPM-V and Step3-VL cut an image into slices or crops, and MiniCPM-V a video into frames. Their maps are lists of
+(box, map), one per slice, crop or frame, in the encoder's order.
 
 Shape suffixes: t steps in time, h x w tokens, H x W patches, N patches of all cuts, D the language model's width, E the
 tower's.
@@ -33,7 +33,7 @@ Size = tuple[int, int, int]  # (t, h, w)
 
 
 class NoText:
-    """What `model.language_model` is without a language model: it is false, and reading it raises a ValueError."""
+    """The value of `model.language_model` if there is none: it is false, and reading it raises a ValueError."""
 
     def __bool__(self) -> bool:
         return False
@@ -45,22 +45,23 @@ class NoText:
 
 
 class Cut(NamedTuple):
-    """A part of a medium that the tower reads as one grid."""
+    """A part of a media item that the tower reads as one grid."""
 
-    box: Box  # a crop may reach beyond the image, where it is black
+    box: Box  # a crop may extend beyond the image, where it is black
     patches: Size
     tokens: Size
 
 
 @torch.inference_mode()
 def feature_map(model: Any, medium: Any, *, blocks: Sequence[int] | None = None) -> Any:
-    """Return an image or a video as a grid of features, (t, h, w, D): what `encode` returns, without DeepStack.
+    """Return an image or a video as a grid of features, (t, h, w, D): the result of `encode`, without DeepStack.
 
     medium: anything that `encode` accepts. A path with a video's suffix, a list of frames and an array of four
-    dimensions are videos. blocks: tower blocks, -1 the last; then the result is a list with one map per block, (t, H,
-    W, E), of the states after that block, patches in reading order. Families that cut images return a list of (box,
-    map) instead of each map. The queries of MiniCPM-V from 2.5 on have no place in the image: the map of a slice is
-    (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, and for blocks that are not there.
+    dimensions are videos. blocks: tower blocks, -1 for the last; then the result is a list with one map per block, (t,
+    H, W, E), of the states after that block, patches in row-major order. Families that cut images return a list of
+    (box, map) instead of each map. The queries of MiniCPM-V from 2.5 on have no location in the image: the map of a
+    slice is (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, and for blocks that do not
+    exist.
     """
     depth = len(list(model.encoder.blocks))
     if blocks is not None and not all(type(i) is int and -depth <= i < depth for i in blocks):
@@ -73,20 +74,20 @@ def feature_map(model: Any, medium: Any, *, blocks: Sequence[int] | None = None)
         record = model.record()
         model.encode_rows(record, [patches.rows], [patches.layout], progress=False)
         [rows_MW] = record.embeds
-        rows_MD = rows_MW[:, : getattr(model.encoder.config, "out_hidden_size", None)]  # DeepStack's come after them
+        rows_MD = rows_MW[:, : getattr(model.encoder.config, "out_hidden_size", None)]  # DeepStack comes after
         return _as_map(rows_MD, [cut.tokens for cut in cuts], boxes)
     m = getattr(model.encoder.config, "spatial_merge_size", 1)
     states = block_states(model.encoder, patches, [i % depth for i in blocks])
     maps = []
     for x_NE in states:
-        side = isqrt(len(patches.rows) // len(x_NE))  # 2 behind MiniCPM-V 4.6's fold
+        side = isqrt(len(patches.rows) // len(x_NE))  # 2 after MiniCPM-V 4.6's fold
         sizes = [(t, h // side, w // side) for t, h, w in (cut.patches for cut in cuts)]
         maps.append(_as_map(_in_reading_order(x_NE, cuts[0], m), sizes, boxes))
     return maps
 
 
 def cuts_of(model: Any, patches: Patches) -> list[Cut]:
-    """The parts of a medium that the tower reads as grids, in the order of its rows."""
+    """Return the parts of an item that the tower reads as grids, in the order of its rows."""
     medium, layout, tokens = patches.source, patches.layout, patches.media_tokens
     width, height = medium.size if isinstance(medium, Image.Image) else medium.frames.shape[2:0:-1]
     whole = (0, 0, width, height)
@@ -104,7 +105,7 @@ def cuts_of(model: Any, patches: Patches) -> list[Cut]:
     slices = [(c * x, r * y, (c + 1) * x, (r + 1) * y) for r in range(rows) for c in range(columns)]
     boxes = [whole, *slices] if isinstance(medium, Image.Image) else [whole] * len(layout)
     groups = [(len(group.slices), *group.slices[0]) for group in layout]
-    if sizes := getattr(tokens, "sizes", None):  # from 4.6 on, tokens have their place in a slice
+    if sizes := getattr(tokens, "sizes", None):  # from 4.6 on, tokens have a location in a slice
         return list(map(Cut, boxes, groups, [(1, h, w) for h, w in sizes]))
     side = getattr(model.encoder.resampler, "grid_size", None)  # 2.0: its queries form a square
     of_slice = (1, side, side) if side else tokens.runs[0]
@@ -112,7 +113,7 @@ def cuts_of(model: Any, patches: Patches) -> list[Cut]:
 
 
 def block_states(encoder: Any, patches: Patches, blocks: Sequence[int]) -> list[Tensor]:
-    """(N, E) after each of these blocks, in the order of the patch rows."""
+    """Return the states after each of these blocks, (N, E), in the order of the patch rows."""
     watched = share_weights(encoder)
     kept: dict[int, list[Tensor]] = {i: [] for i in blocks}
     for i, block in enumerate(watched.blocks):
@@ -125,7 +126,7 @@ def block_states(encoder: Any, patches: Patches, blocks: Sequence[int]) -> list[
 
 
 def _in_reading_order(x_NE: Tensor, cut: Cut, m: int) -> Tensor:
-    """Patches of m x m merge blocks, row by row; where nothing is merged they lie so."""
+    """Return patches of m x m merge blocks in row-major order; without merging they are so already."""
     if m == 1:
         return x_NE
     t, h, w = cut.patches

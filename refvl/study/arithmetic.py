@@ -1,4 +1,4 @@
-"""How many multiplications and additions a tower and a prefill take, counted from sizes: nothing is computed."""
+"""The number of multiplications and additions of a tower and a prefill, counted from sizes without computing them."""
 
 import torch
 from torch import nn
@@ -8,11 +8,11 @@ from refvl.contracts import Encoder
 from refvl.language.model import CausalTextModel
 from refvl.language.step3_vl import Step3TextMoE
 
-EXPERTS_VISITED = {"moe_top_k": "moe_num_experts", "num_experts_per_tok": "n_routed_experts"}  # names in text configs
+EXPERTS_VISITED = {"moe_top_k": "moe_num_experts", "num_experts_per_tok": "n_routed_experts"}  # keys in text configs
 
 
 def encoder_operations(encoder: Encoder, layouts: list) -> int:
-    """Of one forward without padding, counted by torch on a copy of the encoder that has no memory; takes seconds."""
+    """Count one forward without padding, by torch on a copy of the encoder without memory; this takes seconds."""
     with torch.device("meta"):
         shadow = type(encoder).from_config(encoder.config, attention="sdpa")
         rows = torch.empty(sum(encoder.item_size(layout)[0] for layout in layouts), encoder.config.patch_values)
@@ -22,17 +22,17 @@ def encoder_operations(encoder: Encoder, layouts: list) -> int:
 
 
 def prefill_operations(language_model: CausalTextModel, tokens: int) -> int:
-    """Count the layers of a text model on a prompt: every weight once a token, and attention over all pairs.
+    """Count the layers of a text model on a prompt: every weight once per token, and attention over all pairs.
 
-    tokens: the length of the prompt. Of the experts, only those that a token visits count. Pairs that the causal mask
-    leaves out count too, as in torch's counter. The head, which runs for one token, does not.
+    tokens: the length of the prompt. Only the experts that a token uses count. Pairs that the causal mask
+    hides count too, as in torch's counter. The head, which runs for one token, does not count.
     """
     text, layers = language_model.config, language_model.model
     weights = sum(m.weight.numel() for m in layers.modules() if isinstance(m, nn.Linear))
     if experts := sum(p.numel() for p in layers.parameters() if p.ndim == 3):  # (E, out, in)
         visited, of_all = next((k, n) for k, n in EXPERTS_VISITED.items() if hasattr(text, k))
         weights += experts * getattr(text, visited) // getattr(text, of_all)
-        by_product = sum(isinstance(m, Step3TextMoE) for m in layers.modules())  # adds up the rows of its experts so
+        by_product = sum(isinstance(m, Step3TextMoE) for m in layers.modules())  # its experts' rows are summed
         weights += by_product * getattr(text, visited) * text.hidden_size
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     key_value = getattr(text, "qk_head_dim", head_dim) + getattr(text, "v_head_dim", head_dim)  # dimensions of both

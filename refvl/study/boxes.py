@@ -1,17 +1,18 @@
-"""Boxes and points in answers: found in the text, mapped to pixels of the picture, and back.
+"""Boxes and points in answers: find them in the text, and convert them to pixels of the image and back.
 
-What a coordinate counts differs from family to family, and nothing in an answer says it:
+The unit of a coordinate differs from family to family, and no answer contains it:
 
-    Qwen2.5-VL                            pixels of the *resized* picture, as the processor made it
+    Qwen2.5-VL                            pixels of the *resized* image, as the processor made it
     Qwen2-VL, Qwen3-VL, Qwen3.5 to 3.8    0 to 1000 of each side
     GLM-4.1V, GLM-4.5V, GLM-4.6V          0 to 1000 of each side
     MiniCPM-V and -o 2.6, MiniCPM-V 4.x   0 to 1000 of each side
 
-The makers say so: QwenLM/Qwen3-VL#676, #866 and #1486, zai-org/GLM-V#114 and #161, OpenBMB/MiniCPM-V#772 and #982.
-Assumed, for want of a maker's word: that Qwen3.5 to 3.8 do as Qwen3-VL, and MiniCPM-V 4.0, 4.6 and 4.7 as 2.6 and 4.5.
-Of the others (GLM-OCR, GLM-GA, MiniCPM-V 2.0 and 2.5, Step3-VL, Step-3.7) we found no documentation; they are refused.
+These are the makers' statements: QwenLM/Qwen3-VL#676, #866 and #1486, zai-org/GLM-V#114 and #161, OpenBMB/MiniCPM-V#772
+and #982. Without such a statement, we assume that Qwen3.5 to 3.8 follow Qwen3-VL, and that MiniCPM-V 4.0, 4.6 and 4.7
+follow 2.6 and 4.5. For the others (GLM-OCR, GLM-GA, MiniCPM-V 2.0, 2.5, Step3-VL, Step-3.7) we found no documentation,
+so we refuse them.
 
-Sizes are (width, height), boxes x1, y1, x2, y2, points x, y, all from the upper left corner. A picture's size is that
+Sizes are (width, height), boxes x1, y1, x2, y2, points x, y, all from the upper left corner. An image's size is that
 after its EXIF orientation, as `refvl.pixels.media.load_image` returns it.
 """
 
@@ -34,7 +35,7 @@ __all__ = [
 
 
 class Region(NamedTuple):
-    """A box (4 numbers) or a point (2), in the model's coordinates, and what the answer calls it ("" for nothing)."""
+    """A box (4 numbers) or a point (2), in the model's coordinates, with its label in the answer ("" for none)."""
 
     label: str
     xy: tuple[float, ...]
@@ -42,7 +43,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """How a family writes boxes. names: regular expression of what `family` may be, in lower case without marks.
+    """The notation of a family's boxes. names: a regular expression for `family`, in lower case without punctuation.
 
     notation: "json" (bbox_2d, point_2d or bare lists), "round" ((x1,y1),(x2,y2)) or "tags" (<box>x1 y1 x2 y2</box>).
     """
@@ -50,7 +51,7 @@ class Convention:
     title: str
     names: str
     notation: str
-    space: tuple[int, int] | None = (1000, 1000)  # what the far corner is called; None: the resized picture's size
+    space: tuple[int, int] | None = (1000, 1000)  # the far corner's coordinates; None: the resized image's size
 
 
 CONVENTIONS = (
@@ -64,9 +65,9 @@ CONVENTIONS = (
 
 
 def find_convention(family: str) -> Convention:
-    """The row of a release or a hub id ("Qwen2.5-VL-7B-Instruct"), a `model_type` ("qwen2_5_vl"), or `Family.name`.
+    """Return the convention of a release, a hub id ("Qwen2.5-VL-7B-Instruct"), a `model_type`, or `Family.name`.
 
-    "minicpmv" is taken for 2.6 or later. Raises ValueError where the convention is not documented.
+    "minicpmv" counts as 2.6 or later. Raises ValueError if the convention is not documented.
     """
     if not isinstance(family, str):
         raise TypeError(f"family: expected a name such as 'Qwen2.5-VL', got {type(family).__name__}")
@@ -75,29 +76,29 @@ def find_convention(family: str) -> Convention:
         if re.fullmatch(convention.names, plain):
             return convention
     known = "; ".join(convention.title for convention in CONVENTIONS)
-    raise ValueError(f"family: how {printable(family)!r} writes boxes is not documented; known: {known}")
+    raise ValueError(f"family: expected a family with documented boxes, got {printable(family)!r}; known: {known}")
 
 
 def space_of(family: str, resized: Sequence[int] | None = None) -> tuple[int, int]:
-    """(width, height) of the space in which a family's coordinates lie.
+    """Return the (width, height) of the space of a family's coordinates.
 
-    resized: (width, height) of the picture as the tower got it, for a grid (1, h, w) of patches of 14 px (14 * w,
-    14 * h). Needed for Qwen2.5-VL, not read for others.
-    Raises ValueError if the family counts pixels of the resized image and `resized` is None.
+    resized: (width, height) of the image as the tower sees it, for a grid (1, h, w) of patches of 14 px (14 * w, 14 *
+    h). Required for Qwen2.5-VL, ignored for others. Raises ValueError if the family counts pixels of the resized image
+    and `resized` is None.
     """
     convention = find_convention(family)
     if convention.space is not None:
         return convention.space
     if resized is None:
-        raise ValueError(f"resized: {convention.title} counts pixels of the resized picture; give its (width, height)")
+        raise ValueError(f"resized: {convention.title} counts pixels of the resized image; pass its (width, height)")
     return _size(resized, "resized")
 
 
 def to_picture(boxes, *, picture: Sequence[int], resized: Sequence[int] | None = None, family: str) -> Tensor:
-    """(n, 4) float32: boxes of an answer in pixels of the picture; points (n, 2) likewise.
+    """Convert boxes of an answer to pixels of the image, (n, 4) float32; points are (n, 2).
 
-    boxes: (n, 4) or (n, 2), or one alone, as nested sequences or an array. picture: its (width, height) before it was
-    resized. resized, family: see `space_of`. What lies outside the picture stays outside. Raises TypeError or
+    boxes: (n, 4) or (n, 2), or a single one, as nested sequences or an array. picture: its (width, height) before it
+    was resized. resized, family: see `space_of`. Boxes outside the image stay outside. Raises TypeError or
     ValueError naming the argument.
 
     >>> to_picture([[546, 0, 1092, 966]], picture=(1080, 1920), resized=(1092, 1932), family="Qwen2.5-VL").tolist()
@@ -107,12 +108,12 @@ def to_picture(boxes, *, picture: Sequence[int], resized: Sequence[int] | None =
 
 
 def from_picture(boxes, *, picture: Sequence[int], resized: Sequence[int] | None = None, family: str) -> Tensor:
-    """(n, 4) float32: the inverse, for prompts and training data. Models write whole numbers: round them."""
+    """Convert boxes from pixels of the image to a family's coordinates, (n, 4) float32; points are (n, 2)."""
     return rescale(boxes, _size(picture, "picture"), space_of(family, resized))
 
 
 def rescale(boxes, size: Sequence[int], new_size: Sequence[int]) -> Tensor:
-    """(n, 4) or (n, 2) float32: coordinates in a space of (width, height) as they are in another."""
+    """Convert coordinates from a space of (width, height) `size` to one of `new_size`, (n, 4) or (n, 2) float32."""
     rows = _rows(boxes)
     factors = torch.tensor([new / old for old, new in zip(size, new_size, strict=True)], dtype=torch.float64)
     return (rows * factors.repeat(rows.shape[1] // 2).to(rows.device)).float()
@@ -124,7 +125,7 @@ def _size(size, name: str) -> tuple[int, int]:
 
 
 def _rows(boxes) -> Tensor:
-    """(n, 4) or (n, 2) float64; no boxes are (0, 4)."""
+    """Return boxes as (n, 4) or (n, 2) float64; no boxes are (0, 4)."""
     try:
         rows = check_values(torch.as_tensor(boxes), "boxes").double()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -133,13 +134,13 @@ def _rows(boxes) -> Tensor:
     if rows.ndim != 2 or rows.shape[1] not in (2, 4):
         raise ValueError(f"boxes: expected shape (n, 4) for boxes or (n, 2) for points, got {tuple(rows.shape)}")
     if not rows.isfinite().all():
-        raise ValueError("boxes: holds nan or inf")
+        raise ValueError("boxes: expected finite numbers, got nan or inf")
     return rows
 
 
 # ----------------------------------------------------------------------------------------------- in the text of answers
 
-_NUMBER = r"-?\d{1,7}(?:\.\d{1,9})?"  # no more digits than a coordinate has: longer ones are none
+_NUMBER = r"-?\d{1,7}(?:\.\d{1,9})?"  # as many digits as a coordinate has; longer numbers are none
 _PAIR = rf"{_NUMBER}\s*,\s*{_NUMBER}"
 _LIST = re.compile(rf"\[\s*({_PAIR}(?:\s*,\s*{_PAIR})?)\s*\]")
 _KEY = re.compile(r"""\b(?:bbox|point)(?:_2d)?["']?\s*:\s*(\[[\[\]\s\d.,-]*)""")
@@ -149,14 +150,14 @@ _ROUND = re.compile(
     rf"\(\s*({_PAIR})\s*\)\s*,\s*\(\s*({_PAIR})\s*\)"
 )
 _TAGS = re.compile(rf"(?:<ref>([^<]*)</ref>\s*)?<(box|point)>\s*({_NUMBER}(?:[\s,]+{_NUMBER})*)\s*</\2>")
-_MARKED = re.compile(r"<\|begin_of_box\|>(.*?)(?:<\|end_of_box\|>|$)", re.S)  # GLM's answer, behind its thinking
+_MARKED = re.compile(r"<\|begin_of_box\|>(.*?)(?:<\|end_of_box\|>|$)", re.S)  # GLM's answer, after its thinking
 
 
 def parse(text: str, family: str, *, points: bool = False) -> Tensor:
-    """(n, 4) float32: the boxes in an answer, in the model's coordinates, as `to_picture` takes them; or points (n, 2).
+    """Return the boxes in an answer, (n, 4) float32 in the model's coordinates, for `to_picture`; or points (n, 2).
 
-    In the order of the text, corners as they were said. No text raises: what is not four (two) numbers in the family's
-    notation is passed over, and of an answer that was cut off the whole boxes are read. (0, 4) where there are none.
+    They are in the order of the text, with corners as written. No text raises an error: anything but four (two) numbers
+    in the family's notation is skipped, and a truncated answer gives its whole boxes. (0, 4) if there are none.
 
     >>> parse('```json [{"bbox_2d": [12, 40, 310, 96], "label": "a cup"}, {"bbox_2d": [7,', "Qwen2.5-VL").tolist()
     [[12.0, 40.0, 310.0, 96.0]]
@@ -167,11 +168,11 @@ def parse(text: str, family: str, *, points: bool = False) -> Tensor:
 
 
 def find_regions(text: str, family: str) -> list[Region]:
-    """Every box and point in an answer with its label, in order; see `parse`.
+    """Return every box and point in an answer with its label, in order; see `parse`.
 
-    Marks may be special tokens, which `chat` leaves out: `processor.tokenizer.decode(trace.token_ids)` keeps them.
-    MiniCPM-V's boxes need theirs, Qwen2-VL's labels too; between GLM's is the answer, and what was thought before does
-    not count. Raises TypeError for an answer that is no text.
+    Delimiters may be special tokens, which `chat` drops but `processor.tokenizer.decode(trace.token_ids)` keeps.
+    MiniCPM-V's boxes need theirs, and so do Qwen2-VL's labels; GLM's enclose the answer, so thoughts before it are
+    ignored. Raises TypeError for an answer that is not text.
     """
     if not isinstance(text, str):
         raise TypeError(f"text: expected the text of an answer, got {type(text).__name__}")
@@ -179,8 +180,8 @@ def find_regions(text: str, family: str) -> list[Region]:
 
 
 def _json_regions(text: str) -> Iterator[Region]:
-    """Objects with bbox_2d or point_2d and a label; where there are none, bare lists. Read without a JSON parser,
-    because answers end anywhere, use single quotes and forget commas."""
+    """Yield objects with bbox_2d or point_2d and a label, or bare lists if there are none. This is no JSON parser,
+    because answers may end anywhere, use single quotes and miss commas."""
     text = "\n".join(_MARKED.findall(text)) or text
     objects = [(_LABEL.search(part), _KEY.findall(part)) for part in text.split("{")[1:] if "[" in part]
     for label, values in objects:

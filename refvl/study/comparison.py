@@ -1,10 +1,10 @@
-"""Why two runs differ: the stages of both on disk or in memory, and the first that is not the same.
+"""Why two runs differ: the stages of both, on disk or in memory, and the first one that is not equal.
 
-    trace.save(folder)          stages.safetensors, one tensor per name, and manifest.json, which says what they are
-    refvl.compare(a, b)         traces or such folders -> the first stage beyond tolerance, how much, where, and why
+    trace.save(folder)          stages.safetensors, one tensor per name, and manifest.json, which describes them
+    refvl.compare(a, b)         traces or such folders -> the first stage beyond tolerance, by how much, where and why
 
-A name is "stage/what", such as "encode/0" for the first medium. `Trace.stages` has refvl's; other software can write
-the same folders (`refvl.study.recording`, `benchmarks/record_vllm.py`), with as many of the stages as it has.
+A name is "stage/what", such as "encode/0" for the first item. `Trace.stages` has refvl's stages. Other software can
+write the same folders with any of the stages (`refvl.study.recording`, `benchmarks/record_vllm.py`).
 """
 
 import html
@@ -34,17 +34,17 @@ STAGES = {  # dimensions; None: 1 or 2
 }  # fmt: skip
 STATES, LOGITS, MARGINS = "prefill/last_states", "prefill/first_logits", "decode tokens/margins"
 NEW_TOKENS = "decode tokens/token_ids"
-ROUNDING = 0.03  # of the norm: what a tower in bfloat16 is off by, and hardly a wrong one
-RTOL = 1e-3  # of the stages of media: lets float32 round in a tower and sees bfloat16
-GROWTH = 8  # times that a text model may magnify how far its inputs are apart; measured: at most 1
+ROUNDING = 0.03  # fraction of the norm: a bfloat16 tower differs by less, a wrong one hardly ever does
+RTOL = 1e-3  # for the stages of media: allows float32 rounding in a tower, and detects bfloat16
+GROWTH = 8  # factor by which a text model may magnify a difference of its inputs; measured: at most 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stages:
-    """What each stage of a run made: tensors by "stage/what", in order of the path.
+    """The results of each stage of a run: tensors by "stage/what", in order of the path.
 
-    source: which software. layouts: of each medium, (t, h, w) in patches, or None where it is no grid. files:
-    digests of the files that shaped the model, where they are known.
+    source: the software. layouts: one per item, (t, h, w) in patches, or None if it is not a grid. files:
+    digests of the files that determine the model, if they are known.
     """
 
     tensors: dict[str, Tensor]
@@ -53,13 +53,13 @@ class Stages:
     files: dict[str, str] = field(default_factory=dict)
 
     def save(self, folder: str | Path) -> None:
-        """Write `folder`, which must not exist or be empty, in one step: other readers see nothing or everything.
+        """Write `folder`, which must be new or empty, in one step: other readers see nothing or everything.
 
-        Raises FileExistsError for a folder that holds files.
+        Raises FileExistsError for a folder that contains files.
         """
         folder = Path(folder)
         if folder.exists() and (folder.is_file() or any(folder.iterdir())):
-            raise FileExistsError(f"folder: {folder} holds files already; name another")
+            raise FileExistsError(f"folder: {folder} already contains files; name another")
         folder.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in self.tensors.items()}
         about = {"format": FORMAT, "source": self.source, "layouts": self.layouts, "tensors": _shapes(tensors)}
@@ -73,24 +73,24 @@ class Stages:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Stages":
-        """A folder that `save` wrote. Raises FileNotFoundError or ValueError, naming the file, for anything else."""
+        """Load a folder that `save` wrote. Raises FileNotFoundError or ValueError, naming the file, for others."""
         file, manifest = Path(folder) / TENSORS, Path(folder) / MANIFEST
         if missing := [path.name for path in (manifest, file) if not path.is_file()]:
-            raise FileNotFoundError(f"{folder}: holds no saved stages ({missing[0]} is missing)")
+            raise FileNotFoundError(f"{folder}: contains no saved stages ({missing[0]} is missing)")
         about = read_json(manifest)
         promised, layouts = about.get("tensors"), about.get("layouts")
         if about.get("format") != FORMAT or not isinstance(promised, dict) or not isinstance(layouts, list):
-            raise ValueError(f"{manifest}: is no manifest of saved stages (format {FORMAT!r})")
+            raise ValueError(f"{manifest}: expected a manifest of saved stages (format {FORMAT!r})")
         with open_shard(file) as stored:
             found = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         shapes = _shapes(found)
         if shapes != promised:
             differing = min(name for name in {*shapes, *promised} if shapes.get(name) != promised.get(name))
-            raise ValueError(f"{file}: does not hold what {MANIFEST} says of {differing!r}")
+            raise ValueError(f"{file}: does not match {MANIFEST} for {differing!r}")
         for name, x in found.items():
             stage, _, what = name.partition("/")
             if stage not in STAGES or not what:
-                raise ValueError(f"{manifest}: {name!r} belongs to none of the stages {list(STAGES)}")
+                raise ValueError(f"{manifest}: {name!r} belongs to no stage of {list(STAGES)}")
             if x.ndim not in ((STAGES[stage],) if STAGES[stage] else (1, 2)) or x.is_complex():
                 raise ValueError(f"{file}: {name!r} cannot be a {x.dtype} of shape {tuple(x.shape)}")
         grids = [tuple(x) if is_grid(x) else None for x in layouts]
@@ -104,22 +104,22 @@ class Stages:
 
 
 def _shapes(tensors: dict[str, Tensor]) -> dict[str, list]:
-    """Dtype and shape of each, as a manifest says them."""
+    """Return dtype and shape of each tensor, as a manifest lists them."""
     return {name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Difference:
-    """One tensor of both runs: the largest difference, beside the largest value, and what is beyond tolerance."""
+    """The comparison of one tensor in both runs: the largest difference and value, and what exceeds tolerance."""
 
     name: str
     differs: bool
     largest: float = 0.0
     scale: float = 0.0  # largest magnitude in b
-    beyond: str = ""  # how many rows, and where the first is
-    cause: str = ""  # what usually makes such a difference, or what was found to make it
-    row: int = 0  # the first beyond tolerance
-    tried: bool = False  # the cause was found by running the model with it
+    beyond: str = ""  # how many rows, and the location of the first
+    cause: str = ""  # the usual cause of such a difference, or the one that was found
+    row: int = 0  # the first row beyond tolerance
+    tried: bool = False  # whether running the model with the cause confirmed it
 
     def __str__(self) -> str:
         if not self.differs:
@@ -129,13 +129,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Comparison:
-    """Two runs beside each other; `first` is the first tensor that differs, None where they are the same."""
+    """The comparison of two runs; `first` is the first tensor that differs, None if they are equal."""
 
     a: str
     b: str
     rows: list[Difference]
     not_in_both: list[str]
-    files: list[str] = field(default_factory=list)  # that shaped both models, and differ
+    files: list[str] = field(default_factory=list)  # that determine both models, and differ
 
     @property
     def first(self) -> Difference | None:
@@ -148,9 +148,9 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The answer in a sentence."""
+        """The answer in one sentence."""
         if self.first is None:
-            return "the same, as far as both were recorded"
+            return "no difference in the stages that both recorded"
         kind = "cause" if self.first.tried else "usual cause"
         return f"first difference: {self.first.name}; {kind}: {self.first.cause}"
 
@@ -159,7 +159,7 @@ class Comparison:
         return "\n".join([f"{self.a} beside {self.b}", *lines, self.verdict])
 
     def _repr_html_(self) -> str:
-        """The same as a table, for notebooks."""
+        """Return the comparison as a table, for notebooks."""
         return html_table(f"{self.a} beside {self.b}: {self.verdict}", ("stage", "difference"), self._cells())
 
     def _cells(self) -> list[tuple[str, str]]:
@@ -169,7 +169,7 @@ class Comparison:
 
 
 def html_table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table for notebooks; the texts are escaped."""
+    """Return a table for notebooks; the texts are escaped."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
@@ -179,14 +179,14 @@ def html_table(caption: str, titles: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, model: Any = None) -> Comparison:
-    """Two runs, each a `Trace`, `Stages` or a folder saved by either: where they first differ, and what does that.
+    """Compare two runs, each a `Trace`, `Stages` or a folder saved by either: where they first differ, and why.
 
-    A value differs when |a - b| > atol + rtol * the largest magnitude of its tensor in b. Without rtol that is 1e-3 up
-    to the positions, and in the text model what rounding explains: see `rounding`. Integers and masks must be equal,
-    nan and inf stand in the same places. What only one side recorded is listed, not judged.
-    model: the `VLM` of one of the runs. With it, causes inside the text model and the tower are tried, one after the
-    other, where the first difference is theirs (`refvl.study.text_causes`): some hundred forwards of the layers before
-    it. Raises TypeError or ValueError naming the argument, also where nothing is shared.
+    A value differs if |a - b| > atol + rtol * the largest magnitude of its tensor in b. The default of rtol is 1e-3 up
+    to the positions; in the text model it is the expected rounding error, see `rounding`. Integers and masks must be
+    equal, and nan and inf must be in the same places. Stages that only one side recorded are listed, not judged. model:
+    the `VLM` of one of the runs. If the first difference is in the text model or the tower, possible causes are tried
+    one by one (`refvl.study.text_causes`): a few hundred forwards of the layers before it. Raises TypeError or
+    ValueError naming the argument, also if the runs share no stage.
     """
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if tolerance is not None and not check_number(tolerance, name) >= 0:
@@ -196,9 +196,9 @@ def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, mod
     ours, theirs = _stages(a, "a"), _stages(b, "b")
     names = [name for name in ours.tensors if name in theirs.tensors]
     if not names:
-        raise ValueError(f"a, b: {ours.source} and {theirs.source} have recorded no stage in common")
+        raise ValueError(f"a, b: {ours.source} and {theirs.source} share no recorded stage")
     order = list(STAGES)
-    names.sort(key=lambda name: order.index(name.split("/")[0]))  # stable: within a stage as they were recorded
+    names.sort(key=lambda name: order.index(name.split("/")[0]))  # stable: recorded order within a stage
     rows = [_difference(name, ours, theirs, rtol, atol) for name in names]
     alone = sorted(ours.tensors.keys() ^ theirs.tensors.keys())
     known = sorted(ours.files.keys() | theirs.files.keys()) if ours.files and theirs.files else []
@@ -210,8 +210,8 @@ def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, mod
 
 
 def _tried(first: Difference, model: Any, ours: Stages, theirs: Stages) -> Difference:
-    """The first difference with the cause that explains it, where one of those that are tried does."""
-    if "nan" in f"{first.largest} {first.scale}":  # shapes differ, and so did what the model was given
+    """Return the first difference, with its cause if one of those that are tried explains it."""
+    if "nan" in f"{first.largest} {first.scale}":  # shapes differ, and so did the model's inputs
         return first
     stage, what = first.name.split("/", 1)
     explained = None
@@ -226,7 +226,7 @@ def _tried(first: Difference, model: Any, ours: Stages, theirs: Stages) -> Diffe
     side, cause = explained
     where = f"in {side} ({(ours if side == 'a' else theirs).source})"
     if not cause:
-        return replace(first, cause=f"{first.cause}; {where}, and no cause that can be tried")
+        return replace(first, cause=f"{first.cause}; {where}, and no known cause explains it")
     return replace(first, cause=f"{cause}, {where}", tried=True)
 
 
@@ -245,7 +245,7 @@ def _difference(name: str, ours: Stages, theirs: Stages, rtol: float | None, ato
         shapes = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
         return Difference(name, True, float("nan"), float("nan"), shapes, CAUSES_OF_SHAPES[name.split("/")[0]])
     if name == MARGINS:
-        a, b = (x[: _same_tokens(ours, theirs) + 1] for x in (a, b))  # behind it each has answered something else
+        a, b = (x[: _same_tokens(ours, theirs) + 1] for x in (a, b))  # after it, the answers differ
     exact = not a.is_floating_point() and not b.is_floating_point()
     x, y = (a.double(), b.double()) if exact else (a.float(), b.float())
     same = (x == y) | (x.isnan() & y.isnan())  # also inf
@@ -264,7 +264,7 @@ def _difference(name: str, ours: Stages, theirs: Stages, rtol: float | None, ato
 
 
 def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Tensor, scale: float) -> Tensor | float:
-    """How far values may be apart: one number, or of the states (layers + 1, 1)."""
+    """Return by how much values may differ: one number, or (layers + 1, 1) for the states."""
     if name == STATES:
         scales = y.abs().nan_to_num(nan=0.0, posinf=0.0).amax(1, keepdim=True)
         shares = [rounding(ours, theirs, layer) if rtol is None else rtol for layer in range(len(y))]
@@ -279,10 +279,10 @@ def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Ten
 def rounding(ours: Stages, theirs: Stages, layers: int | None = None) -> float:
     """Return the share of the largest value that rounding explains after `layers` layers; None: after the head.
 
-    2 * sqrt(n) * eps, where n values are rounded one after the other, each by at most eps / 2, and the largest of some
+    2 * sqrt(n) * eps: n values are rounded one after the other, each by at most eps / 2, and the largest of about
     10^5 values counts (`tests/closeness.py` derives it). eps is that of the coarser run. Float32 rounds every term of a
     layer's sums, which are about ten times as long as the model is wide. Half precisions are summed in float32, so only
-    the ten or so results of a layer are rounded. What the inputs are apart is added `GROWTH` times.
+    the ten or so results of a layer are rounded. The difference of the inputs is added `GROWTH` times.
     """
     runs = [run.tensors[name] for run in (ours, theirs) for name in (STATES, LOGITS) if name in run.tensors]
     states = [x for x in runs if x.ndim == 2]
@@ -293,7 +293,7 @@ def rounding(ours: Stages, theirs: Stages, layers: int | None = None) -> float:
 
 
 def _inputs_apart(ours: Stages, theirs: Stages) -> float:
-    """The largest distance of two rows that the text model was given, as a share of the row's norm; 0 if not known."""
+    """Return the largest distance of two input rows of the text model, as a share of the row's norm; 0 if unknown."""
     x, y = (run.tensors.get("merge/inputs_embeds") for run in (ours, theirs))
     if x is None or y is None or x.shape != y.shape or not x.numel():
         return 0.0
@@ -302,7 +302,7 @@ def _inputs_apart(ours: Stages, theirs: Stages) -> float:
 
 
 def _same_tokens(ours: Stages, theirs: Stages) -> int:
-    """How many new tokens are the same before the first that is not."""
+    """Count the new tokens that are equal before the first that is not."""
     x, y = (run.tensors.get(NEW_TOKENS) for run in (ours, theirs))
     if x is None or y is None:
         return 0
@@ -311,7 +311,7 @@ def _same_tokens(ours: Stages, theirs: Stages) -> int:
 
 
 def _place(name: str, row: int, layouts: list, rows: int) -> str:
-    """Which patch, token or layer a row is."""
+    """Name the patch, token or layer of a row."""
     stage, what = name.split("/", 1)
     if name == STATES:
         return f"after layer {row - 1}" if row else "into layer 0"
@@ -321,35 +321,35 @@ def _place(name: str, row: int, layouts: list, rows: int) -> str:
     grid = layouts[int(what)] if int(what) < len(layouts) else None
     m = isqrt(prod(grid) // rows) if grid else 0  # patches along a side of a row's square
     if not grid or not m or m * m * rows != prod(grid) or any(side % 2 for side in grid[1:]):
-        return f"at medium {int(what) + 1}, {unit} {row}"
+        return f"at item {int(what) + 1}, {unit} {row}"
     t, within = divmod(row, rows // grid[0])
     if m == 1:
         h, w = merge_block_coordinates([(1, *grid[1:])])[within].tolist()
     else:
         h, w = divmod(within, grid[2] // m)
-    return f"at medium {int(what) + 1}, {unit} (t {t}, row {h}, column {w})"
+    return f"at item {int(what) + 1}, {unit} (t {t}, row {h}, column {w})"
 
 
 CAUSES_OF_SHAPES = {
-    "patchify": "resize: other limits (min_pixels, max_pixels), or another picture",
-    "encode": "resize: other limits; or another merge size",
-    "prune": "another number of tokens before pruning",
+    "patchify": "resize: different limits (min_pixels, max_pixels), or a different image",
+    "encode": "resize: different limits; or a different merge size",
+    "prune": "a different number of tokens before pruning",
     "merge": "tokens: chat template, tokenizer, number of placeholders, or pruning",
-    "positions": "tokens: another prompt",
-    "prefill": "another text model",
-    "decode tokens": "another number of new tokens",
+    "positions": "tokens: a different prompt",
+    "prefill": "a different text model",
+    "decode tokens": "a different number of new tokens",
 }
 
 
 def _cause(name: str, a: Tensor, b: Tensor) -> str:
-    """What usually makes two tensors of one shape differ like this."""
+    """Return the usual cause of such a difference between two tensors of one shape."""
     stage, what = name.split("/", 1)
     x, y = a.float(), b.float()
     is_rounded = float((x - y).norm()) < ROUNDING * float(y.norm())
     if is_rounded and a.dtype != b.dtype:
-        return f"precision: {a.dtype} beside {b.dtype}".replace("torch.", "")
+        return f"precision: {a.dtype} against {b.dtype}".replace("torch.", "")
     if stage == "prune":
-        return "pruning: another rule or rate, or embeddings that almost tie"
+        return "pruning: a different rule or rate, or embeddings that almost tie"
     if what == "input_ids":
         return "tokens: chat template or tokenizer"
     if stage == "positions":
@@ -357,16 +357,16 @@ def _cause(name: str, a: Tensor, b: Tensor) -> str:
     if not (x.isfinite().all() and y.isfinite().all()):
         return "overflow: inf or nan, as beyond 65,504 in float16"
     if stage == "patchify":
-        return "order: the patch rows (merge blocks, or line by line)" if _is_permuted(x, y) else _cause_of_pixels(x, y)
+        return "order: the patch rows (merge-block or row-major)" if _is_permuted(x, y) else _cause_of_pixels(x, y)
     if is_rounded:
-        return "precision: a tower in bfloat16 or float16, TF32, or other kernels"
+        return "precision: a tower in bfloat16 or float16, TF32, or different kernels"
     if _is_permuted(x, y):
-        return "order: the same rows elsewhere (a window order that was not undone, media exchanged)"
+        return "order: the same rows in different positions (a window order that was not undone, media exchanged)"
     return "weights; or positions and attention inside the tower" if stage == "encode" else "weights of the embedding"
 
 
 def _is_permuted(x: Tensor, y: Tensor) -> bool:
-    """Whether the rows are the same in another order, and not in this one, judged by one random number for each."""
+    """Return whether the rows are equal but in a different order, judged by one random number for each."""
     direction = torch.randn(x.shape[1], dtype=x.dtype, generator=torch.Generator().manual_seed(0))
     a, b = x @ direction, y @ direction
     near = 1e-3 * b.abs().max()
@@ -374,7 +374,7 @@ def _is_permuted(x: Tensor, y: Tensor) -> bool:
 
 
 def _cause_of_pixels(x: Tensor, y: Tensor) -> str:
-    """Where y is a multiple of x plus a constant in every channel, colours were normalised differently."""
+    """Return a cause: if y is a multiple of x plus a constant in every channel, the normalisation differs."""
     if x.shape[1] % 3 == 0:
         x, y = (rows.reshape(len(rows), 3, -1).transpose(0, 1).reshape(3, -1) for rows in (x, y))
         centred = x - x.mean(1, keepdim=True), y - y.mean(1, keepdim=True)
@@ -382,25 +382,25 @@ def _cause_of_pixels(x: Tensor, y: Tensor) -> str:
         rest = centred[1] - slope[:, None] * centred[0]
         if rest.abs().max() < 1e-3 * y.abs().max():
             return "normalisation: mean, std or scale of a channel"
-    return "resize: another filter, antialiasing or decoder; or another order of the channels"
+    return "resize: different filter, antialiasing, decoder, or order of channels"
 
 
 def _cause_of_positions(x: Tensor, y: Tensor) -> str:
-    """(3, L) each: where all axes are moved by the same, what stands behind a medium is."""
+    """Return a cause for different positions x, y (3, L): an equal shift of all axes is a shift of later text."""
     moved = x - y
     uneven = (moved != moved[:1]).any(0)
     if not uneven.any():
-        return "positions: what a medium costs the text behind it (max(h, w), or its largest position + 1)"
+        return "positions: how far an item moves the text after it (max(h, w), or its largest position + 1)"
     for order in itertools.permutations(range(3)):
         if torch.equal(x[list(order)], y):
-            return f"positions: order of the axes ({', '.join('thw'[axis] for axis in order)} in place of t, h, w)"
+            return f"positions: order of the axes ({', '.join('thw'[axis] for axis in order)} instead of t, h, w)"
     if torch.equal(moved[1, uneven], moved[2, uneven]):
-        return "positions: seconds between frames, as axis t alone differs inside a medium"
+        return "positions: seconds between frames, because only axis t differs inside an item"
     return "positions: order of the axes, seconds between frames, or text numbered without media"
 
 
 def _cause_in_text(name: str, row: int, ours: Stages, theirs: Stages) -> str:
-    """What usually parts two text models here; `explain` tries which of it is true."""
+    """Return the usual cause of a difference in the text model; `explain` tests which one it is."""
     if name == STATES:
         parts = "its norms, rotary, attention or weights" if row else "the embedding of the last token"
         deeper = row > 1 and "merge/deepstack" in {**ours.tensors, **theirs.tensors}
@@ -415,7 +415,7 @@ def _cause_in_text(name: str, row: int, ours: Stages, theirs: Stages) -> str:
     margin = min(float(x[row]) for x in margins if row < len(x))
     tie = 2 * rounding(ours, theirs) * float(theirs.tensors[LOGITS].float().abs().max())
     if margin <= tie:
-        return f"two tokens that almost tie: {margin:.2g} between their logits, of which rounding explains {tie:.2g}"
+        return f"two tokens that almost tie: their logits are {margin:.2g} apart, and rounding explains {tie:.2g}"
     if row == 0:
-        return "decoding: the same logits, another choice (sampling, a penalty, suppressed tokens)"
-    return f"decoding: positions of new tokens, or their cache; no tie, as {margin:.2g} is between the best two"
+        return "decoding: the same logits, a different choice (sampling, a penalty, suppressed tokens)"
+    return f"decoding: positions of new tokens, or their cache; no tie, because the best two are {margin:.2g} apart"

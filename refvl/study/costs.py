@@ -1,4 +1,4 @@
-"""What a model costs before it is loaded: parameters, memory, tokens - from the config and sizes alone."""
+"""The costs of a model before it is loaded: parameters, memory and tokens, from the config and sizes alone."""
 
 import re
 from collections.abc import Hashable, Sequence
@@ -23,24 +23,24 @@ from refvl.pixels.slices import count_sets, plan_slices
 from refvl.positions import find_pruner
 from refvl.study.report import layout_text
 
-BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the image that upstream plans with
-LARGER_THAN_ANY_CUT = 4096  # px, the side of a picture that gets as many slices or crops as a square one can
+BEYOND_ANY_BUDGET = 9_999_999  # px, the side of the image with which upstream plans
+LARGER_THAN_ANY_CUT = 4096  # px: a square image of this side gets the most slices or crops
 
 
 class LimitKey(NamedTuple):
-    """A key of a checkpoint's files that decides how many tokens a medium takes."""
+    """A key in a checkpoint's files that limits how many tokens an image or video takes."""
 
     families: str
     medium: str  # "image" or "video"
     file: str
     key: str  # with dots between the levels
-    limits: str  # what it limits
+    limits: str  # the quantity it limits
 
 
 def limit_table() -> str:
-    """Which key of which file limits what, as a table in Markdown.
+    """Return a Markdown table of the keys, their files and what they limit.
 
-    For a video the image's file counts if there is none of its own.
+    For a video without a file of its own, the image's file counts.
     """
     return Path(__file__).with_name("limits.md").read_text(encoding="utf-8").rstrip()
 
@@ -49,20 +49,20 @@ LIMIT_KEYS = [LimitKey(*row.strip("| ").split(" | ")) for row in limit_table().r
 
 
 class Blank(NamedTuple):
-    """The size of an image without its pixels, which may be more than fit into memory."""
+    """The size of an image without its pixels, which may not fit into memory."""
 
     width: int  # px
     height: int
 
     @property
     def size(self) -> tuple[int, int]:
-        """(width, height), as Pillow has it."""
+        """(width, height), as in Pillow."""
         return self.width, self.height
 
 
 @dataclass(frozen=True, slots=True)
 class MediaPlan:
-    """What an image or a video becomes. `patches` go through the encoder, `kept` of `tokens` the language model."""
+    """The plan of an image or a video. The encoder reads `patches`, the language model `kept` of the `tokens`."""
 
     kind: str
     size: str  # as decoded
@@ -95,7 +95,7 @@ def plan_media(vlm: VLM, medium, pruning_rate: float = 0.0, pruning: str = "evs"
 
 
 def describe_layout(processor: Processor, medium, layout: Any, tokens: int) -> str:
-    """What the preprocessing makes of a decoded medium, step by step."""
+    """Describe the preprocessing of a decoded item, step by step."""
     config = processor.image_config
     if isinstance(config, PatchConfig):
         is_video, (t, h, w) = isinstance(medium, Video), layout
@@ -120,18 +120,18 @@ def describe_layout(processor: Processor, medium, layout: Any, tokens: int) -> s
 
 
 def image_size_with_most_features(config: PatchConfig) -> tuple[int, int]:
-    """(height, width) in px that a square image, larger than any budget, is resized to.
+    """Return the (height, width) in px to which a square image, larger than any budget, is resized.
 
-    One image, not a video: GLM's budgets count frames, and planning an image as a video of sixteen would find it
-    eight times too small. Upstream: `get_image_size_with_most_features` (vLLM).
+    It is an image, not a video, because GLM's budgets count frames: planned as a video of sixteen frames, the image
+    would be eight times too small. Upstream: `get_image_size_with_most_features` (vLLM).
     """
     return config.fit(BEYOND_ANY_BUDGET, BEYOND_ANY_BUDGET)
 
 
 def frames_that_fit(max_tokens: int, size: tuple[int, int], config: PatchConfig, *, limit: int = 600) -> int:
-    """How many frames of `size` (height, width) px a video may have before its tokens exceed `max_tokens`.
+    """Return how many frames of `size` (height, width) px a video may have before its tokens exceed `max_tokens`.
 
-    GLM shrinks the frames of a longer video, so that once the largest video fits, any does: `limit` is returned.
+    GLM shrinks the frames of a longer video, so if the largest video fits, any does, and `limit` is returned.
     Upstream: `_get_max_video_frames` (vLLM).
     """
     frames = 0
@@ -141,23 +141,23 @@ def frames_that_fit(max_tokens: int, size: tuple[int, int], config: PatchConfig,
 
 
 def _tensor_bytes(weight: Tensor) -> int:
-    """Memory of a parameter as it is; of a quantised one all that it is made of."""
+    """Return the memory of a parameter, which for a quantised one is that of all its tensors."""
     if not is_traceable_wrapper_subclass(weight):
         return weight.numel() * weight.dtype.itemsize
-    names, _ = weight.__tensor_flatten__()  # what makes it such a subclass
+    names, _ = weight.__tensor_flatten__()  # the method that defines such a subclass
     return sum(_tensor_bytes(getattr(weight, name)) for name in names if getattr(weight, name) is not None)
 
 
 def stored_text_bytes(folder: Path, vision_prefix: str) -> int:
-    """What the weights that are not the vision tower's take in the files of a checkpoint, by their headers."""
+    """Return the bytes of all weights except the vision tower's in a checkpoint's files, from their headers."""
     places = {name: header.data_offsets for name, header in weight_headers(folder).items()}
     return sum(end - begin for name, (begin, end) in places.items() if not re.match(vision_prefix, name))
 
 
 def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
-    """Keys and values of all layers for one token; layers of linear attention keep a state of fixed size instead.
+    """Return the bytes of keys and values of all layers for one token; linear attention has a fixed state instead.
 
-    Latent attention (DeepSeek-V3's) keeps what the keys and values of all heads are made of.
+    Latent attention (DeepSeek-V3's) stores the vector from which keys and values of all heads are computed.
     """
     if latent := getattr(text_config, "kv_lora_rank", None):
         return text_config.num_hidden_layers * (latent + text_config.qk_rope_head_dim) * dtype.itemsize
@@ -168,10 +168,10 @@ def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
 
 
 def encoder_activation_bytes(encoder, patches: int) -> int:
-    """An estimate of the tower's peak, in the MLP of a block or where its queries and keys are rotated.
+    """Estimate the tower's peak memory, in the MLP of a block or at the rotation of queries and keys.
 
-    Pixel rows, residual and normed input are there in both; the rotation takes two float32 copies of queries and keys,
-    and one with the halves of each head swapped.
+    Patch rows, residual and normed input exist in both cases. The rotation adds two float32 copies of queries and keys,
+    and one with swapped halves of each head.
     """
     mlp = next(module for name, module in encoder.named_modules() if name.endswith("mlp"))
     widths = [layer.out_features for layer in mlp.modules() if isinstance(layer, nn.Linear)]
@@ -186,15 +186,15 @@ def encoder_activation_bytes(encoder, patches: int) -> int:
 def costs(
     vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning: str = "evs", text_bytes: int | None = None
 ) -> dict[str, Any]:
-    """Every number that `describe` words, ready for JSON: parameters, tokens, px, bytes; `vlm` may live on `meta`.
+    """Return every number that `describe` prints, ready for JSON: parameters, tokens, px, bytes; `vlm` may be on
+    "meta".
 
-    Without a language model (`load(..., text=False)`) there is no context, and its weights and cache take 0 bytes.
+    Without a language model (`load(..., text=False)`) the context is None, and its weights and cache take 0 bytes.
 
-    media: decoded, see `VLM.processor.decode`. pruning_rate: of videos, [0, 1), by the rule `pruning`.
-    `activation_bytes` is an estimate of the tower's peak while it encodes that medium alone; in `memory_bytes` it
-    encodes all at once.
-    text_bytes: what the language model's weights take, where `vlm` has them in another form than the checkpoint
-    (`stored_text_bytes`).
+    media: decoded, see `VLM.processor.decode`. pruning_rate: of videos, in [0, 1), by the method `pruning`.
+    `activation_bytes` is an estimate of the tower's peak while it encodes that item alone; `memory_bytes` assumes that
+    it encodes all items together. text_bytes: the bytes of the language model's weights, if `vlm` has a form of them
+    that the checkpoint has not (`stored_text_bytes`).
     """
     dtype, processor = vlm.encoder.dtype, vlm.processor
     text = vlm.language_model or None
@@ -237,7 +237,7 @@ def costs(
 def describe(
     vlm: VLM, media: Sequence = (), *, pruning_rate: float = 0.0, pruning: str = "evs", text_bytes: int | None = None
 ) -> dict[str, str]:
-    """`costs` in words, as rows for a table."""
+    """Return `costs` in words, as rows of a table."""
     found = costs(vlm, media, pruning_rate=pruning_rate, pruning=pruning, text_bytes=text_bytes)
     tower, halves = vlm.encoder.config, found["weights_bytes_of"]
     parameters, largest = found["parameters"], found["largest_square_picture"]
@@ -261,12 +261,12 @@ def describe(
         }
     rows |= {
         f"weights in {found['dtype']}": weights + ", quantised" * bool(text_bytes),
-        "largest square picture": f"{largest['becomes']} -> {largest['tokens']:,} tokens"
-        + " (assumed: no file says the limits)" * found["limits_assumed"],
+        "largest square image": f"{largest['becomes']} -> {largest['tokens']:,} tokens"
+        + " (assumed: no file sets the limits)" * found["limits_assumed"],
         "a server reserves": reserves,
     }
     if vlm.processor.clip_sampling:
-        rows["clip sampling"] = vlm.processor.clip_sampling
+        rows["video sampling"] = vlm.processor.clip_sampling
     for i, medium in enumerate(found["media"]):
         kept = f", {medium['kept']:,} kept" * (medium["kept"] < medium["tokens"])
         rows[f"{medium['kind']} {i + 1}"] = (
@@ -279,7 +279,7 @@ def describe(
 
 
 def overview(vlm: Any) -> str:
-    """Family, device and dtype of a model, its parts and their sizes: its `repr`."""
+    """Return family, device and dtype of a model, its parts and their sizes: its `repr`."""
     text = "none: loaded with text=False"
     if vlm.language_model:
         config = vlm.language_model.config
@@ -300,15 +300,15 @@ def overview(vlm: Any) -> str:
 
 
 def _parameters(module: Any) -> str:
-    """How many values the parameters of a module have, in words."""
+    """Return the number of a module's parameters in words."""
     count = sum(parameter.numel() for parameter in module.parameters())
     return f"{count / 1e9:.2f} billion parameters" if count >= 1e9 else f"{count / 1e6:.2f} million parameters"
 
 
 def set_pixel_limits(processor: Processor, *, min_pixels: int | None = None, max_pixels: int | None = None) -> None:
-    """Other limits for images and videos, as keyword arguments of transformers' `AutoProcessor.from_pretrained` do.
+    """Set other limits for images and videos, like the keyword arguments of transformers' `from_pretrained`.
 
-    Raises ValueError, naming the argument, for families that count no pixels, and for a minimum above the maximum.
+    Raises ValueError, naming the argument, for families without pixel limits, and for a minimum above the maximum.
     """
     limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
@@ -316,7 +316,7 @@ def set_pixel_limits(processor: Processor, *, min_pixels: int | None = None, max
         return
     if not isinstance(processor.image_config, PatchConfig):
         sizes = (f"{name}={value}" for name, value in asdict(processor.image_config).items() if type(value) is int)
-        raise ValueError(f"{next(iter(given))}: this family cuts pictures by other limits: {', '.join(sizes)}")
+        raise ValueError(f"{next(iter(given))}: this family cuts images by other limits: {', '.join(sizes)}")
     processor.image_config = replace(processor.image_config, **given)
     processor.video_config = replace(processor.video_config, **given)
 

@@ -1,16 +1,16 @@
-"""`VLM.trace(..., replace={stage: f})`: the result of a stage is what f makes of it, and the run goes on with that.
+"""`VLM.trace(..., replace={stage: f})` replaces the result of a stage by f(result), and the run continues with it.
 
     stage            f gets, and returns
-    patchify         list of `Patches`, one per item; it may return tensors (N, C) in their place: their rows
+    patchify         list of `Patches`, one per item; f may return tensors (N, C) instead, as their rows
     plan             list of plans, one per forward of the tower
     encode, embeds   list of tensors (M, W), one per item
     prune            list of masks (M,) bool or None, one per item
     merge            (L, D) embeddings of the prompt
-    positions        (3, L) positions; tokens that follow count on from their maximum
-    position_table   the learned table of a tower that has one, in the shape of its weights
+    positions        (3, L) positions; tokens that follow continue from their maximum
+    position_table   the learned table of a tower, if it has one, in the shape of its weights
     window_index     or any other tensor of the plan, by its name
 
-The model itself is not changed. Such a run is eager, also if the model has graphs, and uses no media cache.
+The model itself is not changed. Such a run is eager even if the model has graphs, and it uses no media cache.
 """
 
 import copy
@@ -36,13 +36,13 @@ TABLE = re.compile(r"(^|\.)(pos_embed|position_embedding|positional_embedding)(\
 
 @dataclass(slots=True, eq=False, repr=False)
 class Intervened(Trace):
-    """A trace that changes results on the way."""
+    """A trace that changes results during the run."""
 
     changes: Mapping[str, Callable] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage, then put what its function returns in the place of its result."""
+        """Time a stage, then replace its result by what its function returns."""
         with Trace.stage(self, name):
             yield
         if name == "plan":
@@ -51,7 +51,7 @@ class Intervened(Trace):
             made = getattr(self, RESULTS[name])
             changed = _checked(name, made, self.changes[name](made))
             if isinstance(made, list):
-                made[:] = changed  # the run holds the same list
+                made[:] = changed  # the run refers to the same list
             else:
                 setattr(self, RESULTS[name], changed)
             if name == "positions":
@@ -67,9 +67,9 @@ class Intervened(Trace):
 
 
 def with_replacements(model: Any, changes: Mapping[str, Callable]) -> Any:
-    """A copy of `model`, on the same weights, whose runs are changed.
+    """Return a copy of `model`, with the same weights, whose runs are changed.
 
-    Raises TypeError for values that are no functions. A stage that does not exist is a ValueError of the run.
+    Raises TypeError for values that are not functions. The run raises ValueError for a stage that does not exist.
     """
     if not isinstance(changes, Mapping) or not all(map(callable, changes.values())):
         raise TypeError(f"replace: expected a dict of functions by stage, got {changes!r}")
@@ -91,7 +91,7 @@ def with_replacements(model: Any, changes: Mapping[str, Callable]) -> Any:
 
 
 def _checked(name: str, made: Any, changed: Any) -> Any:
-    """What replaces `made`, in its type and shape; raises ValueError or TypeError naming the stage."""
+    """Return the replacement of `made`, in its type and shape; raise ValueError or TypeError naming the stage."""
     where = f"replace[{name!r}]"
     if isinstance(made, list):
         if not isinstance(changed, list | tuple) or len(changed) != len(made):

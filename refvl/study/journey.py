@@ -1,4 +1,4 @@
-"""One picture, line by line: the functions that a real request runs, in call order, and how much that is to read.
+"""One image, line by line: the functions that a real request runs, in call order, and how many lines they have.
 
     journey = follow(model, "What color is the circle?", images=["data/pictures/scene.png"])
     journey.numbers    # Numbers(functions=..., file_changes=..., ...)
@@ -26,18 +26,18 @@ from refvl.study.report import Trace
 from refvl.study.source import Source, source_of
 
 LIBRARY = Path(__file__).resolve().parents[1]
-ASK = "ask"  # what runs before the first stage
+ASK = "ask"  # the functions before the first stage
 SENTENCES = {
     ASK: "The caller's arguments become a request. They are checked here, once, and the stages trust them.",
     "decode media": "Files and arrays become RGB images. A video becomes the frames that are sampled from it.",
-    "patchify": "Each image is resized and cut into patches. Each patch is a row of numbers; a layout says where the "
-    "rows lie.",
+    "patchify": "Each image is resized and cut into patches. Each patch is a row of numbers; a layout describes the "
+    "order of the rows.",
     "plan": "From the layout alone, without a pixel, the encoder computes positions, the order of the rows, and which "
     "rows attend to each other.",
     "encode": "The vision tower turns patch rows into embeddings that the language model can read.",
     "prune": "If the caller sets a pruning rate, the video tokens that add the least are dropped.",
     "tokenize": "The prompt becomes token ids, with a placeholder for every embedding.",
-    "merge": "The prompt becomes token ids, and the embeddings take the places of its placeholders.",
+    "merge": "The prompt becomes token ids, and the embeddings replace its placeholders.",
     "positions": "Every token gets a position on each of three axes: time, height and width.",
     "prefill": "The language model reads the whole prompt and scores every entry of its vocabulary as the next token.",
     "decode tokens": "The best token is appended and read in turn, until the model ends its answer.",
@@ -47,19 +47,19 @@ SENTENCES = {
 
 
 class Numbers(NamedTuple):
-    """How much one answer takes to read. Code lines are those without blank lines, comments and docstrings."""
+    """The size of one answer's code path. Code lines exclude blank lines, comments and docstrings."""
 
     functions: int  # entered
     file_changes: int  # between one function and the next, in the order of first entry
     files: int
     lines: int  # code lines of the functions entered
     check_lines: int  # of these, the lines that only check
-    whole_files: int  # code lines of the files that these functions lie in
+    whole_files: int  # code lines of the files of these functions
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that was entered. Line numbers are those of its file, and begin at 1."""
+    """A function that was entered. Line numbers are those of its file, from 1."""
 
     path: Path
     file: str  # the path below the recorded folder: "positions/mrope.py"
@@ -67,7 +67,7 @@ class Function:
     first: int  # its first line, decorators included
     calls: int  # a generator counts again each time it is resumed
     stage: str  # in which it was first entered
-    caller: tuple[str, int] | None  # file and line from which it was first called
+    caller: tuple[str, int] | None  # file and line of its first call
     ran: frozenset[int]  # lines of its file that were executed
 
     @property
@@ -88,22 +88,22 @@ class Function:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Journey:
-    """One answer, followed. Functions are in the order of first entry; `trace` is a second run of the same request."""
+    """One answer and its functions, in the order of first entry; `trace` is a second run of the same request."""
 
     question: str
     functions: list[Function]
     numbers: Numbers
     trace: Trace
-    scores: list[Tensor]  # (vocabulary,) of each new token, where it was chosen; empty with beams and drafts
+    scores: list[Tensor]  # (vocabulary,) per new token, from which it was chosen; empty with beams and drafts
     decode: Callable[[Sequence[int]], str]  # token ids -> text
 
     @property
     def stages(self) -> list[tuple[str, list[Function]]]:
-        """Functions by stage. A stage that runs in several parts comes again if new functions are entered."""
+        """Functions by stage. A stage that runs in several parts appears again if new functions are entered."""
         return [(stage, list(functions)) for stage, functions in groupby(self.functions, lambda f: f.stage)]
 
     def number_of(self, place: tuple[str, int] | None) -> int | None:
-        """The number (from 0) of the innermost function around a (file, line); None if none was entered there."""
+        """Return the number (from 0) of the innermost function around a (file, line), None if there is none."""
         around = [i for i, f in enumerate(self.functions) if place and f.file == place[0] and place[1] in f.lines]
         return min(around, key=lambda i: len(self.functions[i].lines), default=None)
 
@@ -112,9 +112,9 @@ class Journey:
 
 
 class Recorder:
-    """A trace function for `sys.settrace` that keeps what happens in the files of a folder.
+    """A trace function for `sys.settrace` that records the calls and lines in the files of a folder.
 
-    `stage` is the stage that functions are first entered in. None: the next one, which has not begun yet.
+    `stage` is the stage of functions that are entered now; None: the next stage, which has not begun yet.
     """
 
     def __init__(self, folder: Path, skip: Sequence[str] = ()):
@@ -125,10 +125,10 @@ class Recorder:
         self.calls: dict[tuple[str, str, int], int] = {}  # by file, name, first line, in the order of first entry
         self.callers: list[tuple[str, int] | None] = []  # of each function
         self.events: dict[str, set[int]] = {}  # executed lines by file, as the interpreter names them
-        self._open = set[FrameType]()  # generators of stages that are under way
+        self._open = set[FrameType]()  # generators of stages in progress
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """Called for every function that is entered; returns what is called for each of its lines."""
+        """Record a function that is entered; return the function to call for each of its lines."""
         file = frame.f_code.co_filename
         if not file.startswith(self.root) or file in self.skip:
             return None
@@ -154,7 +154,7 @@ class Recorder:
         self.calls[key] = self.calls.get(key, 0) + 1
 
     def _caller(self, frame: FrameType | None) -> tuple[str, int] | None:
-        """The nearest line of the folder: between it and the call, another library may stand."""
+        """Return the nearest line of the folder up the stack; other libraries may be in between."""
         while frame is not None:
             file = frame.f_code.co_filename
             if file.startswith(self.root) and file not in self.skip:
@@ -163,7 +163,7 @@ class Recorder:
         return None
 
     def _turn(self, frame: FrameType) -> None:
-        """A stage begins when `Trace.stage` is entered, and ends when it is resumed."""
+        """Note that a stage begins when `Trace.stage` is entered, and ends when it is resumed."""
         if frame in self._open:
             self._open.remove(frame)
             self.stage = None
@@ -172,12 +172,12 @@ class Recorder:
             self.stage = frame.f_locals["name"]
 
     def forward(self, *_: Any) -> None:
-        """The language model is called, after the last stage that a `Trace` times by itself: once to prefill."""
+        """Note a call of the language model after the last stage that `Trace` times; the first call is the prefill."""
         if not self._open:
             self.stage = "prefill" if self.stage is None else "decode tokens"
 
     def functions(self) -> list[Function]:
-        """What was recorded. What runs between two stages belongs to the second."""
+        """Return the recorded functions. A function between two stages belongs to the second."""
         stages = list(self.stages)
         following = self.stage or next(filter(None, reversed(stages)), ASK)
         for i in reversed(range(len(stages))):
@@ -195,12 +195,12 @@ STAGE: CodeType = unwrap(Trace.stage).__code__
 
 
 def record(call: Callable[[], Any], folder: Path = LIBRARY, *, recorder: Recorder | None = None) -> list[Function]:
-    """The functions of a folder's files that `call()` enters in this thread, in the order of first entry.
+    """Return the functions in a folder's files that `call()` enters in this thread, in the order of first entry.
 
-    Lambdas and comprehensions are no functions; a class is none either, unless its `__init__` is written out.
+    Lambdas and comprehensions do not count as functions; a class counts only if it defines `__init__`.
     """
     recorder = recorder or Recorder(folder)
-    before = sys.gettrace()  # a debugger's, or that of coverage
+    before = sys.gettrace()  # a debugger's, or coverage's
     sys.settrace(recorder)
     try:
         call()
@@ -210,7 +210,7 @@ def record(call: Callable[[], Any], folder: Path = LIBRARY, *, recorder: Recorde
 
 
 def measure(functions: Sequence[Function]) -> Numbers:
-    """How much a call takes to read: see `Numbers`."""
+    """Return the size of a call's code path: see `Numbers`."""
     files = dict.fromkeys(function.path for function in functions)
     lines = checks = whole = 0
     for path in files:
@@ -224,7 +224,7 @@ def measure(functions: Sequence[Function]) -> Numbers:
 
 
 class _Scores(LogitsProcessor):
-    """Keeps the scores from which each token is chosen, and changes none."""
+    """A logits processor that keeps the scores from which each token is chosen, and changes none."""
 
     def __init__(self):
         self.kept: list[Tensor] = []
@@ -239,7 +239,7 @@ def follow(
 ) -> Journey:
     """Ask three times: once to warm up, once to record the functions of `model.chat`, once for `model.trace`.
 
-    question, images, videos, options: as of `VLM.chat`. Only what runs in this thread is recorded. Errors: as of
+    question, images, videos, options: as in `VLM.chat`. Only functions of this thread are recorded. Errors: as in
     `VLM.trace`.
     """
     request = {"images": images, "videos": videos} | options
@@ -261,12 +261,12 @@ def follow(
 
 
 def shapes(journey: Journey) -> dict[str, str]:
-    """What each stage made, in a few words, by stage."""
+    """Return a short description of each stage's result, by stage."""
     return {stage: text for stage, text, _ in journey.trace.rows()}
 
 
 def listing(journey: Journey) -> str:
-    """Every function in call order as text: "|" marks executed lines, and lines that check are one line."""
+    """Return every function in call order as text: "|" marks executed lines, and lines that check are one line."""
     n = journey.numbers
     made = shapes(journey)
     text = [
@@ -300,15 +300,15 @@ def _row(function: Function, checks: bool, lines: range) -> str:
 
 
 def count_checks(function: Function, lines: range) -> str:
-    """ "6 lines check" """
+    """Return text such as "6 lines check"."""
     count = len(function.source.code.intersection(lines))
     return "1 line checks" if count == 1 else f"{count} lines check"
 
 
 def pieces(function: Function) -> list[tuple[bool, range]]:
-    """A function without docstrings, in order: (False, one line), or (True, a run of lines that only check).
+    """Split a function without docstrings, in order: (False, one line), or (True, a run of lines that only check).
 
-    Comments and blank lines between two lines that check belong to the run.
+    Comments and blank lines between two such lines belong to the run.
     """
     parsed = function.source
     shown = [line for line in function.lines if line not in parsed.docstrings]

@@ -1,8 +1,8 @@
-"""What lies behind an answer: the last prompt token after each layer, the first logits, and how nearly tokens tie.
+"""The data behind an answer: the last prompt token after each layer, the first logits, and how closely tokens tie.
 
-    share_weights   a module once more, on the same weights
+    share_weights   a copy of a module with the same weights
     Readout         hooks on a text model, refvl's or transformers', while it answers one prompt
-    margins         how far the best logit lies above the second
+    margins         the distance from the best logit to the second best
 
 Shape suffixes: L tokens of the prompt, D text model width, V vocabulary.
 """
@@ -20,26 +20,26 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def share_weights(module: Module) -> Module:
-    """A copy with modules, hooks and configs of its own, and the same tensors."""
+    """Copy a module with its own submodules, hooks and configs, but the same tensors."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
 def margins(logits: Tensor) -> Tensor:
-    """(..., V) logits -> (...) float32: the best less the second; 0 is a tie."""
+    """Return the best of (..., V) logits minus the second best, (...) float32; 0 is a tie."""
     best, second = logits.float().topk(2).values.unbind(-1)
     return best - second
 
 
 class Readout:
-    """Hooks on a text model while it answers one prompt; `remove` takes them off.
+    """Hooks on a text model while it answers one prompt; `remove` removes them.
 
-    Rows are counted over everything that was read, so chunks and rejected drafts make no difference: row L - 1 is the
-    last prompt token, and new token k was chosen after row L - 1 + k. Only forwards of this thread count.
+    Rows are numbered over all tokens that were read, so chunks and rejected drafts make no difference. Row L - 1 is the
+    last prompt token, and new token k was chosen after row L - 1 + k. Only forwards of this thread are recorded.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], length: int):
-        """model: its output has `logits`, (B, rows, V). layers: those of the text model. length: L, tokens read."""
+        """model: its output has `logits`, (B, rows, V). layers: those of the text model. length: L, prompt tokens."""
         self.length, self.start, self.stop, self.thread = length, 0, 0, threading.get_ident()
         self.states, self.first, self.by_row = list[Tensor](), list[Tensor](), dict[int, Tensor]()
         self.hooks = [
@@ -55,16 +55,16 @@ class Readout:
 
     @property
     def last_states(self) -> Tensor | None:
-        """(layers + 1, D) of row L - 1: into layer 0, then out of each layer; not normed. On the CPU."""
+        """Row L - 1, (layers + 1, D): the input of layer 0, then the output of each layer, not normed. On the CPU."""
         return torch.stack([state.cpu() for state in self.states]) if self.states else None
 
     @property
     def first_logits(self) -> Tensor | None:
-        """(V,) after row L - 1, on the CPU."""
+        """(V,) logits after row L - 1, on the CPU."""
         return self.first[0].cpu() if self.first else None
 
     def margins(self, count: int) -> Tensor | None:
-        """(count,) of as many new tokens; None if several sequences were decoded together."""
+        """Return the margins of `count` new tokens, (count,); None if several sequences were decoded together."""
         rows = range(self.length - 1, self.length - 1 + count)
         return torch.stack([self.by_row[row] for row in rows]).cpu() if all(r in self.by_row for r in rows) else None
 

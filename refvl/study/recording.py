@@ -1,8 +1,8 @@
-"""The stages of transformers' own model, recorded by hooks, for `refvl.compare`: why do the two differ?
+"""The stages of transformers' own model, recorded by hooks, to find out with `refvl.compare` why the two differ.
 
-transformers prepares the pictures (its Pillow backend) and runs tower, merge, positions and text model on what it made.
-It is given refvl's prompt, and refvl's patch rows of clips, because its video processor samples files by itself and
-needs torchvision: neither is recorded.
+transformers prepares the images (its Pillow backend) and runs its own tower, merge, positions and text model. It
+gets refvl's prompt, and refvl's patch rows of videos, because its video processor samples files itself and needs
+torchvision. So neither is recorded.
 """
 
 from collections.abc import Collection
@@ -31,20 +31,21 @@ IMAGE_PROCESSORS: dict[type, str] = {
 
 
 def check_recordable(vlm: VLM, kinds: Collection[str] = ()) -> None:
-    """Raise ValueError for families whose model transformers does not have, and for prompts that it cannot take.
+    """Raise ValueError for families whose model transformers does not have, and for prompts that it does not accept.
 
-    kinds: "image", "video": of the media in a prompt. transformers' GLM marks both with one token, and takes either.
+    kinds: "image", "video": of the media in a prompt. transformers' GLM marks both with one token, so it accepts one
+    kind.
     """
     if type(vlm.processor) not in IMAGE_PROCESSORS:
-        raise ValueError(f"with: transformers' own model is recorded for Qwen and GLM, not for {vlm.family.name}")
+        raise ValueError(f"with: transformers' model can be recorded for Qwen and GLM, not for {vlm.family.name}")
     if isinstance(vlm.processor, Glm4vProcessor) and len(set(kinds)) > 1:
-        raise ValueError(f"with: transformers' {vlm.family.name} takes images or videos in a prompt, got both")
+        raise ValueError(f"with: transformers' {vlm.family.name} accepts images or videos in a prompt, got both")
 
 
 def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:
-    """The prompt and pixels of a trace, as `generate` of transformers takes them: before pruning.
+    """Return the prompt and pixels of a trace, before pruning, as inputs of transformers' `generate`.
 
-    Raises ValueError where transformers' model cannot take them: see `check_recordable`.
+    Raises ValueError if transformers' model does not accept them: see `check_recordable`.
     """
     check_recordable(vlm, [patches.media_tokens.kind for patches in trace.patches])
     kinds = vlm.processor.placeholders(trace.full_ids)
@@ -67,15 +68,15 @@ def transformers_inputs(vlm: VLM, trace: Trace) -> dict[str, Any]:
 
 
 def wide_rows(output: Any) -> Tensor:
-    """(M, D) of a tower of transformers, or (M, D * (1 + k)) with the k deeper features of Qwen3-VL's, as in refvl."""
+    """Return (M, D) of a tower of transformers, or (M, D * (1 + k)) with the k DeepStack features of Qwen3-VL's."""
     return torch.cat([output.pooler_output, *(getattr(output, "deepstack_features", None) or ())], dim=-1)
 
 
 @torch.inference_mode()
 def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_tokens: int = 128) -> Stages:
-    """What transformers makes of the media and the prompt of a refvl trace, with the weights of the same checkpoint.
+    """Run transformers' model, with the weights of the same checkpoint, on the media and the prompt of a refvl trace.
 
-    In the dtype and on the device of `vlm`; `trace` must not be pruned. Raises ValueError as `check_recordable` does.
+    It has the dtype and device of `vlm`; `trace` must not be pruned. Raises ValueError as `check_recordable` does.
     """
     check_recordable(vlm, [patches.media_tokens.kind for patches in trace.patches])
     prepare = getattr(transformers, IMAGE_PROCESSORS[type(vlm.processor)]).from_pretrained(path_or_id)
@@ -92,7 +93,7 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
         rows = prepared["pixel_values"].split(prepared["image_grid_thw"].prod(1).tolist())
         found |= {f"patchify/{i}": x for i, x in zip(images, rows, strict=True)}
         if prepared["image_grid_thw"].tolist() != [list(trace.layouts[i]) for i in images]:
-            return Stages(found, source, layouts)  # the prompt has other numbers of placeholders
+            return Stages(found, source, layouts)  # the prompt has a different number of placeholders
     encoded, merged = list[Tensor](), list[dict]()
     hooks = [
         model.model.visual.register_forward_hook(lambda _, __, output: encoded.append(wide_rows(output))),
@@ -103,7 +104,7 @@ def record_transformers(path_or_id: str, vlm: VLM, trace: Trace, *, max_new_toke
     ids = model.generate(**on_device, max_new_tokens=max_new_tokens, do_sample=False)[0, readout.length :]
     for hook in (*hooks, readout):
         hook.remove()
-    for kind, members in (("image", images), ("video", videos)):  # their order of running the tower
+    for kind, members in (("image", images), ("video", videos)):  # the order in which transformers runs the tower
         if members:
             tokens = inputs[f"{kind}_grid_thw"].prod(1) // vlm.encoder.config.spatial_merge_size**2
             found |= {f"encode/{i}": x for i, x in zip(members, encoded.pop(0).split(tokens.tolist()), strict=True)}

@@ -1,6 +1,6 @@
-"""What released software computes where it differs from refvl: for comparison only.
+"""Computations of released software that differ from refvl's, for comparison only.
 
-Each function is named after what it shows and says where it was found. Notebooks 02 and 03 draw the consequences.
+Each function is named after its effect and states where it was found. Notebooks 02 and 03 draw the consequences.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ from refvl.positions.mrope import MediaSpan, get_mrope_input_positions, mrope_de
 
 
 def second_per_grid_truncated(span: MediaSpan, tokens_per_second: float = 2.0) -> MediaSpan:
-    """The span with its seconds per grid step cut to an integer: above 2 frames per second, time stands still.
+    """Return the span with its seconds per grid step truncated to an integer, which is 0 above 2 frames/s.
 
-    Found in transformers up to 5.17 (`get_rope_index`), and in vLLM 0.33.0 when pruning is on
-    (`_postprocess_video_embeds_evs`). As there, images are left alone.
+    Found in transformers up to 5.17 (`get_rope_index`), and in vLLM 0.33.0 with pruning
+    (`_postprocess_video_embeds_evs`). As in both, images are not changed.
 
     >>> second_per_grid_truncated(MediaSpan(0, t=4, h=2, w=2, t_factor=2 * 0.5)).t_factor
     0.0
@@ -28,7 +28,7 @@ def second_per_grid_truncated(span: MediaSpan, tokens_per_second: float = 2.0) -
 
 
 def larger_side_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
-    """Positions (3, L) and delta when a medium costs max(h, w) positions, however far its time axis reaches.
+    """Return positions (3, L) and delta if an item uses max(h, w) positions, however far its time axis extends.
 
     The rule of transformers 5.17 to 5.23: text after a long video gets positions that the video has already used.
     """
@@ -36,10 +36,10 @@ def larger_side_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[
 
 
 def width_offset_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
-    """Positions (3, L) and delta when a medium costs w positions, whatever its height and time.
+    """Return positions (3, L) and delta if an item uses w positions, whatever its height and time.
 
     The rule of vLLM 0.33.0 for pruned prompts (`recompute_mrope_positions`): text after a portrait image gets positions
-    of the image's lower rows. There it is applied to the tokens kept: restrict the result to them.
+    of the image's lower rows. There it is applied to the kept tokens, so restrict the result to them.
     """
     return _positions_with_cost(num_tokens, spans, lambda span: span.w)
 
@@ -48,15 +48,15 @@ def text_uncounted_positions(
     input_ids, multimodal_positions: Sequence[Tensor], vision_start_token_id: int, image_token_id: int,
     video_token_id: int,
 ) -> tuple[Tensor, int]:  # fmt: skip
-    """Positions (3, L) and delta of a pruned prompt by a search that has counted the media's tokens, but no text.
+    """Return positions (3, L) and delta of a pruned prompt by a search that counts the media's tokens, but no text.
 
-    The rule of vLLM 0.32.0 (`recompute_mrope_positions`) for a prompt in one piece: behind a text that is longer than
-    the first medium, the second one finds the start of the first again, and is written over it; those of its own tokens
-    that lie behind share one position. With a server that prunes videos this also meets prompts with two images
-    and no video.
+    The rule of vLLM 0.32.0 (`recompute_mrope_positions`) for a prompt in one piece. If the text before an item is
+    longer than the items before it, the search for this item finds the start of an earlier one and overwrites it. The
+    item's own later tokens then share one position. On a server that prunes videos, this also affects prompts with two
+    images and no video.
 
-    input_ids: (L,) the pruned prompt. multimodal_positions: of each medium (4, n) - t, h, w, extent, as
-    `compute_mrope_for_media` gives them - of the tokens kept. vLLM has the width there in place of the extent.
+    input_ids: (L,) the pruned prompt. multimodal_positions: for each item, (4, n) positions of the kept tokens - t, h,
+    w, extent, as in `compute_mrope_for_media`. vLLM has the width there instead of the extent.
     """
     ids = torch.as_tensor(input_ids)
     is_text = (ids != image_token_id) & (ids != video_token_id)
@@ -67,12 +67,12 @@ def text_uncounted_positions(
         base, stop = int(positions[2, start]) + 1, start + 1 + piece.shape[1]
         positions[:, start + 1 : stop] = piece[:3] + base
         positions[:, stop:] = is_text[stop:].cumsum(0) + base + piece[3, 0] - 1
-        counted += piece.shape[1]  # and not the text in front of it
+        counted += piece.shape[1]  # and not the text before it
     return positions, mrope_delta(positions)
 
 
 def bfloat16_position_channels(positions: Tensor) -> Tensor:
-    """Integer positions after a trip through bfloat16, which has 8 significant bits: above 256 the odd ones are lost.
+    """Round integer positions to bfloat16, which has 8 significant bits: above 256 the odd ones are lost.
 
     vLLM 0.33.0 appends the positions of pruned media to their embeddings as four more channels.
 
@@ -83,18 +83,18 @@ def bfloat16_position_channels(positions: Tensor) -> Tensor:
 
 
 def closed_up_positions(num_kept: int) -> tuple[Tensor, int]:
-    """Positions (3, K) and delta, 0, of a pruned prompt whose K kept tokens are numbered through: no gap is left.
+    """Return positions (3, K) and delta, 0, of a pruned prompt whose K kept tokens are numbered without gaps.
 
-    The rule of `nemotron_h_omni` in transformers 5.23, NVIDIA's own EVS. There it changes nothing: the attention of
-    its text model does not rotate queries and keys, and its Mamba layers see the order of the tokens alone.
+    The rule of `nemotron_h_omni` in transformers 5.23, NVIDIA's own EVS. It has no effect there: the attention of
+    its text model does not rotate queries and keys, and its Mamba layers use only the order of the tokens.
     """
     return torch.arange(num_kept).repeat(3, 1), 0
 
 
 def joined_videos_masks(videos: Sequence[Tensor], tokens_per_frame: int, q: float) -> list[Tensor]:
-    """EVS keep masks (M,) bool of the videos of a prompt, scored as one array of frames.
+    """Return EVS keep masks, (M,) bool, of the videos of a prompt, scored as one array of frames.
 
-    The rule of `nemotron_h_omni` in transformers 5.23. Only the first video is sure to keep its first frame. The first
+    The rule of `nemotron_h_omni` in transformers 5.23. Only the first video always keeps its first frame. The first
     frame of any other is compared with the last frame before it, and all videos share one budget.
 
     videos: merged embeddings (M, D) of each video, frame-major, with `tokens_per_frame` tokens in each frame.
@@ -105,7 +105,7 @@ def joined_videos_masks(videos: Sequence[Tensor], tokens_per_frame: int, q: floa
 
 
 def _positions_with_cost(num_tokens: int, spans: Sequence[MediaSpan], cost: Callable) -> tuple[Tensor, int]:
-    """Our positions, with all that follows a medium moved so that the medium costs `cost(span)` positions."""
+    """Return our positions, with everything after an item moved so that the item uses `cost(span)` positions."""
     positions, _ = get_mrope_input_positions(num_tokens, spans)
     for span in spans:
         used = int(span.grid_positions().max()) + 1

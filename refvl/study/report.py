@@ -1,4 +1,4 @@
-"""What a run tells a reader: `Trace` prints a table of its stages, and saves their tensors for `refvl.compare`."""
+"""The report of a run: `Trace` prints a table of its stages, and saves their tensors for `refvl.compare`."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,44 +22,44 @@ FLOAT16_LIMIT = torch.finfo(torch.float16).max  # 65,504
 
 @dataclass(slots=True, eq=False, repr=False)
 class Trace(Record):
-    """One run with every stage kept; fields whose stage has not run are None.
+    """One run, with the result of every stage; fields whose stage has not run are None.
 
-    attentions and hidden_states, of language model and tower, are filled only when asked for. Q counts the tokens that
-    were read: L of the prompt and all new ones but the last; token_ids[k] was chosen after row L - 1 + k. N counts the
-    patch rows of all media, end to end in the order of `patches`.
-    With `prefill_chunk` patches, metadata, embeds and inputs_embeds stay empty: their tensors are freed on the way.
+    attentions and hidden_states, of language model and tower, are filled only on request. Q counts the tokens that
+    were read: L of the prompt and all new ones but the last. token_ids[k] was chosen after row L - 1 + k. N counts the
+    patch rows of all media, concatenated in the order of `patches`.
+    With `prefill_chunk` patches, metadata, embeds and inputs_embeds are empty: their tensors are freed during the run.
     """
 
     cache: Any = None  # keys and values of the prompt but its last token, until `generate` continues from them
-    chunks: list[int] = field(default_factory=list)  # prompt tokens per forward, where it was prefilled in chunks
-    cached: list[bool] = field(default_factory=list)  # per medium, where there is a media cache: whether it was kept
-    seconds_saved: float = 0.0  # what encoding those would have taken
-    largest: dict[str, float] = field(default_factory=dict)  # largest magnitude that a stage or its layers put out
-    last_states: Tensor | None = None  # (layers + 1, D), the last prompt token into layer 0, out of each; not normed
+    chunks: list[int] = field(default_factory=list)  # prompt tokens per forward, if it was prefilled in chunks
+    cached: list[bool] = field(default_factory=list)  # per item, with a media cache: whether it was cached
+    seconds_saved: float = 0.0  # the seconds that encoding those items would have taken
+    largest: dict[str, float] = field(default_factory=dict)  # largest absolute value produced by a stage or its layers
+    last_states: Tensor | None = None  # (layers + 1, D) of the last prompt token: into layer 0, out of each
     first_logits: Tensor | None = None  # (V,) from which the first new token was chosen
-    margins: Tensor | None = None  # per new token, its best logit less the second; None with beams
+    margins: Tensor | None = None  # per new token, its best logit minus the second best; None with beams
     attentions: list[Tensor | None] = field(default_factory=list)  # per layer (H, Q, Q): query, key; None: linear
     hidden_states: list[Tensor] = field(default_factory=list)  # (Q, D) into layer 0, out of each; the last is normed
     tower_attentions: list[list] = field(default_factory=list)  # per block: a `SegmentAttention` of every segment
-    tower_hidden_states: list[Tensor] = field(default_factory=list)  # (N, E) into block 0, out of each
+    tower_hidden_states: list[Tensor] = field(default_factory=list)  # (N, E): input of block 0, output of each
 
     def __repr__(self) -> str:
-        """A line per stage: its name, shapes and seconds."""
+        """Return a line per stage: its name, shapes and seconds."""
         lines = [f"  {stage:<14}{s:9.4f} s  {self.magnitude(stage):>9}  {shapes}" for stage, shapes, s in self.rows()]
         return "\n".join([f"Trace of {self.text!r}, first token after {self.ttft:.3f} s", *lines])
 
     def _repr_html_(self) -> str:
-        """The same as a table, for notebooks."""
+        """Return the stages as a table, for notebooks."""
         cells = [(stage, shapes, self.magnitude(stage), f"{seconds:.4f}") for stage, shapes, seconds in self.rows()]
         caption = f"{self.text} (first token after {self.ttft:.3f} s)"
         return html_table(caption, ("stage", "shapes", "max |x|", "seconds"), cells)
 
     def rows(self) -> list[tuple[str, str, float]]:
-        """(stage, shapes, seconds) of every stage, for tables."""
+        """Return (stage, shapes, seconds) of every stage, for tables."""
         return [(stage, _shapes(self, stage), seconds) for stage, seconds in self.seconds.items()]
 
     def magnitude(self, stage: str) -> str:
-        """The largest magnitude of a stage in words, with a mark where float16 could not hold it."""
+        """Return the largest magnitude of a stage as text, with an exclamation mark if float16 cannot represent it."""
         largest = self.largest.get(stage)
         return "" if largest is None else f"{largest:.3g}" + "!" * (not largest < FLOAT16_LIMIT)
 
@@ -78,26 +78,26 @@ class Trace(Record):
         return Stages(made, f"refvl {refvl.__version__}", grids)
 
     def save(self, folder: str | Path, *, provenance: Sequence = ()) -> None:
-        """Write the tensors of each stage, safetensors and a manifest, for `refvl.compare`; see `Stages.save`.
+        """Write the tensors of each stage, as safetensors with a manifest, for `refvl.compare`; see `Stages.save`.
 
-        provenance: `VLM.provenance`; then `refvl.compare` also names the files that differ.
+        provenance: `VLM.provenance`; with it, `refvl.compare` also names the files that differ.
         """
         files = {f"{source.role}: {source.path.name}": source.digest() for source in provenance}
         replace(self.stages, files=files).save(folder)
 
     @property
     def layouts(self) -> list:
-        """How each medium's rows lie: (t, h, w) in patches for Qwen and GLM."""
+        """The arrangement of each item's rows: (t, h, w) in patches for Qwen and GLM."""
         return [p.layout for p in self.patches]
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first token: every stage but the decoding of the others. With beams, to all of them."""
+        """Seconds to the first token: all stages but the decoding of later tokens. With beams, to all tokens."""
         return sum(s for stage, s in self.seconds.items() if stage != "decode tokens")
 
     @property
     def accepted(self) -> int:
-        """Generated tokens that were drafts: each forward of the language model adds one of its own to them."""
+        """The number of generated tokens that were drafts; each forward of the language model adds one of its own."""
         return sum(tokens - 1 for tokens in self.passes)
 
 
@@ -132,7 +132,7 @@ def _shapes(trace: Trace, stage: str) -> str:
 
 
 def _decoding(trace: Trace) -> str:
-    """How many tokens after the first forward's, how fast, and how many of all were drafts."""
+    """Describe the tokens after the first forward's: how many, how fast, and how many of all were drafts."""
     more, seconds = len(trace.token_ids) - (trace.passes or [1])[0], trace.seconds["decode tokens"]
     speed = f", {more / seconds:.0f} a second" if more and seconds else ""
     drafts = f"; {trace.accepted} of {len(trace.token_ids)} were accepted drafts" if trace.accepted else ""
@@ -140,7 +140,7 @@ def _decoding(trace: Trace) -> str:
 
 
 def _packing(trace: Trace) -> str:
-    """What the graphs planned, in one line."""
+    """Describe the plan of the graphs in one line."""
     items = len({i for batch in trace.graph_batches for i in batch.indices})
     eager = sum(batch.budget is None for batch in trace.graph_batches)
     replays = len(trace.graph_batches) - eager
@@ -149,7 +149,7 @@ def _packing(trace: Trace) -> str:
 
 
 def _graph_report(trace: Trace) -> str:
-    """What each replay held: hit or miss, budget, waste."""
+    """Describe each replay: hit or miss, budget, waste."""
     lines = []
     for batch in trace.graph_batches:
         ran = f"graph of {batch.budget}, {padding_waste([batch]):.0%} padding" if batch.budget else "eager"
@@ -159,7 +159,7 @@ def _graph_report(trace: Trace) -> str:
 
 
 def layout_text(layout) -> str:
-    """How a medium's rows lie, in a few words: the grid, the crops, or how many slices of which sizes."""
+    """Describe the arrangement of an item's rows: the grid, the crops, or how many slices of which sizes."""
     if isinstance(layout, CropLayout):
         return f"overview and {layout.rows} x {layout.columns} crops" if layout.crops else "overview"
     if not hasattr(layout[0], "slices"):

@@ -1,7 +1,7 @@
 """A released shape at reduced depth, with random weights: the widths of a release before any download.
 
-Tokenizer, chat template and token ids are those of a small checkpoint, so the vocabulary is small, too; what does not
-depend on depth or vocabulary - widths, heads, rotary sections, pixel limits - is the release's own.
+Tokenizer, chat template and token ids are those of a small checkpoint, so the vocabulary is small, too. Everything
+that does not depend on depth or vocabulary - widths, heads, rotary sections, pixel limits - is the release's own.
 """
 
 import json
@@ -21,12 +21,12 @@ PIXEL_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
 def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, depth: int = 4, seed: int = 0) -> Path:
     """Write a random checkpoint in bfloat16 to the empty or new `folder`, and return its path.
 
-    release: the JSON file of a released config; pixel limits are taken from the folder of that name, if there is one.
-    like: a checkpoint folder of the same family, for everything about words. depth: the number of tower blocks and of
+    release: the JSON file of a released config; pixel limits come from the folder of that name, if there is one.
+    like: a checkpoint folder of the same family, for all text files. depth: the number of tower blocks and of
     text layers. seed: of the weights, which transformers draws as it does before training.
 
-    Raises ValueError for another family in `like`, for a depth below the number of features that a tower hands to
-    the text model, and for a folder that contains anything.
+    Raises ValueError for another family in `like`, for a depth below the number of features that a tower passes to the
+    text model, and for a folder that contains anything.
     """
     release, folder, like = Path(release), Path(folder), Path(like)
     config, small = families.read_config(release), families.read_config(like)
@@ -52,7 +52,7 @@ def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, 
 
 
 def _make_shallow(config: PretrainedConfig, depth: int) -> None:
-    """Cut both models to `depth` layers; lists of layers keep their length where each entry has weights."""
+    """Cut both models to `depth` layers; lists of layers keep their length if each entry has weights."""
     text, vision = config.text_config, config.vision_config
     features = getattr(vision, "deepstack_visual_indexes", None) or []
     if depth < max(1, len(features)):

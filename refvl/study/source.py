@@ -1,6 +1,6 @@
 """A file of the library, parsed: its code lines, those that only check, its functions, and its statements.
 
-Code lines are those without blank lines, comments and docstrings. All line numbers begin at 1.
+Code lines exclude blank lines, comments and docstrings. All line numbers begin at 1.
 """
 
 import ast
@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 _CHECK = re.compile(r"_?check_|_refuse|_misfit|_report")  # names of functions that only check
-_NO_CODE = {  # kinds of tokens
+_NO_CODE = {  # kinds of tokens that are not code
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
 
@@ -19,10 +19,11 @@ _NO_CODE = {  # kinds of tokens
 class Source:
     """A file of the library, parsed. All line numbers begin at 1.
 
-    lines: the text. code: numbers of lines without blank lines, comments and docstrings. checks: those among them that
-    only check: a `raise`, a condition that ends in one, an `except`, a call or a definition of a function whose name
-    says that it checks, and all of checks.py. docstrings: numbers of lines. functions: by first line, decorators
-    included, that line, the line of `def`, and the last.
+    lines: the text. code: numbers of lines, without blank lines, comments and docstrings. checks: the code lines that
+    only check: a `raise`, a condition that ends in one, an `except`, a call or a definition of a check function, and
+    everything in checks.py. docstrings: numbers of lines. functions: by first line, decorators
+    included:
+    that line, the line of `def`, and the last line.
     """
 
     def __init__(self, path: Path):
@@ -37,19 +38,19 @@ class Source:
         self._statements = _statements(tree)
 
     def code_of(self, first: int) -> set[int]:
-        """Code lines of the function that begins at a line, decorators not included."""
+        """Return the code lines of the function that begins at a line, without decorators."""
         _, start, last = self.functions.get(first, (first, first, first - 1))
         return self.code & set(range(start, last + 1))
 
     def docstring_of(self, first: int) -> str:
-        """The docstring of the function that begins at a line, without its margin; "" if it has none."""
+        """Return the docstring of the function that begins at a line, without its margin; "" if it has none."""
         return (first in self._nodes and ast.get_docstring(self._nodes[first])) or ""
 
     def whole(self, events: set[int]) -> frozenset[int]:
-        """Executed lines, each statement as a whole: the interpreter names only some lines of a long one."""
+        """Return the executed lines, with whole statements: the interpreter reports only some lines of a long one."""
         ran = {line for span in self._statements if not events.isdisjoint(span) for line in span}
         after = 0
-        for line in sorted(self.code, reverse=True):  # `else:` is no statement, and runs if what follows does
+        for line in sorted(self.code, reverse=True):  # `else:` is no statement; it runs if the next line does
             if self.lines[line].strip() in ("else:", "finally:") and after in ran:
                 ran.add(line)
             after = line
@@ -58,12 +59,12 @@ class Source:
 
 @cache
 def source_of(path: Path) -> Source:
-    """A file, parsed once."""
+    """Return a file, parsed once."""
     return Source(path)
 
 
 def _docstring(node: ast.AST) -> range:
-    """The lines of a node's docstring."""
+    """Return the lines of a node's docstring."""
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         match node.body:
             case [ast.Expr(value=ast.Constant(value=str())) as first, *_]:
@@ -72,13 +73,13 @@ def _docstring(node: ast.AST) -> range:
 
 
 def _tokens(text: str) -> set[int]:
-    """Lines that hold more than a comment."""
+    """Return the lines with more than a comment."""
     kept = (t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in _NO_CODE)
     return {line for token in kept for line in range(token.start[0], token.end[0] + 1)}
 
 
 def _checks(tree: ast.Module) -> set[int]:
-    """Lines of what only checks."""
+    """Return the lines that only check."""
     found = set[int]()
     for node in ast.walk(tree):
         match node:
@@ -95,7 +96,7 @@ def _checks(tree: ast.Module) -> set[int]:
 
 
 def _statements(tree: ast.Module) -> list[range]:
-    """The lines of every statement; of one with a body, its head."""
+    """Return the lines of every statement; if it has a body, those of its head."""
     spans = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.stmt, ast.ExceptHandler)):
@@ -107,10 +108,10 @@ def _statements(tree: ast.Module) -> list[range]:
 
 
 def _span(node: ast.stmt | ast.ExceptHandler) -> range:
-    """The lines of a node, without decorators."""
+    """Return the lines of a node, without decorators."""
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def _first(node: ast.stmt | ast.ExceptHandler) -> int:
-    """The first line of a node, decorators included."""
+    """Return the first line of a node, decorators included."""
     return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])

@@ -1,7 +1,7 @@
-"""What a graph computes when one of its buffers is not refilled: nothing fails, and the result is wrong.
+"""The effect of a graph buffer that is not refilled: nothing fails, and the result is wrong.
 
 Every buffer is filled with a first batch, then all but one with a second. The recording is replayed operation by
-operation beside a replay with everything refilled, so that it can be seen where the error begins and how far it goes.
+operation and compared with a replay of fully refilled buffers, to show where the error begins and how far it spreads.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from refvl.graphs.recorder import TraceGraph
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StaleReplay:
-    """One replay. outputs: (budget, D), a copy. errors: of every operation's result, 0 where it is as it should be."""
+    """One replay. outputs: (budget, D), a copy. errors: one per operation's result, 0 if it is correct."""
 
     outputs: Tensor
     errors: list[float]
@@ -26,14 +26,14 @@ class StaleReplay:
 def replay_stale(
     captured: CapturedBudget, before: tuple[Tensor, object], batch: tuple[Tensor, object]
 ) -> Mapping[str, StaleReplay]:
-    """Replay `batch` once for each buffer that keeps what `before` left there; results by its name, "" for none.
+    """Replay `batch` once per buffer that keeps its contents from `before`; results by buffer, "" if all are refilled.
 
     captured: a recording of the trace backend. before, batch: patch rows and plan of each. An error is the norm of the
-    difference relative to that of the right result; for integers and booleans, the share that differs.
+    difference relative to the correct result; for integers and booleans, the share that differs.
     """
     graph = captured.graph
     if not isinstance(graph, TraceGraph):
-        raise TypeError(f"captured: expected a recording of the trace backend, got a {type(graph).__name__}")
+        raise TypeError(f"captured: expected a recording of the trace backend, got {type(graph).__name__}")
     captured.fill(*before)
     left = {name: buffer.clone() for name, buffer in captured.buffers.items()}
     captured.fill(*batch)
@@ -50,7 +50,7 @@ def replay_stale(
 
 
 def _replay(graph: TraceGraph) -> tuple[list[Tensor], Tensor]:
-    """Each operation's first result, and the output; copies, because later operations may write there."""
+    """Return each operation's first result and the output; copies, because later operations may write there."""
     results = []
     for operation in graph.operations:
         operation.replay()
@@ -60,7 +60,7 @@ def _replay(graph: TraceGraph) -> tuple[list[Tensor], Tensor]:
 
 
 def _error(result: Tensor, expected: Tensor) -> float:
-    finite = expected.isfinite()  # masks hold -inf
+    finite = expected.isfinite()  # masks contain -inf
     if not expected.is_floating_point() or not torch.equal(result.isfinite(), finite):
         return float((result != expected).float().mean())
     difference = (result - expected)[finite].norm()

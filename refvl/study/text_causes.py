@@ -1,11 +1,11 @@
-"""Why two text models made different states of the same inputs: causes are tried one after the other, not guessed.
+"""Why two text models compute different states from the same inputs: causes are tested one by one, not guessed.
 
-    recorded states of two runs   -> the odd one: the model does not make its states of these inputs
-    the model, one thing changed  -> the state where the two part: is it that of the odd run?
+    recorded states of two runs   -> the odd run: the one whose states the model does not reproduce
+    the model, one thing changed  -> the state where the runs diverge: does it equal that of the odd run?
     the best change, all layers   -> how much of the difference it explains
 
-A change is named if it explains the difference but for a thousandth, or as well as the unchanged model explains the
-other run. Layers after the one where the runs part do not run, and those before it stay as they are.
+A change is named if it explains the difference up to a thousandth, or as well as the unchanged model explains the
+other run. Layers after the divergence do not run, and those before it are not changed.
 
 Shape suffixes: L tokens of the prompt, D text model width, P rotary pairs, K head dimension, V vocabulary.
 """
@@ -22,18 +22,18 @@ from torch import Tensor, nn
 
 from refvl.study.readout import Readout, share_weights
 
-LEFT = 1e-3  # share of a difference that a cause may leave
+LEFT = 1e-3  # the share of a difference that a cause may leave unexplained
 FACTORS = (0.125, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 1.01, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 100.0)
 THETAS = (1e4, 5e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7, 1e8)  # of released text models
 SECTIONS = ((16, 24, 24), (24, 20, 20), (8, 12, 12), (11, 11, 10))  # of Qwen2.5-VL, Qwen3-VL, GLM, Qwen3.5
 EPSILONS = (1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 HALVES = (torch.bfloat16, torch.float16)
-GOLDEN, STEPS = (math.sqrt(5) - 1) / 2, 24  # of a search between two factors: 1e-5 of their distance is left
+GOLDEN, STEPS = (math.sqrt(5) - 1) / 2, 24  # of a search between two factors; it narrows their distance to 1e-5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """What the text model is given."""
+    """The inputs of the text model."""
 
     embeds_LD: Tensor
     positions_3L: Tensor  # integers, or any numbers
@@ -43,25 +43,25 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
-    """What is compared: the last prompt token into layer 0 and out of each, and the first logits."""
+    """The compared results: the last prompt token into layer 0 and out of each layer, and the first logits."""
 
     states: Tensor  # (layers + 1, D)
     logits: Tensor  # (V,)
 
     def row(self, row: int) -> Tensor:
-        """A state, or the logits, which follow the last one."""
+        """Return a state, or the logits, which follow the last state."""
         return (self.states[row] if row < len(self.states) else self.logits).float()
 
 
-Change = Callable[[Any, Inputs], Inputs]  # alters the copy of a text model that it is given, or the inputs
+Change = Callable[[Any, Inputs], Inputs]  # alters the copy of a text model that it receives, or the inputs
 
 
 def explain(text: Any, a: Mapping[str, Tensor], b: Mapping[str, Tensor], row: int) -> tuple[str, str] | None:
-    """("a" or "b", the change of `text` that makes that run's states, "" if no change that is tried does).
+    """Return "a" or "b", and the change of `text` that reproduces that run's states ("" if no tested change does).
 
-    text: the text model that one of the runs had. a, b: recorded tensors by the names of `Stages`. row: where they
-    part, a row of last_states or the one after: the logits. Returns None if inputs or states were not recorded, or are
-    of another model.
+    text: the text model of one of the runs. a, b: recorded tensors by the names of `Stages`. row: where the runs
+    diverge, a row of last_states or the one after, the logits. Returns None if inputs or states were not recorded, or
+    belong to a different model.
     """
     inputs, found = _inputs(a, b), [made for run in (a, b) if (made := _outputs(run))]
     if inputs is None or len(found) < 2 or row == 0:
@@ -91,13 +91,13 @@ def _distance(x: Outputs, y: Outputs, row: int) -> float:
 
 @torch.inference_mode()
 def prefill(text: Any, inputs: Inputs) -> Outputs:
-    """One forward over the whole prompt."""
+    """Run one forward over the whole prompt."""
     length = len(inputs.embeds_LD)
     given = {"inputs_embeds": inputs.embeds_LD[None].to(text.device, text.dtype)}
     given["position_ids"] = inputs.positions_3L[:, None].to(text.device)
     if inputs.deepstack is not None:
         given["deepstack_embeds"] = inputs.deepstack[None].to(text.device, text.dtype)
-    mask_shape = (1, length) if inputs.causal else (1, 1, length, length)  # four dimensions are taken as they are
+    mask_shape = (1, length) if inputs.causal else (1, 1, length, length)  # four dimensions are used unchanged
     given["attention_mask"] = torch.ones(mask_shape, dtype=torch.bool, device=text.device)
     readout = Readout(text, text.model.layers, length)
     try:
@@ -108,7 +108,7 @@ def prefill(text: Any, inputs: Inputs) -> Outputs:
 
 
 def _best_change(text: Any, inputs: Inputs, ours: Outputs, odd: Outputs, even: Outputs, row: int) -> str:
-    """The change that leaves least of the difference at `row`, in words; "" if that is too much."""
+    """Return the change that leaves the smallest difference at `row`, in words; "" if that is too large."""
     short = share_weights(text)
     short.model.layers = short.model.layers[:row]
     before, kernels = _distance(ours, odd, row), _distance(ours, even, row)
@@ -120,7 +120,7 @@ def _best_change(text: Any, inputs: Inputs, ours: Outputs, odd: Outputs, even: O
 
     found, head = dict[str, float](), len(ours.states)
     for name, change in _changes(text, inputs, row, left):
-        if left(change) <= enough:  # what comes later has to agree, too: features left out here may be added there
+        if left(change) <= enough:  # later rows have to agree, too: features left out here may be added there
             changed = share_weights(text)
             found[name] = _distance(prefill(changed, change(changed, inputs)), odd, head)
             if found[name] <= LEFT * _distance(ours, odd, head):
@@ -129,7 +129,7 @@ def _best_change(text: Any, inputs: Inputs, ours: Outputs, odd: Outputs, even: O
 
 
 def _changes(text: Any, inputs: Inputs, row: int, left: Callable[[Change], float]) -> Iterator[tuple[str, Change]]:
-    """Every cause that is tried, with its name; `left` says how much of the difference a change leaves."""
+    """Yield every cause with its name; `left` returns how much of the difference a change leaves."""
     is_head = row > len(text.model.layers)
     at = "head" if is_head else f"layer {row - 1}"
     if is_head:
@@ -138,7 +138,7 @@ def _changes(text: Any, inputs: Inputs, row: int, left: Callable[[Change], float
         scale = _fitted(lambda factor: partial(_scale_logits, factor=factor), left, FACTORS)
         yield f"head: logits {scale:.4g} times as large", partial(_scale_logits, factor=scale)
     else:
-        if inputs.deepstack is not None and row > 1:  # what is added behind a layer is seen in the next one's output
+        if inputs.deepstack is not None and row > 1:  # features added after a layer show in the next one's output
             for name, change in DEEPSTACK.items():
                 yield f"layer {row - 2}: deepstack, {name}", change
         yield f"{at}: attention, not causal", lambda changed, given: replace(given, causal=False)
@@ -149,13 +149,13 @@ def _changes(text: Any, inputs: Inputs, row: int, left: Callable[[Change], float
     for half in HALVES:
         yield f"{at}: precision, computed in {word(half)}", partial(_compute_in, half=half)
     kinds = getattr(text.config, "layer_types", None) or ["full_attention"]
-    if not is_head and kinds[: row - 1].count("linear_attention") == row - 1:  # else layers before would be off, too
+    if not is_head and kinds[: row - 1].count("linear_attention") == row - 1:  # else earlier layers would differ, too
         for name, change in _rotary_changes(text, inputs, left):
             yield f"{at}: rotary, {name}", change
 
 
 def word(value: torch.dtype) -> str:
-    """Its name without "torch."."""
+    """Return a dtype's name without "torch."."""
     return str(value).removeprefix("torch.")
 
 
@@ -185,7 +185,7 @@ DEEPSTACK: dict[str, Change] = {
 
 
 def _rotary_changes(text: Any, inputs: Inputs, left: Callable[[Change], float]) -> Iterator[tuple[str, Change]]:
-    """Axes, sections, angles and theta."""
+    """Yield changes of axes, sections, angles and theta."""
     t, h, w = inputs.positions_3L
     if not (torch.equal(t, h) and torch.equal(t, w)):
         for order in itertools.permutations(range(3)):
@@ -222,7 +222,7 @@ def _scale_angles(changed: Any, given: Inputs, factor: float) -> Inputs:
 
 
 def _set_theta(changed: Any, given: Inputs, theta: float) -> Inputs:
-    """Frequencies are theta^(-2i/K): another theta is another power of them."""
+    """Set theta: frequencies are theta^(-2i/K), so another theta is another power of them."""
     config, rotary = changed.model.config, getattr(changed.model, "rotary_emb", None)
     if rotary is not None:
         rotary.inv_freq = rotary.inv_freq ** (math.log(theta) / math.log(config.rope_parameters["rope_theta"]))
@@ -231,7 +231,7 @@ def _set_theta(changed: Any, given: Inputs, theta: float) -> Inputs:
 
 
 def _sections(text: Any) -> dict[str, list[int]]:
-    """Name -> the axis of each rotary pair, for other sections and for runs in place of turns, or the reverse."""
+    """Return name -> the axis of each rotary pair, for other sections, each contiguous and interleaved."""
     own = (text.config.rope_parameters or {}).get("mrope_section")
     if not own:
         return {}
@@ -240,19 +240,19 @@ def _sections(text: Any) -> dict[str, list[int]]:
     for section in dict.fromkeys([*itertools.permutations(own), *(s for s in scaled if sum(s) == pairs)]):
         t, h, w = section
         in_turns = [1 if i % 3 == 1 and i < 3 * h else 2 if i % 3 == 2 and i < 3 * w else 0 for i in range(pairs)]
-        found[f"mrope_section {list(section)} in runs"] = [0] * t + [1] * h + [2] * w
+        found[f"mrope_section {list(section)} contiguous"] = [0] * t + [1] * h + [2] * w
         found[f"mrope_section {list(section)} interleaved"] = in_turns
     return found
 
 
 def _assign(changed: Any, given: Inputs, axes: list[int]) -> Inputs:
-    """Each rotary pair takes its angle from the axis that `axes` says, by one call of the module per axis."""
+    """Rotate each pair by the axis that `axes` assigns to it, with one call of the module per axis."""
     rotary = changed.model.rotary_emb
 
     def forward(x: Tensor, position_ids: Tensor, inner: Callable = rotary.forward) -> tuple[Tensor, ...]:
         by_axis = [inner(x, position_ids[axis].expand(3, -1, -1)) for axis in range(3)]  # (cos, sin), (B, L, K) each
         cos, twice = by_axis[0][0], torch.tensor(axes, device=x.device)[:, None].expand(-1, 2)
-        in_halves = torch.equal(*cos.chunk(2, dim=-1))  # else the two of a pair are neighbours, as in GLM
+        in_halves = torch.equal(*cos.chunk(2, dim=-1))  # else the two of a pair are adjacent, as in GLM
         chosen = (twice.T if in_halves else twice).flatten()
         return tuple(
             torch.stack(factors).gather(0, chosen.expand(1, *factors[0].shape))[0]
@@ -264,11 +264,11 @@ def _assign(changed: Any, given: Inputs, axes: list[int]) -> Inputs:
 
 
 def _fitted(change: Callable[[float], Change], left: Callable[[Change], float], factors: Sequence[float]) -> float:
-    """The factor that leaves least: the best of `factors`, then a golden-section search between its neighbours."""
+    """Return the factor that leaves the least: the best of `factors`, refined by a golden-section search around it."""
     ordered = sorted(factors)
     shares = [left(change(factor)) for factor in ordered]
     best = shares.index(min(shares))
-    if not LEFT / 10 < shares[best] < 0.9:  # there already, or nowhere near
+    if not LEFT / 10 < shares[best] < 0.9:  # exact already, or far off
         return ordered[best]
     low, high = ordered[max(best - 1, 0)], ordered[min(best + 1, len(ordered) - 1)]
     for _ in range(STEPS):
@@ -284,19 +284,19 @@ def _fitted(change: Callable[[float], Change], left: Callable[[Change], float], 
 
 
 def norms_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those that normalise: RMSNorm or LayerNorm, of torch, transformers or refvl."""
+    """Return the norms: RMSNorm or LayerNorm, of torch, transformers or refvl."""
     return [module for module in modules if type(module).__name__.endswith("Norm")]
 
 
 def set_epsilon(norms: Iterable[nn.Module], epsilon: float) -> None:
-    """Set the epsilon of each norm, under whichever name it has."""
+    """Set the epsilon of each norm, whatever its name."""
     for norm in norms:
         for name in {"eps", "variance_epsilon"} & vars(norm).keys():
             setattr(norm, name, epsilon)
 
 
 def compute_norms_in(norms: Iterable[nn.Module], half: torch.dtype) -> None:
-    """RMSNorms with squares, mean and products rounded to `half`, as they are where nobody computes them in float32."""
+    """Round squares, mean and products of RMSNorms to `half`, as in code that does not compute them in float32."""
     for norm in norms:
 
         def forward(x: Tensor, norm: nn.Module = norm, inner: Callable = norm.forward) -> Tensor:
@@ -309,7 +309,7 @@ def compute_norms_in(norms: Iterable[nn.Module], half: torch.dtype) -> None:
 
 
 def _norms(changed: Any, row: int) -> list[nn.Module]:
-    """The norms of layer row - 1 and of those after it; after the last layer, the final one."""
+    """Return the norms of layer row - 1 and of those after it; after the last layer, the final norm."""
     return norms_of([*changed.model.layers[row - 1 :].modules(), changed.model.norm])
 
 

@@ -1,12 +1,12 @@
-"""When operations run on a device that one host feeds: by launch costs, not measured."""
+"""The times of operations on a device that one host feeds, computed from launch costs, not measured."""
 
 from collections.abc import Sequence
 
 
 def launch_timeline(device_us: Sequence[float], launch_us: float) -> list[tuple[float, float]]:
-    """Return when each operation starts and ends on the device, in microseconds: in order, and not before its launch.
+    """Return the start and end of each operation on the device in microseconds: in order, each after its launch.
 
-    device_us: how long each operation runs. launch_us: the host's time per launch; it launches one after the other.
+    device_us: the duration of each operation. launch_us: the host's time per launch; launches follow each other.
     """
     times, end = [], 0.0
     for number, duration in enumerate(device_us, 1):

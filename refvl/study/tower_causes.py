@@ -1,9 +1,9 @@
-"""Why two towers made different embeddings of the same patch rows: causes are tried one after the other, not guessed.
+"""Why two towers compute different embeddings from the same patch rows: causes are tested one by one, not guessed.
 
-What a tower does with sizes is in its plan (`Encoder.plan`), so most causes are a plan with one field changed: lengths
-of segments, window order, positions. A field of another medium's plan is what a buffer holds that was not refilled.
+A tower's use of sizes is in its plan (`Encoder.plan`), so most causes are a plan with one field changed: segment
+lengths, window order, positions. A field from another item's plan is the content of a buffer that was not refilled.
 
-Shape suffixes: N patch rows of one medium, C values of a row, M merged tokens, W values of the encoder's rows.
+Shape suffixes: N patch rows of one item, C values of a row, M merged tokens, W values of the encoder's rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,16 +25,16 @@ Attempt = tuple[Any, Tensor, Any]  # tower, rows and plan
 def explain_tower(
     encoder: Any, patches_NC: Tensor, layouts: Sequence, medium: int, a_MW: Tensor, b_MW: Tensor
 ) -> tuple[str, str]:
-    """("a" or "b", the change of tower or plan that makes those embeddings, "" if no change that is tried does).
+    """Return "a" or "b", and the change of tower or plan that reproduces those embeddings ("" if none of them does).
 
-    layouts: of all media of the run, (t, h, w) in patches, or None. medium: which of them the rows belong to.
+    layouts: (t, h, w) in patches of all media of the run, or None. medium: the index of the rows' item.
     """
     rows, plan = patches_NC.to(encoder.device, encoder.dtype), encoder.plan([layouts[medium]])
     ours = encoder(rows, metadata=plan).cpu().float()
     distances = [float((ours - x.float()).norm()) for x in (a_MW, b_MW)]
     odd = distances.index(max(distances))
     others = {i: encoder.plan([x]) for i, x in enumerate(layouts) if x is not None and i != medium}
-    enough = min(max(LEFT, 4 * min(distances) / distances[odd]), 0.5)  # kernels also part the two that agree
+    enough = min(max(LEFT, 4 * min(distances) / distances[odd]), 0.5)  # kernels separate even runs that agree
     for name, change in _changes(encoder, rows, plan, layouts[medium], others):
         tower, given, changed_plan = change()
         made = tower(given, metadata=changed_plan).cpu().float()
@@ -46,14 +46,14 @@ def explain_tower(
 def _changes(
     encoder: Any, rows: Tensor, plan: Any, grid: tuple[int, int, int], others: dict[int, Any]
 ) -> Iterator[tuple[str, Callable[[], Attempt]]]:
-    """Every cause that is tried, with its name, and what makes tower, rows and plan of it."""
+    """Yield every cause with its name, and a function that returns tower, rows and plan with it."""
 
     def planned(**changes: Any) -> Callable[[], Attempt]:
         return lambda: (encoder, rows, replace(plan, **changes))
 
     whole = plan.cu_seqlens[[0, -1]]
     joined = {"cu_seqlens": whole, "groups": None, "max_seqlen": int(whole[-1])}
-    yield "attention across the frames of a clip (cu_seqlens)", planned(**joined)
+    yield "attention across the frames of a video (cu_seqlens)", planned(**joined)
     if hasattr(plan, "window_index"):
         frames = {"cu_window_seqlens": plan.cu_seqlens, "window_groups": None, "max_window_seqlen": plan.max_seqlen}
         windows = {"cu_seqlens": plan.cu_window_seqlens, "groups": None, "max_seqlen": plan.max_window_seqlen}
@@ -76,7 +76,7 @@ def _changes(
 
 
 def _line_by_line(rows_NC: Tensor, grid: tuple[int, int, int], encoder: Any) -> Tensor:
-    """The rows of each frame from left to right and from top to bottom, in place of merge block after merge block."""
+    """Return the rows of each frame in row-major order instead of merge-block order."""
     (t, h, w), m = grid, encoder.config.spatial_merge_size
     row, column = block_positions([(1, h, w)], m).unbind(1)
     order = (row * w + column).argsort().to(rows_NC.device)
@@ -84,16 +84,16 @@ def _line_by_line(rows_NC: Tensor, grid: tuple[int, int, int], encoder: Any) -> 
 
 
 def _left_over(plan: Any, others: dict[int, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of other media's plans that fit into a buffer of this one's, with their names."""
+    """Yield the tensors of other items' plans that fit into a buffer of this item's, with their names."""
     for medium, other in others.items():
         for field in fields(plan):
             own, left = getattr(plan, field.name), getattr(other, field.name)
             if isinstance(own, Tensor) and own.shape == left.shape and not torch.equal(own, left):
-                yield f"{field.name} of medium {medium + 1}", left
+                yield f"{field.name} of item {medium + 1}", left
 
 
 def _with(encoder: Any, change: Callable[[list, Any], None], value: Any, rows: Tensor, plan: Any) -> Attempt:
-    """A copy on the same weights, with its norms changed."""
+    """Return a copy with the same weights, whose norms are changed."""
     changed = share_weights(encoder)
     change(norms_of(changed.modules()), value)
     return changed, rows, plan

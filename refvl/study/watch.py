@@ -1,16 +1,16 @@
-"""`VLM.trace`, which keeps every stage of a run, and with `attentions` and `hidden_states` what lies inside the parts.
+"""`VLM.trace` keeps every stage of a run, and with `attentions` and `hidden_states` also values inside the parts.
 
-    trace              the run, as `chat` makes it, or on watched copies of tower and language model
-    read_out           an answer, with what lies behind it
-    TowerWatch         an encoder copied like that, with hooks; what they kept fills a trace
-    LanguageWatch      a language model likewise
-    media_attention    what a new token takes from each token of a picture or clip
-    probabilities      of every word of the vocabulary, where each new token was chosen
-    SegmentAttention   what the rows of one window, frame, slice or square of the tower take from each other
+    trace              the run, as in `chat`, or on watched copies of tower and language model
+    read_out           an answer, with the data behind it
+    TowerWatch         a copy of the encoder with hooks; the values that they keep fill a trace
+    LanguageWatch      the same for a language model
+    media_attention    the attention of a new token to each token of an image or video
+    probabilities      the probability of every vocabulary entry, before each new token was chosen
+    SegmentAttention   the attention among the rows of one window, frame, slice or square of the tower
 
-The hooks are on the copies, so no other call runs through them, in no thread; no forward knows of them, and graphs,
-whose replays hand nothing out, are left alone. The towers' weights come from the queries and keys that their attention
-is given, those of the language model from transformers, which has them with eager attention only.
+The hooks are on the copies, so no other call runs through them, in any thread. No forward depends on them. Graphs are
+not touched, because their replays return no inner values. The towers' weights are computed from the queries and keys of
+their attention; those of the language model come from transformers, which returns them only with eager attention.
 
 Shape suffixes: N patch rows, E tower width, H heads, K head dimension, S rows of a segment; Q queries and T keys of a
 step of generation.
@@ -41,17 +41,17 @@ from refvl.study.report import FLOAT16_LIMIT, Trace
 class SegmentAttention(NamedTuple):
     """The attention inside one segment of a block."""
 
-    rows: Tensor  # (S,) int64 patch rows, media end to end in the order of `Trace.patches`; -1: a class token
-    weights: Tensor  # (H, S, S): query, key; over the keys they sum to 1
+    rows: Tensor  # (S,) int64 patch rows, media concatenated in the order of `Trace.patches`; -1: a class token
+    weights: Tensor  # (H, S, S): query, key; they sum to 1 over the keys
 
 
 class TowerWatch:
-    """An encoder on shared weights, `encoder`, that keeps what the blocks of its tower do in the forwards to come."""
+    """A copy of an encoder, `encoder`, that shares weights and keeps the values in its blocks during later forwards."""
 
     def __init__(self, encoder: Any, *, attentions: bool, hidden_states: bool):
         self.encoder = share_weights(encoder)
         blocks = list(self.encoder.blocks)
-        self.segments = [list[list[Tensor]]() for _ in blocks if attentions]  # per block and run of the blocks
+        self.segments = [list[list[Tensor]]() for _ in blocks if attentions]  # per block and pass through the blocks
         self.states = [list[Tensor]() for _ in range(len(blocks) + 1) if hidden_states]
         if attentions:
             for block, kept in zip(blocks, self.segments, strict=True):
@@ -62,8 +62,8 @@ class TowerWatch:
                 block.register_forward_hook(partial(keep_output, states))
 
     def fill(self, trace: Trace) -> None:
-        """`tower_attentions` and `tower_hidden_states`, by the plans in the trace's `metadata`, one per forward."""
-        rows, start = list[Tensor](), 0  # per run of the blocks, the patch row at each place, counted over all forwards
+        """Fill `tower_attentions` and `tower_hidden_states` by the plans in the trace's `metadata`, one per forward."""
+        rows, start = list[Tensor](), 0  # per pass: the patch row at each position, over all forwards
         for metadata in trace.metadata:
             runs = self.encoder.block_rows(metadata)
             rows += [torch.where(places < 0, places, places + start) for places in runs]
@@ -74,7 +74,7 @@ class TowerWatch:
 
 
 class LanguageWatch:
-    """A language model on shared weights, `language_model`, whose `generate` hands out more: `options` ask for it."""
+    """A copy of a language model, `language_model`, that shares weights; `options` make its `generate` return more."""
 
     def __init__(self, language_model: CausalTextModel, *, attentions: bool, hidden_states: bool):
         self.language_model = share_weights(language_model)
@@ -83,7 +83,7 @@ class LanguageWatch:
             self.language_model.set_attn_implementation("eager")
 
     def fill(self, trace: Trace, output: Any) -> None:
-        """`attentions` and `hidden_states`; transformers gives each per token, and all of the prompt's at once."""
+        """Fill `attentions` and `hidden_states`; transformers returns one per token, and one for the whole prompt."""
         if output.attentions is not None:
             found = (_square(steps) for steps in zip(*output.attentions, strict=True))
             kinds = getattr(self.language_model.config, "layer_types", None) or range(len(output.attentions[0]))
@@ -93,33 +93,33 @@ class LanguageWatch:
 
 
 def media_attention(trace: Trace, medium: int = 0, token: int = 0) -> Tensor:
-    """(layers with weights, H, M): what new token `token` takes from each token of a medium; 0 if pruned.
+    """Return the attention of new token `token` to each token of an item, (layers with weights, H, M); 0 if pruned.
 
-    trace: with attentions. Raises ValueError where it has none, and for media and tokens that are not there.
+    trace: with attentions. Raises ValueError if it has none, and for indices of items and tokens that do not exist.
     """
     if not trace.attentions:
-        raise ValueError("trace: has no attentions; ask for them by trace(..., attentions=True)")
+        raise ValueError("trace: expected attentions, got none; use trace(..., attentions=True)")
     for name, value, count in (("medium", medium, len(trace.patches)), ("token", token, len(trace.token_ids))):
         if not 0 <= value < count:
-            raise ValueError(f"{name}: must lie in [0, {count}), got {value}")
+            raise ValueError(f"{name}: expected an index in [0, {count}), got {value}")
     runs = [len(patches.media_tokens.runs) for patches in trace.patches]
     spans = trace.spans[sum(runs[:medium]) : sum(runs[: medium + 1])]
     places = torch.cat([torch.arange(span.offset, span.offset + span.num_tokens) for span in spans])
-    keys = (trace.keep.cumsum(0) - 1).clamp(min=0)[places]  # where each token of the full prompt is among those kept
+    keys = (trace.keep.cumsum(0) - 1).clamp(min=0)[places]  # index among the kept tokens
     taken = torch.stack([x[:, len(trace.input_ids) - 1 + token] for x in trace.attentions if x is not None])
     return taken[..., keys] * trace.keep[places].to(taken)
 
 
 @torch.inference_mode()
 def probabilities(language_model: CausalTextModel, trace: Trace) -> Tensor:
-    """(T, vocabulary) before each of T new tokens; trace: with hidden states. Raises ValueError where it has none."""
+    """Return (T, vocabulary) probabilities before each of T new tokens; trace: with hidden states, else ValueError."""
     if not trace.hidden_states:
-        raise ValueError("trace: has no hidden states; ask for them by trace(..., hidden_states=True)")
+        raise ValueError("trace: expected hidden states, got none; use trace(..., hidden_states=True)")
     return language_model.lm_head(trace.hidden_states[-1][len(trace.input_ids) - 1 :]).float().softmax(-1)
 
 
 class _WatchedSegments:
-    """Stands for the `Segments` that a block is given, and keeps the weights of each of them."""
+    """A wrapper of the `Segments` that a block receives, which keeps the weights of each segment."""
 
     def __init__(self, segments: Segments, kept: list[list[Tensor]]):
         self.segments, self.kept = segments, kept
@@ -135,7 +135,7 @@ class _WatchedSegments:
 
 
 def attention_weights(q_SHK: Tensor, k_SHK: Tensor) -> Tensor:
-    """(H, S, S): the softmax, in float32 as transformers' eager attention has it, of products over sqrt(K)."""
+    """Return the softmax of products over sqrt(K), (H, S, S), in float32 as in transformers' eager attention."""
     scores_HSS = q_SHK.transpose(0, 1) @ k_SHK.permute(1, 2, 0) * q_SHK.shape[-1] ** -0.5
     return scores_HSS.softmax(-1, dtype=torch.float32).to(q_SHK.dtype)
 
@@ -145,7 +145,7 @@ def _watch_segments(kept: list[list[Tensor]], block: nn.Module, args: tuple) -> 
 
 
 def keep_output(states: list[Tensor], block: nn.Module, args: tuple, output: Tensor) -> None:
-    """Keep the output of a block: a forward hook, once `states` is given."""
+    """Keep the output of a block; with `states` bound, this is a forward hook."""
     states.append(output)
 
 
@@ -158,12 +158,12 @@ def _by_segment(runs: list[list[Tensor]], rows: list[Tensor]) -> list[SegmentAtt
 
 
 def _firsts(places: Tensor, lengths: list[int]) -> Tensor:
-    """The patch row at each of a block's places; behind a fold a place is a window, whose first patch stands for it."""
+    """Return the patch row at each of a block's positions; after a fold, each is a window, named by its first patch."""
     return places[:: len(places) // sum(lengths)]
 
 
 def in_patch_order(runs: list[Tensor], rows: list[Tensor]) -> Tensor:
-    """(N, E), class tokens left out; behind a fold (N / 4, E), windows by their first patch."""
+    """Return (N, E) without class tokens, in patch order; after a fold, (N / 4, E), with windows by first patch."""
     state = torch.cat(runs)
     places = torch.cat([_firsts(places, [len(run)]) for run, places in zip(runs, rows, strict=True)])
     is_patch = places >= 0
@@ -171,9 +171,10 @@ def in_patch_order(runs: list[Tensor], rows: list[Tensor]) -> Tensor:
 
 
 def _square(steps: Sequence[Tensor]) -> Tensor:
-    """Weights (1, H, Q, T) of the prompt and of each new token -> (H, all Q, all Q), zero for keys not yet there.
+    """Stack weights (1, H, Q, T) of the prompt and of each new token into (H, all Q, all Q), zero for later keys.
 
-    T may be less than all keys so far (a sliding window: the last ones) or more (a static cache: room behind them).
+    T may be less than all keys so far (a sliding window: the last ones) or more (a static cache: free space after
+    them).
     """
     total, seen, rows = sum(step.shape[2] for step in steps), 0, []
     for step in steps:
@@ -184,7 +185,7 @@ def _square(steps: Sequence[Tensor]) -> Tensor:
 
 
 def read_out(model: Any, answer: Callable, trace: Trace, max_new_tokens: int, options: dict) -> Any:
-    """What `answer` returns; sets `first_logits`, `margins` and `last_states` of the trace."""
+    """Call `answer` and return its result; set `first_logits`, `margins` and `last_states` of the trace."""
     text = model.language_model
     readout = Readout(text, text.model.layers, len(trace.input_ids))
     try:
@@ -198,9 +199,10 @@ def read_out(model: Any, answer: Callable, trace: Trace, max_new_tokens: int, op
 
 @contextmanager
 def largest_values(model: Any, *, with_prefill: bool = True) -> Iterator[dict[str, list[Tensor]]]:
-    """The largest magnitude that any layer puts out for more than one token, of the tower and the language model.
+    """Collect the largest magnitude in the output of any layer for more than one token, of tower and language model.
 
-    Only what this thread runs counts. Graphs and compiled blocks must not hold this: there what stages leave counts.
+    Only layers run by this thread count. Graphs and compiled blocks cannot have these hooks; for them,
+    only the results of stages are used.
     """
     found, thread = {"encode": list[Tensor](), "prefill": list[Tensor]()}, threading.get_ident()
 
@@ -228,7 +230,7 @@ def largest_values(model: Any, *, with_prefill: bool = True) -> Iterator[dict[st
 
 
 def keep_largest(trace: Trace, found: dict[str, list[Tensor]]) -> None:
-    """Sets `largest` by stage, of what layers and stages put out; warns where float16 comes near its limit."""
+    """Set `largest` by stage, over outputs of layers and stages; warn if float16 comes near its limit."""
     made = {
         "patchify": [p.pixel_values for p in trace.patches],
         "encode": [*found["encode"], *trace.embeds],
@@ -247,7 +249,7 @@ def keep_largest(trace: Trace, found: dict[str, list[Tensor]]) -> None:
 
 
 def max_norm(x: Tensor) -> Tensor:
-    """The largest magnitude, nan where there is one; on the tensor's device."""
+    """Return the largest magnitude, nan if there is one, on the tensor's device."""
     return torch.linalg.vector_norm(x.detach(), torch.inf)
 
 
@@ -267,16 +269,16 @@ def trace(
     replace: Mapping[str, Callable] | None = None,
     **generate_kwargs,
 ) -> Trace:
-    """The same run as `chat` with every stage kept, and the seconds each took.
+    """Run like `chat`, but keep every stage and the seconds each took.
 
-    attentions, hidden_states: keep the weights of all heads, and what passes between blocks, of tower and language
-    model (see `Trace`). Both run eagerly for it, on the same weights, also where graphs are captured; for long
-    prompts that is much memory: layers * heads * tokens^2. replace: functions by stage, such as `{"positions": f}`: f
-    gets what the stage made, and the run goes on with what f returns (`refvl.study.interventions`).
-    With `prefill_chunk` pixels and embeddings are let go on the way. With beams, prefill and decoding are one
-    stage. Raises FileNotFoundError for missing files and ValueError or TypeError, naming the argument, for media
-    that cannot be read, placeholders that do not match the media, a pruning rate outside [0, 1), a prompt longer
-    than the context, and options of `generate` that do not exist or do not lead to one answer in text.
+    attentions, hidden_states: keep the weights of all heads, and the values between blocks, of tower and language model
+    (see `Trace`). Both then run eagerly, on the same weights, even if graphs are captured. For long prompts that needs
+    much memory: layers * heads * tokens^2. replace: functions by stage, such as `{"positions": f}`: f gets the result
+    of the stage, and the run continues with the return value of f (`refvl.study.interventions`). With `prefill_chunk`
+    pixels and embeddings are freed during the run. With beams, prefill and decoding are one stage. Raises
+    FileNotFoundError for missing files. Raises ValueError or TypeError, naming the argument, for media that cannot be
+    read, placeholders that do not match the media, a pruning rate outside [0, 1), and a prompt longer than the context.
+    The same errors are raised for options of `generate` that do not exist or do not lead to one answer in text.
     """
     wanted = model.check_options("trace", generate_kwargs, max_new_tokens)
     watched = {
@@ -287,12 +289,12 @@ def trace(
     is_ahead = prefill_chunk is not None or wanted.draft is not None
     if replace is not None:
         if is_ahead:
-            raise ValueError("replace: not with prefill_chunk or drafted tokens, whose stages run in parts")
+            raise ValueError("replace: not supported with prefill_chunk or drafted tokens, whose stages run in parts")
         model = with_replacements(model, replace)
     answer = model.answer if wanted.num_beams == 1 else model.answer_with_beams
     if any(watched.values()):
         if is_ahead:
-            raise ValueError("attentions, hidden_states: not with prefill_chunk or drafted tokens")
+            raise ValueError("attentions, hidden_states: not supported with prefill_chunk or drafted tokens")
         if wanted.num_beams != 1:
             raise ValueError(f"num_beams: must be 1 with attentions or hidden_states, got {wanted.num_beams}")
         return watched_run(model, request, max_new_tokens, generate_kwargs, **watched)
@@ -310,12 +312,12 @@ def trace(
 def watched_run(
     model: Any, request: Request, max_new_tokens: int, options: dict, *, attentions: bool, hidden_states: bool
 ) -> Trace:
-    """A run on watched copies of the parts, eager even if `model` has graphs: a replay hands nothing out."""
+    """Run on watched copies of the parts, eagerly even with graphs, because a replay returns no inner values."""
     if attentions:
         model.family.require("attentions")
     tower = TowerWatch(model.encoder, attentions=attentions, hidden_states=hidden_states)
     language = LanguageWatch(model.language_model, attentions=attentions, hidden_states=hidden_states)
-    watched = copy.copy(model)  # with all else that the model has
+    watched = copy.copy(model)  # with everything else of the model
     watched.encoder = tower.encoder
     watched.language_model = language.language_model
     watched.graphs = watched.media_cache = None

@@ -1,1 +1,1 @@
-"""What stands on the pipeline: the command line, costs before loading, a folder of embeddings, the demo."""
+"""Tools built on the pipeline: the command line, the GPU checks, the demo."""

@@ -1,10 +1,10 @@
-"""`python -m refvl check-gpu`: what this GPU runs, whether it runs it right, and how far from the floor.
+"""`python -m refvl check-gpu`: what this GPU runs, whether the results are correct, and how far from the floor.
 
     environment   refvl, torch, driver, GPUs; and in words why nothing can run, if that is so
     checks        one after the other (`refvl.tools.gpu_checks`), each in its own try, until the time is up
-    result        a JSON, written anew after every row; the same with a table and logs in a zip, to attach to an issue
+    result        a JSON, rewritten after every row, and a zip with it, a table and logs, to attach to an issue
 
-Whatever happens, the JSON says what was running, what was found, and that not all passed.
+After any failure, the JSON contains what was running, what was found, and that not all checks passed.
 """
 
 import importlib
@@ -37,7 +37,7 @@ from refvl.tools.gpu_checks import HEAD_DIMS, Bench, Skipped
 GIT = ("git", "-C", str(CLONE))
 SECONDS = {False: 60, True: 600}  # of a quick run, and of one with all checks
 FORMAT = 1  # of the JSON
-GOOD = ("passed", "skipped")  # states of a check that does not fail a run
+GOOD = ("passed", "skipped")  # states of a check that do not fail a run
 
 
 def describe_backend(backend: str) -> str:
@@ -59,11 +59,12 @@ def check_gpu(
     checks: Mapping[str, Callable[[Bench], Iterator[dict]]] | None = None,
     seconds: float | None = None,
 ) -> dict:
-    """Run all checks on a CUDA device. Returns what `out` then holds; "passed" is True if nothing failed.
+    """Run all checks on a CUDA device. Returns the contents of `out`; "passed" is True if nothing failed.
 
-    out: the JSON; a zip of the same name lies beside it. thorough: run every check, in at most ten minutes; otherwise
-    those of a minute. bench, checks, seconds: what is run, how much of it, and for how long; for tests.
-    Raises ValueError if `device` names no CUDA device. If the device cannot run anything, "problem" says why.
+    out: the JSON; a zip of the same name is written next to it. thorough: run every check, in at most ten minutes;
+    otherwise those of a minute. bench, checks, seconds: what is run, how much of it, and for how long; for tests.
+    Raises ValueError if `device` names no CUDA device. If the device cannot run anything, "problem" contains the
+    reason.
     """
     try:
         device = torch.device(device)
@@ -97,7 +98,7 @@ def check_gpu(
 
 
 def _run(check: Callable, bench: Bench, entry: dict, report: "Report", limit: float) -> None:
-    """Run one check and keep its rows, state and seconds. Nothing that it raises gets out, other than an interrupt."""
+    """Run one check and record its rows, state and seconds. Only interrupts get out of it, no other exceptions."""
     entry["state"], start = "running", time.monotonic()
     report.save(zipped=True)
     try:
@@ -105,7 +106,7 @@ def _run(check: Callable, bench: Bench, entry: dict, report: "Report", limit: fl
             entry["rows"].append(row)
             report.save()
             if time.monotonic() > limit:
-                raise Skipped(f"the time was up after {len(entry['rows'])} rows")
+                raise Skipped(f"the time limit was reached after {len(entry['rows'])} rows")
         entry["state"] = "passed"
     except Skipped as reason:
         entry |= {"state": "skipped", "reason": str(reason)}
@@ -160,7 +161,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Versions and GPUs, asked without torch.cuda, so that it works on every machine."""
+    """Return versions and GPUs, without torch.cuda, so it works on every machine."""
     return {
         "refvl": refvl.__version__,
         "commit": _say(*GIT, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") if ROOT == CLONE else "",
@@ -176,7 +177,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """Name, capability, memory, what torch was built for, and the attention that a half-precision tower takes."""
+    """Return name, capability, memory, torch's architectures, and the attention of a half-precision tower."""
     properties = torch.cuda.get_device_properties(device)
     kernels = {f"heads of {K}": describe_backend(available_backends(device, torch.float16, K)[0]) for K in HEAD_DIMS}
     return {
@@ -192,7 +193,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def find_problem(device: torch.device, cards: str) -> str:
-    """Return why nothing can run on `device`, in words; "" if it can. cards: what nvidia-smi lists, a line per GPU."""
+    """Return why nothing can run on `device`, in words; "" if it can. cards: the GPUs of nvidia-smi, one per line."""
     listed = f"nvidia-smi lists {cards.splitlines()[0]}" if cards else "nvidia-smi lists no GPU"
     if not torch.cuda.is_available():
         if torch.version.cuda is None:
@@ -210,20 +211,20 @@ def find_problem(device: torch.device, cards: str) -> str:
             return f"old driver: {need}, and {listed}; update the driver, or install a torch for an older CUDA"
         return f"no GPU that torch can use: {said}; {listed}"
     if (index := device.index or 0) >= torch.cuda.device_count():
-        return f"no such GPU: {device} was asked for, and torch sees {torch.cuda.device_count()}, counted from 0"
+        return f"no such GPU: expected a GPU for {device}, but torch sees {torch.cuda.device_count()}, counted from 0"
     capability = torch.cuda.get_device_capability(index)
     if not has_kernels(capability, built_for := torch.cuda.get_arch_list()):
         card = f"{torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]}"
         age = "new" if capability > max(map(_capability, built_for)) else "old"
-        return f"too {age} a card: {card}, and torch {torch.__version__} holds kernels for {', '.join(built_for)}"
+        return f"too {age} a card: {card}, and torch {torch.__version__} has kernels for {', '.join(built_for)}"
     return ""
 
 
 def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
-    """Whether a build of torch runs on a GPU. built_for: as `torch.cuda.get_arch_list()` returns it.
+    """Return whether a build of torch runs on a GPU. built_for: as `torch.cuda.get_arch_list()` returns it.
 
-    Kernels (sm_86) run on the same major capability and an equal or higher minor one, those of an "a" on their own
-    alone; code for the driver's compiler (compute_90) on every later one.
+    Kernels (sm_86) run on the same major capability and an equal or higher minor one; kernels with an "a" run only on
+    their own capability. Code for the driver's compiler (compute_90) runs on every later one.
     """
     for name in built_for:
         wanted = _capability(name)
@@ -235,7 +236,7 @@ def has_kernels(capability: tuple[int, int], built_for: list[str]) -> bool:
 
 
 def _capability(name: str) -> tuple[int, int]:
-    """sm_120 is (12, 0)."""
+    """Return the capability of a name: sm_120 is (12, 0)."""
     number = re.sub(r"\D", "", name)
     return int(number[:-1]), int(number[-1])
 
@@ -259,7 +260,7 @@ def _say(*command: str) -> str:
 
 
 def tables(result: dict) -> Iterator[Table]:
-    """Every check, with its tightest row; then every row that failed, and every time."""
+    """Yield every check, with its tightest row; then every row that failed, and every time."""
     if result["problem"]:
         return
     table = Table("check", "state", "rows", "s", "closest to its limit, or why not", title="check-gpu")
@@ -291,7 +292,7 @@ def _remark(entry: dict) -> str:
 
 
 def verdict(result: dict) -> str:
-    """One line."""
+    """Return the result in one line."""
     if result["problem"]:
         return f"check-gpu: {result['problem']}"
     where = result["environment"]

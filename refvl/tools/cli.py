@@ -1,7 +1,7 @@
-"""`python -m refvl`: its commands. Whatever goes wrong is one line on stderr.
+"""`python -m refvl`: its commands. Any error is one line on stderr.
 
 Exit status: 1 for an error, 2 for a command line that cannot be read, 130 after Ctrl-C, 143 after SIGTERM, and 141 when
-the reader of a pipe has gone.
+the reader of a pipe is gone.
 """
 
 import faulthandler
@@ -46,14 +46,14 @@ Prompt = Annotated[str, typer.Argument(help="the question")]
 Images = Annotated[list[str] | None, typer.Option("--image", "-i", help="an image file; may be repeated")]
 Videos = Annotated[list[str] | None, typer.Option("--video", "-v", help="a video file; may be repeated")]
 MaxNewTokens = Annotated[int, typer.Option(help="stop after this many tokens")]
-PruningRate = Annotated[float, typer.Option(help="share of video tokens that go, in [0, 1)")]
-PrefillChunk = Annotated[int | None, typer.Option(help="prefill so many tokens of the prompt at a time")]
+PruningRate = Annotated[float, typer.Option(help="share of video tokens to drop, in [0, 1)")]
+PrefillChunk = Annotated[int | None, typer.Option(help="prefill this many tokens of the prompt at a time")]
 SourceFile = Annotated[
     str | None,
     typer.Option("--source", metavar="[FILE.html]", help="the code that ran, in call order; with a file, as a page"),
 ]
 LookupTokens = Annotated[
-    int | None, typer.Option(max=10**6, help="draft so many tokens from what was said before; changes no answer")
+    int | None, typer.Option(max=10**6, help="draft this many tokens from earlier text; changes no answer")
 ]
 Adapter = Annotated[list[str] | None, typer.Option(help="a folder or hub id of a LoRA adapter; several add up")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
@@ -62,7 +62,7 @@ Graphs = Annotated[bool, typer.Option("--graphs", help="capture the vision tower
 Attention = Annotated[str, typer.Option(help="backend of the vision tower: auto, varlen, flash, cudnn, sdpa, masked")]
 
 Pruning = StrEnum("Pruning", ["evs", "vidcom2"])  # refvl.positions.PRUNERS, without importing it
-PruningRule = Annotated[Pruning, typer.Option("--pruning", help="which of them go")]
+PruningRule = Annotated[Pruning, typer.Option("--pruning", help="the method that chooses them")]
 Other = StrEnum("Other", ["transformers"])
 Benchmark = StrEnum(
     "Benchmark",
@@ -78,7 +78,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Console(rich.console.Console):
-    """A console of rich on which text is text: no markup, no emoji codes, no control characters."""
+    """A console of rich that prints text literally, without markup, emoji codes or control characters."""
 
     def __init__(self, **options):
         super().__init__(**{"markup": False, "emoji": False} | options)
@@ -94,16 +94,16 @@ class Console(rich.console.Console):
 
 
 def leave_pipe() -> NoReturn:
-    """Exit without a word, with the status of a program whose reader has gone (`| head`)."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+    """Exit silently, with the status of a program whose reader is gone (`| head`)."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that is flushed at exit
     raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 @contextmanager
 def report_mistakes(stopped: str = "stopped") -> Iterator[None]:
-    """An error becomes one line on stderr and exit status 1, and so do Ctrl-C and SIGTERM with theirs.
+    """Turn an error into one line on stderr and exit status 1, and Ctrl-C and SIGTERM into their status.
 
-    stopped: what is said after those two. With REFVL_TRACEBACK=1 in the environment the traceback is printed first.
+    stopped: the text after those two. With REFVL_TRACEBACK=1 in the environment the traceback is printed first.
     """
     try:
         with _sigterm_raises():
@@ -128,12 +128,12 @@ def _flush() -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
-        raise OSError(f"stdout: cannot be written to ({error.strerror})") from None
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest is flushed at exit
+        raise OSError(f"stdout: cannot be written ({error.strerror})") from None
 
 
 def _one_line(error: Exception) -> str:
-    """The message, in the command line's words; in front of it the kind of error where refvl did not word it itself."""
+    """Return the message in the command line's words, after the error's type unless refvl wrote the message."""
     message = re.sub(r"^path_or_id:", "checkpoint:", plain(" ".join(str(error).split())))
     worded = message and isinstance(error, (ValueError, TypeError, OSError, ImportError))
     return message if worded else f"{type(error).__name__}: {message}"
@@ -141,7 +141,7 @@ def _one_line(error: Exception) -> str:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM as an exception, so that files are closed and a lock is removed; only a main thread may ask for that."""
+    """Raise SIGTERM as an exception, so files are closed and a lock is removed; only a main thread can do that."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -157,12 +157,12 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def command(stopped: str = "stopped", **options) -> Callable:
-    """A function as a command of the command line whose mistakes are reported. options: of typer's `command`."""
+    """Turn a function into a command of the command line that reports errors. options: of typer's `command`."""
     return lambda function: app.command(**options)(report_mistakes(stopped)(function))
 
 
 class SourceCommand(typer.core.TyperCommand):
-    """A command whose option --source takes a file, or stands alone: a file is what ends in .html."""
+    """A command whose option --source may have a file, which ends in .html, or no value."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         """Write the option as one word, in which nothing can follow the =."""
@@ -195,8 +195,8 @@ def chat(
     checkpoint: Checkpoint,
     prompt: Annotated[str | None, typer.Argument(help="the question; none with --jsonl")] = None,
     image: Images = None, video: Videos = None,
-    jsonl: Annotated[str | None, typer.Option(help="answer a file of requests, one JSON object in a line")] = None,
-    out: Annotated[str | None, typer.Option(help="file of the answers; else FILE.answers.jsonl")] = None,
+    jsonl: Annotated[str | None, typer.Option(help="answer a file of requests, one JSON object per line")] = None,
+    out: Annotated[str | None, typer.Option(help="file of the answers; by default FILE.answers.jsonl")] = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None, adapter: Adapter = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
@@ -204,8 +204,8 @@ def chat(
     """Answer a question about images and videos; the text streams as it is generated.
 
     A line of --jsonl is {"prompt": ..., "images": [...], "videos": [...]}, and may have its own "max_new_tokens" and
-    "pruning_rate". Answers come in the same order, and an error in the place of one; then the exit status is 1. A run
-    that was stopped is continued by the same command.
+    "pruning_rate". Answers are in the same order; a failed request has an error instead, and the exit status is then 1.
+    The same command continues a run that was stopped.
     """
     load = partial(_load, checkpoint, device, dtype, attention, graphs, adapter)
     common = {"max_new_tokens": max_new_tokens, "pruning_rate": pruning_rate, "pruning": pruning}
@@ -213,9 +213,9 @@ def chat(
     if jsonl is not None:
         _answer_file(load, jsonl, out, {"PROMPT": prompt, "image": image, "video": video} | alone, common)
     if out is not None:
-        raise ValueError("out: only with --jsonl, which writes a file of answers")
+        raise ValueError("out: needs --jsonl, which writes a file of answers")
     if prompt is None:
-        raise ValueError("prompt: give a question, or a file of requests with --jsonl")
+        raise ValueError("prompt: expected a question, or a file of requests with --jsonl")
     _check_request(prompt, video, pruning_rate)
     for piece in load().chat(prompt, images=image or (), videos=video or (), stream=True, **common, **alone):
         print(plain(piece), end="", flush=True)
@@ -223,11 +223,11 @@ def chat(
 
 
 def _answer_file(load: Callable, jsonl: str, out: str | None, single: dict, common: dict) -> None:
-    """Answer a file of requests, say which failed, and exit. single: arguments of a single question."""
+    """Answer a file of requests, report which failed, and exit. single: arguments of a single question."""
     from refvl.serving.requests import answer_file
 
     if given := [name for name, value in single.items() if value not in (None, [])]:
-        raise ValueError(f"jsonl: its lines say what is asked; give no {', '.join(given)} beside it")
+        raise ValueError(f"jsonl: its lines contain the requests; remove {', '.join(given)}")
     answers = Path(out or f"{jsonl}.answers.jsonl")
     errors = answer_file(load(), Path(jsonl), answers, common=common, progress=sys.stderr.isatty())
     print(plain(f"answers in {answers}"), flush=True)
@@ -241,23 +241,23 @@ def trace(
     checkpoint: Checkpoint, prompt: Prompt, image: Images = None, video: Videos = None,
     max_new_tokens: MaxNewTokens = 128, pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
     prefill_chunk: PrefillChunk = None, prompt_lookup_num_tokens: LookupTokens = None, adapter: Adapter = None,
-    with_: Annotated[Other | None, typer.Option("--with", help="run its own model as well, and compare")] = None,
+    with_: Annotated[Other | None, typer.Option("--with", help="run transformers' model too, and compare")] = None,
     save: Annotated[str | None, typer.Option(help="a new folder for every stage's tensors")] = None,
     source: SourceFile = None,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
-    """The same run, with every stage's shapes and seconds.
+    """Answer a question and print every stage's shapes and seconds.
 
     With --source the code that ran comes first: every function in call order, executed lines marked, checks folded.
-    With --source FILE.html it becomes a page, with what each stage made beside it.
+    With --source FILE.html it becomes a page, with the results of each stage.
     """
     _check_request(prompt, video, pruning_rate)
     if source:
         _check_page(source)
     if with_ and pruning_rate:
-        raise ValueError(f"pruning_rate: must be 0 beside {with_.value}, which prunes nothing, got {pruning_rate}")
+        raise ValueError(f"pruning_rate: must be 0 with {with_.value}, which prunes nothing, got {pruning_rate}")
     if with_ and adapter:
-        raise ValueError(f"adapter: not beside {with_.value}, whose model would have none")
+        raise ValueError(f"adapter: not supported with {with_.value}, whose model would have no adapter")
     model = _load(checkpoint, device, dtype, attention, graphs, adapter)
     if with_:
         from refvl.study.recording import check_recordable, record_transformers
@@ -281,15 +281,15 @@ def trace(
 
 
 def _check_page(source: str) -> None:
-    """What can be said of a page's file before a model is loaded."""
+    """Check a page's file name before a model is loaded."""
     if not source.endswith(".html"):
         raise ValueError(f"source: expected a file that ends in .html, or nothing, got {source!r}")
     if not Path(source).absolute().parent.is_dir():
-        raise FileNotFoundError(f"source: {Path(source).parent} is no folder to write {Path(source).name} into")
+        raise FileNotFoundError(f"source: {Path(source).parent} is not a folder to write {Path(source).name} into")
 
 
 def _show_source(model, prompt: str, options: dict, checkpoint: str, source: str):
-    """Print the code that answers a question, or write it as a page; returns the `Trace` of the same request."""
+    """Print the code that answers a question, or write it as a page; return the `Trace` of the same request."""
     from refvl.study.journey import follow
 
     journey = follow(model, prompt, **options)
@@ -310,10 +310,10 @@ def compare(
     rtol: Annotated[float | None, typer.Option(
         help="tolerance, as a share of a stage's largest value; by default 0.001, and in the text model what rounding "
         "explains")] = None,
-    atol: Annotated[float, typer.Option(help="tolerance besides")] = 0.0,
-    model: Annotated[str | None, typer.Option(help="the checkpoint of one of them: causes are tried with it")] = None,
+    atol: Annotated[float, typer.Option(help="absolute tolerance, added to the other")] = 0.0,
+    model: Annotated[str | None, typer.Option(help="the checkpoint of one run, to test possible causes")] = None,
 ):  # fmt: skip
-    """Two saved runs: the first stage that differs, how much, where, and what usually does that; then status 1."""
+    """Compare two saved runs: the first difference, its size, location and usual cause; status 1 if they differ."""
     vlm = refvl.load(model, progress=False) if model else None
     comparison = refvl.compare(a, b, rtol=rtol, atol=atol, model=vlm)
     print(plain(str(comparison)))
@@ -326,15 +326,15 @@ def info(
     image: Images = None, video: Videos = None,
     min_pixels: Annotated[int | None, typer.Option(help="instead of the checkpoint's")] = None,
     max_pixels: Annotated[int | None, typer.Option(help="instead of the checkpoint's")] = None,
-    fps: Annotated[float | None, typer.Option(help="frames a second taken from a video file")] = None,
-    num_frames: Annotated[int | None, typer.Option(help="frames taken from a video file")] = None,
+    fps: Annotated[float | None, typer.Option(help="frames per second to sample from a video file")] = None,
+    num_frames: Annotated[int | None, typer.Option(help="number of frames to sample from a video file")] = None,
     pruning_rate: PruningRate = 0.0, pruning: PruningRule = Pruning.evs,
-    dtype: Annotated[str, typer.Option(help="for memory")] = "bfloat16",
-    files: Annotated[bool, typer.Option("--files", help="all files that shape the model, and their digests")] = False,
-    tower: Annotated[bool, typer.Option("--tower", help="the vision tower alone, as `encode` loads it")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="the numbers, for a program")] = False,
+    dtype: Annotated[str, typer.Option(help="dtype for the memory estimate")] = "bfloat16",
+    files: Annotated[bool, typer.Option("--files", help="all files that determine the model, with digests")] = False,
+    tower: Annotated[bool, typer.Option("--tower", help="only the vision tower, as in `encode`")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON")] = False,
 ):  # fmt: skip
-    """Family, sizes, tokens for given media step by step, and the memory needed. Reads no weights."""
+    """Print family, sizes, tokens for given media step by step, and the memory needed. Reads no weights."""
     from refvl.loading import load
     from refvl.serving.provenance import sources
     from refvl.study.costs import costs, describe, set_pixel_limits, stored_text_bytes
@@ -357,11 +357,11 @@ def info(
     with suppress(FileNotFoundError, ValueError):  # a folder may have no weights, or not all
         shaping = sources(shaping[0].path.parent, weights=True) if shaping else []
     names = ", ".join(source.path.name for source in shaping) or "none: a config alone"
-    for row in [*describe(model, media, **options).items(), ("files that shape it", names)]:
+    for row in [*describe(model, media, **options).items(), ("its files", names)]:
         table.add_row(*row)
     Console().print(table)
     if files:
-        listed = Table("file", "role", "bytes", "sha256", title="files that shape the model")
+        listed = Table("file", "role", "bytes", "sha256", title="files that determine the model")
         for source in shaping:
             listed.add_row(source.path.name, source.role, f"{source.stamp[0]:,}", source.digest()[:32])
         Console().print(listed)
@@ -370,34 +370,34 @@ def info(
 @command(stopped="stopped; the same command continues")
 def encode(
     checkpoint: Checkpoint,
-    folder: Annotated[str, typer.Argument(help="a folder of images and clips, a .tar file, or a list of paths (.txt)")],
-    out: Annotated[str, typer.Option(help="a folder for shards and manifest.json; what it holds is not encoded again")],
-    data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share the work of torchrun")] = False,
-    shard_size: Annotated[int, typer.Option(help="images and clips per safetensors file")] = 64,
-    force: Annotated[bool, typer.Option("--force", help="rename files of others in DIR that are in the way")] = False,
+    folder: Annotated[str, typer.Argument(help="a folder of images and videos, a .tar file, or a .txt list of paths")],
+    out: Annotated[str, typer.Option(help="a folder for shards and manifest.json; its contents are not encoded again")],
+    data_parallel: Annotated[bool, typer.Option("--data-parallel", help="share work among torchrun's ranks")] = False,
+    shard_size: Annotated[int, typer.Option(help="images and videos per safetensors file")] = 64,
+    force: Annotated[bool, typer.Option("--force", help="rename other programs' files that are in the way")] = False,
     device: Device = "auto", dtype: Dtype = "auto", attention: Attention = "auto", graphs: Graphs = False,
 ):  # fmt: skip
-    """Encode images and clips to safetensors, to be handed to an engine that accepts embeddings.
+    """Encode images and videos to safetensors, for an engine that accepts embeddings.
 
     torchrun --nproc-per-node 8 -m refvl encode CHECKPOINT FOLDER --out DIR --data-parallel
 
-    Clips are sampled as `chat` samples them, and skipped where the model reads images only. From tar files, also those
-    in the folder, the images are taken. `refvl.serving.handover.vllm_inputs` gives vLLM what was written.
+    Videos are sampled as in `chat`, and skipped if the model accepts only images. From tar files, also those in the
+    folder, only images are read. `refvl.serving.handover.vllm_inputs` passes the embeddings to vLLM.
 
     An image that cannot be read is named on stderr and in the manifest, with the reason; the others are encoded, and
-    the exit status is 1. A run that was stopped is continued by the same command, which also encodes the images that
-    have come or changed since. In the manifest a path that is not UTF-8 is percent-encoded behind "./".
+    the exit status is 1. The same command continues a run that was stopped, and encodes images that are new or changed.
+    In the manifest, a path that is not UTF-8 is percent-encoded after "./".
     """
     from refvl.serving.export import encode_folder
 
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not data_parallel:
-        raise ValueError("torchrun started several processes: give --data-parallel, so that they share the work")
+        raise ValueError("torchrun started several processes: add --data-parallel, to share the work")
     rank = int(os.environ.get("RANK", 0))
     vlm = _load(checkpoint, device, dtype, attention, graphs, text=False)
     shown = sys.stderr.isatty() and rank == 0
     manifest = encode_folder(vlm, folder, out, shard_size=shard_size, force=force, progress=shown)
-    if rank == 0:  # a failure of another rank would make torchrun end this one before it has spoken
-        clips = f" and {len(manifest['videos'])} clips" if manifest["videos"] else ""
+    if rank == 0:  # a failure of another rank would make torchrun end this one before it has printed
+        clips = f" and {len(manifest['videos'])} videos" if manifest["videos"] else ""
         print(plain(f"{len(manifest['images'])} images{clips} in {out}"), flush=True)
         for name, reason in manifest["unreadable"].items():
             print("refvl:", *plain(f"{name}: {reason}").split(), file=sys.stderr)
@@ -409,7 +409,7 @@ def bench(
     name: Annotated[Benchmark, typer.Argument(help="what to measure")],
     device: Device = "auto",
     repeats: Annotated[int | None, typer.Option(help="timed calls; the default is the benchmark's own")] = None,
-    write: Annotated[bool, typer.Option(help="keep the result under data/measurements")] = False,
+    write: Annotated[bool, typer.Option(help="write the result to data/measurements")] = False,
 ):
     """Measure on this machine; needs a clone of the repository."""
     import torch
@@ -418,13 +418,13 @@ def bench(
 
     check_clone("`refvl bench`")
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device: {device!r} was asked for, but this machine has no CUDA device")
+        raise ValueError(f"device: {device!r} needs CUDA, but this machine has no CUDA device")
     if repeats is not None and not 1 <= repeats <= MOST_REPEATS:
         raise ValueError(f"repeats: expected 1 to {MOST_REPEATS:,} timed calls, got {repeats}")
     if (root := str(DATA.parent)) not in sys.path:
         sys.path.insert(0, root)
     options = {"device": device} | ({} if repeats is None else {"repeats": repeats})
-    module = importlib.import_module(f"benchmarks.{name.value}")  # beside the package, not installed with it
+    module = importlib.import_module(f"benchmarks.{name.value}")  # next to the package, not installed with it
     taken = inspect.signature(module.run).parameters
     module.run(write=write, **{option: value for option, value in options.items() if option in taken})
 
@@ -451,23 +451,23 @@ def notebooks(folder: Annotated[Path, typer.Argument(help="a folder without note
     print(f"the course is in {copy_course(folder)}; open it with: jupyter lab --notebook-dir={folder}")
 
 
-@command(stopped="stopped; the JSON says how far it came")
+@command(stopped="stopped; the JSON contains the checks so far")
 def check_gpu(
     device: Annotated[str, typer.Option(help="cuda, cuda:1, ...")] = "cuda",
     thorough: Annotated[bool, typer.Option("--all/--quick", help="every check, or those of a minute")] = False,
-    out: Annotated[str, typer.Option(help="where the JSON goes; a zip to attach lies beside it")] = "check-gpu.json",
+    out: Annotated[str, typer.Option(help="the JSON file; a zip to attach is written next to it")] = "check-gpu.json",
 ):
     """Check what a CUDA device runs: attention, towers, answers, graphs, streams, times.
 
     A minute with --quick, the default, and at most ten with --all. If a check fails, the exit status is 1, and the
-    files are complete all the same.
+    files are still complete.
     """
     from refvl.tools import check_gpu as checks
 
     if not out.endswith(".json"):
         raise ValueError(f"out: expected a path that ends in .json, got {out!r}")
     limit = checks.SECONDS[thorough] + 120
-    faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__ or 2)  # where a kernel hangs
+    faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__ or 2)  # if a kernel hangs
     try:
         result = checks.check_gpu(device, out, thorough=thorough)
     finally:
@@ -484,14 +484,14 @@ def _load(
     from refvl.loading import load
 
     if checkpoint.endswith(".json"):
-        raise ValueError(f"checkpoint: {checkpoint} is a config without weights, which only `refvl info` reads")
+        raise ValueError(f"checkpoint: {checkpoint} is a config without weights; use it only with `refvl info`")
     progress = sys.stderr.isatty()
     options |= {"device": device, "dtype": dtype, "attention": attention, "graphs": graphs}
     return load(checkpoint, adapters=adapters or None, progress=progress, **options)
 
 
 def _check_request(prompt: str, video: list[str] | None, pruning_rate: float, **sampling) -> None:
-    """What can be said before a model is loaded; sampling: options of videos that were given."""
+    """Check the request before a model is loaded; sampling: options of videos that were given."""
     from refvl.checks import check_pruning_rate
 
     check_pruning_rate(pruning_rate, "pruning_rate")
@@ -500,17 +500,17 @@ def _check_request(prompt: str, video: list[str] | None, pruning_rate: float, **
     except UnicodeEncodeError:
         raise ValueError(f"prompt: expected text in UTF-8, got {prompt!r}") from None
     if sampling and not video:
-        raise ValueError(f"{next(iter(sampling))}: samples video files, and none was given")
+        raise ValueError(f"{next(iter(sampling))}: needs a video file, but none was given")
     if pruning_rate and not video:
-        print("refvl: --pruning-rate prunes videos, and none was given: nothing is pruned", file=sys.stderr)
+        print("refvl: --pruning-rate prunes only videos, and none was given", file=sys.stderr)
 
 
 def main() -> None:
     """Run the command line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name may be no UTF-8
-    typer.rich_utils.Console = partial(Console, markup=True)  # type: ignore[misc, assignment]  # of help and usage errors
+            stream.reconfigure(errors="backslashreplace")  # a name may not be UTF-8
+    typer.rich_utils.Console = partial(Console, markup=True)  # type: ignore[misc, assignment]  # for help and errors
     with report_mistakes():
         try:
             app()

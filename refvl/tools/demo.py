@@ -19,7 +19,7 @@ PICTURE, CLIP = DATA / "pictures" / "scene.png", DATA / "clips" / "scene.mp4"
 PICTURE_QUESTIONS = ("What color is the circle?", "Where is the circle?")
 CLIP_QUESTIONS = ("Which way does the circle move?", "What color is the circle?")
 PHOTO, FILM = DATA / "pictures" / "coffee.jpg", DATA / "clips" / "bigbuckbunny.mp4"
-PHOTO_QUESTION, FILM_QUESTION = "What is in the picture?", "What is in the clip?"  # known by heart, see data/README.md
+PHOTO_QUESTION, FILM_QUESTION = "What is in the picture?", "What is in the clip?"  # answers: data/README.md
 PRUNING_RATE = 0.5
 TOY = """\
 The shipped models are toys, trained on drawn scenes of coloured shapes; the next image and video are held-out scenes.
@@ -37,7 +37,7 @@ def show(console: Console, out: Path, checkpoint: str, device: str) -> None:
     pruned = model.trace(CLIP_QUESTIONS[0], videos=[CLIP], pruning_rate=PRUNING_RATE)
     before, after = (len(trace.input_ids) for trace in (clip, pruned))
     console.print(
-        f"\nthe same clip with {PRUNING_RATE:.0%} of its tokens pruned: {CLIP_QUESTIONS[0]} [bold]{pruned.text}[/bold] "
+        f"\nthe video with {PRUNING_RATE:.0%} of its tokens pruned: {CLIP_QUESTIONS[0]} [bold]{pruned.text}[/bold] "
         f"({before} prompt tokens became {after})"
     )
     console.print("\nThe next photo and video were in the shipped model's training data: it knows them by heart.")
@@ -50,7 +50,7 @@ def show(console: Console, out: Path, checkpoint: str, device: str) -> None:
 
 
 def ask(console: Console, model: VLM, medium: Path, questions: tuple[str, ...], **media) -> Trace:
-    """Print the stages of the first question and the answers to all; returns the trace of the first."""
+    """Print the stages of the first question and the answers to all; return the trace of the first."""
     traces = [model.trace(question, **media) for question in questions]
     console.print(f"\n{medium.relative_to(DATA.parent)}", style="bold", highlight=False)
     console.print(stage_table(traces[0]))
@@ -60,7 +60,7 @@ def ask(console: Console, model: VLM, medium: Path, questions: tuple[str, ...], 
 
 
 def write_figures(model: VLM, picture: Trace, clip: Trace, pruned: Trace, photo: Trace, film: Trace, out: Path):
-    """One PNG per stage figure, and an overview of all; returns their paths."""
+    """Write one PNG per stage figure, and an overview of all; return their paths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -73,7 +73,7 @@ def write_figures(model: VLM, picture: Trace, clip: Trace, pruned: Trace, photo:
     window_size = model.config.vision_config.window_size
     media, (patches,) = picture.media[0], clip.patches
     positions, keep_mask = clip.positions, pruned.keep_masks[0]
-    assert positions is not None and keep_mask is not None, "a finished run has positions, and its clip was pruned"
+    assert positions is not None and keep_mask is not None, "a finished run has positions, and its video was pruned"
     figures = {
         "patches": lambda: viz.plot_patches(media, config),
         "windows": lambda: viz.plot_windows(media, config, window_size=window_size),

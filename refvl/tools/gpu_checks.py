@@ -12,8 +12,8 @@
     times           a tower of the 7B's width: eager, planned, graph alone, graph with packing, compiled
     decode          one token of a text model of the 7B's width
 
-A row holds (what, measured, allowed). Where nothing is allowed, nothing is demanded. `python -m refvl.tools.gpu_checks`
-writes the expected results anew.
+A row has (what, measured, allowed); allowed None sets no limit. `python -m refvl.tools.gpu_checks`
+rewrites the expected results.
 
 Shape suffixes: N rows, H heads, K head dimension, M output tokens, D hidden.
 """
@@ -41,6 +41,7 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, multiprocessing
+from transformers import CONFIG_MAPPING
 
 from refvl import families
 from refvl.attention import HALF, available_backends, cumulative_lengths, is_ampere, varlen_attention
@@ -60,20 +61,23 @@ from refvl.study.arithmetic import encoder_operations
 EXPECTED = DATA / "measurements" / "gpu" / "expected.safetensors"
 SCENE, PAGE, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png", DATA / "clips" / "scene.mp4"
 HEAD_DIMS = (64, 72, 80, 112, 128)  # GLM-OCR, SigLIP, Qwen2.5-VL, Step3-VL, GLM-4.1V and the resamplers
-LENGTHS = (64, 0, 33, 1, 0, 257, 64, 0)  # segments; empty ones first, last and between do not occur by chance
+LENGTHS = (64, 0, 33, 1, 0, 257, 64, 0)  # segments; random lengths would not put empty ones first, last and between
 SEVEN_B = Qwen2_5_VisionConfig()
 TWO_BLOCKS = replace(SEVEN_B, depth=2, fullatt_block_indexes=(1,))
 SEVEN_B_TEXT = DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json"
-RANKS = ("nccl", "cuda")  # what joins the processes of `data parallel`, and the devices on which they encode
+RANKS = ("nccl", "cuda")  # the process group of `data parallel`, and the devices on which it encodes
 QUESTIONS: dict[
     str, tuple[str, dict[str, Any]]
-] = {  # of each shipped model; every token wins by at least 3 logits, so that rounding turns none
+] = {  # of each shipped model; every token wins by at least 3 logits, so rounding changes none
     "tiny-qwen2_5_vl": ("What color is the circle?", {"images": [SCENE]}),
     "tiny-qwen3_vl": ("Which way does the circle move?", {"videos": [CLIP]}),
     "tiny-glm4v": ("Which way does the circle move?", {"videos": [CLIP], "pruning_rate": 0.5}),
     "tiny-minicpmv-4_5": ("What color is the circle?", {"images": [SCENE]}),
+    "tiny-minicpmv-4_7": ("Where is the circle?", {"images": [SCENE]}),
     "tiny-step3": ("Which letter is in the red box?", {"images": [PAGE]}),
 }
+if "minicpmv4_7" not in CONFIG_MAPPING:  # transformers before 5.23
+    del QUESTIONS["tiny-minicpmv-4_7"]
 MINICPMV = {  # a small config.json of MiniCPM-V
     "hidden_size": 64, "query_num": 4, "scale_resolution": 56,
     "vision_config": {
@@ -89,7 +93,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A device, and how much is run on it."""
+    """A device, and the amount of work to run on it."""
 
     device: torch.device
     tower: Qwen2_5_VisionConfig = TWO_BLOCKS  # of `times`
@@ -98,7 +102,7 @@ class Bench:
     clip: tuple[int, int, int] = (8, 36, 36)
     text: dict = field(default_factory=lambda: read_json(SEVEN_B_TEXT) | {"num_hidden_layers": 4})
     prompt: int = 1024  # tokens before the decode step
-    repeats: int = 20  # of a timed call, and of each thread's in `streams`
+    repeats: int = 20  # of a timed call, and of each thread's calls in `streams`
     attachments: dict[str, str] = field(default_factory=dict)  # file name -> text, for the zip
 
     @property
@@ -107,7 +111,7 @@ class Bench:
 
 
 def row(check: str, measured: float, allowed: float | None, unit: str = "") -> dict:
-    """One check. measured must be at most allowed; where that is None nothing is demanded."""
+    """Return one check's row. measured must be at most allowed; allowed None sets no limit."""
     measured = float(measured)
     passed = allowed is None or measured <= allowed  # nan fails
     kept = measured if isfinite(measured) else str(measured)  # JSON has no nan
@@ -119,16 +123,16 @@ def row(check: str, measured: float, allowed: float | None, unit: str = "") -> d
 
 @torch.inference_mode()
 def check_attention(bench: Bench) -> Iterator[dict]:
-    """Each backend, dtype and head dimension against float64, as a share of the largest value.
+    """Compare each backend, dtype and head dimension with float64, as a share of the largest value.
 
-    The result is a mean of values, weighted: a kernel rounds the weights, the sum and the result, each by eps / 2 at
-    most; float32 sums of 257 terms add nothing that half precision shows.
+    The result is a weighted mean of values. A kernel rounds the weights, the sum and the result, each by at most eps /
+    2; float32 sums of 257 terms add no error visible in half precision.
     """
     for dtype in (*HALF, torch.float32):
         for head_dim in HEAD_DIMS:
             generator = torch.Generator().manual_seed(head_dim)
             qkv = torch.randn(sum(LENGTHS), 3, 2, head_dim, generator=generator).to(bench.device, dtype)
-            q, k, v = qkv.unbind(1)  # strided, as a fused projection leaves them
+            q, k, v = qkv.unbind(1)  # strided, like the result of a fused projection
             exact = _exact_attention(q, k, v)
             for backend in available_backends(bench.device, dtype, head_dim):
                 cu_seqlens = cumulative_lengths(LENGTHS).to(bench.device)
@@ -139,7 +143,7 @@ def check_attention(bench: Bench) -> Iterator[dict]:
 
 
 def _exact_attention(*qkv_NHK: Tensor) -> Tensor:
-    """Segment by segment in float64."""
+    """Compute attention segment by segment in float64."""
     segments = zip(*(x.double().transpose(0, 1).split(LENGTHS, dim=1) for x in qkv_NHK), strict=True)
     outs_HNK = [F.scaled_dot_product_attention(*segment) for segment in segments]
     return torch.cat(outs_HNK, dim=1).transpose(0, 1)
@@ -147,7 +151,7 @@ def _exact_attention(*qkv_NHK: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def check_pixels(bench: Bench) -> Iterator[dict]:
-    """An image and a clip, copied as bytes and normalised on the device. Oracle: the CPU, to the bit."""
+    """Copy an image and a video as bytes and normalise them on the device. Oracle: the CPU, bit for bit."""
     config = PatchConfig(min_pixels=784)
     with Image.open(SCENE) as image:
         media = {"an image": levels_of_image(image.convert("RGB"), config)[0]}
@@ -163,20 +167,20 @@ def check_pixels(bench: Bench) -> Iterator[dict]:
 
 @cache
 def towers() -> dict[str, Any]:
-    """Family -> its encoder, each once."""
+    """Return family -> its encoder, each once."""
     classes = {family.encoder: family.name.partition(",")[0] for family in reversed(FAMILIES)}
     return {name: encoder for encoder, name in reversed(classes.items())}
 
 
 def build_tower(name: str) -> tuple[Any, Tensor, list]:
-    """A small tower in float32 on the CPU, rows, and the layouts of two items.
+    """Build a small tower in float32 on the CPU, with rows and the layouts of two items.
 
-    Weights and rows are exact in float16, so that what differs was rounded on the way.
+    Weights and rows are exact in float16, so any difference comes from rounding in between.
     """
     encoder_class = towers()[name]
     if hasattr(encoder_class, "config_class") and hasattr(encoder_class.config_class, "tiny"):
         config = encoder_class.config_class.tiny()
-        narrow = getattr(config, "hidden_size", 64) % 64  # a kernel reads heads of 8, 16, ... values
+        narrow = getattr(config, "hidden_size", 64) % 64  # a kernel accepts heads of 8, 16, ... values
         encoder = encoder_class(replace(config, hidden_size=64) if narrow else config)
     else:
         encoder = encoder_class.from_config(MINICPMV)
@@ -193,9 +197,9 @@ def build_tower(name: str) -> tuple[Any, Tensor, list]:
 
 @torch.inference_mode()
 def check_towers(bench: Bench, *, compiled: bool = False) -> Iterator[dict]:
-    """Each tower in float32 and float16 against a CPU's float32: eager, and by graphs A, B and A again; or compiled."""
+    """Compare each tower in float32 and float16 with a CPU's float32: eager, by graphs A, B, A again; or compiled."""
     if compiled and available_backends(bench.device, torch.float16)[0] != "varlen":
-        raise Skipped("blocks are compiled where varlen attention runs: on compute capability 8.0 and above")
+        raise Skipped("blocks are compiled only with varlen attention, from compute capability 8.0 on")
     expected = load_file(EXPECTED)
     for name in towers():
         encoder, rows, layouts = build_tower(name)
@@ -217,7 +221,7 @@ def check_towers(bench: Bench, *, compiled: bool = False) -> Iterator[dict]:
 
 
 def _replay(encoder: Any, rows: Tensor, layouts: list, wanted: Tensor) -> tuple[float, float]:
-    """Replay A, B and A. Returns the largest error, and how many values of A differ the second time."""
+    """Replay A, B and A. Return the largest error, and how many values of A differ the second time."""
     manager = EncoderGraphManager(encoder, budgets=_budgets(encoder, layouts), progress=False)
     tokens = [encoder.item_size(layout)[1] for layout in encoder.check_layouts(layouts)]
     parts, errors, outs = rows.split(_row_counts(encoder, layouts)), [], []
@@ -226,13 +230,13 @@ def _replay(encoder: Any, rows: Tensor, layouts: list, wanted: Tensor) -> tuple[
         outs.append(out)
         errors.append(_error(out, wanted.split(tokens)[i]))
     if manager.stats().misses:
-        raise RuntimeError(f"graphs: {manager.stats().misses} items ran eagerly, where all should replay")
+        raise RuntimeError(f"graphs: {manager.stats().misses} items ran eagerly; expected all of them to replay")
     manager.clear()
     return max(errors), float((outs[0] != outs[2]).sum())
 
 
 def _budgets(encoder: Any, layouts: list):
-    """One budget on each path, that of the largest item."""
+    """Return one budget per path, that of the largest item."""
     checked = encoder.check_layouts(layouts)
     if not hasattr(encoder, "paths"):
         return [max(encoder.item_size(layout)[1] for layout in checked)]
@@ -245,7 +249,7 @@ def _budgets(encoder: Any, layouts: list):
 
 @torch.inference_mode()
 def check_answers(bench: Bench) -> Iterator[dict]:
-    """Token ids of every shipped model in float32, in half precision, and by graphs. Oracle: a CPU, in float32."""
+    """Compare token ids of every shipped model in float32, half precision and graphs. Oracle: a CPU in float32."""
     expected = load_file(EXPECTED)
     for name, (question, media) in QUESTIONS.items():
         wanted = expected[f"ids {name}"].tolist()
@@ -262,7 +266,7 @@ def check_answers(bench: Bench) -> Iterator[dict]:
 
 @torch.inference_mode()
 def check_graphs(bench: Bench) -> Iterator[dict]:
-    """Replays of A, B, A against the eager tower; again after freed memory was overwritten, and after a compile."""
+    """Compare replays of A, B, A with the eager tower, also after freed memory was overwritten and after a compile."""
     encoder = _random_tower(bench.small)
     grids = [(1, bench.sides[0], bench.sides[0])]
     growth = _growth(encoder, _pixels(encoder, grids), grids)
@@ -278,7 +282,7 @@ def check_graphs(bench: Bench) -> Iterator[dict]:
         if moment == "torch.compile":
             torch.compile(lambda x: (x @ x).relu(), mode="reduce-overhead")(torch.ones(64, 64, device=bench.device))
         torch.cuda.empty_cache()
-        poison = [torch.full((2**n,), torch.nan, device=bench.device) for n in range(8, 24)]  # takes what was freed
+        poison = [torch.full((2**n,), torch.nan, device=bench.device) for n in range(8, 24)]  # takes the freed memory
         [out] = manager.execute(*pictures["A"])
         yield row(f"after {moment} and NaN in freed memory, values that differ", _others(first["A"], out), 0)
         del poison
@@ -288,7 +292,7 @@ def check_graphs(bench: Bench) -> Iterator[dict]:
 
 
 def check_streams(bench: Bench) -> Iterator[dict]:
-    """Two threads share a tower and its graphs, each on a stream of its own. Oracle: one thread, to the bit."""
+    """Let two threads share a tower and its graphs, each on its own stream. Oracle: one thread, bit for bit."""
     encoder = _random_tower(bench.small).to(bench.device, bench.half)
     with torch.inference_mode():
         manager, pictures = _manager_and_pictures(bench, encoder)
@@ -311,10 +315,10 @@ def check_streams(bench: Bench) -> Iterator[dict]:
 
 
 def check_data_parallel(bench: Bench, seconds: float = 120) -> Iterator[dict]:
-    """Two processes, each with a GPU, share four items. Oracle: one process."""
+    """Let two processes, each with a GPU, share four items. Oracle: one process."""
     backend, kind = RANKS
     if kind == "cuda" and torch.cuda.device_count() < 2:
-        raise Skipped("it needs two GPUs, and torch sees one")
+        raise Skipped("needs two GPUs, but torch sees one")
     with tempfile.TemporaryDirectory() as folder:
         ranks = multiprocessing.spawn(_encode_share, (backend, kind, folder), nprocs=2, join=False)
         end = time.monotonic() + seconds
@@ -340,7 +344,7 @@ def _shared_items():
 
 
 def _encode_share(rank: int, backend: str, kind: str, folder: str) -> None:
-    """What one process of `data parallel` runs."""
+    """Run one process of `data parallel`."""
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -358,9 +362,9 @@ def _encode_share(rank: int, backend: str, kind: str, folder: str) -> None:
 
 
 def run_suite(bench: Bench, seconds: float = 240, arguments: Sequence[str] = ("-m", "gpu")) -> Iterator[dict]:
-    """The repository's own tests that need a GPU, in a process that sees the device alone."""
+    """Run the repository's own tests that need a GPU, in a process that sees only this device."""
     if not (CLONE / "tests").is_dir() or importlib.util.find_spec("pytest") is None:
-        raise Skipped("it needs a clone of the repository, and pip install -e '.[test]'")
+        raise Skipped("needs a clone of the repository, and pip install -e '.[test]'")
     index = bench.device.index or 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible[index] if visible[0] else str(index)}
@@ -388,14 +392,14 @@ def said_last(bench: Bench) -> str:
 
 @torch.inference_mode()
 def measure_times(bench: Bench) -> Iterator[dict]:
-    """Milliseconds by CUDA events, medians; the floor is the tower's products at the rate of a large one here."""
+    """Measure milliseconds by CUDA events, medians; the floor is the tower's matmuls at the rate of a large one."""
     encoder = _random_tower(bench.tower).to(bench.device, bench.half)
     patch = encoder.config.patch_size
     inputs = {f"{side * patch} px": [(1, side, side)] for side in bench.sides}
     t, side, _ = bench.clip
-    inputs |= {f"clip of {2 * t} frames, {side * patch} px": [bench.clip]}
+    inputs |= {f"video of {2 * t} frames, {side * patch} px": [bench.clip]}
     rate = _matmul_rate(bench, encoder)
-    yield row("a large matrix product", rate / 1e12, None, "TFLOP/s")
+    yield row("a large matmul", rate / 1e12, None, "TFLOP/s")
     for name, grids in inputs.items():
         pixels, metadata = _pixels(encoder, grids), encoder.plan(grids)
         limits: dict[str, Any] = {
@@ -426,7 +430,7 @@ def measure_times(bench: Bench) -> Iterator[dict]:
 
 @torch.inference_mode()
 def measure_decode(bench: Bench) -> Iterator[dict]:
-    """Milliseconds of one token after a prompt; the floor reads the weights once at the rate of a large copy here."""
+    """Measure milliseconds of one token after a prompt; the floor reads the weights once at a large copy's rate."""
     config = families.read_config(bench.text)
     text, model_class = families.text_config_of(config), families.find_family(config).text_model
     model: Any = random_language_model(text, dtype=bench.half, device=bench.device, model_class=model_class)
@@ -443,7 +447,7 @@ def measure_decode(bench: Bench) -> Iterator[dict]:
 
 
 def _milliseconds(bench: Bench, call: Callable[[], object]) -> float:
-    """The median of many calls after three, by CUDA events."""
+    """Return the median of many calls after three, by CUDA events."""
     times = []
     for _ in range(3 + bench.repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -456,7 +460,7 @@ def _milliseconds(bench: Bench, call: Callable[[], object]) -> float:
 
 
 def _matmul_rate(bench: Bench, encoder: Any, size: int = 4096) -> float:
-    """Operations per second of a large matrix product in the tower's dtype."""
+    """Return operations per second of a large matmul in the tower's dtype."""
     size = min(size, 4 * encoder.config.hidden_size)
     x = torch.ones(size, size, dtype=encoder.dtype, device=bench.device)
     return 2 * size**3 / _milliseconds(bench, lambda: x @ x) * 1e3
@@ -466,7 +470,7 @@ def _matmul_rate(bench: Bench, encoder: Any, size: int = 4096) -> float:
 
 
 def _draw_weights(encoder: Any) -> torch.Generator:
-    """Wide weights: attention is sharp, and wrong positions change the output by a tenth or more.
+    """Set wide weights: attention is sharp, and wrong positions change the output by a tenth or more.
 
     A layer's outputs are 1.6 times as wide as its inputs, whatever its width. Returns the generator, for the inputs.
     """
@@ -483,14 +487,14 @@ def _draw_weights(encoder: Any) -> torch.Generator:
 
 
 def _random_tower(config: Qwen2_5_VisionConfig) -> Any:
-    """On the CPU, in float32: the same everywhere."""
+    """Build values on the CPU, in float32: the same everywhere."""
     encoder = Qwen2_5_VisionTransformer(config).eval().requires_grad_(False)
     _draw_weights(encoder)
     return encoder
 
 
 def _manager_and_pictures(bench: Bench, encoder: Any):
-    """Graphs of one budget, and two images "A" and "B" that fit: rows and grids."""
+    """Return graphs of one budget, and two images "A" and "B" that fit: rows and grids."""
     sides = bench.sides[:2]
     budgets = [max(sides) ** 2 // encoder.config.block_size]
     manager = EncoderGraphManager(encoder, budgets=budgets, max_items=4, max_frames=4, progress=False)
@@ -510,17 +514,17 @@ def _row_counts(encoder: Any, layouts: list) -> list[int]:
 
 @torch.inference_mode()
 def _growth(encoder: Any, rows: Tensor, layouts: list) -> float:
-    """How much larger a small relative change of the rows comes out, at least 1: roundings grow likewise."""
+    """Return the growth of a small relative change of the rows, at least 1: rounding errors grow alike."""
     noise = 1e-4 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
     before, after = encoder(rows, layouts), encoder(rows * (1 + noise), layouts)
     return max(1.0, float((after - before).pow(2).mean().sqrt() / (1e-4 * before.abs().max())))
 
 
 def _allowed(encoder: Any, dtype: torch.dtype) -> float:
-    """As a share of the largest value: a block rounds a dozen times, what comes after the blocks as often as two.
+    """Return the allowed error as a share of the largest value: a dozen roundings per block, and two blocks' more.
 
     n roundings, each by at most eps / 2, up as often as down, add up to less than 2 * sqrt(n) * eps. In float32 the
-    sums inside of a product count, too: some hundred terms.
+    sums inside a matmul count, too: some hundred terms.
     """
     blocks = len(list(encoder.blocks))
     roundings = 12 * (blocks + 2) * (1 if dtype in HALF else 256)
@@ -528,7 +532,7 @@ def _allowed(encoder: Any, dtype: torch.dtype) -> float:
 
 
 def _error(out_MD: Tensor, wanted: Tensor) -> float:
-    """The largest difference as a share of the largest value; `wanted` may hold every nth column."""
+    """Return the largest difference as a share of the largest value; `wanted` may contain every nth column."""
     step = out_MD.shape[1] // wanted.shape[1]
     out, want = out_MD[:, ::step].double().cpu(), wanted.double().cpu()
     return float((out - want).abs().max() / want.abs().max())
@@ -548,7 +552,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @torch.inference_mode()
 def cpu_results() -> dict[str, Tensor]:
-    """What `expected.safetensors` holds: every fourth column of each tower's output, and ids of the shipped models."""
+    """Return the contents of `expected.safetensors`: every fourth column of the towers' outputs, and token ids."""
     results = {}
     for name in towers():
         encoder, rows, layouts = build_tower(name)

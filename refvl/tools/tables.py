@@ -4,7 +4,7 @@ from rich.table import Table
 
 
 def stage_table(run) -> Table:
-    """A `Trace` as a table of stages, shapes and seconds."""
+    """Return a `Trace` as a table of stages, shapes and seconds."""
     table = Table("stage", "shapes", title="the path")
     table.add_column("max |x|", justify="right")
     table.add_column("seconds", justify="right")

@@ -1,6 +1,6 @@
-"""Who attends to whom: in the language model over a picture's tokens, in the tower over its patches.
+"""Who attends to whom: in the language model over an image's tokens, in the tower over its patches.
 
-plot_attention   a picture, each of its cells as dark as it is ignored
+plot_attention   an image whose cells are darker the less attention they get
 plot_states      a map of the rows of a state, in colours of a projection
 """
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from refvl.checks import check_shape
 from refvl.viz.style import HIGHLIGHT, image_axes
 
-_OPACITY = 0.7  # of the veil over a cell that gets no attention: a colour over the others would hide theirs
+_OPACITY = 0.7  # of the veil over a cell without attention; a coloured heat map would hide the image
 
 
 def plot_attention(
     picture, weights_HW: Tensor, *, patch: tuple[int, int] | None = None, segments_HW=None, title: str = "", ax=None
 ) -> Axes:
-    """Draw a picture under a veil that is lifted where attention goes; with few cells, the percentages too.
+    """Draw an image under a veil that is lifted where attention goes; with few cells, the percentages too.
 
     picture: a PIL image or (height, width, 3) array. weights_HW: (rows, columns), a share per cell. patch: the (row,
-    column) that attends, framed. segments_HW: (rows, columns) numbers; a line stands between cells of different ones.
-    Raises ValueError for weights that are no matrix.
+    column) that attends, framed. segments_HW: (rows, columns) numbers; a line separates cells of different segments.
+    Raises ValueError for weights that are not a matrix.
     """
     rows, columns = check_shape(weights_HW, ("rows", "columns"), "weights_HW").shape
     weights = weights_HW.float().numpy(force=True)
@@ -46,7 +46,7 @@ def plot_attention(
 def plot_states(
     colors_HW3, *, segments_HW=None, patch: tuple[int, int] | None = None, title: str = "", ax=None
 ) -> Axes:
-    """A colour per patch (rows, columns, 3) uint8. segments_HW, patch: as of `plot_attention`."""
+    """Draw a colour per patch, (rows, columns, 3) uint8. segments_HW, patch: as in `plot_attention`."""
     rows, columns, _ = np.shape(colors_HW3)
     ax = image_axes(ax, title, figsize=(3, 3 * rows / columns + 0.5))
     ax.imshow(colors_HW3, extent=(0, columns, rows, 0), interpolation="nearest")
@@ -58,7 +58,7 @@ def plot_states(
 
 
 def borders(segments_HW) -> list[list[tuple[int, int]]]:
-    """Lines ((x, y), (x, y)) between neighbouring cells of different segments."""
+    """Return lines ((x, y), (x, y)) between neighbouring cells of different segments."""
     segments = np.asarray(segments_HW)
     below = [[(x, y + 1), (x + 1, y + 1)] for y, x in np.argwhere(np.diff(segments, axis=0))]
     return below + [[(x + 1, y), (x + 1, y + 1)] for y, x in np.argwhere(np.diff(segments, axis=1))]

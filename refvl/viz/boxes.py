@@ -1,7 +1,7 @@
-"""Where an answer points, and where it lands when its numbers are read in another space.
+"""The location to which an answer points, and its shift if the numbers are read in another space.
 
-plot_boxes          boxes and points on a picture
-plot_box_readings   one answer read by every convention
+plot_boxes          boxes and points on an image
+plot_box_readings   one answer, read by every convention
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from refvl.viz.style import HIGHLIGHT, PRUNED, STAGE_COLORS, image_axes
 def plot_boxes(
     image, boxes=(), labels: Sequence[str] = (), *, points=(), color=HIGHLIGHT, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Boxes (n, 4) with their labels and points (m, 2) on a picture, in its pixels; corners may come in any order.
+    """Draw boxes (n, 4) with their labels and points (m, 2) on an image, in its pixels; corners may be in any order.
 
     image: a PIL image or an array (H, W, 3).
     """
@@ -38,17 +38,17 @@ def plot_boxes(
 def plot_box_readings(
     box: Sequence[float], *, picture: Sequence[int], resized: Sequence[int], family: str, ax: Axes | None = None
 ) -> Axes:
-    """A box of an empty picture as `family` writes it, in whole numbers, and where they land by each convention.
+    """Draw a box on an empty image as `family` writes it, in whole numbers, and as each convention reads it.
 
-    box: x1, y1, x2, y2 in pixels of the picture. picture, resized: (width, height). The legend says how far the
-    centre is from the true one, in pixels of the picture.
+    box: x1, y1, x2, y2 in pixels of the image. picture, resized: (width, height). The legend lists how far the
+    centre is from the true one, in pixels of the image.
     """
     answer = from_picture([box], picture=picture, resized=resized, family=family).round()
     ax = image_axes(ax, f"{family} says {answer[0].int().tolist()}", figsize=(4.4, 5.4))
-    size = f"picture, {picture[0]} x {picture[1]}"
+    size = f"image, {picture[0]} x {picture[1]}"
     ax.add_patch(_rectangle((0, 0, *picture), facecolor=PRUNED, edgecolor="0.4", label=size))
     ax.add_patch(_rectangle(box, facecolor=HIGHLIGHT, alpha=0.5, label="the object"))
-    spaces = {"0 to 1000": (1000, 1000), "pixels of the picture": picture, "pixels of the resized picture": resized}
+    spaces = {"0 to 1000": (1000, 1000), "pixels of the image": picture, "pixels of the resized image": resized}
     for i, (name, space) in enumerate(spaces.items()):
         x1, y1, x2, y2 = rescale(answer, space, picture)[0].tolist()
         off = np.hypot(x1 + x2 - box[0] - box[2], y1 + y2 - box[1] - box[3]) / 2

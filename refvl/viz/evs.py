@@ -1,10 +1,10 @@
-"""Which video tokens survive, why, and what that costs.
+"""Which video tokens are kept, why, and at what cost.
 
-plot_keep_mask         frames of a video, the pruned tokens covered
-plot_keep_masks        the same by several rules, one above the other
+plot_keep_mask         frames of a video, with the pruned tokens covered
+plot_keep_masks        the same for several rules, one above the other
 plot_kept_per_frame    how many tokens of each frame the rules keep
 plot_dissimilarity     how much each token changed since the frame before
-plot_pruned_positions  the full layout of a prompt above the layout of what is kept
+plot_pruned_positions  the full layout of a prompt above the layout of the kept tokens
 plot_accuracy_curve    accuracy and time to the first token against the pruning rate
 """
 
@@ -21,17 +21,17 @@ from refvl.positions import MediaSpan, restrict_positions
 from refvl.viz.positions import grid_of_axes, kind_of, plot_positions, shade_tokens
 from refvl.viz.style import HIGHLIGHT, KEPT, PRUNED, SEQUENCE_CMAP, UNUSED, axes_or_new
 
-_COVER = 0.86  # opacity of what covers a pruned token
+_COVER = 0.86  # opacity of the cover over a pruned token
 
 
 def plot_keep_mask(
     frames: np.ndarray, keep_M: Tensor, merged_thw: Grid, *, columns: int = 5, title: str = "", ax=None
 ) -> np.ndarray:
-    """The frames of a video with pruned tokens covered and kept ones framed, one image per grid step.
+    """Draw the frames of a video with pruned tokens covered and kept ones framed, one image per grid step.
 
-    frames: (T, H, W, 3) uint8; of the frames of one grid step the first is shown. keep_M: (t*h*w,) bool.
+    frames: (T, H, W, 3) uint8; the first frame of each grid step is shown. keep_M: (t*h*w,) bool.
     ax: an array of t Axes, or None. Returns the t Axes as a flat array.
-    Raises ValueError for a mask of another shape than (t * h * w,).
+    Raises ValueError for a mask of a shape other than (t * h * w,).
     """
     t, h, w = merged_thw
     check_shape(keep_M, (t * h * w,), "keep_M")
@@ -49,12 +49,12 @@ def plot_keep_mask(
 
 
 def plot_keep_masks(frames: np.ndarray, masks: dict[str, Tensor], merged_thw: Grid, *, ax=None) -> np.ndarray:
-    """A row of frames per rule of pruning. masks: {name: (t*h*w,) bool}. Returns the (rules, t) Axes."""
+    """Draw a row of frames per pruning rule. masks: {name: (t*h*w,) bool}. Returns the (rules, t) Axes."""
     t, h, w = merged_thw
     width = min(1.6, 12 / t)
     height = width * _ratio(frames, merged_thw) * h / w + 0.3
     counts = ", ".join(f"{name} {int(keep_M.sum())}" for name, keep_M in masks.items())
-    label = f"Which of {t * h * w} tokens stay in the {t} frames of a video, by each rule: {counts}."
+    label = f"Which of {t * h * w} tokens each rule keeps in the {t} frames of a video: {counts}."
     axes = grid_of_axes(ax, len(masks), t, (t * width, len(masks) * height + 0.3), label)
     for row, (name, keep_M) in zip(axes, masks.items(), strict=True):
         plot_keep_mask(frames, keep_M, merged_thw, ax=row)
@@ -68,9 +68,9 @@ def plot_keep_masks(frames: np.ndarray, masks: dict[str, Tensor], merged_thw: Gr
 def plot_kept_per_frame(
     masks: dict[str, Tensor], num_frames: int, budgets: dict[str, Tensor] | None = None, *, title: str = "", ax=None
 ) -> Axes:
-    """Bars of how many tokens of each frame stay, by each rule, and as marks what a rule meant to keep of it at first.
+    """Draw bars of the tokens that each rule keeps per frame, and marks of the number that it first meant to keep.
 
-    masks: {name: (M,) bool}. budgets: {name: (num_frames,)} before the count was met, for some of them.
+    masks: {name: (M,) bool}. budgets: {name: (num_frames,)} before the total was matched, for some of them.
     """
     ax = axes_or_new(ax, figsize=(8, 2.6))
     steps, width = np.arange(num_frames), 0.8 / len(masks)
@@ -93,7 +93,7 @@ def plot_kept_per_frame(
 
 
 def _strip(ax, count: int, columns: int, height_to_width: float) -> np.ndarray:
-    """`count` Axes in reading order, `columns` in a row, of images with this ratio; unused ones are removed."""
+    """Return `count` Axes in reading order, `columns` per row, for images with this ratio; remove unused ones."""
     if ax is not None:
         return grid_of_axes(ax, 1, count, (1, 1))[0]
     columns = min(columns, count)
@@ -106,13 +106,13 @@ def _strip(ax, count: int, columns: int, height_to_width: float) -> np.ndarray:
 
 
 def _ratio(frames: np.ndarray, merged_thw: Grid) -> float:
-    """Height to width of one token on the frame as it is shown."""
+    """Return the ratio of height to width of one token on the frame as it is shown."""
     _, h, w = merged_thw
     return (frames.shape[1] / h) / (frames.shape[2] / w)
 
 
 def _show_frame(ax: Axes, frames: np.ndarray, step: int, merged_thw: Grid) -> None:
-    """The first frame of a grid step, in token coordinates; a video's padded last step may have fewer frames."""
+    """Draw the first frame of a grid step, in token coordinates; a padded last step may have fewer frames."""
     t, h, w = merged_thw
     per_step = -(-len(frames) // t)
     ax.imshow(frames[min(step * per_step, len(frames) - 1)], extent=(0, w, h, 0), aspect=_ratio(frames, merged_thw))
@@ -120,7 +120,7 @@ def _show_frame(ax: Axes, frames: np.ndarray, step: int, merged_thw: Grid) -> No
 
 
 def _outline(ax: Axes, keep_hw: np.ndarray) -> None:
-    """A line wherever a kept token borders on a pruned one or the edge."""
+    """Draw a line where a kept token borders on a pruned one or on the edge."""
     padded = np.pad(keep_hw, 1).astype(int)
     for row, column in np.argwhere(np.diff(padded, axis=0)[:, 1:-1]):
         ax.plot([column, column + 1], [row, row], color=KEPT, lw=1.6, clip_on=False)
@@ -131,10 +131,10 @@ def _outline(ax: Axes, keep_hw: np.ndarray) -> None:
 def plot_dissimilarity(
     dissimilarity_TN: Tensor, merged_thw: Grid, *, title: str = "", columns: int = 5, ax=None
 ) -> np.ndarray:
-    """A map per grid step of how much each token differs from the one a frame earlier; step 0 has no such frame.
+    """Draw a map per grid step of how much each token differs from the one a frame earlier, except for step 0.
 
     dissimilarity_TN: (t, h*w). ax: an array of t Axes, or None. Returns the t Axes as a flat array.
-    Raises ValueError for values of another shape than (t, h * w).
+    Raises ValueError for values of a shape other than (t, h * w).
     """
     t, h, w = merged_thw
     maps = check_shape(dissimilarity_TN, (t, h * w), "dissimilarity_TN").reshape(t, h, w).cpu().numpy()
@@ -156,13 +156,13 @@ def plot_dissimilarity(
 def plot_pruned_positions(
     positions_3L: Tensor, keep_L: Tensor, spans: Sequence[MediaSpan], *, q: float | None = None, ax=None
 ) -> np.ndarray:
-    """The full layout of a prompt, and below it the layout of the tokens kept: shorter, at the same heights.
+    """Draw the full layout of a prompt, and below it that of the kept tokens: shorter, at the same heights.
 
     positions_3L: (3, L) and keep_L: (L,) of the unpruned prompt. ax: an array of 2 Axes, or None. Returns those 2.
     """
     axes = grid_of_axes(ax, 2, 1, (9, 5.6)).flatten()
     pruned_3K, delta = restrict_positions(positions_3L, keep_L)
-    before = torch.cat([torch.zeros(1, dtype=torch.int64), keep_L.cumsum(0)]).tolist()  # kept tokens in front
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), keep_L.cumsum(0)]).tolist()  # kept tokens before each token
     plot_positions(positions_3L, spans, title=f"full layout: {len(keep_L)} tokens, the dropped hatched", ax=axes[0])
     for index in (~keep_L).nonzero().flatten().tolist():
         axes[0].axvspan(index - 0.5, index + 0.5, **UNUSED)
@@ -184,7 +184,7 @@ def plot_accuracy_curve(
     title: str = "accuracy and time to the first token",
     ax: Axes | None = None,
 ) -> Axes:
-    """Accuracy (left), and times or token counts relative to the smallest rate (right), against the pruning rate.
+    """Draw accuracy (left), and times or token counts relative to the smallest rate (right), over the pruning rate.
 
     accuracy: {name: {q: fraction}}. relative: {name: {q: value in any unit}}, or None.
     Returns the left Axes; the right one, if any, is the last of its figure.

@@ -1,19 +1,21 @@
-"""Every explorer's public function: `explore_NAME(...)` checks what it is given and makes the explorer.
+"""The public function of every explorer: `explore_NAME(...)` checks its arguments and builds the explorer.
 
 explore_windows     patches, merge blocks and windows of an image
-explore_resize      the same, while the pixel budget changes
-explore_attention   where an answer looks, and where each patch does
+explore_resize      patches and merge blocks alone, as the pixel budget changes
+explore_attention   what an answer attends to, and what each patch does
 explore_tower       one patch from its pixels to its token
 explore_positions   a prompt with an image and a video, at sizes, lengths and rates
 explore_mrope       two tokens, their rotary angles and their score
-explore_keep_mask   the keep mask and the positions while the pruning rate changes
+explore_keep_mask   the keep mask and the positions, as the pruning rate changes
 explore_evs         the same with a model's answer at every rate
 explore_graph       the recording step by step, with a buffer that is not refilled
 explore_packing     images arrive and share replays
 explore_assignment  the assignment for every number of items and ranks, by both rules
+explore_costs       operations of a tower with windows and with full frames
+explore_deepstack   answers without some of the features of earlier blocks
 explore_families    tokens, positions, memory and time in every family, one size after the other
 explore_timeline    the timelines of all variants for many durations and frame rates
-explore_slices      slices and crops of one photo of any size, and what the queries read
+explore_slices      slices and crops of one photo at any size, and what the queries read
 explore_crops       the same without a model
 
 Explorers draw with the `plot_*` functions of `refvl.viz`, so no module of figures imports an explorer. Each function
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from refvl.serving.model import VLM
     from refvl.viz.explorers.assignment import AssignmentExplorer
     from refvl.viz.explorers.attention import AttentionExplorer
+    from refvl.viz.explorers.costs import CostsExplorer
+    from refvl.viz.explorers.deepstack import DeepstackExplorer
     from refvl.viz.explorers.evs import EvsExplorer
     from refvl.viz.explorers.families import FamiliesExplorer
     from refvl.viz.explorers.graph import GraphExplorer
@@ -49,17 +53,18 @@ if TYPE_CHECKING:
     from refvl.viz.explorers.tower import TowerExplorer
     from refvl.viz.explorers.windows import WindowsExplorer
 
-# those of the repository with M-RoPE
+# the shipped models with M-RoPE
 SHIPPED = {"Qwen2.5-VL": "tiny-qwen2_5_vl", "Qwen3-VL": "tiny-qwen3_vl", "GLM-4.1V": "tiny-glm4v"}
 
 
 def explore_windows(
     image, config: PatchConfig, *, max_tokens: int = 512, window_sizes: Sequence[int] = (56, 112, 224, 448)
 ) -> "WindowsExplorer":
-    """Patches, merge blocks and windows while the pixel budget and the side of a window change. Needs anywidget.
+    """Explore patches, merge blocks and windows by pixel budget and window size. Needs anywidget.
 
-    image: anything `load_image` takes, or a dict of several by name. max_tokens: the largest budget, in merged tokens.
-    window_sizes: pixels; a size that gives the same windows as a smaller one is left out.
+    image: anything `load_image` accepts, or a dict of several by name. max_tokens: the largest budget, in merged
+    tokens. window_sizes: pixels; a size with the same windows as a smaller one is left out. Without any, patches and
+    merge blocks are shown alone.
     """
     from refvl.viz.explorers.windows import WindowsExplorer
 
@@ -68,14 +73,15 @@ def explore_windows(
 
 
 def explore_resize(image, config: PatchConfig, *, max_tokens: int = 512) -> "WindowsExplorer":
-    """The resized image and its blocks while the pixel budget, in merged tokens, changes: `explore_windows`."""
-    return explore_windows(image, config, max_tokens=max_tokens)
+    """Explore the resized image, its patches and its merge blocks by pixel budget, in merged tokens."""
+    return explore_windows(image, config, max_tokens=max_tokens, window_sizes=())
 
 
 def explore_attention(model, questions: Mapping[str, tuple[str, Any]]) -> "AttentionExplorer":
-    """Where an answer looks, by token, layer and head, and where each patch does, by block and head. Needs anywidget.
+    """Explore the attention of an answer by token, layer and head, and of each patch by block and head. Needs
+    anywidget.
 
-    model: one of Qwen's or GLM's families. questions: name -> (prompt, image).
+    model: a model of the Qwen or GLM families. questions: name -> (prompt, image).
     """
     from refvl.viz.explorers.attention import AttentionExplorer
 
@@ -83,7 +89,7 @@ def explore_attention(model, questions: Mapping[str, tuple[str, Any]]) -> "Atten
 
 
 def explore_tower(model, questions: Mapping[str, tuple[str, Any]]) -> "TowerExplorer":
-    """One patch from its pixels through every block to its token. Arguments as of `explore_attention`."""
+    """Explore one patch from its pixels through every block to its token. Arguments as in `explore_attention`."""
     from refvl.viz.explorers.tower import TowerExplorer
 
     return TowerExplorer(model, questions)
@@ -93,12 +99,12 @@ def explore_positions(
     second_per_grid: float = 1.0, side: int = 4, *, processors: Mapping[str, Any] | None = None,
     image=None, clip=None,
 ) -> "PositionsExplorer":  # fmt: skip
-    """A prompt with an image and a video of several sizes, lengths and rates: t, h, w of every token, and delta.
+    """Explore a prompt with an image and a video by size, length and rate: t, h, w of every token, and delta.
 
-    It starts near `second_per_grid` seconds per grid step and frames `side` merged tokens wide. processors: by name, of
-    models that count in three dimensions; image, clip: what `load_image` and `load_video` take; by default those of the
-    repository. Conventions of released software lie over ours where they differ. Needs anywidget.
-    Raises FileNotFoundError without processors if the shipped data is not installed.
+    It starts near `second_per_grid` seconds per grid step, with frames `side` merged tokens wide. processors: by name,
+    of models with M-RoPE positions; image, clip: inputs of `load_image` and `load_video`; all default to those of the
+    repository. Conventions of released software are drawn over ours if they differ. Needs anywidget. Raises
+    FileNotFoundError without processors if the shipped data is not installed.
     """
     from refvl.viz.explorers.positions import PositionsExplorer
 
@@ -129,9 +135,9 @@ def explore_position_rules(image=None, clip=None) -> "PositionRulesExplorer":
 
 
 def explore_mrope() -> "MropeExplorer":
-    """Two tokens on (t, h, w): the angle of every rotary plane, by the axis that turns it, and their score.
+    """Explore two tokens at (t, h, w): the angle of every rotary pair, by the axis that rotates it, and their score.
 
-    Sliders for the key's place, theta and `mrope_section`, in runs and interleaved. Needs anywidget.
+    Sliders set the key's position, theta and `mrope_section`, contiguous and interleaved. Needs anywidget.
     """
     from refvl.viz.explorers.mrope import MropeExplorer
 
@@ -139,7 +145,7 @@ def explore_mrope() -> "MropeExplorer":
 
 
 def explore_keep_mask(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid, *, q: float = 0.5) -> "EvsExplorer":
-    """The tokens that stay, and their positions, while the pruning rate changes; it starts at q. Needs anywidget.
+    """Explore the tokens that are kept, and their positions, by pruning rate, starting at q. Needs anywidget.
 
     frames, merged_thw: as in `plot_keep_mask`; embeds_MD: (M, D). `explore_evs` shows the answer as well.
     """
@@ -149,16 +155,16 @@ def explore_keep_mask(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid, *
 
 
 def explore_evs(model, clips: Mapping[str, tuple[str, Any]], *, q: float = 0.5) -> "EvsExplorer":
-    """The same for clips and a question about each, name -> (prompt, clip), with the answer at every rate."""
+    """Explore videos with a question about each, name -> (prompt, video), with the answer at every pruning rate."""
     from refvl.viz.explorers.evs import EvsExplorer, clip_asked
 
     return EvsExplorer([clip_asked(model, name, *clip) for name, clip in clips.items()], model=model, q=q)
 
 
 def explore_graph(model: "VLM", before, image, question: str) -> "GraphExplorer":
-    """The recording of a Qwen2.5-VL tower, operation by operation, and a buffer of it that is not refilled.
+    """Explore the recording of a Qwen2.5-VL tower, operation by operation, with a buffer that is not refilled.
 
-    before, image: anything `load_image` takes, replayed one after the other; where their shapes are equal, only pixels
+    before, image: anything `load_image` accepts, replayed one after the other; if their shapes are equal, only pixels
     can be stale. question: about `image`; the model answers it with the embeddings of every stale replay. Needs
     anywidget.
     """
@@ -170,10 +176,10 @@ def explore_graph(model: "VLM", before, image, question: str) -> "GraphExplorer"
 def explore_packing(
     arrivals: Mapping[str, Sequence[int]] | Sequence[int], budgets: Sequence[int], *, max_items: int = 8
 ) -> "PackingExplorer":
-    """Images arrive one by one and share replays, for every number of captured graphs and both policies.
+    """Explore how arriving images share replays, for every number of captured graphs and both policies.
 
-    arrivals: output tokens of the images as they come, or several such patterns by name. budgets, max_items: as in
-    `plan_batches`; of the budgets, the largest one, two, ... are captured. Needs anywidget.
+    arrivals: output tokens of the images in order of arrival, or several such patterns by name. budgets, max_items: as
+    in `plan_batches`; the largest one, two, ... of the budgets are captured. Needs anywidget.
     """
     from refvl.viz.explorers.packing import PackingExplorer
 
@@ -184,9 +190,9 @@ def explore_packing(
 def explore_assignment(
     sizes: Sequence[int], *, ranks: int = 4, max_ranks: int = 8, unit: str = "patches"
 ) -> "AssignmentExplorer":
-    """Items arrive one by one and are dealt out to 1 to `max_ranks` ranks, by size and by count.
+    """Explore how arriving items are assigned to 1 to `max_ranks` ranks, by size and by count.
 
-    sizes: of the items as they come, in `unit`. ranks: how many it starts with. Needs anywidget.
+    sizes: of the items in order of arrival, in `unit`. ranks: the initial number. Needs anywidget.
     Raises ValueError for no sizes, and for ranks outside 1 to max_ranks.
     """
     from refvl.viz.explorers.assignment import AssignmentExplorer
@@ -198,10 +204,41 @@ def explore_assignment(
     return AssignmentExplorer(sizes, ranks=ranks, max_ranks=max_ranks, unit=unit)
 
 
-def explore_families(counted: Mapping) -> "FamiliesExplorer":
-    """Tokens, positions, memory and time of one image or video in every family, while it grows. Needs anywidget.
+def explore_costs(image=None) -> "CostsExplorer":
+    """Count the operations of Qwen2.5-VL's tower by image size, window size and number of blocks over full frames.
 
-    counted: data/measurements/families.json, which `benchmarks/families.py` writes. Times are its arithmetic at a
+    image: anything `load_image` takes, by default one of the repository. Sizes are those of the released 7B model.
+    Needs anywidget. Raises FileNotFoundError if the shipped data is not installed.
+    """
+    from refvl.encoders import Qwen2_5_VisionConfig
+    from refvl.families import read_config
+    from refvl.viz.explorers.costs import CostsExplorer
+
+    check_clone("explore_costs")
+    config = Qwen2_5_VisionConfig.from_hf(read_config(DATA / "configs" / "Qwen2.5-VL-7B-Instruct.json").vision_config)
+    return CostsExplorer(DATA / "pictures" / "coffee.jpg" if image is None else image, config)
+
+
+def explore_deepstack(model: "VLM", questions: Mapping[str, tuple[str, Any]]) -> "DeepstackExplorer":
+    """Answer with any of the tower's DeepStack features set to zero. Needs anywidget.
+
+    model: one of Qwen3-VL's family. questions: name -> (prompt, image or video); the first is shown first.
+    Raises ValueError for a model without such features.
+    """
+    from refvl.viz.explorers.deepstack import DeepstackExplorer
+
+    if not getattr(model.encoder.config, "deepstack_visual_indexes", ()):
+        raise ValueError(
+            f"model: expected a tower with DeepStack features, got {model.family.name}; load a Qwen3-VL, for example "
+            "tiny-qwen3_vl"
+        )
+    return DeepstackExplorer(model, questions)
+
+
+def explore_families(counted: Mapping) -> "FamiliesExplorer":
+    """Explore tokens, positions, memory and time of one image or video in every family, by size. Needs anywidget.
+
+    counted: data/measurements/families.json, written by `benchmarks/families.py`. Times are its arithmetic at a
     device's peak.
     """
     from refvl.viz.explorers.families import FamiliesExplorer
@@ -210,9 +247,9 @@ def explore_families(counted: Mapping) -> "FamiliesExplorer":
 
 
 def explore_timeline(duration: float = 12.0, fps: float = 25.0, variant: str = "glm46v") -> "TimelineExplorer":
-    """A video's length and rate: the frames that each variant samples, and the second written for every two.
+    """Explore a video's length and frame rate: which frames each variant samples, and the timestamp for every two.
 
-    duration: seconds. fps: of the video. Both are where it starts, and offered beside others. variant: the one whose
+    duration: seconds. fps: of the video. Both are initial values, offered among others. variant: the one whose
     first step is selected. Needs anywidget. Raises ValueError for an unknown variant.
     """
     from refvl.viz.explorers.timeline import TimelineExplorer
@@ -230,11 +267,11 @@ def explore_slices(
     model: "VLM | None" = None,
     question: str = "What is in the picture?",
 ) -> "SlicesExplorer":
-    """What MiniCPM-V and Step3-VL cut out of one photo, at every size where one of them cuts it in another way.
+    """Explore how MiniCPM-V and Step3-VL cut one photo, at every size at which one of them cuts it differently.
 
-    image: anything `load_image` takes; its middle is shown in several shapes. crops: Step3-VL's side. model: a small
-    MiniCPM-V that cuts as `config` does, but a whole number of times smaller: what its queries read of every slice is
-    drawn, and its answer to `question`. Needs anywidget.
+    image: anything `load_image` accepts; its middle is shown in several shapes. crops: Step3-VL's config. model: a
+    small MiniCPM-V that cuts like `config`, but a whole number of times smaller; the explorer then shows what its
+    queries read of every slice, and its answer to `question`. Needs anywidget.
     """
     from refvl.viz.explorers.slices import SlicesExplorer
 
@@ -242,5 +279,5 @@ def explore_slices(
 
 
 def explore_crops(image, config: CropConfig = RELEASED) -> "SlicesExplorer":
-    """`explore_slices` without a model: what Step3-VL and, with its released sizes, MiniCPM-V cut out of one photo."""
+    """Explore how Step3-VL and, with its released sizes, MiniCPM-V cut one photo: `explore_slices` without a model."""
     return explore_slices(image, SliceConfig(), crops=config)

@@ -1,9 +1,9 @@
-"""Families side by side: the same image or video, a colour and a mark for each family in every figure.
+"""Families side by side: the same image or video, with a colour and a marker for each family in every figure.
 
 plot_family_costs    patches through the tower and tokens of the prompt, per family
 plot_family_curves   tokens against the side of a square image
-plot_family_stages   where the seconds of a run go, per family
-plot_family_race     tokens, positions, memory and time while an image or a video grows
+plot_family_stages   the time of each stage of a run, per family
+plot_family_race     tokens, positions, memory and time as an image or a video grows
 plot_ablations       what a model answers without each of its mechanisms, per kind of question
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from refvl.study.report import Trace
 
 FAMILY_KEYS = {  # in THEMES
-    "Qwen2.5-VL": "image", "Qwen3-VL": "t", "GLM-4.1V": "video", "MiniCPM-V 4.5": "kept", "Step3-VL": "w",
+    "Qwen2.5-VL": "image", "Qwen3-VL": "ink", "GLM-4.1V": "video", "MiniCPM-V 4.5": "kept", "Step3-VL": "text",
 }  # fmt: skip
 FAMILY_MARKS = {"Qwen2.5-VL": "o", "Qwen3-VL": "D", "GLM-4.1V": "^", "MiniCPM-V 4.5": "s", "Step3-VL": "v"}
 FAMILY_COLORS = {name: THEMES["light"][key] for name, key in FAMILY_KEYS.items()}
@@ -30,7 +30,7 @@ RACE = {"tokens": "tokens", "positions": "positions", "bytes": "memory", "second
 
 
 class Counts(Protocol):
-    """What a medium becomes: a `MediaPlan` of `refvl.study.costs`, or anything that counts both."""
+    """The counts of a media item: a `MediaPlan` of `refvl.study.costs`, or anything with both counts."""
 
     @property
     def patches(self) -> int: ...
@@ -40,9 +40,9 @@ class Counts(Protocol):
 
 
 def plot_family_costs(plans: Mapping[str, Sequence[Counts]], *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Two bars per family on a logarithmic scale: patches (pale) and tokens, with their ratio written out.
+    """Draw two bars per family on a logarithmic scale, patches (pale) and tokens, with their ratio in words.
 
-    plans: per family, those of all media that the bar sums up.
+    plans: per family, the plans of all media that the bar sums up.
     """
     ax = axes_or_new(ax, figsize=(1.6 * len(plans) + 0.6, 3.4))
     patches = [sum(plan.patches for plan in of_family) for of_family in plans.values()]
@@ -60,7 +60,7 @@ def plot_family_costs(plans: Mapping[str, Sequence[Counts]], *, title: str = "",
 
 
 def plot_family_curves(sides: Sequence[int], tokens: Mapping[str, Sequence[int]], *, ax: Axes | None = None) -> Axes:
-    """Tokens of a square image against its side in px, a line per family; both axes are logarithmic."""
+    """Draw tokens of a square image over its side in px, a line per family; both axes are logarithmic."""
     ax = axes_or_new(ax, figsize=(7, 4))
     for place, (name, counts) in enumerate(tokens.items()):
         ax.plot(sides, counts, **_family_line(name, place))
@@ -75,7 +75,7 @@ def plot_family_curves(sides: Sequence[int], tokens: Mapping[str, Sequence[int]]
 
 
 def plot_family_stages(traces: Mapping[str, "Trace"], *, title: str = "", ax: Axes | None = None) -> Axes:
-    """A bar per family, the stages of its run end to end in milliseconds."""
+    """Draw a bar per family with the stages of its run end to end, in milliseconds."""
     ax = axes_or_new(ax, figsize=(9, 0.5 * len(traces) + 1.4))
     stages = list(dict.fromkeys(stage for trace in traces.values() for stage in trace.seconds))
     left = np.zeros(len(traces))
@@ -92,9 +92,9 @@ def plot_family_stages(traces: Mapping[str, "Trace"], *, title: str = "", ax: Ax
 
 
 def plot_family_race(rows: Sequence[Mapping], kind: str, *, at: int | None = None, ax=None) -> np.ndarray:
-    """One panel per measure of `RACE`, a line per family, over the side of an image or the seconds of a video.
+    """Draw one panel per measure of `RACE`, a line per family, over the side of an image or the seconds of a video.
 
-    rows: of a `FamiliesExplorer`, by size. at: the size that is marked. ax: as many Axes as measures, or None. Returns
+    rows: of a `FamiliesExplorer`, by size. at: the size to mark. ax: as many Axes as measures, or None. Returns
     them.
     """
     axes = grid_of_axes(ax, 1, len(RACE), (13, 3.2))[0]
@@ -114,7 +114,7 @@ def plot_family_race(rows: Sequence[Mapping], kind: str, *, at: int | None = Non
 
 
 def _family_line(name: str, place: int) -> dict[str, Any]:
-    """A family's look. The later a line is drawn, the finer: where two coincide, both are seen."""
+    """Return a family's line style. Later lines are thinner, so both are visible where two coincide."""
     fine = max(4 - place, 0)
     look = {"color": FAMILY_COLORS[name], "marker": FAMILY_MARKS[name]}
     return look | {"ms": 3.5 + 1.25 * fine, "lw": 1.2 + 0.7 * fine, "label": name}

@@ -1,8 +1,8 @@
-"""GLM: a table of positions read at any size, and videos that become images, each followed by its second.
+"""GLM: a position table sampled at any size, and videos that become images, each followed by its timestamp.
 
-plot_position_table  where the patches of images read the table, and one of its channels as read
+plot_position_table  where the patches of images sample the table, and one sampled channel
 plot_patch_values    a number per patch, laid over the image
-plot_timelines       which frames of a video each variant samples, and the seconds it writes
+plot_timelines       the frames of a video that each variant samples, and the timestamps it writes
 plot_clip_tokens     prompt tokens of a video against its duration
 plot_clip_prompt     a video's part of the prompt, one frame per row, pruned tokens faded
 """
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 VARIANT_COLORS = {"glm4v": "#3d5a80", "glm46v": "#8d5a97", "glmga": "#2a9d8f"}
 RELEASES = {"glm4v": "GLM-4.1V, 4.5V", "glm46v": "GLM-4.6V", "glmga": "GLM-GA"}
 _SECOND = {"facecolor": HIGHLIGHT, "alpha": 0.4, "edgecolor": "none", "pad": 1.2}
-_LABELS = 16  # seconds written along a timeline, at most
+_LABELS = 16  # timestamps written along a timeline, at most
 
 
 def plot_position_table(
     table_PE: Tensor, pictures: Sequence[tuple[Image.Image, tuple[int, int]]], *, channel: int = 0, ax=None
 ) -> np.ndarray:
-    """Per image: the table laid over it with the patches' centres, and one channel as read, bicubic and nearest.
+    """Draw, per image, the table under the patches' centres, and one channel as sampled, bicubic and nearest.
 
     table_PE: (S * S, E). pictures: images with their (h, w) in patches. ax: an array of images x 3 Axes, or None.
-    Returns that array. Raises ValueError for a table that is no matrix.
+    Returns that array. Raises ValueError for a table that is not a matrix.
     """
     values_P1 = check_shape(table_PE, ("positions", "E"), "table_PE").detach().float()[:, [channel]]
     limits = (float(values_P1.min()), float(values_P1.max()))
@@ -52,7 +52,7 @@ def plot_position_table(
 
 
 def _show_cells(ax: Axes, image: Image.Image, grid_hw: tuple[int, int], side: int) -> None:
-    """The image, lines between the table's cells over it, and a dot where the centre of each patch falls."""
+    """Draw the image, lines between the table's cells over it, and a dot at the centre of each patch."""
     (h, w), (width, height) = grid_hw, image.size
     image_axes(ax, f"{h} x {w} patches, {side} x {side} cells")
     ax.imshow(image, alpha=0.55)
@@ -72,10 +72,10 @@ def plot_patch_values(
     title: str = "",
     ax: Axes | None = None,
 ) -> Axes:
-    """A number per patch, where the patch is. values_N: (h*w,) in merge-block order, as all patch rows.
+    """Draw a number per patch at the patch's location. values_N: (h*w,) in merge-block order, like all patch rows.
 
     size: (width, height) of the image, whose ratio is kept; None for square patches. limits: of the colours.
-    Raises ValueError for values of another shape than (h * w,).
+    Raises ValueError for values of a shape other than (h * w,).
     """
     h, w = grid_hw
     check_shape(values_N, (h * w,), "values_N")
@@ -90,9 +90,9 @@ def plot_patch_values(
 
 
 def plot_timelines(duration: float, fps: float, variants: Sequence[str] = VARIANTS, *, ax: Axes | None = None) -> Axes:
-    """The frames of a video that each variant samples, two to a grid step, and the second written for the step.
+    """Draw the frames of a video that each variant samples, two per grid step, with the timestamp of each step.
 
-    duration: seconds. fps: of the video. Steps alternate in shade, so that pairs can be seen.
+    duration: seconds. fps: of the video. Steps alternate in shade, to show the pairs.
     """
     total = max(1, round(duration * fps))
     ax = axes_or_new(ax, figsize=(10.5, 0.5 + 1.05 * len(variants)))
@@ -105,13 +105,13 @@ def plot_timelines(duration: float, fps: float, variants: Sequence[str] = VARIAN
     ax.set_yticks([*(-row for row in range(len(variants))), -len(variants) + 0.35], [*names, f"{total:,} frames"])
     ax.tick_params(axis="y", length=0, labelsize=8)
     ax.set(xlabel="second of the video", ylim=(-len(variants) + 0.1, 0.8))
-    ax.set_title(f"a video of {duration:g} s at {fps:g} frames a second: frames sampled, and seconds written")
+    ax.set_title(f"a video of {duration:g} s at {fps:g} frames a second: sampled frames and written timestamps")
     ax.spines[["top", "right", "left"]].set_visible(False)
     return ax
 
 
 def _draw_timeline(ax: Axes, y: float, sample: FrameSample, fps: float, color: str) -> None:
-    """Frames as lines, a box per step, the written seconds above (thinned where they would overlap)."""
+    """Draw frames as lines, a box per step, and the timestamps above (thinned if they would overlap)."""
     times, steps = np.array(sample.indices) / fps, len(sample.timestamps)
     for step, alpha in ((0, 1.0), (1, 0.45)):
         pairs = np.concatenate([times[2 * step :: 4], times[2 * step + 1 :: 4]])
@@ -127,13 +127,13 @@ def _draw_timeline(ax: Axes, y: float, sample: FrameSample, fps: float, color: s
 def plot_clip_tokens(
     seconds: Sequence[float], tokens: dict[str, Sequence[int]], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Prompt tokens of a video against its duration, a line per variant; both axes are logarithmic."""
+    """Draw prompt tokens of a video over its duration, a line per variant; both axes are logarithmic."""
     ax = axes_or_new(ax, figsize=(7, 3.6))
     for i, (variant, counts) in enumerate(tokens.items()):
         label, width = (
             f"{variant} ({RELEASES[variant]})",
             6 - 2 * i,
-        )  # where two agree, the thinner lies on the thicker
+        )  # where two agree, the thinner is drawn on the thicker
         ax.plot(seconds, counts, "o-", ms=width + 2, lw=width, color=VARIANT_COLORS[variant], label=label)
     ax.set(xscale="log", yscale="log", xlabel="duration (s)", ylabel="tokens", title=title)
     for axis in (ax.xaxis, ax.yaxis):
@@ -144,20 +144,20 @@ def plot_clip_tokens(
 
 
 def plot_clip_prompt(trace: "Trace", processor, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """The video's part of a prompt with one video, a row per step: begin, tokens, end, and the second that is written.
+    """Draw the prompt's part of one video, a row per grid step: begin, tokens, end, and the timestamp.
 
-    trace: of a GLM model, whose `keep` fades what was pruned. processor: the model's, for its words.
+    trace: of a GLM model, whose `keep` fades pruned tokens. processor: the model's, for its words.
     Raises ValueError for a trace without a prompt.
     """
     if trace.full_ids is None or trace.keep is None:
-        raise ValueError("trace: expected that of a finished run, got one without a prompt")
+        raise ValueError("trace: expected the trace of a finished run, got one without a prompt")
     ids, keep, config = trace.full_ids.tolist(), trace.keep.tolist(), processor.config
     starts = [span.offset - 1 for span in trace.spans]
     stops = [*starts[1:], ids.index(config.video_end_token_id)]
     width = max(stop - start for start, stop in zip(starts, stops, strict=True))
     ax = axes_or_new(ax, figsize=(min(11, 0.42 * width + 1.6), 0.36 * len(starts) + 0.9))
     for row, (start, stop, span) in enumerate(zip(starts, stops, trace.spans, strict=True)):
-        end = span.offset + span.num_tokens  # of its tokens; the end-of-image mark follows
+        end = span.offset + span.num_tokens  # of its tokens; the end-of-image token follows
         for place in range(start, stop):
             x = place - start
             if span.offset <= place < end:

@@ -1,12 +1,12 @@
-"""Encoder graphs: what was recorded, what the buffers hold, which items share a replay, and what is wasted.
+"""Encoder graphs: what was recorded, what the buffers contain, which items share a replay, and how much is wasted.
 
 plot_recording       the recorded operations in order, by kind, and which of them read a static buffer
 plot_buffers         static buffers before a replay: the batch first, then padding
 plot_packing         one bar per replay, its items side by side, the unused rest hatched
 plot_waste           padding waste against the number of graphs
 plot_replay_timings  eager calls against replays, from a measurement file
-plot_launches        host and device, operation by operation, eagerly and in one replay
-plot_stale_errors    what a buffer that is not refilled does to operations and tokens
+plot_launches        host and device, operation by operation, in an eager run and in one replay
+plot_stale_errors    the effect of a buffer that is not refilled on operations and tokens
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import HIGHLIGHT, KEPT, SEQUENCE_CMAP, STAGE_COLORS, UNUSED, axes_or_new, ink_on
 from refvl.viz.windows import sequence_colors
 
-_MARKS = "o^sDvP<>"  # several series differ in marks as well as in colours
+_MARKS = "o^sDvP<>"  # several series differ in markers as well as in colours
 _WAYS = {  # columns of a measurement
     "eager": "eager",
     "planned": "eager, plan at hand",
@@ -35,9 +35,9 @@ _WAYS = {  # columns of a measurement
 
 
 def plot_recording(graph: TraceGraph, buffers: Mapping[str, Tensor], *, ax: Axes | None = None) -> Axes:
-    """Recorded operations from left to right, one row per kind; coloured where they read a static buffer.
+    """Draw recorded operations from left to right, one row per kind, coloured if they read a static buffer.
 
-    buffers: {name: tensor}; a name may stand for several, as a tuple of tensors. Views of a buffer count as the buffer.
+    buffers: {name: tensor}; a name may cover several, as a tuple of tensors. Views of a buffer count as the buffer.
     Tensors of the recorded graph may have any shape.
     """
     kinds = [kind_of_operation(operation) for operation in graph.operations]
@@ -55,7 +55,7 @@ def plot_recording(graph: TraceGraph, buffers: Mapping[str, Tensor], *, ax: Axes
 
 
 def kind_of_operation(operation: Operation) -> str:
-    """`aten.mul.Tensor` -> `mul`; very long names are cut."""
+    """Return the kind of an operation, `mul` for `aten.mul.Tensor`; very long names are cut."""
     name = str(operation.function).split(".")[1].strip("_")
     return name if len(name) <= 24 else f"{name[:23]}…"
 
@@ -63,7 +63,7 @@ def kind_of_operation(operation: Operation) -> str:
 def plot_launches(device_us: Sequence[float], launch_us: float, *, ax: Axes | None = None) -> Axes:
     """Draw three lanes, in microseconds: the host's launches, the device in an eager run, and the device in a replay.
 
-    Arguments as of `launch_timeline`; a replay costs one launch.
+    Arguments as in `launch_timeline`; a replay costs one launch.
     """
     ax = axes_or_new(ax, figsize=(9, 1.8))
     eager = launch_timeline(device_us, launch_us)
@@ -81,9 +81,9 @@ def plot_launches(device_us: Sequence[float], launch_us: float, *, ax: Axes | No
 
 
 def plot_buffers(buffers, planned, names: Sequence[str] | None = None, *, ax=None) -> np.ndarray:
-    """What a graph would read now, one panel per field; the part after the batch is shaded.
+    """Draw the current contents of a graph's buffers, one panel per field; the part after the batch is shaded.
 
-    buffers: metadata at capacity, filled. planned: the metadata of the batch, which says how far the contents reach.
+    buffers: metadata at capacity, filled. planned: the metadata of the batch, whose lengths end the contents.
     names: fields to show, by default all tensors. ax: an array of Axes, or None. Returns the Axes as a flat array.
     """
     rules = {field.name: field.metadata.get("pad") for field in fields(buffers)}
@@ -99,7 +99,7 @@ def plot_buffers(buffers, planned, names: Sequence[str] | None = None, *, ax=Non
 
 
 def _panels(ax, count: int) -> np.ndarray:
-    """`count` Axes: those given, or new ones, two in a row."""
+    """Return `count` Axes: the given ones, or new ones, two per row."""
     if ax is not None:
         return grid_of_axes(ax, 1, count, (1, 1))[0]
     rows, columns = -(-count // 2), min(2, count)
@@ -126,9 +126,9 @@ def _draw_buffer(ax: Axes, buffer: Tensor) -> None:
 def plot_packing(
     output_tokens: Sequence[int], batches: Sequence[Batch], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """One bar per replay, as long as its budget: items in it side by side, numbered as they arrived, the rest hatched.
+    """Draw one bar per replay, as long as its budget: its items, numbered by arrival, and the rest hatched.
 
-    output_tokens: tokens of each item. batches: what `plan_batches` made of them; an item without budget ran eagerly.
+    output_tokens: tokens of each item. batches: the result of `plan_batches`; an item without budget ran eagerly.
     """
     ax = axes_or_new(ax, figsize=(9, 0.34 * len(batches) + 1.3))
     colors = sequence_colors(len(output_tokens))
@@ -169,13 +169,13 @@ def _packing_report(output_tokens: Sequence[int], batches: Sequence[Batch], titl
 
 
 def plot_waste(waste: Mapping[str, Mapping[int, float]], *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Padding waste in percent against the number of captured graphs.
+    """Draw padding waste in percent over the number of captured graphs.
 
     waste: {name of a line: {number of graphs: share of the computed tokens that is padding}}.
     """
     ax = axes_or_new(ax, figsize=(6, 3.6))
     for i, (name, color, marker) in enumerate(zip(waste, STAGE_COLORS, _MARKS, strict=False)):
-        percent, thin = [100 * share for share in waste[name].values()], max(1, 4 - i)  # equal lines show
+        percent, thin = [100 * share for share in waste[name].values()], max(1, 4 - i)  # equal lines stay visible
         ax.plot(list(waste[name]), percent, color=color, marker=marker, lw=thin, ms=2 * thin + 1, label=name)
     ax.set(xlabel="captured graphs", ylabel="padding (% of computed tokens)", title=title or "padding waste")
     ax.set_xticks(sorted({count for curve in waste.values() for count in curve}))
@@ -186,10 +186,10 @@ def plot_waste(waste: Mapping[str, Mapping[int, float]], *, title: str = "", ax:
 
 
 def plot_replay_timings(measurement: Mapping, *, images: int = 1, ax: Axes | None = None) -> Axes:
-    """Milliseconds of one call by size of image: median as a point, a line from it up to the 99th percentile.
+    """Draw milliseconds per call by image size: the median as a point, a line from it up to the 99th percentile.
 
-    measurement: what `benchmarks/graphs.py` writes. images: images per call. The arithmetic at the device's peak is
-    drawn where it is known. Raises ValueError for a number of images that was not measured.
+    measurement: the output of `benchmarks/graphs.py`. images: images per call. The arithmetic at the device's peak is
+    drawn if it is known. Raises ValueError for a number of images that was not measured.
     """
     rows = [row for row in measurement["rows"] if row["images"] == images]
     if not rows:
@@ -212,10 +212,10 @@ def plot_replay_timings(measurement: Mapping, *, images: int = 1, ax: Axes | Non
 
 
 def plot_stale_errors(row: Mapping, groups: Sequence[Mapping], *, title: str = "", ax=None) -> np.ndarray:
-    """How wrong each recorded operation's result is (left) and each token's embedding (right); one buffer was stale.
+    """Draw the error of each recorded operation's result (left) and of each token's embedding (right).
 
-    row: of a `GraphExplorer`: the logarithmic levels of the operations, the relative errors of the tokens. groups:
-    names and numbers of consecutive operations. ax: two Axes, or None. Returns both.
+    One buffer was stale. row: of a `GraphExplorer`: logarithmic levels of the operations, relative errors of the
+    tokens. groups: names and numbers of consecutive operations. ax: two Axes, or None. Returns both.
     """
     left, right = grid_of_axes(ax, 1, 2, (9, 2.8))[0]
     levels, start = np.asarray(row["operations"]), 0

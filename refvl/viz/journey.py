@@ -1,4 +1,4 @@
-"""One picture, line by line, as a page: the code of a real run in call order, and what each stage made beside it.
+"""One image, line by line, as a page: the code of a real run in call order, with the results of each stage.
 
     from refvl.study.journey import follow
     from refvl.viz.journey import page
@@ -6,7 +6,7 @@
     journey = follow(model, "What color is the circle?", images=["data/pictures/scene.png"])
     Path("journey.html").write_text(page(journey, title="tiny-qwen2_5_vl"), encoding="utf-8")
 
-The page is one file of plain HTML that loads nothing: it can be read without a kernel, a network and scripts.
+The page is one file of plain HTML that loads nothing: it can be read without a kernel, a network or scripts.
 """
 
 import html
@@ -25,7 +25,7 @@ from refvl.study.journey import SENTENCES, Function, Journey, count_checks, piec
 from refvl.viz.stage_values import first_picture, values
 from refvl.viz.style import THEMES
 
-TITLE = "One picture, line by line"
+TITLE = "One image, line by line"
 STYLE, SCRIPT = (Path(__file__).with_suffix(suffix) for suffix in (".css", ".js"))
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -50,14 +50,14 @@ was made by that run.</p>
 <span>The keys <kbd>←</kbd> and <kbd>→</kbd> go from stage to stage.</span></p>
 <dl class="numbers">{numbers}</dl>
 {way}</header>"""
-SAID = (  # what each of `Numbers` counts
+SAID = (  # the labels of `Numbers`
     "functions entered", "changes of file from one function to the next", "files", "lines of code in these functions",
     "of these lines only check", "lines of code in these files",
 )  # fmt: skip
 
 
 class Asked(NamedTuple):
-    """A request about a file of the repository, to a checkpoint of the repository."""
+    """A request about a file of the repository, for one of its checkpoints."""
 
     name: str
     checkpoint: str
@@ -72,21 +72,22 @@ SHIPPED = {
     "qwen3_vl": Asked("Qwen3-VL", "tiny-qwen3_vl", _CIRCLE, _SCENE),
     "glm4v": Asked("GLM-4.1V", "tiny-glm4v", _CIRCLE, _SCENE),
     "minicpmv": Asked("MiniCPM-V 4.5", "tiny-minicpmv-4_5", _CIRCLE, _SCENE),
+    "minicpmv4_7": Asked("MiniCPM-V 4.7", "tiny-minicpmv-4_7", "Where is the circle?", _SCENE),
     "step3": Asked(
         "Step3-VL", "tiny-step3", "Which letter is in the red box?", {"images": [DATA / "pictures" / "page.png"]}
     ),
-    "clip": Asked("Qwen2.5-VL, a clip", "tiny-qwen2_5_vl", _WAY, _CLIP),
-    "clip_pruned": Asked("Qwen2.5-VL, half of a clip", "tiny-qwen2_5_vl", _WAY, _CLIP | {"pruning_rate": 0.5}),
+    "clip": Asked("Qwen2.5-VL, a video", "tiny-qwen2_5_vl", _WAY, _CLIP),
+    "clip_pruned": Asked("Qwen2.5-VL, half of a video", "tiny-qwen2_5_vl", _WAY, _CLIP | {"pruning_rate": 0.5}),
 }
 
 
 def page(
     journey: Journey, *, title: str = "", links: Mapping[str, str] | None = None, index: str = "", files: str = ""
 ) -> str:
-    """A journey as HTML, one file that loads nothing.
+    """Return a journey as HTML, one file that loads nothing.
 
     title: the model's name. links: the addresses of the pages of several journeys by name, "" for this one. index: the
-    address of a page to go back to. files: the address of the page of a file of the library, with {} for its name.
+    address of a page to go back to. files: the address of the page of a library file, with {} for its name.
     """
     made = shapes(journey)
     stages, number = list[str](), 0
@@ -104,14 +105,14 @@ def page(
 
 
 def style() -> str:
-    """The palette of figures and explorers as variables, then the sheet."""
+    """Return the palette of figures and explorers as variables, followed by the style sheet."""
     light, dark = (";".join(f"--{name}:{color}" for name, color in colors.items()) for colors in THEMES.values())
     sheet = STYLE.read_text(encoding="utf-8")
     return f":root{{color-scheme:light dark;{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}\n{sheet}"
 
 
 def _top(journey: Journey, title: str, links: Mapping[str, str], index: str) -> str:
-    """What was asked and answered, how to read the page, the numbers, and the whole way at a glance."""
+    """Return question and answer, a legend of the page, the numbers, and an overview of the path."""
     items = "".join(_menu_item(name, address) for name, address in links.items())
     numbers = zip(SAID, journey.numbers, strict=True)
     return TOP.format(
@@ -133,7 +134,7 @@ def _menu_item(name: str, address: str) -> str:
 
 
 def _steps(journey: Journey) -> str:
-    """A bar that stays at the top and leads to every stage."""
+    """Return a bar that stays at the top and links to every stage."""
     items = "".join(
         f'<li><a href="#stage-{place}">{place} {html.escape(stage)}</a></li>'
         for place, (stage, _) in enumerate(journey.stages, 1)
@@ -143,7 +144,7 @@ def _steps(journey: Journey) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """Places on the figure of the way: files from top to bottom, functions from left to right; in pixels."""
+    """Pixel coordinates in the figure of the path: files from top to bottom, functions from left to right."""
 
     files: list[str]
     step: float  # from one function to the next
@@ -159,7 +160,7 @@ class _Map:
 
 
 def _way(journey: Journey) -> str:
-    """A point for each function, so that jumps from file to file show."""
+    """Return a figure with a point per function, which shows the jumps from file to file."""
     count = len(journey.functions)
     at = _Map(list(dict.fromkeys(f.file for f in journey.functions)), max(4.0, 800 / count))
     width, height = at.x(count) + 6, at.top + len(at.files) * at.lane + 6
@@ -190,7 +191,7 @@ def _lane(at: _Map, file: str, width: float) -> str:
 
 
 def _made(stage: str, text: str, figures: Sequence[str]) -> str:
-    """The column at the right of a stage."""
+    """Return the column to the right of a stage."""
     if not text and not figures:
         return ""
     said = f'<p class="made">{html.escape(text)}</p>' if text else ""
@@ -198,7 +199,7 @@ def _made(stage: str, text: str, figures: Sequence[str]) -> str:
 
 
 def _section(place: int, stage: str, aside: str, articles: Sequence[str]) -> str:
-    """A stage: what happens, what it made, and its functions."""
+    """Return a stage: its explanation, its results, and its functions."""
     name = f"stage-{place}"
     return (
         f'<section id="{name}" aria-labelledby="{name}-name"><header>'
@@ -209,7 +210,7 @@ def _section(place: int, stage: str, aside: str, articles: Sequence[str]) -> str
 
 
 def _article(journey: Journey, function: Function, number: int, files: str) -> str:
-    """A function: where it stands, who called it first, what it says of itself, and its lines."""
+    """Return a function: its location, its first caller, its docstring, and its lines."""
     rows, ran = list[str](), True
     for checks, lines in pieces(function):
         stops = not (checks or lines[0] in function.ran or lines[0] not in function.source.code)
@@ -225,7 +226,7 @@ def _article(journey: Journey, function: Function, number: int, files: str) -> s
 
 
 def _facts(journey: Journey, function: Function, files: str) -> str:
-    """Where a function stands, from where it was first called, and how often."""
+    """Return a function's file and line, its first caller, and the number of calls."""
     file = html.escape(function.file)
     facts = [f'<a href="{files.format(file)}">{file}</a>' if files else file, f"line {function.first}"]
     caller = journey.number_of(function.caller)
@@ -238,7 +239,7 @@ def _facts(journey: Journey, function: Function, files: str) -> str:
 
 
 def _said(docstring: str) -> str:
-    """A docstring: its first paragraph, and the others folded."""
+    """Return a docstring: its first paragraph, with the others folded."""
     if not docstring:
         return ""
     first, _, others = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(docstring, quote=False)).partition("\n\n")
@@ -248,7 +249,7 @@ def _said(docstring: str) -> str:
 
 
 def _fold(function: Function, lines: range, links: str) -> str:
-    """Lines that only check, folded, and the functions that they enter."""
+    """Return lines that only check, folded, with the functions that they enter."""
     indent = f'style="--i:{_indent(function, lines[0])}"'
     shown = [_line(function, line, "", False) for line in lines if line not in function.source.docstrings]
     below = f'<p class="calls" {indent}>{links}</p>' if links else ""
@@ -257,7 +258,7 @@ def _fold(function: Function, lines: range, links: str) -> str:
 
 
 def _line(function: Function, line: int, links: str, stops: bool) -> str:
-    """A line of code, as far left as its function. stops: it is the first of some that did not run, which is spoken."""
+    """Return a line of code, without its function's margin. stops: it starts lines that did not run, for readers."""
     code = coloured(function.path)[line][_margin(function, function.first) :]
     ran = " ran" if line in function.ran else ""
     spoken = '<span class="spoken">did not run: </span>' if stops else ""
@@ -266,7 +267,7 @@ def _line(function: Function, line: int, links: str, stops: bool) -> str:
 
 
 def _indent(function: Function, line: int) -> int:
-    """Columns between the beginning of a function and that of a line."""
+    """Return the number of columns between the margin of a function and that of a line."""
     return max(_margin(function, line) - _margin(function, function.first), 0)
 
 
@@ -276,7 +277,7 @@ def _margin(function: Function, line: int) -> int:
 
 
 def _calls(journey: Journey, function: Function, lines: range) -> str:
-    """Links to the functions that are entered for the first time from these lines."""
+    """Return links to the functions that are first entered from these lines."""
     return "".join(
         f' <a class="call" href="#f{i}">{i} {html.escape(other.name.rpartition(".")[2])}</a>'
         for i, other in enumerate(journey.functions, 1)
@@ -286,7 +287,7 @@ def _calls(journey: Journey, function: Function, lines: range) -> str:
 
 @cache
 def coloured(path: Path) -> list[str]:
-    """Every line of a file as HTML, by number: keywords are <b>, comments <i>, the names of functions <em>."""
+    """Return every line of a file as HTML, by number: keywords are <b>, comments <i>, names of functions <em>."""
     text = path.read_text(encoding="utf-8")
     marks: dict[int, list[tuple[int, int, str]]] = {}
     for start, stop, tag in _marks(text):
@@ -295,7 +296,7 @@ def coloured(path: Path) -> list[str]:
 
 
 def _marks(text: str) -> Iterator[tuple[tuple[int, int], tuple[int, int], str]]:
-    """(line, column) of the beginning and the end of what is marked, and the tag."""
+    """Yield (line, column) of the start and the end of each coloured part, and its tag."""
     before = ""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
@@ -308,7 +309,7 @@ def _marks(text: str) -> Iterator[tuple[tuple[int, int], tuple[int, int], str]]:
 
 
 def _marked(line: str, marks: Sequence[tuple[int, int, str]]) -> str:
-    """A line with tags around some of its columns."""
+    """Return a line with tags around some of its columns."""
     done, at = "", 0
     for start, stop, tag in marks:
         done += f"{html.escape(line[at:start], quote=False)}<{tag}>{html.escape(line[start:stop], quote=False)}</{tag}>"

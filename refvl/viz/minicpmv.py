@@ -1,10 +1,10 @@
-"""MiniCPM-V: where an image is sliced, what each query looks at, and what a video costs when frames are packed.
+"""MiniCPM-V: how an image is sliced, what each query attends to, and the cost of a video if frames are packed.
 
-plot_slices           the image as it is cut, and the overview beside it
+plot_slices           the image with its slices, and the overview next to it
 plot_query_attention  heat maps over a slice: how much each query takes from each patch
 plot_frame_tokens     tokens of a video against its frames, one line per model
-plot_time_shift       how far embeddings move when frames are given other times
-plot_canvas           the windows of a slice, their folds, and where MiniCPM-V 4.7 puts the tokens on the canvas
+plot_time_shift       how far embeddings move if frames get different times
+plot_canvas           the windows of a slice, their folds, and MiniCPM-V 4.7's positions of the tokens on the canvas
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,15 +21,15 @@ from refvl.positions import MediaSpan
 from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import HIGHLIGHT, SEQUENCE_CMAP, STAGE_COLORS, TOKEN_COLORS, axes_or_new, image_axes
 
-_PREVIEW = 480  # pixels per side are enough for a figure
+_PREVIEW = 480  # pixels per side, enough for a figure
 _HEAT = {"cmap": SEQUENCE_CMAP, "alpha": 0.6, "interpolation": "nearest"}
 _NUMBER = {"boxstyle": "circle,pad=0.2", "facecolor": "black", "alpha": 0.55, "linewidth": 0}
 
 
 def plot_slices(image, config: SliceConfig, *, query_num: int = 64, ax=None) -> np.ndarray:
-    """On the left the image with its slices, numbered in the order of the prompt; on the right the overview (0).
+    """Draw the image with its slices (left), numbered in prompt order, and the overview, number 0 (right).
 
-    image: anything `load_image` takes. query_num: tokens of the overview and of each slice. ax: two Axes, or None.
+    image: anything `load_image` accepts. query_num: tokens of the overview and of each slice. ax: two Axes, or None.
     Returns both.
     """
     picture = load_image(image)
@@ -46,7 +46,7 @@ def plot_slices(image, config: SliceConfig, *, query_num: int = 64, ax=None) -> 
 
 
 def _draw_cuts(ax: Axes, image, plan: SlicePlan) -> None:
-    """The image at the size at which it is cut: all slices together."""
+    """Draw the image at the size at which it is cut: all slices together."""
     size, title = f"{image.width} x {image.height} px", "no slices: the overview holds all"
     (columns, rows), (width, height) = plan.grid or (1, 1), plan.cell or image.size
     if plan.grid:
@@ -80,12 +80,12 @@ def plot_query_attention(
     title: str = "",
     ax=None,
 ) -> np.ndarray:
-    """A heat map per query over the slice it reads: bright where it takes more.
+    """Draw a heat map per query over its slice: brighter where the query takes more.
 
-    image: the slice, anything `load_image` takes, of any size. weights_QL: (Q, L), a row per query, its L = h * w
+    image: the slice, anything `load_image` accepts, of any size. weights_QL: (Q, L), a row per query, its L = h * w
     patches row by row; all maps share one scale from 0 to the largest weight shown. queries: which to show (all).
     columns: maps in a row (all in one). ax: an array of as many Axes as the maps need, or None. Returns that array.
-    Raises ValueError for weights of another shape than (queries, h * w).
+    Raises ValueError for weights of a shape other than (queries, h * w).
     """
     (h, w), image = tgt_size, load_image(image)
     check_shape(weights_QL, ("queries", h * w), "weights_QL")
@@ -110,7 +110,7 @@ def plot_query_attention(
 def plot_frame_tokens(
     frames: Sequence[int], tokens: Mapping[str, Sequence[int]], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Tokens of a video against the frames that are sampled, a line per model; both axes are logarithmic."""
+    """Draw tokens of a video over the number of sampled frames, a line per model; both axes are logarithmic."""
     ax = axes_or_new(ax, figsize=(6.2, 3.8))
     for (name, counts), color in zip(tokens.items(), STAGE_COLORS, strict=False):
         ax.plot(frames, counts, "o-", ms=4, color=color, label=name)
@@ -125,7 +125,7 @@ def plot_frame_tokens(
 def plot_time_shift(
     seconds: Sequence[float], moved: Mapping[str, Sequence[float]], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """How far embeddings move, relative to their length, against the seconds by which times differ; a line per name."""
+    """Draw how far embeddings move, relative to their length, over the difference of times; a line per name."""
     ax = axes_or_new(ax, figsize=(7, 3.4))
     for (name, distances), color in zip(moved.items(), STAGE_COLORS, strict=False):
         ax.plot(seconds, [100 * d for d in distances], "o-", ms=4, color=color, label=name)
@@ -137,16 +137,16 @@ def plot_time_shift(
 
 
 def plot_canvas(image, config: SliceConfig, positions_3L: Tensor, spans: Sequence[MediaSpan], *, ax=None) -> np.ndarray:
-    """Windows of a slice, their two folds, and the canvas: three panels.
+    """Plot windows of a slice, their two folds, and the canvas in three panels.
 
     image: anything `load_image` takes, cut by `config`. positions_3L: (3, L) of its prompt; spans: its overview and
-    slices. Marks are drawn where they stand; the overview's tokens as circles. ax: three Axes, or None. Returns them.
-    Raises ValueError if the image is not cut.
+    slices. Separators are at their positions, and circles mark the overview. ax: three Axes, or None. Returns them.
+    Raises ValueError if the image has no slices.
     """
     picture = load_image(image)
     plan = plan_slices(picture.width, picture.height, config)
     if plan.grid is None:
-        raise ValueError(f"image: expected one that is cut, got {picture.width} x {picture.height} px")
+        raise ValueError(f"image: expected one that is cut into slices, got {picture.width} x {picture.height} px")
     left, middle, right = grid_of_axes(ax, 1, 3, (10.5, 3.6))[0]
     (columns, rows), (h, w) = plan.grid, plan.tgt_sizes[-1]
     _draw_cuts(left, picture, plan)
@@ -158,7 +158,7 @@ def plot_canvas(image, config: SliceConfig, positions_3L: Tensor, spans: Sequenc
 
 
 def _draw_folds(ax: Axes, h: int, w: int) -> None:
-    """A slice of h x w patches, coloured by window of 2 x 2; the same after the first fold, and after the second."""
+    """Draw a slice of h x w patches, coloured by window of 2 x 2, then after the first and after the second fold."""
     image_axes(ax, f"each slice: {h} x {w} patches,\nfolded twice, {h // 4 * (w // 4)} token{'s' * (h * w > 16)}")
     left = 0.0
     for side, said in ((1, "windows of 2 x 2"), (2, "folded"), (4, "merged")):
@@ -176,7 +176,7 @@ def _draw_folds(ax: Axes, h: int, w: int) -> None:
 
 
 def _draw_canvas(ax: Axes, picture, positions_3L: Tensor, spans: Sequence[MediaSpan], columns: int, rows: int) -> None:
-    """Parts of the image at the positions of their tokens."""
+    """Draw parts of the image at the positions of their tokens."""
     first, last = spans[0].offset - 1, spans[-1].offset + spans[-1].num_tokens
     h, w = positions_3L[1].tolist(), positions_3L[2].tolist()
     width, height = picture.width / columns, picture.height / rows

@@ -1,4 +1,4 @@
-"""The figure at the top of the README: one photo and one video on their way to the language model."""
+"""The overview figure: one photo and one video on their way to the language model."""
 
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ FRAMES_SHOWN = 4
 
 
 def plot_overview(photo, config: PatchConfig, clip: "Trace", *, tokens: int = 110) -> Figure:
-    """Patches and windows of `photo` at about `tokens` tokens; what a pruned `clip` keeps, and its positions.
+    """Draw patches and windows of `photo` at about `tokens` tokens, and kept tokens and positions of a pruned video.
 
     clip: the trace of a run on one video with `pruning_rate` set; ValueError if nothing was pruned.
     """
@@ -33,7 +33,7 @@ def plot_overview(photo, config: PatchConfig, clip: "Trace", *, tokens: int = 11
     frames, lines = below.subfigures(1, 2, squeeze=False, width_ratios=(2, 1)).flat
     (patches,), (mask,), (video,) = clip.patches, clip.keep_masks, clip.media
     if mask is None or clip.positions is None:
-        raise ValueError("clip: expected the trace of one pruned video, got one of which nothing was pruned")
+        raise ValueError("clip: expected the trace of one pruned video, got one without pruning")
     t, h, w = patches.media_tokens.thw
     shown = min(FRAMES_SHOWN, t)
     mask = mask.reshape(t, h * w)[:shown].flatten()

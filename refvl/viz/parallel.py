@@ -1,8 +1,8 @@
-"""Data-parallel encoding: who encodes what, what is gathered, and what it brings.
+"""Data-parallel encoding: which rank encodes what, what is gathered, and the speed-up.
 
-plot_assignment     one bar per rank, its items side by side; hatched: the rank waits for the slowest
-plot_gather         the rows of an all-gather, rank after rank with their padding, and the caller's order below
-plot_speed_up       how much sooner, against the number of ranks
+plot_assignment     one bar per rank with its items; hatched while the rank waits for the slowest
+plot_gather         the rows of an all-gather, rank by rank with padding, above the caller's order
+plot_speed_up       the speed-up over the number of ranks
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ RULES = {"by size": get_load_balance_assignment, "by count": get_count_assignmen
 def plot_assignment(
     sizes: Sequence[int], assignment: Assignment, *, title: str = "", unit: str = "patches", ax: Axes | None = None
 ) -> Axes:
-    """One bar per rank: its items in the order in which it got them, numbered as they arrived, hatched while it waits.
+    """Draw one bar per rank: its items in order of assignment, numbered by arrival, hatched while it waits.
 
-    sizes: of each item, in `unit`. assignment: what `get_load_balance_assignment` returns.
+    sizes: of each item, in `unit`. assignment: the result of `get_load_balance_assignment`.
     """
     order, counts, loads = assignment
     ax = axes_or_new(ax, figsize=(9, 0.34 * len(counts) + 1.3))
@@ -35,7 +35,7 @@ def plot_assignment(
         ax.barh(rank, longest - load, left=load, height=0.7, **UNUSED)
         ax.text(1.01 * longest, rank, f"{count} item{'s' * (count != 1)}, {load} {unit}", size=8, va="center")
     ax.set_yticks(range(len(counts)), [f"rank {rank}" for rank in range(len(counts))])
-    right = max(1.25 * longest, ax.get_xlim()[1])  # an axis shared with another figure stays as wide as that needs
+    right = max(1.25 * longest, ax.get_xlim()[1])  # an axis shared with another figure keeps that figure's width
     ax.set(xlabel=f"{unit} (hatched: waits)", xlim=(0, right), ylim=(len(counts) - 0.5, -0.5))
     report = f"{get_speed_up(loads):.1f} times as fast on {len(counts)} ranks"
     ax.set_title(f"{title}: {report}" if title else report, fontsize=10)
@@ -50,9 +50,9 @@ def _draw_item(ax: Axes, row: float, left: float, size: float, number: int, colo
 
 
 def plot_gather(tokens: Sequence[int], assignment: Assignment, *, title: str = "", ax: Axes | None = None) -> Axes:
-    """Above: the gathered rows, rank after rank, each padded to the longest. Below: the items as the caller had them.
+    """Draw the gathered rows, rank by rank, each padded to the longest (above), and the caller's items (below).
 
-    tokens: output tokens of each item. assignment: who encoded which.
+    tokens: output tokens of each item. assignment: which rank encoded which item.
     """
     order, counts, _ = assignment
     ax, colors, items = axes_or_new(ax, figsize=(9, 2)), sequence_colors(len(tokens)), list(order)
@@ -81,7 +81,7 @@ def plot_gather(tokens: Sequence[int], assignment: Assignment, *, title: str = "
 
 
 def plot_speed_up(speed_up: Mapping[str, Mapping[int, float]], *, title: str = "", ax: Axes | None = None) -> Axes:
-    """How many times as fast, against the number of ranks; dashed: as many times as there are ranks.
+    """Draw the speed-up over the number of ranks, with the number of ranks as a dashed line.
 
     speed_up: {name of a line: {ranks: times as fast as one rank}}.
     """

@@ -18,16 +18,16 @@ from refvl.pixels.patches import PatchConfig, plan_grid, resize_image
 from refvl.positions import merge_block_coordinates
 from refvl.viz.style import HIGHLIGHT, axes_or_new, image_axes
 
-MIN_FONT_SIZE, MAX_FONT_SIZE = 4.5, 11  # points; numbers that would be smaller than the first are left out
+MIN_FONT_SIZE, MAX_FONT_SIZE = 4.5, 11  # points; smaller numbers than the first are left out
 
 
 def plot_patches(
     image, config: PatchConfig, *, numbers: bool = True, highlight: Sequence[int] = (0,), ax: Axes | None = None
 ) -> Axes:
-    """The resized image with its patches (thin lines) and merge blocks (thick lines).
+    """Draw the resized image with its patches (thin lines) and merge blocks (thick lines).
 
-    image: anything `load_image` takes. numbers: write each patch's row number, where that is large enough to read.
-    highlight: merge blocks to frame, counted in reading order. Raises ValueError for a block that is not there.
+    image: anything `load_image` accepts. numbers: write each patch's row number, if the patch is large enough.
+    highlight: merge blocks to frame, counted in reading order. Raises ValueError for a block that does not exist.
     """
     ax, grid = show_resized(image, config, ax)
     _, h, w = grid
@@ -42,7 +42,7 @@ def plot_patches(
 
 
 def show_resized(image, config: PatchConfig, ax: Axes | None) -> tuple[Axes, Grid]:
-    """Draw the resized image in its own pixels, titled with all sizes; its axes and its grid (1, h, w) in patches."""
+    """Draw the resized image in its own pixels, titled with all sizes; return its axes and its grid (1, h, w)."""
     picture = load_image(image)
     resized = resize_image(picture, config)
     t, h, w = grid = plan_grid(picture.height, picture.width, config)
@@ -56,7 +56,7 @@ def show_resized(image, config: PatchConfig, ax: Axes | None) -> tuple[Axes, Gri
 
 
 def draw_grid(ax: Axes, shape: tuple[int, int], step: int, **style) -> None:
-    """The inner lines of (rows, columns) cells with sides of `step` pixels."""
+    """Draw the inner lines of (rows, columns) cells with sides of `step` pixels."""
     rows, columns = shape
     lines = [[(x * step, 0), (x * step, rows * step)] for x in range(1, columns)]
     lines += [[(0, y * step), (columns * step, y * step)] for y in range(1, rows)]
@@ -81,7 +81,7 @@ def _frame_blocks(ax: Axes, blocks: Sequence[int], grid: Grid, config: PatchConf
     count = h * w // config.merge_size**2
     for block in blocks:
         if not 0 <= block < count:
-            raise ValueError(f"highlight: the grid {grid} has merge blocks 0 to {count - 1}, got {block}")
+            raise ValueError(f"highlight: expected merge blocks of the grid {grid}, 0 to {count - 1}, got {block}")
         row, column = divmod(block, w // config.merge_size)
         corner = (column * config.factor, row * config.factor)
         ax.add_patch(
@@ -92,10 +92,10 @@ def _frame_blocks(ax: Axes, blocks: Sequence[int], grid: Grid, config: PatchConf
 def plot_patch_rows(
     patches: Tensor, grid: Sequence[int], config: PatchConfig, *, count: int = 8, ax: Axes | None = None
 ) -> Axes:
-    """The first patch rows: on the left each drawn as a patch, on the right its C * Tp * P * P values in order.
+    """Draw the first patch rows: on the left each as a patch, on the right its C * Tp * P * P values in order.
 
     patches: (N, C*Tp*P*P), normalised, of one item with this grid (t, h, w).
-    Raises ValueError for patch rows of another shape.
+    Raises ValueError for patch rows of any other shape.
     """
     [(t, h, w)] = as_grids([grid], spatial_merge_size=config.merge_size, name="grid")
     check_shape(patches, (t * h * w, config.patch_values), "patches")
@@ -115,7 +115,7 @@ def plot_patch_rows(
 
 
 def _mark_channels(ax: Axes, config: PatchConfig) -> None:
-    """Name the stretches of a row: channel first, then time."""
+    """Label the sections of a row: channel first, then time."""
     names = [f"{color}\nframe {i}" for color in ("red", "green", "blue") for i in range(config.temporal_patch_size)]
     length = config.patch_size**2
     ax.set_xticks([(i + 0.5) * length - 0.5 for i in range(len(names))], names)
@@ -126,6 +126,6 @@ def _mark_channels(ax: Axes, config: PatchConfig) -> None:
 
 
 def with_token_budget(config: PatchConfig, tokens: int) -> PatchConfig:
-    """The same preprocessing with room for at most `tokens` merged tokens per image."""
+    """Return the same preprocessing with at most `tokens` merged tokens per image."""
     max_pixels = tokens * config.factor**2
     return replace(config, max_pixels=max_pixels, min_pixels=min(config.min_pixels, max_pixels))

@@ -1,10 +1,10 @@
-"""Where tokens are: the 2-D rotary angles of the tower, and the three axes of the prompt.
+"""Positions of tokens: the 2-D rotary angles of the tower, and the three axes of the prompt.
 
-plot_rotary         cos of every rotation plane over the patches of an image
-plot_positions      t, h, w along the prompt, the media shaded
-plot_position_grid  t, h, w of a medium's tokens, frame by frame
-plot_mrope_axes     which axis turns which pair of a head's dimensions
-plot_place_answers  which place the model names for which true place
+plot_rotary         cos of every rotary pair over the patches of an image
+plot_positions      t, h, w along the prompt, with shaded media
+plot_position_grid  t, h, w of an item's tokens, frame by frame
+plot_mrope_axes     which axis rotates which rotary pair
+plot_place_answers  which location the model names for each true location
 plot_clip_positions positions around one video, from its seconds and size
 """
 
@@ -24,13 +24,13 @@ from refvl.positions import MediaSpan, get_mrope_input_positions, merge_block_co
 from refvl.viz.style import AXIS_COLORS, TOKEN_COLORS, axes_or_new
 
 _NAMES = {"t": "time", "h": "height", "w": "width"}
-_LINE_WIDTHS = {"t": 5.5, "h": 3.2, "w": 1.5}  # where the axes agree, the thinner line lies on the thicker one
+_LINE_WIDTHS = {"t": 5.5, "h": 3.2, "w": 1.5}  # where the axes agree, the thinner line is drawn on the thicker one
 
 
 def grid_of_axes(ax, rows: int, columns: int, figsize: tuple[float, float], label: str = "") -> np.ndarray:
-    """(rows, columns) Axes: those given, as one Axes or an array of the right number, or those of a new figure.
+    """Return (rows, columns) Axes: the given ones, as one Axes or an array of that size, or those of a new figure.
 
-    label: the new figure in words, where the titles of its many panels say less.
+    label: the new figure in words, if the titles of its many panels are less clear.
     """
     if ax is None:
         figure, axes = plt.subplots(rows, columns, figsize=figsize, layout="constrained", squeeze=False)
@@ -43,14 +43,14 @@ def grid_of_axes(ax, rows: int, columns: int, figsize: tuple[float, float], labe
 
 
 def axis_cmap(axis: str) -> LinearSegmentedColormap:
-    """White to the colour of one position axis: "t", "h" or "w"."""
+    """Return a colour map from white to the colour of one position axis: "t", "h" or "w"."""
     return LinearSegmentedColormap.from_list(axis, ["#ffffff", AXIS_COLORS[axis]])
 
 
 def plot_rotary(
     grid_hw: tuple[int, int], *, head_dim: int = 24, spatial_merge_size: int = 2, theta: float = 10000.0, ax=None
 ) -> np.ndarray:
-    """cos of each rotation plane over an (h, w) grid of patches: the h half turns with the row, the w half does not.
+    """Draw cos of each rotary pair over an (h, w) grid of patches: rows rotate the h half, columns the w half.
 
     ax: an array of 2 x (head_dim / 4) Axes, or None. Returns that array: row 0 the h half, row 1 the w half.
     """
@@ -61,7 +61,7 @@ def plot_rotary(
     maps = np.zeros((2 * planes, h, w))
     maps[:, rows, columns] = cos.T.numpy()  # from merge-block order back to the image
     size = 1.5 * max(1.0, w / h)
-    label = f"Cosine of {2 * planes} rotation planes over {h} x {w} patches: half turn with rows, half with columns."
+    label = f"Cosine of {2 * planes} rotary pairs over {h} x {w} patches: half rotate with rows, half with columns."
     axes = grid_of_axes(ax, 2, planes, (planes * size + 1.2, 2 * size * h / w + 0.9), label)
     for k, (panel, values) in enumerate(zip(axes.flat, maps, strict=True)):
         half, frequency = "hw"[k // planes], theta ** -((k % planes) / planes)
@@ -87,10 +87,10 @@ def plot_positions(
     title: str = "positions along the prompt",
     ax: Axes | None = None,
 ) -> Axes:
-    """Three lines t, h, w over the prompt's tokens, the media shaded. positions_3L: (3, L).
+    """Draw three lines t, h, w over the prompt's tokens, with shaded media. positions_3L: (3, L).
 
     kinds: "image" or "video" per span; by default a span of several frames is a video.
-    Raises ValueError for positions of another shape than (3, L).
+    Raises ValueError for positions of a shape other than (3, L).
     """
     check_shape(positions_3L, (3, "L"), "positions_3L")
     ax = axes_or_new(ax, figsize=(9, 4))
@@ -111,7 +111,7 @@ def shade_tokens(ax: Axes, start: float, stop: float, kind: str) -> None:
 
 
 def kind_of(span: MediaSpan) -> str:
-    """A span of several frames is a video, any other an image."""
+    """Return the kind of a span: several frames are a video, anything else is an image."""
     return "video" if span.t > 1 else "image"
 
 
@@ -124,10 +124,10 @@ def _legend(ax: Axes, kinds: Sequence[str]) -> None:
 
 
 def plot_position_grid(positions_3L: Tensor, span: MediaSpan, *, max_frames: int = 6, ax=None) -> np.ndarray:
-    """t, h and w of every token of a medium, one column per frame (at most `max_frames`, the first ones).
+    """Draw t, h and w of every token of an item, one column per frame (at most `max_frames`, the first ones).
 
     positions_3L: (3, L) of the whole prompt. ax: an array of 3 x frames Axes, or None. Returns that array.
-    Raises ValueError for positions of another shape than (3, L).
+    Raises ValueError for positions of a shape other than (3, L).
     """
     check_shape(positions_3L, (3, "L"), "positions_3L")
     grid = positions_3L[:, span.offset : span.offset + span.num_tokens].reshape(3, span.t, span.h, span.w).numpy()
@@ -156,9 +156,9 @@ def _write_values(ax: Axes, values: np.ndarray) -> None:
 
 
 def plot_mrope_axes(layouts: Mapping[str, Tensor], *, title: str = "", ax: Axes | None = None) -> Axes:
-    """One strip per model: which of t, h, w turns each rotary pair, the fastest on the left.
+    """Draw one strip per model: which of t, h, w rotates each rotary pair, fastest first.
 
-    layouts: name -> (pairs,) of 0, 1, 2, as `mrope_axis_of_pairs` has them.
+    layouts: name -> (pairs,) of 0, 1, 2, as in `mrope_axis_of_pairs`.
     """
     ax = axes_or_new(ax, figsize=(10, 0.55 * len(layouts) + 1.3))
     for row, axes in enumerate(layouts.values()):
@@ -178,9 +178,9 @@ def plot_mrope_axes(layouts: Mapping[str, Tensor], *, title: str = "", ax: Axes 
 def plot_place_answers(
     truths: Sequence[str], answers: Sequence[str], places: Sequence[str], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """How often each place is answered (columns) for each true place (rows); other answers have a last column.
+    """Draw how often each location is answered (columns) per true location (rows); other answers have a last column.
 
-    The diagonal is right. places: the names in order.
+    The diagonal is correct. places: the names in order.
     """
     ax = axes_or_new(ax, figsize=(4.6, 4.2))
     names = [*places, "other"]
@@ -197,7 +197,7 @@ def plot_place_answers(
     ax.set_yticks(range(len(places)), places, fontsize=8)
     ax.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
     ax.set_title(
-        f"{title}: {right} of {len(truths)} right" if title else f"{right} of {len(truths)} right", fontsize=10
+        f"{title}: {right} of {len(truths)} correct" if title else f"{right} of {len(truths)} correct", fontsize=10
     )
     return ax
 
@@ -205,9 +205,9 @@ def plot_place_answers(
 def plot_clip_positions(
     second_per_grid: float, side: int, *, t: int = 6, text: int = 8, ax: Axes | None = None
 ) -> Axes:
-    """Positions of a video of t grid steps of side x side merged tokens between two texts of `text` tokens.
+    """Draw positions of a video of t grid steps of side x side merged tokens between two texts of `text` tokens.
 
-    second_per_grid: seconds that a grid step lasts; two positions per second, as in the released checkpoints.
+    second_per_grid: seconds per grid step; two positions per second, as in the released checkpoints.
     """
     span = MediaSpan(text, t, side, side, t_factor=2.0 * second_per_grid)
     positions, delta = get_mrope_input_positions(span.num_tokens + 2 * text, [span])

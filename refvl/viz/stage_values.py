@@ -1,7 +1,7 @@
-"""What each stage of a run made, as figures of HTML: shapes, some numbers, a small picture. Drawn, never computed here.
+"""The results of each stage of a run, as HTML figures: shapes, some numbers, a small image. Nothing is computed here.
 
 values          a stage of a `Journey` -> its figures
-first_picture   what was asked about, for the top of the page
+first_picture   the image of the question, for the top of the page
 """
 
 import html
@@ -46,7 +46,7 @@ AXES = (("t", "time", 5.5, "none"), ("h", "height", 3.2, "7 4"), ("w", "width", 
 
 
 def values(journey: Journey, stage: str) -> list[str]:
-    """The figures of a stage; none for one that made nothing to look at, or that let it go."""
+    """Return the figures of a stage; none if it made nothing to draw, or freed its results."""
     run = journey.trace
     match stage:
         case "decode media":
@@ -74,17 +74,17 @@ def values(journey: Journey, stage: str) -> list[str]:
 
 
 def first_picture(journey: Journey) -> str:
-    """The first picture that was asked about, or a frame from the middle of the first video, small."""
+    """Return the first image of the request, or a frame from the middle of the first video, small."""
     for medium in journey.trace.media[:1]:
         is_video = isinstance(medium, Video)
         image = Image.fromarray(medium.frames[len(medium.frames) // 2]) if is_video else medium
-        alt = "The middle frame of the video in question" if is_video else "The picture in question"
+        alt = "The middle frame of the video in question" if is_video else "The image in question"
         return picture(small(image, 360), alt, width=180)
     return ""
 
 
 def _medium(medium: Any, number: int) -> str:
-    """A picture, or the frames of a video."""
+    """Return an image, or the frames of a video."""
     if isinstance(medium, Video):
         count = len(medium.frames)
         shown = spread(count, SHOWN_FRAMES)
@@ -99,7 +99,7 @@ def _medium(medium: Any, number: int) -> str:
 
 
 def _patches(item: Any) -> Iterator[str]:
-    """The rows of an item in the order in which the tower reads them, and where on its grid each was cut."""
+    """Return the rows of an item in the tower's order, and the location on its grid from which each was cut."""
     rows = item.pixel_values.float().cpu()
     layout = f"<b>layout</b> {html.escape(layout_text(item.layout))}"
     tiles = as_tiles(rows)
@@ -116,14 +116,14 @@ def _patches(item: Any) -> Iterator[str]:
 
 
 def _in_order(tiles: np.ndarray, across: int) -> str:
-    """Patches in the order of the rows."""
+    """Return patches in the order of the rows."""
     shown = tiles[:SHOWN_TILES]
     alt = f"The first {len(shown)} of {len(tiles)} patches in the order of the rows, {across} to a line"
     return picture(mosaic(shown, across), alt, width=WIDE)
 
 
 def _slices(tiles: np.ndarray, sizes: Sequence[tuple[int, int]]) -> str:
-    """Slices of (h, w) patches, each put together again from its rows."""
+    """Return slices of (h, w) patches, each reassembled from its rows."""
     drawn, at = [], 0
     for number, (h, w) in enumerate(sizes[:SHOWN_SLICES], 1):
         alt = f"Slice {number} of {len(sizes)}, {h} x {w} patches"
@@ -133,7 +133,7 @@ def _slices(tiles: np.ndarray, sizes: Sequence[tuple[int, int]]) -> str:
 
 
 def _cut(tiles: np.ndarray, item: Any) -> str:
-    """The first frame of a grid, patch by patch, with the row of each."""
+    """Return the first frame of a grid, patch by patch, with the row of each."""
     _, h, w = item.layout
     places = merge_block_coordinates([(1, h, w)], spatial_merge_size=h // item.media_tokens.thw[1])
     order = torch.empty(h, w, dtype=torch.int64)
@@ -156,7 +156,7 @@ def _cut(tiles: np.ndarray, item: Any) -> str:
 
 
 def _plan(planned: Any, merged: Sequence[tuple[int, int, int]]) -> Iterator[str]:
-    """Every tensor of the metadata, nested ones too, and the angles that its positions and frequencies lead to."""
+    """Return every tensor of the metadata, nested ones too, and the angles from its positions and frequencies."""
     if not is_dataclass(planned):
         return
     found = {field.name: getattr(planned, field.name) for field in fields(planned)}
@@ -175,17 +175,17 @@ def _plan(planned: Any, merged: Sequence[tuple[int, int, int]]) -> Iterator[str]
 
 
 def _angles(positions_N2: Tensor, frequencies: Tensor) -> str:
-    """By how much each position turns each plane."""
+    """Return the angle by which each position rotates each rotary pair."""
     angles = (positions_N2[..., None] * frequencies).flatten(1)
     note = f"cosines of the angles, positions times frequencies {tuple(angles.shape)}: a line for each position"
     return figure(heat(angles.cos().cpu(), f"Heat map of the {note}"), f"<b>angles</b> {note}")
 
 
 def _pruned(run: Any) -> list[str]:
-    """What stays of each video, or that nothing was asked for."""
+    """Return the kept tokens of each video, or a note that no pruning was requested."""
     if all(mask is None for mask in run.keep_masks):
         count = sum(len(rows) for rows in run.embeds)
-        return [f"<p>No pruning rate was given: all {count} embeddings stay.</p>"] if count else []
+        return [f"<p>No pruning rate was set, so all {count} embeddings are kept.</p>"] if count else []
     found = []
     for i, mask in enumerate(run.keep_masks):
         if mask is None:
@@ -196,7 +196,7 @@ def _pruned(run: Any) -> list[str]:
 
 
 def _kept(mask: Tensor, thw: tuple[int, int, int], medium: Any, number: int) -> str:
-    """The frames of a video; a crossed cell is dropped."""
+    """Return the frames of a video; dropped cells are crossed out."""
     t, h, w = thw
     shown, side = spread(t, SHOWN_FRAMES), 26
     grid, parts = mask.view(t, h, w), []
@@ -215,7 +215,7 @@ def _kept(mask: Tensor, thw: tuple[int, int, int], medium: Any, number: int) -> 
 
 
 def _prompt(journey: Journey) -> str:
-    """The prompt token by token; what stands for media is one box."""
+    """Return the prompt token by token; the embeddings of a media item are one box."""
     run = journey.trace
     spans = {span.offset: span.num_tokens for span in run.spans}
     ids = run.full_ids.tolist()
@@ -256,7 +256,7 @@ class _Plot:
         return self.top + self.height - position * self.height / self.high
 
     def shade(self, start: int, stop: int) -> str:
-        """The tokens of an image or a video."""
+        """Return the shading of an image's or a video's tokens."""
         size = f'width="{self.x(stop) - self.x(start):.1f}" height="{self.height}"'
         return f'<rect x="{self.x(start - 0.5):.1f}" y="{self.top}" {size}/>'
 
@@ -265,10 +265,10 @@ class _Plot:
 
 
 def _positions(run: Any) -> str:
-    """t, h and w along the prompt. Lines differ in width and dashes, so that they can be told apart without colours."""
+    """Return t, h and w along the prompt. Lines differ in width and dashes, not only in colour."""
     positions = run.positions.cpu()
     plot = _Plot(positions.shape[1], max(int(positions.max()), 1))
-    before = [0, *run.keep.cpu().cumsum(0).tolist()]  # kept tokens in front of each token of the full prompt
+    before = [0, *run.keep.cpu().cumsum(0).tolist()]  # kept tokens before each token of the full prompt
     media = [(before[span.offset], before[span.offset + span.num_tokens]) for span in run.spans]
     parts = [plot.shade(start, stop) for start, stop in media if stop > start]
     bottom, right = plot.top + plot.height, plot.tokens - 1
@@ -289,7 +289,7 @@ def _positions(run: Any) -> str:
 
 
 def _scores(journey: Journey) -> str:
-    """The likeliest first tokens."""
+    """Return the most likely first tokens."""
     shares = journey.scores[0].softmax(-1)
     best = shares.topk(min(5, len(shares)))
     lines = "".join(
@@ -302,7 +302,7 @@ def _scores(journey: Journey) -> str:
 
 
 def _answer(journey: Journey) -> str:
-    """Every new token with its id and, if it is known, its probability."""
+    """Return every new token with its id and, if it is known, its probability."""
     ids = journey.trace.token_ids[:SHOWN_TOKENS]
     shares = [float(s.softmax(-1)[i]) for s, i in zip(journey.scores, ids, strict=False)]
     lines = "".join(

@@ -1,7 +1,7 @@
-"""Step3-VL: where an image is cut, what that costs in tokens, and when its two encoder paths run.
+"""Step3-VL: how an image is cut, what that costs in tokens, and when the two encoder paths run.
 
-plot_crops          the windows on the canvas, and the overview beside them
-plot_crop_prompt    the prompt of one image: crops, newline marks, overview
+plot_crops          the windows on the canvas, with the overview next to them
+plot_crop_prompt    the prompt of one image: crops, newline tokens, overview
 plot_crop_tokens    tokens by size of image, one line per aspect ratio
 plot_path_timeline  replays of both paths in the order in which they ran
 """
@@ -20,16 +20,16 @@ from refvl.viz.positions import grid_of_axes
 from refvl.viz.style import HIGHLIGHT, STAGE_COLORS, TOKEN_COLORS, UNUSED, axes_or_new, image_axes, ink_on
 from refvl.viz.windows import sequence_colors
 
-_PREVIEW = 480  # pixels per side are enough for a figure
+_PREVIEW = 480  # pixels per side, enough for a figure
 
 
 def plot_crops(
     image, config: CropConfig = RELEASED, *, crop_tokens: int = 81, image_tokens: int = 169, ax=None
 ) -> np.ndarray:
-    """On the left the canvas with its numbered windows, on the right the overview as the encoder sees it.
+    """Draw the canvas with its numbered windows (left), and the overview as the encoder sees it (right).
 
-    image: anything `load_image` takes. crop_tokens, image_tokens: output tokens of one crop and of an overview. ax: two
-    Axes, or None. Returns both.
+    image: anything `load_image` accepts. crop_tokens, image_tokens: output tokens of one crop and of an overview. ax:
+    two Axes, or None. Returns both.
     """
     picture = load_image(image)
     overview, _, plan = cut_crops(picture, config)
@@ -37,7 +37,7 @@ def plot_crops(
     _draw_canvas(left, overview, plan, picture.size)
     size = config.image_size
     image_axes(right, f"overview: {size} x {size} px, whatever the shape\n{image_tokens} tokens")
-    seen = overview.resize((size, size), Image.Resampling.BILINEAR)  # no sharper than the encoder gets it
+    seen = overview.resize((size, size), Image.Resampling.BILINEAR)  # as sharp as the encoder gets it
     right.imshow(seen, extent=(0, size, size, 0), interpolation="nearest")
     right.set_xlabel(_token_sum(plan.layout, crop_tokens, image_tokens))
     return np.array([left, right])
@@ -60,8 +60,8 @@ def _draw_canvas(ax: Axes, overview: Image.Image, plan, size: tuple[int, int]) -
         )  # fmt: skip
         if ends_row:
             ax.plot([width], [y + plan.window / 2], "<", color=HIGHLIGHT, ms=10, clip_on=False, zorder=3)
-    ax.set(xlim=(0, width), ylim=(bottom, 0), facecolor="black")  # what lies beyond a low canvas
-    ax.set_xlabel("orange: a newline mark follows" if layout.newlines else "")
+    ax.set(xlim=(0, width), ylim=(bottom, 0), facecolor="black")  # the colour beyond a low canvas
+    ax.set_xlabel("orange: a newline token follows" if layout.newlines else "")
 
 
 def _token_sum(layout: CropLayout, crop_tokens: int, image_tokens: int) -> str:
@@ -74,9 +74,9 @@ def _token_sum(layout: CropLayout, crop_tokens: int, image_tokens: int) -> str:
 def plot_crop_prompt(
     layout: CropLayout, *, crop_tokens: int = 81, image_tokens: int = 169, ax: Axes | None = None
 ) -> Axes:
-    """The prompt of one image, left to right: numbered crops, newline marks, the overview.
+    """Draw the prompt of one image, left to right: numbered crops, newline tokens, the overview.
 
-    The marks before and after each of them are counted in its length.
+    The length of each includes the special tokens before and after it.
     """
     ax, colors, left = axes_or_new(ax, figsize=(10, 1.5)), sequence_colors(max(1, layout.crops)), 0
     total = count_prompt_tokens(layout, crop_tokens=crop_tokens, image_tokens=image_tokens)
@@ -90,7 +90,7 @@ def plot_crop_prompt(
     ax.barh(0, image_tokens + 2, left=left, color=TOKEN_COLORS["image"], edgecolor="white")
     ax.text(left + image_tokens / 2 + 1, 0, "overview", color="white", ha="center", va="center", size=9)
     title = f"{layout.rows} x {layout.columns} crops: {_token_sum(layout, crop_tokens, image_tokens)}"
-    ax.set(xlim=(0, total), yticks=[], xlabel="place in the prompt (orange: newline mark)")
+    ax.set(xlim=(0, total), yticks=[], xlabel="position in the prompt (orange: newline token)")
     ax.set_title(title, size=10)
     ax.spines[["top", "right", "left"]].set_visible(False)
     return ax
@@ -105,7 +105,7 @@ def plot_crop_tokens(
     image_tokens: int = 169,
     ax: Axes | None = None,
 ) -> Axes:
-    """Tokens in the prompt against the long side of an image, one line per aspect ratio (width, height)."""
+    """Draw tokens in the prompt over the long side of an image, one line per aspect ratio (width, height)."""
     ax = axes_or_new(ax, figsize=(8, 4))
     sides = np.arange(max_side // 400, max_side + 1, max(1, max_side // 400))
     for (width, height), color in zip(ratios, STAGE_COLORS, strict=False):
@@ -124,7 +124,7 @@ def plot_crop_tokens(
 def plot_path_timeline(
     path_tokens: Sequence[Mapping[str, int]], batches: Sequence[Batch], *, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """One lane per path; replays from left to right as they ran, each as long as the tokens it computes.
+    """Draw one lane per path, with its replays in order, each as long as the tokens it computes.
 
     path_tokens: output tokens of each image on each path. batches: `EncoderGraphManager.last_batches`. Images are
     numbered and keep their colour on both lanes; hatched: padding; dashed: eager, because no graph was large enough.

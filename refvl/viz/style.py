@@ -1,4 +1,4 @@
-"""One figure language: the same thing has the same colour in every notebook."""
+"""One figure style: the same thing has the same colour in every notebook."""
 
 import io
 from functools import partial
@@ -11,9 +11,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
-# One palette for figures and explorers. With the surface, text (ink, muted, and what ends in `_text`) has a contrast of
-# at least 4.5, marks of 3. t, h and w colour time, height and width, and nothing else. The three axes, and the three
-# kinds of token, stay apart for colour-blind readers. `empty` is the absence of a mark.
+# One palette for figures and explorers. Against the surface, text (ink, muted, and names in `_text`) has a contrast of
+# at least 4.5, marks of 3. t, h and w are only for time, height and width. The three axes, and the three
+# kinds of token, are distinguishable for colour-blind readers. `empty` is the absence of a mark.
 THEMES = {
     "light": {
         "surface": "#ffffff", "ink": "#1c1c1c", "muted": "#5a6069", "line": "#8a8f98", "empty": "#e9e9e9",
@@ -33,18 +33,18 @@ AXIS_COLORS = {axis: _LIGHT[axis] for axis in "thw"}  # time, height, width
 TOKEN_COLORS = {kind: _LIGHT[kind] for kind in ("text", "image", "video")}
 KEPT, PRUNED = _LIGHT["kept"], _LIGHT["empty"]
 UNUSED: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.6", "hatch": "////", "linewidth": 0}  # padding, waiting
-# Bars end to end and lines side by side: neighbours, and the first six among each other, differ most for all readers
+# for bars end to end and lines side by side: neighbours, and the first six, differ most for all readers
 STAGE_COLORS = (
     "#0072b2", "#e69f00", "#994f00", "#0f2080", "#7fc8a9", "#663333", "#009e73", "#5d3a9b", "#c08400", "#1c1c1c",
 )  # fmt: skip
 SEQUENCE_CMAP = "viridis"  # order along a sequence, first to last
-SEQUENCE_RANGES = {"light": (0.0, 0.85), "dark": (0.25, 1.0)}  # the part of it that stands out from the surface
+SEQUENCE_RANGES = {"light": (0.0, 0.85), "dark": (0.25, 1.0)}  # the part that contrasts with the surface
 HIGHLIGHT = _LIGHT["highlight"]  # what a figure points at
-HEAVY = 26_000  # bytes; a figure of a notebook gets no more for the sake of sharpness
+HEAVY = 26_000  # bytes; a heavier figure of a notebook is not sharpened
 
 
 def notebook_figures(dpi: int = 80, heavy: int = HEAVY) -> None:
-    """Make a notebook's inline figures light and sharp, and give them words: `as_output`.
+    """Make a notebook's inline figures light and sharp, and give them alt text: `as_output`.
 
     dpi: pixels of the page to an inch of the figure. heavy: as in `as_output`.
     """
@@ -53,15 +53,15 @@ def notebook_figures(dpi: int = 80, heavy: int = HEAVY) -> None:
 
     plt.rcParams["figure.dpi"] = dpi
     if (shell := get_ipython()) is not None:
-        set_matplotlib_formats()  # settles the backend, which would otherwise add formatters of its own
+        set_matplotlib_formats()  # sets the backend, which would otherwise add its own formatters
         shell.display_formatter.mimebundle_formatter.for_type(Figure, partial(as_output, heavy=heavy))
 
 
 def as_output(figure: Figure, heavy: int = HEAVY, **_: Any) -> tuple[dict[str, bytes], dict[str, dict[str, Any]]]:
-    """A figure as data and metadata of a notebook's output: alt text, and how wide it is on the page.
+    """Return a figure as data and metadata of a notebook's output: alt text, and its width on the page.
 
-    JPEG (photographs) or PNG of few colours (drawings), whichever is lighter. A figure has twice the pixels that it
-    takes on the page; only as many where it would weigh more than `heavy` bytes.
+    JPEG (photographs) or PNG of few colours (drawings), whichever is lighter. A figure has twice the pixels of its size
+    on the page, or only as many if it would exceed `heavy` bytes.
     """
     sharp = _rendered(figure, 2 * figure.dpi)
     for times, quality in ((2, 55), (1, 72)):
@@ -75,9 +75,9 @@ def as_output(figure: Figure, heavy: int = HEAVY, **_: Any) -> tuple[dict[str, b
 
 
 def describe_figure(figure: Figure) -> str:
-    """A figure in words, for those who do not see it: its label, or its titles, axes and legends, panel by panel.
+    """Describe a figure in words, for readers who do not see it: its label, or titles, axes and legends by panel.
 
-    `figure.set_label` gives a better sentence where one is known.
+    `figure.set_label` sets a better sentence if there is one.
     """
     if label := str(figure.get_label()):
         return label
@@ -86,7 +86,7 @@ def describe_figure(figure: Figure) -> str:
 
 
 def _describe_panel(ax: Axes) -> str:
-    """ "title: y over x (what the legend names)", or what there is of it."""
+    """Return "title: y over x (names of the legend)", as far as a panel has them."""
     title = ", ".join(filter(None, (ax.get_title("left"), ax.get_title(), ax.get_title("right"))))
     axes = " over ".join(filter(None, (ax.get_ylabel(), ax.get_xlabel())))
     said = ": ".join(filter(None, ("colours" if ax.get_label() == "<colorbar>" else title, axes)))
@@ -95,13 +95,13 @@ def _describe_panel(ax: Axes) -> str:
 
 
 def png_of(figure: Figure) -> bytes:
-    """The figure as PNG of few colours, also where JPEG would be lighter."""
+    """Return the figure as PNG of few colours, even if JPEG would be lighter."""
     return _png(_rendered(figure, figure.dpi))
 
 
 def _rendered(figure: Figure, dpi: float) -> Image.Image:
     buffer = io.BytesIO()
-    as_is = {"compress_level": 0}  # it is read at once
+    as_is = {"compress_level": 0}  # it is read at once, so speed matters
     figure.savefig(buffer, format="png", bbox_inches="tight", dpi=dpi, pil_kwargs=as_is)
     return Image.open(buffer).convert("RGB")
 
@@ -113,18 +113,18 @@ def _png(picture: Image.Image) -> bytes:
 
 
 def axes_or_new(ax: Axes | None, *, figsize: tuple[float, float] = (6, 4)) -> Axes:
-    """`ax` itself, or the axes of a new figure with constrained layout."""
+    """Return `ax` itself, or the axes of a new figure with constrained layout."""
     return plt.subplots(figsize=figsize, layout="constrained")[1] if ax is None else ax
 
 
 def image_axes(ax: Axes | None, title: str, *, figsize: tuple[float, float] = (5, 5)) -> Axes:
-    """Axes for an image in pixels: equal scale, no frame of ticks, a title."""
+    """Return axes for an image in pixels: equal scale, no ticks, a title."""
     ax = axes_or_new(ax, figsize=figsize)
     ax.set(title=title, xticks=[], yticks=[], aspect="equal")
     return ax
 
 
 def ink_on(color) -> str:
-    """Black or white, whichever has more contrast on `color` (relative luminance as in WCAG 2)."""
+    """Return black or white, whichever has more contrast on `color` (relative luminance as in WCAG 2)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
     return "black" if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.179 else "white"

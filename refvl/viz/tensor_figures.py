@@ -1,8 +1,8 @@
-"""Tensors as figures of HTML: a name, a shape, some numbers, and the picture that fits what a tensor holds.
+"""Tensors as HTML figures: a name, a shape, some numbers, and the drawing that fits the contents.
 
 tensor_figure   cumulative lengths as segments, a permutation as an order, anything else as a heat map
 heat            a 2-D tensor as coloured cells
-as_tiles        patch rows as small pictures; `mosaic` lays them out
+as_tiles        patch rows as small images; `mosaic` arranges them
 picture         an array as an <img>; `figure` gives it a caption
 """
 
@@ -24,14 +24,14 @@ from torch import Tensor
 from refvl.positions import invert_permutation
 from refvl.viz.style import SEQUENCE_CMAP, SEQUENCE_RANGES, ink_on
 
-WIDE, NARROW = 360, 170  # pixels of the page that a picture takes at most, and if another stands beside it
-NUMBERED = 64  # a picture with more cells has no numbers in them
+WIDE, NARROW = 360, 170  # pixels of the page for a drawing at most, and if it has a neighbour
+NUMBERED = 64  # a drawing with more cells has no numbers in them
 SHOWN_FRAMES = 6
 HEAT_ROWS, HEAT_COLUMNS = 48, 120
 
 
 def tensor_figure(name: str, x: Tensor, merged: Sequence[tuple[int, int, int]] = ()) -> str:
-    """A tensor's name, shape, type and numbers, with a picture.
+    """Return a tensor's name, shape, type and numbers, with a drawing.
 
     Cumulative lengths become segments, a permutation an order (on the grid of `merged` (t, h, w) tokens if it has as
     many), other tensors a heat map.
@@ -52,13 +52,13 @@ def tensor_figure(name: str, x: Tensor, merged: Sequence[tuple[int, int, int]] =
 
 
 def facts(name: str, x: Tensor) -> str:
-    """A tensor in a line: name, shape, type, numbers."""
+    """Describe a tensor in one line: name, shape, type, numbers."""
     kind = str(x.dtype).removeprefix("torch.")
     return f"<b>{html.escape(name)}</b> {tuple(x.shape)} {kind}; {in_numbers(x)}"
 
 
 def in_numbers(x: Tensor) -> str:
-    """The first whole numbers, or the range of others."""
+    """Return the first integers, or the range of other numbers."""
     if x.numel() == 0:
         return "empty"
     if x.dtype == torch.bool:
@@ -70,22 +70,22 @@ def in_numbers(x: Tensor) -> str:
 
 
 def _is_whole(x: Tensor) -> bool:
-    """Whether a tensor is a list of at least two whole numbers."""
+    """Return whether a tensor is a list of at least two integers."""
     return x.ndim == 1 and len(x) > 1 and not x.is_floating_point() and x.dtype != torch.bool
 
 
 def is_permutation(x: Tensor) -> bool:
-    """Whether a tensor holds each of 0 ... n - 1 once."""
+    """Return whether a tensor contains each of 0 ... n - 1 once."""
     return _is_whole(x) and torch.equal(x.cpu().sort().values.long(), torch.arange(len(x)))
 
 
 def are_inverse(one: Tensor, other: Tensor) -> bool:
-    """Whether a tensor undoes a permutation."""
+    """Return whether a tensor undoes a permutation."""
     return is_permutation(other) and one.shape == other.shape and torch.equal(invert_permutation(one), other.long())
 
 
 def _segments(lengths: Tensor, name: str) -> str:
-    """(segments + 1,) cumulative lengths as boxes."""
+    """Draw (segments + 1,) cumulative lengths as boxes."""
     edges = lengths.tolist()
     if len(edges) > 200:
         return heat(lengths[None].float(), f"{name}: {len(edges) - 1} segments, cumulative")
@@ -102,11 +102,11 @@ def _segments(lengths: Tensor, name: str) -> str:
 
 
 def _order(order: Tensor, name: str, merged: Sequence[tuple[int, int, int]]) -> str:
-    """A permutation: in each cell of the grid its place in the order."""
+    """Draw a permutation: each cell of the grid has its index in the order."""
     places = invert_permutation(order.long())
     fits = [thw for thw in merged if thw[0] * thw[1] * thw[2] == len(order)]
     if not fits or len(order) > 4 * NUMBERED:
-        return heat(places[None].float(), f"{name}: the place of each of {len(order)} rows in the order")
+        return heat(places[None].float(), f"{name}: the index of each of {len(order)} rows in the order")
     t, h, w = fits[0]
     frames, side = min(t, SHOWN_FRAMES), 26
     grid = places.view(t, h, w)[:frames]
@@ -117,18 +117,18 @@ def _order(order: Tensor, name: str, merged: Sequence[tuple[int, int, int]]) -> 
         cells.append(f'<rect x="{left}" y="{top}" width="{side - 1}" height="{side - 1}" fill="{colors[place]}"/>')
         ink = ink_on(colors[place])
         cells.append(f'<text x="{left + side / 2}" y="{top + side / 2}" fill="{ink}">{place}</text>')
-    label = f"{name}: the place of each token of a {t} x {h} x {w} grid in the order; {in_words(grid[0])}"
+    label = f"{name}: the index of each token of a {t} x {h} x {w} grid in the order; {in_words(grid[0])}"
     return svg("order", label, int((frames * (w + 0.5) - 0.5) * side), h * side, "".join(cells))
 
 
 def in_words(numbers_HW: Tensor) -> str:
-    """A table of numbers as a sentence, its first lines if it is long."""
+    """Describe a table of numbers in a sentence, with only its first lines if it is long."""
     lines = [", ".join(map(str, line)) for line in numbers_HW[:6, :12].tolist()]
     return "rows " + "; ".join(lines) + (" ..." if numbers_HW.numel() > 72 else "")
 
 
 def heat(x: Tensor, alt: str) -> str:
-    """A 2-D tensor as an image of coloured cells; of a large one, evenly spaced rows and columns."""
+    """Draw a 2-D tensor as coloured cells; of a large one, evenly spaced rows and columns."""
     x = x.float()[spread(x.shape[0], HEAT_ROWS)][:, spread(x.shape[1], HEAT_COLUMNS)].nan_to_num()
     low, high = x.min(), x.max()
     start, stop = SEQUENCE_RANGES["light"]
@@ -141,22 +141,22 @@ def heat(x: Tensor, alt: str) -> str:
 
 
 def figure(drawn: str, caption: str) -> str:
-    """A picture with its caption; two narrow ones may stand side by side."""
+    """Return a drawing with its caption; two narrow ones may be side by side."""
     width = re.match(r'<[^>]* width="(\d+)"', drawn)
     narrow = ' class="narrow"' if width and int(width[1]) <= NARROW else ""
     return f"<figure{narrow}>{drawn}<figcaption>{caption}</figcaption></figure>"
 
 
 def picture(pixels: np.ndarray, alt: str, *, width: int | None = None, height: int | None = None) -> str:
-    """(height, width, 3 or 4) uint8 as an image of the page, of this size there."""
+    """Return (height, width, 3 or 4) uint8 as an image of the page, of this size there."""
     width = width or min(WIDE, pixels.shape[1])
     height = height or max(round(width * pixels.shape[0] / pixels.shape[1]), 1)
-    size = f'width="{width}" height="{height}" style="aspect-ratio:{width}/{height}"'  # not that of the pixels
+    size = f'width="{width}" height="{height}" style="aspect-ratio:{width}/{height}"'  # not the pixels' ratio
     return f'<img alt="{html.escape(alt)}" {size} src="{address(pixels)}">'
 
 
 def as_tiles(rows_NK: Tensor) -> np.ndarray | None:
-    """(N, 3 * frames * P * P) -> (N, P, P, 3) uint8: the first frame, stretched to 0 ... 255; None for other rows."""
+    """Return rows (N, 3 * frames * P * P) as (N, P, P, 3) uint8, the first frame stretched to 0 ... 255; else None."""
     for frames in (1, 2):
         side = isqrt(rows_NK.shape[1] // (3 * frames))
         if len(rows_NK) and rows_NK.shape[1] == 3 * frames * side**2:
@@ -167,7 +167,7 @@ def as_tiles(rows_NK: Tensor) -> np.ndarray | None:
 
 
 def mosaic(tiles: np.ndarray, across: int, *, gap: int = 2) -> np.ndarray:
-    """(N, height, width, 3) -> one picture with an alpha channel: transparent gaps, `across` tiles to a line."""
+    """Arrange (N, height, width, 3) as one image with an alpha channel: transparent gaps, `across` tiles per line."""
     count, h, w, _ = tiles.shape
     down = -(-count // across)
     sheet = np.zeros((down * (h + gap) - gap, min(across, count) * (w + gap) - gap, 4), np.uint8)
@@ -179,7 +179,7 @@ def mosaic(tiles: np.ndarray, across: int, *, gap: int = 2) -> np.ndarray:
 
 
 def address(pixels: np.ndarray) -> str:
-    """The `data:` address of an image: WebP, lossy for a photograph, which is large and has many colours."""
+    """Return the `data:` address of an image: WebP, lossy for a photograph, which is large and has many colours."""
     colors = np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)
     is_photo = pixels.shape[0] * pixels.shape[1] > 20_000 and len(colors) > 256
     buffer = io.BytesIO()
@@ -188,23 +188,23 @@ def address(pixels: np.ndarray) -> str:
 
 
 def svg(kind: str, label: str, width: int, height: int, inside: str) -> str:
-    """A drawing with words for those who do not see it; kind: what the style sheet calls it."""
+    """Return a drawing with words for readers who do not see it. kind: its class in the style sheet."""
     size = f'viewBox="0 0 {width} {height}" width="{min(width, WIDE)}"'
     return f'<svg class="{kind}" role="img" aria-label="{html.escape(label)}" {size}>{inside}</svg>'
 
 
 def sequence_hex(count: int) -> list[str]:
-    """Colours from first to last."""
+    """Return colours from first to last."""
     return [to_hex(c) for c in plt.get_cmap(SEQUENCE_CMAP)(np.linspace(*SEQUENCE_RANGES["light"], max(count, 1)))]
 
 
 def small(image: Image.Image, side: int) -> np.ndarray:
-    """(height, width, 3) uint8 of at most `side` pixels along the longer side."""
+    """Shrink an image to (height, width, 3) uint8 of at most `side` pixels along the longer side."""
     copy = image.convert("RGB")
     copy.thumbnail((side, side))
     return np.asarray(copy)
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most so many of 0 ... count - 1, evenly spaced."""
+    """Return at most `most` of 0 ... count - 1, evenly spaced."""
     return np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()

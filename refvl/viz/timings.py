@@ -1,10 +1,10 @@
-"""Where the seconds of a run go, and how they grow; the measurements are those of `benchmarks/`.
+"""The time of each stage of a run, and how it grows; the measurements are those of `benchmarks/`.
 
 plot_stage_timings  one bar per stage of a trace
 plot_stage_shares   one bar per question, its stages end to end
-plot_cost_curves    costs against sizes, with the exponents that were fitted
-plot_roofline       operations per second against operations per byte, under what the machine can do
-plot_gpu_estimates  products, traffic and launches of a tower, as milliseconds of a GPU
+plot_cost_curves    costs over sizes, with fitted exponents
+plot_roofline       operations per second over operations per byte, below the machine's limits
+plot_gpu_estimates  matmuls, traffic and launches of a tower, as milliseconds of a GPU
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def plot_stage_timings(trace: "Trace", *, ax: Axes | None = None) -> Axes:
-    """One bar per stage, in milliseconds, with the shapes that it made."""
+    """Draw one bar per stage, in milliseconds, with the shapes of its results."""
     rows = trace.rows()
     ax = axes_or_new(ax, figsize=(9, 0.32 * len(rows) + 1.2))
     names, milliseconds = [stage for stage, _, _ in rows], [seconds * 1e3 for _, _, seconds in rows]
@@ -35,7 +35,7 @@ def plot_stage_timings(trace: "Trace", *, ax: Axes | None = None) -> Axes:
 
 
 def plot_stage_shares(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
-    """rows: `what`, and the `seconds` of each stage."""
+    """Draw a bar per question with its stages. rows: `what`, and the `seconds` of each stage."""
     ax = axes_or_new(ax, figsize=(9, 0.5 * len(rows) + 1.6))
     stages = list(dict.fromkeys(stage for row in rows for stage in row["seconds"]))
     names = [row["what"] for row in rows]
@@ -52,7 +52,7 @@ def plot_stage_shares(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axe
 
 
 def plot_cost_curves(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
-    """rows: curves of one measurement, all of the same `x`. Logarithmic axes: the slope is the exponent."""
+    """Draw curves on logarithmic axes, where the slope is the exponent. rows: of one measurement, with the same `x`."""
     ax = axes_or_new(ax)
     for row, color in zip(rows, STAGE_COLORS, strict=False):
         xs, ms = [point["x"] for point in row["points"]], [point["ms"] for point in row["points"]]
@@ -64,15 +64,15 @@ def plot_cost_curves(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes
 
 
 def plot_roofline(measured: Mapping, *, ax: Axes | None = None) -> Axes:
-    """measured: the `peaks` of a machine, and `towers` with counted `operations` and `bytes`, timed in each dtype.
+    """Draw a roofline. measured: `peaks` of a machine, and `towers` with `operations` and `bytes`, timed per dtype.
 
-    In float32 by either kernel of linear layers: the faster one is shown.
+    In float32, the faster kernel of linear layers is shown.
     """
     ax, peaks = axes_or_new(ax, figsize=(8, 4.5)), measured["peaks"]
     intensity = np.geomspace(1, 1e3, 200)
     for dtype, color in (("float32", STAGE_COLORS[0]), ("bfloat16", STAGE_COLORS[1])):
         roof = np.minimum(peaks[dtype], intensity * peaks["bytes_per_s"]) / 1e9
-        ax.loglog(intensity, roof, color=color, lw=1, label=f"{dtype}: best product, {peaks[dtype] / 1e9:.0f} G/s")
+        ax.loglog(intensity, roof, color=color, lw=1, label=f"{dtype}: best matmul, {peaks[dtype] / 1e9:.0f} G/s")
         for row, marker in zip(measured["towers"], "ov^s<>Dp", strict=False):
             moved = sum(row["bytes"].values()) * (0.5 if dtype == "bfloat16" else 1)
             ways = ("float32", "onednn") if dtype == "float32" else (dtype,)
@@ -87,14 +87,14 @@ def plot_roofline(measured: Mapping, *, ax: Axes | None = None) -> Axes:
 
 
 def plot_gpu_estimates(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
-    """rows: `px`, and milliseconds of `products`, `traffic` and `launches`, none of them measured.
+    """Draw estimates. rows: `px`, and milliseconds of `products`, `traffic` and `launches`, none of them measured.
 
-    The first two follow each other on the device; launches run beside them, on the host.
+    The first two follow each other on the device; launches run in parallel, on the host.
     """
     ax = axes_or_new(ax, figsize=(8, 3.8))
     places, width = np.arange(len(rows)), 0.38
     products, traffic, launches = ([row[name] for row in rows] for name in ("products", "traffic", "launches"))
-    ax.bar(places - width / 2, products, width, color=STAGE_COLORS[0], label="device: matrix products, attention")
+    ax.bar(places - width / 2, products, width, color=STAGE_COLORS[0], label="device: matmuls, attention")
     ax.bar(
         places - width / 2, traffic, width, bottom=products, color=STAGE_COLORS[0], alpha=0.4,
         label="device: traffic of all other kernels",

@@ -1,4 +1,4 @@
-"""Windows: which tokens share one, in what order they come, which see each other."""
+"""Windows: which tokens share one, in which order they come, and which attend to each other."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -19,11 +19,11 @@ from refvl.viz.style import PRUNED, SEQUENCE_CMAP, SEQUENCE_RANGES, axes_or_new
 def plot_windows(
     image, config: PatchConfig, *, window_size: int = 112, numbers: str = "windows", ax: Axes | None = None
 ) -> Axes:
-    """The resized image with its windows in the order of the sequence.
+    """Draw the resized image with its windows in the order of the sequence.
 
-    image: anything `load_image` takes. window_size: pixels. numbers: "windows" numbers the windows; "tokens" writes
-    into each merged token its place in window order, where that is large enough to read.
-    Raises ValueError for unknown numbers.
+    image: anything `load_image` accepts. window_size: pixels. numbers: "windows" numbers the windows; "tokens" writes
+    into each merged token its index in window order, if the token is large enough.
+    Raises ValueError for other values of numbers.
     """
     if numbers not in ("windows", "tokens"):
         raise ValueError(f"numbers: expected 'windows' or 'tokens', got {numbers!r}")
@@ -50,17 +50,17 @@ def plot_windows(
 
 
 def segment_numbers(cu_seqlens: Tensor) -> Tensor:
-    """(segments + 1,) cumulative lengths -> for each token the number of its segment."""
+    """Return the segment of each token, from (segments + 1,) cumulative lengths."""
     return torch.arange(len(cu_seqlens) - 1).repeat_interleave(cu_seqlens.diff().long().cpu())
 
 
 def sequence_colors(count: int) -> np.ndarray:
-    """(count, 3) colours from first to last."""
+    """Return (count, 3) colours from first to last."""
     return plt.get_cmap(SEQUENCE_CMAP)(np.linspace(*SEQUENCE_RANGES["light"], max(count, 1)))[:, :3]
 
 
 def _outline_windows(ax: Axes, window_HW: Tensor, step: int) -> list[tuple[float, float]]:
-    """Frame every window; returns their centres in pixels."""
+    """Frame every window; return their centres in pixels."""
     centers = []
     for window in range(int(window_HW.max()) + 1):
         rows, columns = (window_HW == window).nonzero(as_tuple=True)
@@ -74,10 +74,10 @@ def _outline_windows(ax: Axes, window_HW: Tensor, step: int) -> list[tuple[float
 def plot_window_permutation(
     window_index: Tensor, cu_window_seqlens: Tensor, *, spatial_merge_size: int = 2, ax: Axes | None = None
 ) -> Axes:
-    """Reading order above, window order below, and where each merged token goes; for up to about 50 tokens.
+    """Draw row-major order above window order, and where each merged token goes; for up to about 50 tokens.
 
-    window_index (M,), cu_window_seqlens (W + 1,) in patches: what `get_window_index` returns. The borders between the
-    windows carry their cumulative lengths. Raises ValueError for an index of another shape than (M,).
+    window_index (M,), cu_window_seqlens (W + 1,) in patches: the result of `get_window_index`. The borders between the
+    windows show their cumulative lengths. Raises ValueError for an index of a shape other than (M,).
     """
     check_shape(window_index, ("M",), "window_index")
     count, block = len(window_index), spatial_merge_size**2
@@ -102,11 +102,11 @@ def plot_window_permutation(
 def plot_attention_segments(
     cu_seqlens: Tensor, token_order: Tensor | None = None, *, name: str = "token", ax: Axes | None = None
 ) -> Axes:
-    """Who sees whom: coloured where two tokens share a segment, grey where they do not.
+    """Draw which tokens attend to which: coloured if two tokens share a segment, grey if they do not.
 
-    cu_seqlens: (segments + 1,) cumulative lengths in tokens. token_order: the permutation that the segments stand in
-    (`window_index`), to draw the mask in reading order; None draws it in the order of the segments.
-    Raises ValueError for cu_seqlens of another shape.
+    cu_seqlens: (segments + 1,) cumulative lengths in tokens. token_order: the permutation of the segments
+    (`window_index`), to draw the mask in row-major order; None draws it in the order of the segments.
+    Raises ValueError for cu_seqlens of any other shape.
     """
     check_shape(cu_seqlens, ("segments + 1",), "cu_seqlens")
     segment = segment_numbers(cu_seqlens)
@@ -116,7 +116,7 @@ def plot_attention_segments(
     ax = axes_or_new(ax, figsize=(4.2, 4.4))
     ax.imshow(colors, interpolation="nearest")
     order = "segment order" if token_order is None else "reading order"
-    ax.set(xlabel=f"{name} that is seen ({order})", ylabel=f"{name} that looks")
+    ax.set(xlabel=f"{name} attended to ({order})", ylabel=f"{name} that attends")
     count = len(cu_seqlens) - 1
     ax.set_title(f"{count} segment{'s' * (count > 1)}, {sees.sum():,} of {sees.size:,} pairs ({sees.mean():.0%})")
     return ax

@@ -146,10 +146,30 @@ def test_a_slice_is_found_again_in_the_prompt(opened):
     assert root.locator(".readout").inner_text().startswith("the overview of MiniCPM-V")
 
 
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+@pytest.mark.parametrize("file", ["mrope", "packing", "costs"], indirect=True)
+def test_states_move_unless_the_reader_wants_no_motion(opened, motion):
+    """After a step, canvases change for a quarter of a second more; with reduced motion they are there at once."""
+    page = opened(viewport={"width": 1400, "height": 900}, reduced_motion=motion)
+    root = page.locator(".refvl")
+    seen = root.evaluate(
+        """async root => {
+            const frame = () => new Promise(requestAnimationFrame), slider = root.querySelector("input[type=range]");
+            const pixels = () => [...root.querySelectorAll("canvas")].map(c => c.toDataURL()).join();
+            const before = root.dataset.index;
+            slider.value = +slider.value - 1; slider.dispatchEvent(new Event("input", { bubbles: true }));
+            while (root.dataset.index === before) await frame();
+            const first = pixels(); await new Promise(done => setTimeout(done, 1000)); await frame();
+            return [first, pixels()]; }"""
+    )
+    assert (seen[0] == seen[1]) == (motion == "reduce")
+
+
 CELLS = """const { fillRect } = CanvasRenderingContext2D.prototype;
 window.cells = [];
 CanvasRenderingContext2D.prototype.fillRect = function (x, y, w, h) {
-  if (h === 14) window.cells.push([this.fillStyle, this.canvas.closest('.refvl')?.style.getPropertyValue('--empty')]);
+  const root = this.canvas.closest?.('.refvl');
+  if (h === 14 || h === 28) window.cells.push([this.fillStyle, root?.style.getPropertyValue('--empty')]);
   return fillRect.call(this, x, y, w, h);
 };"""
 

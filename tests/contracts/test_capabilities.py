@@ -181,7 +181,7 @@ def test_a_yes_is_the_plain_answer_and_a_no_is_refused(name, capability, monkeyp
         monkeypatch.setattr(vlm.language_model.generation_config, "eos_token_id", None)
         PROOFS[capability](name)
     else:
-        message = re.escape(f"{CAPABILITIES[capability]}: not with {vlm.family.name}, ")
+        message = re.escape(f"{CAPABILITIES[capability]}: not supported by {vlm.family.name}, ")
         with pytest.raises(ValueError, match=message):
             ASKED[capability](vlm)
 
@@ -192,5 +192,7 @@ def test_a_row_that_says_no_is_enough(capability, monkeypatch):
     vlm = random_model(RANDOM[0])
     rows = [replace(f, cannot={capability: "for a test"}) if f is vlm.family else f for f in FAMILIES]
     monkeypatch.setattr(refvl.families, "FAMILIES", rows)
-    with pytest.raises(ValueError, match=f"^{CAPABILITIES[capability]}: not with {vlm.family.name}, for a test$"):
+    with pytest.raises(
+        ValueError, match=f"^{CAPABILITIES[capability]}: not supported by {vlm.family.name}, for a test$"
+    ):
         ASKED[capability](vlm)

@@ -249,7 +249,7 @@ MUTANTS = [
         LEVELS,
     ),
     Mutant(
-        "every call waits for the device",
+        "every call waits for the one",
         MANAGER,
         "            self._wait_for_other_streams()\n",
         "            self._wait_for_other_streams()\n            torch.cuda.synchronize()\n",

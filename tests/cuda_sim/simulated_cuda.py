@@ -479,20 +479,22 @@ class Machine(Order):
 def simulated_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)):
     """While it lasts, this process has CUDA devices; yields the `Machine`."""
     before, machine = getattr(Stream, "machine", None), Machine(devices, capability)
-    run, convert = threading.Thread.run, torch.__future__.get_overwrite_module_params_on_conversion()
+    run, is_compatible = threading.Thread.run, torch._has_compatible_shallow_copy_type
 
     def run_on_machine(thread):
         with _modes(machine):  # modes belong to their thread
             run(thread)
 
-    torch.__future__.set_overwrite_module_params_on_conversion(True)  # `.to` makes new parameters, of another class
+    def is_replaced_in_place(old, new):  # by `.to`: otherwise it makes new parameters, of another class
+        return not any(isinstance(x, CudaTensor) for x in (old, new)) and is_compatible(old, new)
+
     _set_device_guard()
     clear = {"_cuda_clearCublasWorkspaces": machine.clear_workspaces}
     try:
         with (
             _replaced(torch.cuda, machine.functions()),
             _replaced(torch._C, clear),
-            _replaced(torch, {"Generator": Generator}),
+            _replaced(torch, {"Generator": Generator, "_has_compatible_shallow_copy_type": is_replaced_in_place}),
             _replaced(torch.inference_mode, {"__enter__": _enter_no_grad, "__exit__": _leave_no_grad}),
             _replaced(threading.Thread, {"run": run_on_machine}),
             _modes(machine),
@@ -500,7 +502,6 @@ def simulated_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)):
             yield machine
     finally:
         Stream.machine = before
-        torch.__future__.set_overwrite_module_params_on_conversion(convert)
 
 
 def _set_device_guard() -> None:

@@ -225,7 +225,7 @@ def test_what_stops_a_run_leaves_what_was_found(gpus, monkeypatch, tmp_path):
     assert [entry["state"] for entry in kept["checks"].values()] == ["stopped", "not reached"]
     assert kept["checks"]["first"]["rows"][0]["measured"] == "nan" and not kept["passed"]
     result = run(tmp_path / "b.json", "attention", seconds=0)
-    assert result["checks"]["attention"]["reason"] == "the time was up after 1 rows"
+    assert result["checks"]["attention"]["reason"] == "the time limit was reached after 1 rows"
 
 
 def test_one_gpu_is_no_failure_of_data_parallel(gpus, monkeypatch, tmp_path):
@@ -242,7 +242,7 @@ PROBLEMS = [  # available, CUDA of the build, what nvidia-smi lists, what torch 
     ("no GPU: ", False, "13.0", "", "", (9, 0), 0),
     ("old driver: ", False, "13.0", SMI, TOO_OLD, (9, 0), 0),
     ("no GPU that torch can use: No CUDA GPUs", False, "13.0", SMI, "No CUDA GPUs are available", (9, 0), 0),
-    ("no such GPU: cuda:3 was asked for, and torch sees 2", True, "13.0", SMI, "", (9, 0), 3),
+    ("no such GPU: expected a GPU for cuda:3, but torch sees 2", True, "13.0", SMI, "", (9, 0), 3),
     ("too old a card: simulated has compute capability 7.0", True, "13.0", SMI, "", (7, 0), 0),
     ("too new a card: simulated has compute capability 13.0", True, "13.0", SMI, "", (13, 0), 0),
 ]  # fmt: skip

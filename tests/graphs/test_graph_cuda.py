@@ -106,7 +106,7 @@ def test_a_graph_replays_on_new_contents_at_a_fixed_address():
         replayed = graph.replay()
         assert replayed.tolist() == [2 * value + 1] * 4
         assert replayed.data_ptr() == output.data_ptr()
-    with pytest.raises(CaptureError, match="already holds a recording"):
+    with pytest.raises(CaptureError, match="already has a recording"):
         graph.capture(lambda: x * 2)
 
 

@@ -255,7 +255,7 @@ def test_when_one_path_cannot_be_captured_no_graph_is_kept():
     ("options", "message"),
     [
         ({"budgets": {"local": [4]}}, r"budgets: expected budgets for the paths \['local', 'global'\], got them for"),
-        ({"budgets": None, "max_budget": 3}, "max_budget: must hold one unit of every path, at least 4 tokens, got 3"),
+        ({"budgets": None, "max_budget": 3}, "max_budget: must fit one unit of every path, at least 4 tokens, got 3"),
     ],
     ids=str,
 )

@@ -146,7 +146,7 @@ def test_a_graph_holds_one_capture_and_replays_only_then():
     with pytest.raises(CaptureError, match="replay: nothing has been captured"):
         graph.replay()
     graph.capture(lambda: X * 2)
-    with pytest.raises(CaptureError, match="capture: this graph already holds a recording"):
+    with pytest.raises(CaptureError, match="capture: this graph already has a recording"):
         graph.capture(lambda: X * 2)
 
 

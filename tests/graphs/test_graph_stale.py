@@ -79,5 +79,5 @@ def test_an_error_begins_where_the_buffer_is_read(towers, replays):
 def test_graphs_of_a_device_cannot_be_looked_into(towers):
     _, captured, _ = towers
     other = CapturedBudget(object(), captured.pixel_values, captured.metadata, captured.output)
-    with pytest.raises(TypeError, match="captured: expected a recording of the trace backend, got a object"):
+    with pytest.raises(TypeError, match="captured: expected a recording of the trace backend, got object"):
         replay_stale(other, (), ())

@@ -369,18 +369,18 @@ BAD = {  # what is done to a saved adapter: what the error says
     },
     "DoRA vectors without DoRA": (
         {"change": lambda s: s | {min(s).replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(3)}},
-        "weights without a place",
+        "no layers for these weights",
     ),
     "another model's head beside its matrices": (
         {"change": lambda s: s | {"base_model.model.lm_head.base_layer.weight": torch.ones(3, 3)}},
         "no such linear layers: lm_head.base_layer.weight",
     ),
-    "nothing": ({"change": lambda s: {}}, "holds no weights"),
+    "nothing": ({"change": lambda s: {}}, "contains no weights"),
     "the head without being asked": (
         {"change": lambda s: s | {"base_model.model.lm_head.weight": torch.ones(3)}},
         "fit",
     ),
-    "another method": ({"config": lambda v: v | {"peft_type": "IA3"}}, "kind 'IA3'; LoRA"),
+    "another method": ({"config": lambda v: v | {"peft_type": "IA3"}}, "peft_type 'IA3'; expected 'LORA'"),
     "parameters": ({"config": lambda v: v | {"target_parameters": ["experts.gate_up_proj"]}}, "target_parameters"),
     "a word for a number": ({"config": lambda v: v | {"lora_alpha": "two"}}, "lora_alpha: expected a number"),
     "a number for a table": ({"config": lambda v: v | {"alpha_pattern": 3}}, "adapter_config.json: "),
@@ -461,16 +461,16 @@ def test_a_failed_attach_leaves_the_model_as_it_was(qwen, saved, tmp_path, first
 def test_clear_errors(qwen, saved, tmp_path, monkeypatch):
     _, (a, _) = saved
     vlm = load(qwen)
-    with pytest.raises(FileNotFoundError, match=r"^adapter: .*holds no adapter_config.json"):
+    with pytest.raises(FileNotFoundError, match=r"^adapter: .*contains no adapter_config.json"):
         adapters.attach(vlm, tmp_path)
     with pytest.raises(TypeError, match=r"^adapter: expected a folder, a hub id or a peft.LoraConfig, got dict"):
         adapters.attach(vlm, {"r": 4})
     with pytest.raises(ValueError, match=r"^parts: .* got 'head'"):
         adapters.layers(vlm, "head")
-    with pytest.raises(ValueError, match=r"^name: expected one without dots, got 'a.b'"):
+    with pytest.raises(ValueError, match=r"^name: expected a name without dots, got 'a.b'"):
         adapters.attach(vlm, a, name="a.b")
     adapters.attach(vlm, a, name="a")
-    with pytest.raises(ValueError, match=r"^name: there is an adapter 'a' already"):
+    with pytest.raises(ValueError, match=r"^name: expected a new name, got 'a'"):
         adapters.attach(vlm, a, name="a")
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match=r"^adapters: need PEFT: pip install 'refvl\[adapters\]'$"):
@@ -489,4 +489,4 @@ def test_the_command_line_takes_adapters(qwen, saved):
     result = CliRunner().invoke(app, ["chat", str(qwen), "What is it?", "--max-new-tokens", "8", *given])
     assert result.exit_code == 0 and result.stdout == plain(vlm.chat("What is it?", max_new_tokens=8)) + "\n"
     result = CliRunner().invoke(app, ["trace", str(qwen), "What is it?", "--with", "transformers", *given])
-    assert result.exit_code == 1 and result.stderr.startswith("refvl: adapter: not beside transformers")
+    assert result.exit_code == 1 and result.stderr.startswith("refvl: adapter: not supported with transformers")

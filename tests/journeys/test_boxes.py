@@ -13,7 +13,7 @@ from refvl.pixels.patches import PatchConfig, plan_grid
 from refvl.study import boxes
 from refvl.study.boxes import Region, find_regions, from_picture, parse, to_picture
 
-BOTH = ("Qwen2.5-VL", "Qwen3-VL")  # pixels of the resized picture; 0 to 1000
+BOTH = ("Qwen2.5-VL", "Qwen3-VL")  # pixels of the resized image; 0 to 1000
 UNDOCUMENTED = (
     "Step3-VL",
     "step3_vl",
@@ -113,14 +113,14 @@ def test_no_boxes_are_no_boxes():
     [
         ({"boxes": [[1, 2, 3]]}, ValueError, r"boxes: expected shape \(n, 4\) for boxes or \(n, 2\)"),
         ({"boxes": [[[1, 2]]]}, ValueError, "boxes: expected shape"),
-        ({"boxes": [[1, 2, 3, float("nan")]]}, ValueError, "boxes: holds nan or inf"),
+        ({"boxes": [[1, 2, 3, float("nan")]]}, ValueError, "boxes: expected finite numbers, got nan or inf"),
         ({"boxes": [[1, 2, 3, 4], [1, 2]]}, TypeError, "boxes: expected numbers in rows"),
         ({"boxes": "1 2 3 4"}, TypeError, "boxes: expected numbers in rows"),
         ({"boxes": None}, TypeError, "boxes: expected numbers in rows"),
         ({"boxes": torch.zeros(1, 4, device="meta")}, TypeError, "boxes: expected"),
         ({"picture": (0, 5)}, ValueError, r"picture: every extent must be at least 1, got \(0, 5\)"),
         ({"picture": (5,)}, ValueError, r"picture: expected \(width, height\)"),
-        ({"resized": None}, ValueError, "resized: Qwen2.5-VL counts pixels of the resized picture"),
+        ({"resized": None}, ValueError, "resized: Qwen2.5-VL counts pixels of the resized image"),
         ({"resized": (1.5, 2)}, TypeError, "resized: expected integers"),
         ({"family": 3}, TypeError, "family: expected a name such as 'Qwen2.5-VL', got int"),
     ],
@@ -135,7 +135,7 @@ def test_bad_input_is_named(changes, error, message):
 @pytest.mark.parametrize("name", UNDOCUMENTED)
 def test_what_is_not_documented_is_refused(name):
     with pytest.raises(
-        ValueError, match=r"family: how '.*' writes boxes is not documented; known: Qwen2-VL; Qwen2.5-VL"
+        ValueError, match=r"family: expected a family with documented boxes, got '.*'; known: Qwen2-VL; Qwen2.5-VL"
     ):
         to_picture([[1, 2, 3, 4]], picture=(10, 10), family=name)
 

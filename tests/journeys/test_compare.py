@@ -50,7 +50,7 @@ def clip_run():
 
 def test_refvl_and_transformers_are_the_same_stage_by_stage(run, theirs):
     comparison = refvl.compare(run, theirs)
-    assert comparison.first is comparison.stage is None and "same" in comparison.verdict
+    assert comparison.first is comparison.stage is None and "no difference" in comparison.verdict
     names = [row.name for row in comparison.rows]
     media = [f"{stage}/{i}" for stage in ("patchify", "encode") for i in (0, 1)]
     text = ["prefill/last_states", "prefill/first_logits", "decode tokens/token_ids", "decode tokens/margins"]
@@ -79,7 +79,7 @@ def test_a_bilinear_resize_is_found(monkeypatch, theirs):
     monkeypatch.setattr(patches, "resize_image", bilinear)
     first = refvl.compare(load().trace(**ASKED), theirs).first
     assert first.name == "patchify/1" and first.cause.startswith("resize"), "the scene needs no resize, the photo does"
-    assert "of 48 rows, the first at medium 2, patch (t 0, row " in first.beyond
+    assert "of 48 rows, the first at item 2, patch (t 0, row " in first.beyond
 
 
 def test_one_shade_in_one_row_is_no_other_order(theirs):
@@ -98,7 +98,7 @@ def test_a_swapped_mean_is_found(theirs):
     assert first.name == "patchify/0" and first.cause.startswith("normalisation")
     moved = abs(config.image_mean[0] - config.image_mean[2]) / min(config.image_std[0], config.image_std[2])
     assert first.largest == pytest.approx(moved, rel=1e-5)
-    assert first.beyond == "36 of 36 rows, the first at medium 1, patch (t 0, row 0, column 0)"
+    assert first.beyond == "36 of 36 rows, the first at item 1, patch (t 0, row 0, column 0)"
 
 
 def test_a_window_order_that_is_not_undone_is_found(monkeypatch, theirs):
@@ -115,7 +115,7 @@ def test_a_window_order_that_is_not_undone_is_found(monkeypatch, theirs):
     assert first.name == "encode/0" and first.cause.startswith("order")
     order = plan([(1, 6, 6)]).window_index
     row, column = divmod(int((order != torch.arange(9)).int().argmax()), 3)
-    assert first.beyond.endswith(f"the first at medium 1, token (t 0, row {row}, column {column})")
+    assert first.beyond.endswith(f"the first at item 1, token (t 0, row {row}, column {column})")
 
 
 def test_positions_that_cost_the_larger_side_are_found(monkeypatch, clip_run):
@@ -123,16 +123,16 @@ def test_positions_that_cost_the_larger_side_are_found(monkeypatch, clip_run):
     wrong = upstream.larger_side_positions
     monkeypatch.setattr(vlm.language_model, "positions", lambda ids, spans: wrong(len(ids), spans)[0])
     first = refvl.compare(vlm.trace(**MOVING), clip_run).first
-    assert first.name == "positions/ids" and first.cause.startswith("positions: what a medium costs")
+    assert first.name == "positions/ids" and first.cause.startswith("positions: how far an item moves")
     [span] = clip_run.spans
-    assert first.beyond.endswith(f"the first at token {span.offset + span.num_tokens}"), "the text behind the clip"
+    assert first.beyond.endswith(f"the first at token {span.offset + span.num_tokens}"), "the text after the clip"
 
 
 def test_a_tower_in_bfloat16_is_found(theirs):
     vlm = load()
     vlm.encoder.to(torch.bfloat16)
     first = refvl.compare(vlm.trace(**ASKED), theirs).first
-    assert first.name == "encode/0" and first.cause == "precision: bfloat16 beside float32"
+    assert first.name == "encode/0" and first.cause == "precision: bfloat16 against float32"
 
 
 def test_a_tower_that_computed_in_bfloat16_is_found_in_float32_rows(run, theirs):
@@ -156,7 +156,7 @@ def changed(run, **tensors) -> Stages:
     ("name", "change", "cause"),
     [
         ("patchify/0", lambda x: x.flip(0), "order: the patch rows"),
-        ("patchify/1", lambda x: x[:-4], "resize: other limits"),
+        ("patchify/1", lambda x: x[:-4], "resize: different limits"),
         ("patchify/1", lambda x: 2 * x, "normalisation"),
         (
             "encode/1",
@@ -171,7 +171,7 @@ def changed(run, **tensors) -> Stages:
         ("positions/ids", lambda x: x[[0, 2, 1]], "positions: order of the axes"),
         ("prefill/last_states", lambda x: x * torch.tensor([1.0, 1, 1.01, 1])[:, None], "layer 1: its norms"),
         ("prefill/first_logits", lambda x: x * 1.01, "head: the final norm, or the weights"),
-        ("decode tokens/token_ids", lambda x: x + 1, "decoding: the same logits, another choice"),
+        ("decode tokens/token_ids", lambda x: x + 1, "decoding: the same logits, a different choice"),
         ("decode tokens/token_ids", lambda x: x + torch.arange(len(x)), "decoding: positions of new tokens"),
         ("decode tokens/margins", lambda x: x + torch.arange(len(x)), "decoding: positions of new tokens"),
     ],
@@ -190,7 +190,7 @@ def test_two_tokens_that_almost_tie_are_told_from_other_logits(run):
     tie = Stages(run.stages.tensors | {"decode tokens/margins": margins}, "tie", run.layouts)
     other = Stages(tie.tensors | {"decode tokens/token_ids": ids}, "other", run.layouts)
     first = refvl.compare(tie, other).first
-    assert first.cause.startswith("two tokens that almost tie: 1e-06 between their logits"), first.cause
+    assert first.cause.startswith("two tokens that almost tie: their logits are 1e-06 apart"), first.cause
     assert first.beyond.endswith("the first at new token 1")
 
 
@@ -244,7 +244,7 @@ def test_both_forms_name_the_difference_and_escape_it(run):
     assert "encode/0" in repr(comparison) and "DIFFERS" in repr(comparison) and comparison.verdict in repr(comparison)
     table = comparison._repr_html_()
     assert "&lt;b&gt;" in table and "<b>" not in table and table.count("<tr>") == 1 + len(comparison.rows)
-    assert "token 0" in comparison.first.beyond or "medium 1" in comparison.first.beyond
+    assert "token 0" in comparison.first.beyond or "item 1" in comparison.first.beyond
 
 
 @pytest.mark.parametrize(
@@ -252,12 +252,12 @@ def test_both_forms_name_the_difference_and_escape_it(run):
     [
         ((3, None), {}, TypeError, "a: expected a Trace, Stages or a folder of saved stages, got int"),
         ((None, 3), {}, TypeError, "b: expected a Trace"),
-        ((None, Stages({}, "empty")), {}, ValueError, "have recorded no stage in common"),
+        ((None, Stages({}, "empty")), {}, ValueError, "share no recorded stage"),
         ((None, None), {"rtol": -1}, ValueError, "rtol: must be 0 or more, got -1"),
         ((None, None), {"atol": float("nan")}, ValueError, "atol: must be 0 or more, got nan"),
         ((None, None), {"rtol": "1"}, TypeError, "rtol: expected a number"),
         ((None, None), {"model": "x"}, TypeError, "model: expected a VLM, as refvl.load returns, got str"),
-        (("nowhere", None), {}, FileNotFoundError, "nowhere: holds no saved stages"),
+        (("nowhere", None), {}, FileNotFoundError, "nowhere: contains no saved stages"),
     ],
 )
 def test_wrong_arguments_are_named(run, arguments, options, error, message):
@@ -295,7 +295,7 @@ def test_a_folder_that_holds_files_is_left_alone(run, tmp_path):
     (tmp_path / "full" / "precious").write_text("x")
     (tmp_path / "file").write_text("x")
     for name in ("full", "file"):
-        with pytest.raises(FileExistsError, match=f"folder: .*{name} holds files already"):
+        with pytest.raises(FileExistsError, match=f"folder: .*{name} already contains files"):
             run.save(tmp_path / name)
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "full", "precious"]
     (tmp_path / "empty").mkdir()
@@ -330,20 +330,20 @@ HOSTILE = {
     "no JSON": (lambda f: (f / MANIFEST).write_text("{"), "not valid JSON"),
     "a list": (lambda f: (f / MANIFEST).write_text("[]"), "expected a JSON object"),
     "deep JSON": (lambda f: (f / MANIFEST).write_text("[" * 100_000), "not valid JSON"),
-    "another format": (lambda f: rewrite(f, format="x"), "is no manifest of saved stages"),
-    "tensors a list": (lambda f: rewrite(f, tensors=[]), "is no manifest of saved stages"),
-    "layouts a word": (lambda f: rewrite(f, layouts="x"), "is no manifest of saved stages"),
+    "another format": (lambda f: rewrite(f, format="x"), "expected a manifest of saved stages"),
+    "tensors a list": (lambda f: rewrite(f, tensors=[]), "expected a manifest of saved stages"),
+    "layouts a word": (lambda f: rewrite(f, layouts="x"), "expected a manifest of saved stages"),
     "another shape": (
         lambda f: rewrite(f, tensors={"encode/0": ["float32", 1]}),
-        "does not hold what manifest.json says",
+        "does not match manifest.json for",
     ),
     "truncated": (
         lambda f: (f / TENSORS).write_bytes((f / TENSORS).read_bytes()[:-9]),
         "truncated or not a safetensors",
     ),
     "a pickle": (lambda f: (f / TENSORS).write_bytes(b"\x80\x04N."), "truncated or not a safetensors"),
-    "another stage": (lambda f: resave(f, {"think/0": torch.ones(2)}), "'think/0' belongs to none of the stages"),
-    "no name": (lambda f: resave(f, {"encode": torch.ones(2)}), "'encode' belongs to none of the stages"),
+    "another stage": (lambda f: resave(f, {"think/0": torch.ones(2)}), "'think/0' belongs to no stage of"),
+    "no name": (lambda f: resave(f, {"encode": torch.ones(2)}), "'encode' belongs to no stage of"),
     "flat": (lambda f: resave(f, {"encode/0": torch.ones(2)}), "'encode/0' cannot be a torch.float32 of shape (2,)"),
     "a number": (lambda f: resave(f, {"merge/x": torch.ones(())}), "'merge/x' cannot be a torch.float32 of shape ()"),
 }
@@ -368,7 +368,7 @@ def test_layouts_that_do_not_fit_are_not_believed(run, tmp_path, layouts):
     for name in ("patchify/0", "encode/0"):
         other = changed(run, **{name.replace("/", "__"): run.stages.tensors[name] + 1})
         row = refvl.compare(tmp_path / "run", other).first
-        assert row.name == name and "the first at medium 1, " in row.beyond and "(t" not in row.beyond
+        assert row.name == name and "the first at item 1, " in row.beyond and "(t" not in row.beyond
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def test_one_command_says_why_the_two_differ(shell, tmp_path):
     status, out, _ = shell(
         "trace", QWEN, ASKED["prompt"], "-i", SCENE, "--with", "transformers", "--save", tmp_path / "a"
     )
-    assert status == 0 and "beside transformers" in out and "the same, as far as both were recorded" in out
+    assert status == 0 and "beside transformers" in out and "no difference in the stages that both recorded" in out
     assert shell("compare", tmp_path / "a", tmp_path / "a")[0] == 0
     rows = Stages.load(tmp_path / "a")
     Stages(rows.tensors | {"encode/0": rows.tensors["encode/0"].flip(0)}, "b", rows.layouts).save(tmp_path / "b")
@@ -395,18 +395,18 @@ def test_one_command_says_why_the_two_differ(shell, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compare", "nowhere", "nowhere"], "nowhere: holds no saved stages"),
+        (["compare", "nowhere", "nowhere"], "nowhere: contains no saved stages"),
         (
             ["trace", DATA / "checkpoints" / "tiny-step3", "Hi", "--with", "transformers"],
             "Qwen and GLM, not for Step3-VL",
         ),
         (
             ["trace", GLM, "Hi", "-i", SCENE, "-v", CLIP, "--with", "transformers"],
-            "takes images or videos in a prompt, got both",
+            "accepts images or videos in a prompt, got both",
         ),
         (
             ["trace", QWEN, "Hi", "-v", CLIP, "--with", "transformers", "--pruning-rate", 0.5],
-            "pruning_rate: must be 0 beside",
+            "pruning_rate: must be 0 with",
         ),
     ],
 )
@@ -420,7 +420,9 @@ def test_an_image_and_a_video_for_transformers_glm_are_refused_by_name():
     vlm = load(GLM)
     trace = vlm.trace("Hi", images=[SCENE], videos=[CLIP], max_new_tokens=1)
     for call in (lambda: transformers_inputs(vlm, trace), lambda: record_transformers(str(GLM), vlm, trace)):
-        with pytest.raises(ValueError, match=r"with: transformers' GLM.* takes images or videos in a prompt, got both"):
+        with pytest.raises(
+            ValueError, match=r"with: transformers' GLM.* accepts images or videos in a prompt, got both"
+        ):
             call()
 
 

@@ -131,7 +131,7 @@ def test_streams_and_tensors(vlm):
             ValueError,
             "cache_implementation: must be None with prompt_lookup_num_tokens, got 'static'",
         ),
-        ({"assistant_model": "a name"}, TypeError, "assistant_model: expected a VLM, as `load` gives, got str"),
+        ({"assistant_model": "a name"}, TypeError, "assistant_model: expected a VLM, as `load` returns, got str"),
     ],
 )
 def test_what_cannot_be_drafted_is_refused_before_anything_is_read(vlm, options, error, message):
@@ -143,13 +143,13 @@ def test_one_prompt_at_a_time(vlm, other):
     requests = [{"prompt": "One?"}, {"prompt": "Two?"}]
     drafted = vlm.chat_batch(requests, prompt_lookup_num_tokens=3, max_new_tokens=4)
     assert drafted == vlm.chat_batch(requests, max_new_tokens=4)
-    with pytest.raises(ValueError, match="prompt_lookup_num_tokens: one prompt at a time, got a batch of 2"):
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens: expected one prompt at a time, got a batch of 2"):
         vlm.generate(torch.full((2, 3), 5), prompt_lookup_num_tokens=3)
-    with pytest.raises(ValueError, match="assistant_model: chat_batch has no media for it to read"):
+    with pytest.raises(ValueError, match="assistant_model: chat_batch has no media for it; use"):
         vlm.chat_batch([{"prompt": "One?"}], assistant_model=other)
 
 
 def test_an_assistant_must_write_the_same_prompt(vlm, other, monkeypatch):
     monkeypatch.setattr(other.processor, "tokenize", lambda *args, **kwargs: [5, 6, 7])
-    with pytest.raises(ValueError, match="assistant_model: writes this prompt in other tokens"):
+    with pytest.raises(ValueError, match="assistant_model: expected the same token ids"):
         vlm.chat("What?", assistant_model=other)

@@ -63,11 +63,14 @@ def test_generate_takes_tensors(name):
 
 
 REFUSED = {
-    "no layouts": (lambda i: {"image_grid_thw": None}, "pixel_values, image_grid_thw: give both or neither"),
-    "no rows": (lambda i: {"pixel_values": None}, "pixel_values, image_grid_thw: give both or neither"),
+    "no layouts": (lambda i: {"image_grid_thw": None}, "pixel_values, image_grid_thw: expected both or neither"),
+    "no rows": (lambda i: {"pixel_values": None}, "pixel_values, image_grid_thw: expected both or neither"),
     "a row too few": (lambda i: {"pixel_values": i["pixel_values"][:-1]}, "pixel_values: dimension 0 must be"),
-    "nan": (lambda i: {"pixel_values": torch.where(i["pixel_values"] > 0, np.nan, 0.0)}, "pixel_values: holds nan"),
-    "inf": (lambda i: {"pixel_values": i["pixel_values"] + np.inf}, "pixel_values: holds nan or inf"),
+    "nan": (
+        lambda i: {"pixel_values": torch.where(i["pixel_values"] > 0, np.nan, 0.0)},
+        "pixel_values: expected finite numbers",
+    ),
+    "inf": (lambda i: {"pixel_values": i["pixel_values"] + np.inf}, "pixel_values: expected finite numbers"),
     "one image": (lambda i: {"image_grid_thw": i["image_grid_thw"][:1]}, "pixel_values: dimension 0 must be"),
     "no placeholders": (lambda i: {"input_ids": i["input_ids"][:, :2]}, "no placeholders"),
     "twice as many": (lambda i: {"input_ids": i["input_ids"].repeat(2, 1)}, "image placeholders too many"),

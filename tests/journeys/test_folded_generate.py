@@ -191,7 +191,7 @@ def test_blocks_are_watched_before_and_behind_the_fold(name):
 def test_a_canvas_needs_its_marks(tmp_path):
     vlm = refvl.load(random_folder("MiniCPM-V 4.7"), device="cpu", progress=False)
     vlm.language_model.config.newline_id = None
-    with pytest.raises(ValueError, match=r"config\.json: image_start_id and its kin must be token ids"):
+    with pytest.raises(ValueError, match=r"config\.json: expected token ids for image_start_id and other"):
         vlm.chat("What?", images=[SMALL])
 
 

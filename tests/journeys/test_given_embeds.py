@@ -97,11 +97,11 @@ def test_the_encoder_does_not_run(vlm, prompt, monkeypatch):
         ({"image_embeds": lambda x: [x]}, ValueError, "image_embeds: expected one tensor for each of 2 items, got 1"),
         ({"image_embeds": lambda x: [x, x]}, ValueError, r"image_embeds\[0\]: dimension 0 must be \d+, got \d+ tokens"),
         ({"video_embeds": lambda x: x.long()}, TypeError, r"video_embeds\[0\]: expected floating-point numbers"),
-        ({"video_embeds": lambda x: None}, ValueError, "pixel_values_videos, video_grid_thw: give both or neither"),
+        ({"video_embeds": lambda x: None}, ValueError, "pixel_values_videos, video_grid_thw: expected both or neither"),
         (
             {"pixel_values": lambda _: torch.zeros(4, 4)},
             ValueError,
-            r"give both or neither .*, got \['pixel_values', 'image_embeds'",
+            r"expected both or neither .*, got \['pixel_values', 'image_embeds'",
         ),
         ({"second_per_grid_ts": lambda _: [1.0, 2.0]}, ValueError, "second_per_grid_ts: expected one number for each"),
     ],

@@ -226,7 +226,9 @@ def test_message_options(dense, tmp_path):
     assert frames(dense) == 10 and frames(dense, fps=1) == 5 and frames(dense, num_frames=6) == 6
     flash = load(make_glm_checkpoint(tmp_path, *KINDS["4.6V-Flash"]))
     assert frames(flash) == 31 and frames(flash, max_frames=8) == 8
-    with pytest.raises(ValueError, match=r"prompt: Glm46VProcessor samples a video by \['max_frames'\], got \['fps'\]"):
+    with pytest.raises(
+        ValueError, match=r"prompt: Glm46VProcessor accepts \['max_frames'\] for a video, got \['fps'\]"
+    ):
         frames(flash, fps=1)
 
 
@@ -238,13 +240,13 @@ def clip_inputs(vlm):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda i: {"video_grid_thw": None}, "pixel_values_videos, video_grid_thw: give both or neither"),
+        (lambda i: {"video_grid_thw": None}, "pixel_values_videos, video_grid_thw: expected both or neither"),
         (lambda i: {"video_grid_thw": i["video_grid_thw"] + torch.tensor([[0, 1, 0]])}, "multiples of spatial_merge"),
         (
             lambda i: {"video_grid_thw": i["video_grid_thw"] * torch.tensor([[2, 1, 1]])},
             "pixel_values_videos: dimension",
         ),
-        (lambda i: {"input_ids": i["input_ids"][:, :5]}, r"placeholders, but 0 video\(s\)|no placeholders are left"),
+        (lambda i: {"input_ids": i["input_ids"][:, :5]}, r"placeholders, but 0 video\(s\)|expected placeholders"),
         (lambda i: {"input_ids": i["input_ids"].repeat(2, 1)}, "placeholders too many for the videos given"),
         (lambda i: {"pruning_rate": 1.0}, "pruning_rate"),
     ],

@@ -127,7 +127,7 @@ def test_graphs_and_cache_of_a_model_are_left_alone(tmp_path):
         ({"replace": {"positions": lambda p: p[:2]}}, ValueError, r"replace\['positions'\]: expected a tensor of"),
         ({"replace": {"encode": lambda e: []}}, ValueError, r"replace\['encode'\]: expected a list of 1, got list"),
         ({"replace": {"plan": lambda p: [5]}}, TypeError, r"replace\['plan, 0'\]: expected VisionMetadata, got 5"),
-        ({"replace": {"positions": list}, "prefill_chunk": 8}, ValueError, "replace: not with prefill_chunk"),
+        ({"replace": {"positions": list}, "prefill_chunk": 8}, ValueError, "replace: not supported with prefill_chunk"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_replaced_is_refused(model, options, error, message):

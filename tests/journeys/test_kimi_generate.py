@@ -153,9 +153,9 @@ def test_frames_are_sampled_as_transformers_does(total, fps):
 
 def test_options_of_a_video_are_checked():
     processor = random_model("Kimi K2.5").processor
-    with pytest.raises(ValueError, match="prompt: Kimi samples a video by fps or num_frames, got \\['min_frames'\\]"):
+    with pytest.raises(ValueError, match="prompt: Kimi accepts fps or num_frames for a video, got \\['min_frames'\\]"):
         processor.load_video("clip.mp4", {"min_frames": 2})
-    with pytest.raises(ValueError, match="num_frames: the clip has 5 frames, got 6"):
+    with pytest.raises(ValueError, match="num_frames: the video has 5 frames, got 6"):
         processor.frame_indices(5, 2.0, num_frames=6)
     assert processor.frame_indices(10, 10.0, fps=4.0) == [0, 2, 5, 7]
 

@@ -172,7 +172,7 @@ def test_what_holds_anything_else_is_left_alone(vlm, file, tmp_path, text):
     out = tmp_path / "out" if text else file
     out.write_text(text or file.read_text())
     before = out.read_bytes()
-    with pytest.raises(ValueError, match=rf"out: .*{out.name}, line 1: is no answer to that line of the requests"):
+    with pytest.raises(ValueError, match=rf"out: .*{out.name}, line 1: is not an answer to that line of the requests"):
         answer_file(vlm, file, out, common=COMMON, progress=False)
     assert out.read_bytes() == before
 
@@ -225,9 +225,9 @@ def test_the_command_line(folder, want, file, shell):
     assert status == 1 and out == f"answers in {file}.answers.jsonl\n" and len(err.splitlines()) == 6
     assert [e["answer"] for e in read(file.with_name("requests.jsonl.answers.jsonl")) if "answer" in e] == want
     for arguments, message in (
-        (["--jsonl", file, "-i", PHOTO], "jsonl: its lines say what is asked; give no image beside it"),
-        (["Hi", "--out", "x"], "out: only with --jsonl"),
-        ([], "prompt: give a question, or a file of requests with --jsonl"),
+        (["--jsonl", file, "-i", PHOTO], "jsonl: its lines contain the requests; remove image"),
+        (["Hi", "--out", "x"], "out: needs --jsonl"),
+        ([], "prompt: expected a question, or a file of requests with --jsonl"),
     ):
         status, _, err = shell("chat", folder, *arguments)
         assert status == 1 and re.search(re.escape(message), err)

@@ -245,9 +245,9 @@ class Planted(NamedTuple):
 FAULTS = (
     Planted(theta, "prefill/last_states", "layer 0: rotary, theta 7 beside 5, in a"),
     Planted(theta, "prefill/last_states", "layer 0: rotary, theta 7 beside 5, in a", GLM),
-    Planted(section, "prefill/last_states", "layer 0: rotary, mrope_section [6, 6, 4] in runs, in a"),
-    Planted(section, "prefill/last_states", "layer 0: rotary, mrope_section [3, 3, 2] in runs, in a", GLM),
-    Planted(not_interleaved, "prefill/last_states", "layer 0: rotary, mrope_section [6, 5, 5] in runs, in a", QWEN3),
+    Planted(section, "prefill/last_states", "layer 0: rotary, mrope_section [6, 6, 4] contiguous, in a"),
+    Planted(section, "prefill/last_states", "layer 0: rotary, mrope_section [3, 3, 2] contiguous, in a", GLM),
+    Planted(not_interleaved, "prefill/last_states", "layer 0: rotary, mrope_section [6, 5, 5] contiguous, in a", QWEN3),
     Planted(axis_order, "prefill/last_states", "layer 0: rotary, h and w exchanged, in a"),
     Planted(axis_order, "prefill/last_states", "layer 0: rotary, h and w exchanged, in a", QWEN3),
     Planted(axis_order, "prefill/last_states", "layer 0: rotary, h and w exchanged, in a", GLM, "clip"),
@@ -256,23 +256,23 @@ FAULTS = (
     Planted(deepstack_late, "prefill/last_states", "layer 0: deepstack, one layer late, in a", QWEN3),
     Planted(epsilon, "prefill/last_states", "layer 0: norms, epsilon 0.0001, in a"),
     Planted(half_norms, "prefill/last_states", "layer 0: norms, computed in bfloat16, in a"),
-    Planted(half_text, "merge/inputs_embeds", "precision: bfloat16 beside float32"),
+    Planted(half_text, "merge/inputs_embeds", "precision: bfloat16 against float32"),
     Planted(no_final_norm, "prefill/first_logits", "head: final norm left out, in a"),
     Planted(one_weight, "prefill/last_states", "layer 2: its norms, rotary, attention or weights; in a"),
     Planted(late_answer, "decode tokens/token_ids", "decoding: positions of new tokens, or their cache"),
-    Planted(other_choice, "decode tokens/token_ids", "decoding: the same logits, another choice"),
+    Planted(other_choice, "decode tokens/token_ids", "decoding: the same logits, a different choice"),
     Planted(merge_order, "patchify/0", "order: the patch rows"),
     Planted(image_mean, "patchify/0", "normalisation: mean, std or scale of a channel"),
-    Planted(bilinear, "patchify/0", "resize: another filter", QWEN, "photograph"),
+    Planted(bilinear, "patchify/0", "resize: different filter", QWEN, "photograph"),
     Planted(frame_rate, "positions/ids", "positions: seconds between frames", QWEN, "clip"),
-    Planted(release, "positions/ids", "positions: what a medium costs the text behind it", QWEN, "clip"),
-    Planted(position_axes, "positions/ids", "positions: order of the axes (t, w, h in place of t, h, w)"),
+    Planted(release, "positions/ids", "positions: how far an item moves the text after it", QWEN, "clip"),
+    Planted(position_axes, "positions/ids", "positions: order of the axes (t, w, h instead of t, h, w)"),
     Planted(window_order, "encode/0", "tower: window order not undone (reverse_index), in a"),
     Planted(whole_frames, "encode/0", "tower: every block attends to whole frames (cu_window_seqlens), in a"),
-    Planted(joined_frames, "encode/0", "tower: attention across the frames of a clip (cu_seqlens), in a", GLM, "clip"),
+    Planted(joined_frames, "encode/0", "tower: attention across the frames of a video (cu_seqlens), in a", GLM, "clip"),
     Planted(tower_axes, "encode/0", "tower: rotary, rows and columns exchanged, in a", QWEN3),
     Planted(tower_epsilon, "encode/0", "tower: norms, epsilon 0.01, in a", GLM),
-    Planted(stale_buffer, "encode/1", "tower: positions of medium 1 (a buffer that was not refilled), in a"),
+    Planted(stale_buffer, "encode/1", "tower: positions of item 1 (a buffer that was not refilled), in a"),
 )
 
 
@@ -295,7 +295,7 @@ def test_a_planted_fault_is_named(planted, monkeypatch):
 )
 def test_without_a_fault_both_are_the_same(name, request_):
     compared = refvl.compare(trace(shipped(name), request_), theirs(name, request_), model=shipped(name))
-    assert compared.verdict == "the same, as far as both were recorded"
+    assert compared.verdict == "no difference in the stages that both recorded"
     assert {"prefill/last_states", "prefill/first_logits", "decode tokens/margins"} <= {r.name for r in compared.rows}
 
 
@@ -303,4 +303,4 @@ def test_without_a_fault_both_are_the_same(name, request_):
 def test_without_a_fault_two_ways_of_one_model_are_the_same(name):
     """Oracle, for families that transformers does not have: the prompt read in chunks, by other kernels' shapes."""
     whole, pieces = (trace(shipped(name), "pictures", prefill_chunk=chunk) for chunk in (None, 7))
-    assert refvl.compare(whole, pieces, model=shipped(name)).verdict == "the same, as far as both were recorded"
+    assert refvl.compare(whole, pieces, model=shipped(name)).verdict == "no difference in the stages that both recorded"

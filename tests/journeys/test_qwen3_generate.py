@@ -170,9 +170,9 @@ def test_message_options(dense):
         return len(dense.processor.decode([{"role": "user", "content": content}])[0].frames)
 
     assert (frames(), frames(fps=1), frames(num_frames=6), frames(max_frames=4)) == (10, 5, 6, 4)
-    with pytest.raises(ValueError, match="a video is sampled by fps, min_frames, max_frames, or num_frames alone"):
+    with pytest.raises(ValueError, match="expected fps, min_frames, max_frames, or num_frames alone"):
         frames(num_frames=6, fps=1)
-    with pytest.raises(ValueError, match="num_frames: the clip has 132 frames, got 200"):
+    with pytest.raises(ValueError, match="num_frames: the video has 132 frames, got 200"):
         frames(num_frames=200)
 
 

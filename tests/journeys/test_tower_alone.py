@@ -192,7 +192,7 @@ def test_the_command_line_needs_the_tower_alone(tmp_path, shell):
     code, said, _ = shell("info", folder, "--tower", "--image", media / "picture.png")
     assert not code and "vision tower" in said and not re.search("language model|kv cache|key-value", said)
     code, _, said = shell("chat", folder, "What?", "--device", "cpu")
-    assert code == 1 and "the config's text model has 796,288 values, the weights are 0" in " ".join(said.split())
+    assert code == 1 and "the config's text model has 796,288 values, but the weights have 0" in " ".join(said.split())
 
 
 # ------------------------------------------------------------------------------------------------------ feature maps

@@ -271,11 +271,11 @@ def test_a_step3_folder_has_a_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_attention_groups": 2}, "num_attention_groups: MFA has one key-value head, got 2"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters: only rope_type 'default'"),
-        ({"moe_router_activation": "sigmoid"}, "moe_router_activation: Step3's router is a softmax, got 'sigmoid'"),
-        ({"moe_layers_enum": "1,3"}, r"moe_layers_enum: there are 3 layers, got \[3\]"),
-        ({"moe_top_k": 7}, "moe_top_k: 7 of 6 experts"),
+        ({"num_attention_groups": 2}, "num_attention_groups: expected 1, as in MFA, got 2"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters: expected rope_type 'default',"),
+        ({"moe_router_activation": "sigmoid"}, "moe_router_activation: expected 'softmax', got 'sigmoid'"),
+        ({"moe_layers_enum": "1,3"}, r"moe_layers_enum: expected some of the 3 layers, got \[3\]"),
+        ({"moe_top_k": 7}, "moe_top_k: expected at most all experts, got 7 of 6"),
         ({"moe_top_k": 0}, "moe_top_k: must be at least 1"),
     ],
 )
@@ -286,7 +286,7 @@ def test_what_is_not_built_is_refused(changes, message):
 
 def test_ids_or_embeddings_but_not_both():
     model = make_model()
-    with pytest.raises(ValueError, match="give either input_ids or inputs_embeds"):
+    with pytest.raises(ValueError, match="expected either input_ids or inputs_embeds, got both or neither"):
         model()
-    with pytest.raises(ValueError, match="give either input_ids or inputs_embeds"):
+    with pytest.raises(ValueError, match="expected either input_ids or inputs_embeds, got both or neither"):
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64), inputs_embeds=embeddings(1, 1))

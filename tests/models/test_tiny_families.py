@@ -15,7 +15,7 @@ import transformers
 from closeness import assert_differ
 from prompts import inputs_of
 from safetensors.torch import load_file, save_file
-from shipped import shipped
+from shipped import is_read_here, shipped
 
 import refvl
 from data.training import (
@@ -39,9 +39,10 @@ from refvl.pixels.media import load_image, load_video
 from refvl.study.watch import media_attention
 
 FIRST, SAMPLE, BAR = 100_000, 16, 0.95
-SCENES = [find_family(name) for name in family_names()]
+SCENES = [family for family in map(find_family, family_names()) if is_read_here(family.folder.name)]
 ALL = [*SCENES, STEP3]
 KINDS = [(family, kind) for family in SCENES for kind in evaluate_tiny.kinds_of(family)]
+LISTED = [family for family in ALL if family.folder.name != "tiny-minicpmv-4_7"]  # whose released files are known
 
 
 def name_of(value) -> str:
@@ -216,7 +217,8 @@ def test_chat_template(name, without_system, with_system):
 def test_the_measurements_are_of_these_weights_and_meet_their_goals(family):
     record = json.loads(family.measurements.read_text())
     assert record["weights_sha256"] == run.digest(family.folder)
-    assert record["n"] >= 1000 and record["split"] == "test"
+    asked = 100 if family.folder.name == "tiny-minicpmv-4_7" else 1000  # of each kind
+    assert record["n"] >= asked and record["split"] == "test"
     if family is STEP3:
         assert not evaluate_step3.missed(record["accuracy"])
         return
@@ -259,7 +261,8 @@ def within_goal(family, kind: str, asked: list[evaluate_tiny.Asked]) -> bool:
 @pytest.mark.parametrize("family, kind", KINDS, ids=name_of)
 def test_held_out_questions(family, kind):
     """Oracle: the scene's own answer, letter by letter; a sample of what is measured, on other scenes."""
-    asked = evaluate_tiny.evaluate(shipped(family.folder.name), kind, SAMPLE, first=FIRST)
+    model, clips = shipped(family.folder.name), bool(family.clips)
+    asked = evaluate_tiny.evaluate(model, kind, SAMPLE, first=FIRST, clips=clips)
     assert within_goal(family, kind, asked), [(a.question, a.said) for a in asked if not a.is_right]
 
 
@@ -277,8 +280,9 @@ def test_shuffled_weights_miss_the_goals(family, tmp_path):
     }
     save_file(shuffled, tmp_path / "model.safetensors", metadata={"format": "pt"})
     model = refvl.load(tmp_path, device="cpu", progress=False)
-    kinds = ["color", "motion", "everyday"]
-    shares = {kind: evaluate_tiny.share(evaluate_tiny.evaluate(model, kind, 10, first=FIRST)) for kind in kinds}
+    kinds, clips = ["color", *family.clips[:1], "everyday"], bool(family.clips)
+    asked = {kind: evaluate_tiny.evaluate(model, kind, 10, first=FIRST, clips=clips) for kind in kinds}
+    shares = {kind: evaluate_tiny.share(found) for kind, found in asked.items()}
     assert evaluate_tiny.missed(family, shares) == kinds
 
 
@@ -296,6 +300,8 @@ def test_other_questions_get_a_sentence_that_says_what_to_ask(family, text):
 @pytest.mark.parametrize("clip", [False, True])
 def test_the_demo_files_are_answered(family, clip):
     """Oracle: the scene they were rendered from; the clip went through H.264."""
+    if clip and not family.clips:
+        pytest.skip("not asked about videos")
     scene = demo_scenes.demo_clip() if clip else demo_scenes.demo_picture()
     media = {"videos": [demo_scenes.CLIP]} if clip else {"images": [demo_scenes.PICTURE]}
     pixels = load_video(demo_scenes.CLIP).frames if clip else np.asarray(load_image(demo_scenes.PICTURE))
@@ -462,7 +468,7 @@ def keys_of(values: dict, before: str = "") -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("family", ALL, ids=name_of)
+@pytest.mark.parametrize("family", LISTED, ids=name_of)
 def test_a_folder_differs_from_a_released_one_only_as_is_said(family):
     """File names and keys against a list of what released folders hold; data/README.md says why each file differs.
 

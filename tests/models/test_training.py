@@ -12,7 +12,7 @@ from closeness import assert_agree
 from safetensors.torch import load_file
 from shipped import shipped
 
-from data.training import evaluate_tiny, scenes, train_tiny
+from data.training import evaluate_tiny, run, scenes, train_tiny
 from data.training.tiny_family import find_family
 from data.training.tiny_model import PromptBuilder, TinyModel, row_mask
 
@@ -103,6 +103,26 @@ def test_seconds_of_unequal_length_are_refused():
 def test_families_are_known_by_name():
     with pytest.raises(ValueError, match="model: expected one of .*'glm4v'.*'qwen2_5_vl'.*, got 'gpt'"):
         find_family("gpt")
+
+
+def test_muon_is_that_of_torch_without_its_bfloat16(monkeypatch):
+    """Three steps of a wide and a tall matrix in float64. Oracle: torch's own, with its bfloat16 left out."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = ([torch.nn.Parameter(torch.eye(*shape).double()) for shape in ((6, 9), (9, 4))] for _ in range(2))
+    optimizers = (
+        run.Muon(ours, lr=0.02, weight_decay=0.01),
+        torch.optim.Muon(theirs, lr=0.02, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+    )
+    for _ in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = other.grad = torch.randn(one.shape, generator=generator).double()
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, other, rtol=1e-9) and not torch.allclose(
+            one, torch.eye(*one.shape).double(), atol=0.01
+        )
 
 
 # ------------------------------------------------------------------------------------ tables and other sizes

@@ -195,11 +195,11 @@ def test_a_thin_strip_takes_no_more_memory_than_its_overview():
 def test_strips_that_would_become_thousands_of_crops_are_refused():
     """33 x 40000 pixels are scaled to 2 x 3024, and each crop would be a window of 2 x 2."""
     with pytest.raises(
-        ValueError, match="of 33 x 40000 pixels has 1512 crops, 2 pixels wide, max_crops of CropConfig is"
+        ValueError, match="image: 33 x 40000 pixels give 1512 crops of 2 pixels, but max_crops of CropConfig is"
     ):
         cut_crops(Image.new("RGB", (33, 40_000)))
     assert len(cut_crops(Image.new("RGB", (33, 336)), TINY)[1]) == 10
-    with pytest.raises(ValueError, match="has 10 crops.*max_crops of CropConfig is 9"):
+    with pytest.raises(ValueError, match="give 10 crops.*max_crops of CropConfig is 9"):
         cut_crops(Image.new("RGB", (33, 336)), replace(TINY, max_crops=9))
 
 
@@ -283,7 +283,7 @@ def test_anything_that_loads_as_a_picture_is_cut(tmp_path):
         ([(1, 2), (1, 2, 3)], ValueError, r"layouts\[1\]: expected \(rows, columns\)"),
         ([(1, 2.0)], TypeError, "expected integers"),
         ([(True, 2)], TypeError, "expected integers"),
-        ([(0, 2)], ValueError, r"both positive, or both 0 without crops, got \(0, 2\)"),
+        ([(0, 2)], ValueError, r"above 0, or both 0 without crops, got \(0, 2\)"),
         ([(-1, -2)], ValueError, r"layouts\[0\]: every extent must be at least 0, got \(-1, -2\)"),
     ],
 )

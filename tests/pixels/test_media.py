@@ -131,12 +131,12 @@ def test_arrays_and_tensors_are_the_same_picture(dtype):
         (torch.zeros(2, 4, 5), ValueError, r"or \(1 \| 3 \| 4, H, W\), got \(2, 4, 5\)"),
         (np.zeros((4, 5), np.int64), ValueError, "expected dtype uint8, uint16 or float, got int64"),
         (np.zeros((4, 5), bool), ValueError, "got bool"),
-        (np.full((4, 5), 1.5), ValueError, r"floats must lie in \[0, 1\], got values from 1.5 to 1.5"),
-        (np.full((4, 5), -0.1), ValueError, "floats must lie"),
-        (np.full((4, 5), np.nan), ValueError, "floats must lie"),
+        (np.full((4, 5), 1.5), ValueError, r"expected floats in \[0, 1\], got values from 1.5 to 1.5"),
+        (np.full((4, 5), -0.1), ValueError, "expected floats in"),
+        (np.full((4, 5), np.nan), ValueError, "expected floats in"),
         (np.zeros((0, 5, 3), np.uint8), ValueError, "5 x 0 pixels"),
         (Image.new("RGB", (0, 5)), ValueError, "0 x 5 pixels"),
-        (np.zeros((1, 1, 3), np.uint8), ValueError, "1 x 1 pixels; there must be at least two"),
+        (np.zeros((1, 1, 3), np.uint8), ValueError, "1 x 1 pixels; expected at least two"),
     ],
 )
 def test_image_errors(source, error, message):
@@ -149,10 +149,10 @@ def test_image_file_errors(tmp_path):
         load_image(tmp_path / "nothing.png")
     with pytest.raises(ValueError, match="image: expected a file, got the folder"):
         load_image(tmp_path)
-    (tmp_path / "text.jpg").write_text("not a picture")
+    (tmp_path / "text.jpg").write_text("not an image")
     (tmp_path / "empty.png").write_bytes(b"")
     for name in ("text.jpg", "empty.png"):
-        with pytest.raises(ValueError, match=f"{name} is not a picture"):
+        with pytest.raises(ValueError, match=f"{name} is not an image"):
             load_image(str(tmp_path / name))
     Image.new("L", (1, 1)).save(tmp_path / "dot.png")
     with pytest.raises(ValueError, match=r"dot\.png is 1 x 1 pixels"):
@@ -166,7 +166,7 @@ def test_truncated_image(tmp_path, suffix, part):
     whole, cut = tmp_path / f"whole.{suffix}", tmp_path / f"cut.{suffix}"
     Image.open(PHOTO).save(whole)
     cut.write_bytes(whole.read_bytes()[: int(whole.stat().st_size * part)])
-    with pytest.raises(ValueError, match=rf"cut\.{suffix} is (truncated|not a picture)"):
+    with pytest.raises(ValueError, match=rf"cut\.{suffix} is (truncated|not an image)"):
         load_image(cut)
     if suffix == "jpg":
         with pytest.raises(ValueError, match="the JpegImageFile is truncated"):
@@ -248,8 +248,8 @@ def test_very_short_clips(total, wanted):
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        ({"fps": 2, "num_frames": 4}, ValueError, "fps, num_frames: give one of them"),
-        ({"num_frames": 11}, ValueError, "num_frames: the clip has 10 frames, got 11"),
+        ({"fps": 2, "num_frames": 4}, ValueError, "fps, num_frames: expected one of them"),
+        ({"num_frames": 11}, ValueError, "num_frames: the video has 10 frames, got 11"),
         ({"num_frames": 0}, ValueError, "num_frames: must be at least 1"),
         ({"num_frames": 2.5}, TypeError, "num_frames: expected an integer"),
         ({"fps": 0}, ValueError, "fps: must be a finite number above 0, got 0"),
@@ -421,7 +421,7 @@ def test_scaled_and_oblique_display_matrices(tmp_path):
     wanted = shown_by_ffmpeg(tmp_path / "wide.mp4")
     assert np.array_equal(load_video(tmp_path / "wide.mp4", num_frames=len(wanted)).frames, wanted)
     (tmp_path / "oblique.mp4").write_bytes(with_matrix(data, 0.87, 0.5, -0.5, 0.87))
-    with pytest.raises(ValueError, match=r"video: .*oblique\.mp4 has a display matrix that is no quarter turn"):
+    with pytest.raises(ValueError, match=r"video: .*oblique\.mp4 has a display matrix that is not a quarter turn"):
         load_video(tmp_path / "oblique.mp4")
 
 

@@ -321,7 +321,11 @@ def mask_of(embeds, thw):
     [
         (lambda: compute_retained_tokens_count(0, 2, 0.5), ValueError, "tokens_per_frame: must be at least 1, got 0"),
         (lambda: compute_retained_tokens_count(4, 2.0, 0.5), TypeError, "num_frames: expected an integer, got float"),
-        (lambda: compute_retained_tokens_count(4, 2, 1.0), ValueError, r"q: expected a pruning rate in \[0, 1\), got 1.0"),
+        (
+            lambda: compute_retained_tokens_count(4, 2, 1.0),
+            ValueError,
+            r"q: expected a pruning rate in \[0, 1\), got 1.0",
+        ),
         (lambda: mask_of(torch.ones(2, 4, 2), (2, 4, 4)), ValueError, r"video_embeds: expected 2 dimensions \(8, D\)"),
         (
             lambda: mask_of(torch.ones(8, 2), (2, 4, 5)),
@@ -359,25 +363,31 @@ PROMPT = [7, VISION_START, VIDEO, VIDEO, VIDEO, VISION_END, 8]
     ("changed", "message"),
     [
         ({"pieces": [torch.zeros(3, 2)]}, r"multimodal_positions\[0\]: dimension 0 must be 4, got 3"),
-        ({"pieces": [torch.zeros(4, 4)]}, r"multimodal_positions\[0\]: 4 positions, but its medium has 3 tokens left"),
+        (
+            {"pieces": [torch.zeros(4, 4)]},
+            r"multimodal_positions\[0\]: 4 positions, but its media item has 3 tokens left",
+        ),
         (
             {"pieces": [torch.zeros(4, 3), torch.zeros(4, 1)]},
-            r"multimodal_positions\[1\]: 1 positions, but no media token is left from prompt token 5 on",
+            r"multimodal_positions\[1\]: 1 positions, but no media tokens from prompt token 5 on",
         ),
-        ({"pieces": [torch.zeros(4, 1)], "done": 6}, "but no media token is left from prompt token 6 on"),
-        ({"done": 8}, r"num_computed_tokens: must lie in \[0, 7\], got 8"),
-        ({"done": -1}, r"num_computed_tokens: must lie in \[0, 7\], got -1"),
+        ({"pieces": [torch.zeros(4, 1)], "done": 6}, "but no media tokens from prompt token 6 on"),
+        ({"done": 8}, r"num_computed_tokens: must be in \[0, 7\], got 8"),
+        ({"done": -1}, r"num_computed_tokens: must be in \[0, 7\], got -1"),
         ({"positions": torch.zeros(3, 6)}, "mrope_positions: 7 tokens, but only 6 positions"),
         ({"positions": torch.zeros(2, 7)}, "mrope_positions: dimension 0 must be 3, got 2"),
-        ({"pieces": [torch.full((4, 3), float("nan"))]}, r"multimodal_positions\[0\]: a position is .* got nan"),
-        ({"pieces": [torch.full((4, 3), -1)]}, r"multimodal_positions\[0\]: a position is .* got -1"),
+        (
+            {"pieces": [torch.full((4, 3), float("nan"))]},
+            r"multimodal_positions\[0\]: expected whole numbers .* got nan",
+        ),
+        ({"pieces": [torch.full((4, 3), -1)]}, r"multimodal_positions\[0\]: expected whole numbers .* got -1"),
         (
             {"pieces": [torch.full((4, 3), 2**62)]},
-            r"\[0\]: a position is .* got 4611686018427387904",
+            r"\[0\]: expected whole numbers .* got 4611686018427387904",
         ),
-        ({"pieces": [torch.full((4, 3), 0.5)]}, r"multimodal_positions\[0\]: a position is a whole number .* got 0.5"),
-        ({"positions": torch.full((3, 7), -1)}, "mrope_positions: a position is a whole number .* got -1"),
-        ({"positions": torch.full((3, 7), float("inf"))}, "mrope_positions: a position is a whole number .* got inf"),
+        ({"pieces": [torch.full((4, 3), 0.5)]}, r"multimodal_positions\[0\]: expected whole numbers .* got 0.5"),
+        ({"positions": torch.full((3, 7), -1)}, "mrope_positions: expected whole numbers .* got -1"),
+        ({"positions": torch.full((3, 7), float("inf"))}, "mrope_positions: expected whole numbers .* got inf"),
         ({"ids": [7, 7, *PROMPT[2:]], "pieces": [torch.zeros(4, 3)]}, "media token 2 does not follow a vision start"),
     ],
 )

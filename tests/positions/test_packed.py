@@ -58,7 +58,8 @@ def test_packed_prompts_give_the_losses_and_gradients_of_separate_ones(name):
     packed = pack(traces)
     if isinstance(language_model, Qwen3_5TextModel):
         with pytest.raises(
-            ValueError, match=r"position_ids: Qwen3\.5's linear-attention layers would mix packed prompts"
+            ValueError,
+            match=r"expected one prompt, because Qwen3\.5's linear-attention layers would mix packed prompts",
         ):
             loss_of(language_model, features, packed["position_ids"])
         return

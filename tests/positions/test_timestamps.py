@@ -146,8 +146,16 @@ def test_indices_are_read_only_when_asked_to():
         ({"total_num_frames": 7.5}, TypeError, "total_num_frames: expected an integer, got float"),
         ({"target_fps": 0}, ValueError, "target_fps: must be a finite number above 0, got 0"),
         ({"max_frames": 0}, ValueError, "max_frames: must be at least 1, got 0"),
-        ({"do_sample_frames": False}, ValueError, "frames_indices: needed when do_sample_frames is False, got None"),
-        ({"frames_indices": [], "do_sample_frames": False}, ValueError, r"frames_indices: expected frames of 0 to 89"),
+        (
+            {"do_sample_frames": False},
+            ValueError,
+            "frames_indices: expected indices, because do_sample_frames is False, got None",
+        ),
+        (
+            {"frames_indices": [], "do_sample_frames": False},
+            ValueError,
+            r"frames_indices: expected at least one frame, from 0 to 89",
+        ),
         ({"frames_indices": [90], "do_sample_frames": False}, ValueError, r"frames_indices: .* 0 to 89.* got \[90\]"),
         ({"frames_indices": [-1], "do_sample_frames": False}, ValueError, r"frames_indices: .* 0 to 89.* got \[-1\]"),
         ({"frames_indices": [0.5], "do_sample_frames": False}, TypeError, "frames_indices: expected integers, got 0.5"),

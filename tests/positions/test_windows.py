@@ -114,7 +114,7 @@ def test_no_items_no_windows():
 @pytest.mark.parametrize(
     ("sizes", "error", "message"),
     [
-        ({"window_size": 27}, ValueError, "window_size: must hold at least one merged token of 28 px, got 27"),
+        ({"window_size": 27}, ValueError, "window_size: must fit at least one merged token of 28 px, got 27"),
         ({"window_size": 0}, ValueError, "window_size: must be at least 1, got 0"),
         ({"window_size": 112.0}, TypeError, "window_size: expected an integer, got float"),
         ({"patch_size": -14}, ValueError, "patch_size: must be at least 1, got -14"),

@@ -23,8 +23,8 @@ def content(*parts) -> list[dict]:
         (b"Hi", TypeError, "prompt: expected a string or a non-empty list of messages, got bytes"),
         ({"role": "user", "content": "Hi"}, TypeError, "prompt: expected a string or a non-empty list"),
         ([], ValueError, "prompt: expected a string or a non-empty list of messages, got an empty one"),
-        (["Hi"], ValueError, r"prompt\[0\]: a message is a dict with 'role' and 'content', got 'Hi'"),
-        ([{"role": "user"}], ValueError, r"prompt\[0\]: a message is a dict with 'role' and 'content'"),
+        (["Hi"], ValueError, r"prompt\[0\]: expected a dict with 'role' and 'content', got 'Hi'"),
+        ([{"role": "user"}], ValueError, r"prompt\[0\]: expected a dict with 'role' and 'content'"),
         ([{"role": "user", "content": "Hi", "name": "x"}], ValueError, r"prompt\[0\]: .* got also \['name'\]"),
         ([{"role": None, "content": "Hi"}], TypeError, r"prompt\[0\]\.role: expected a string such as 'user'.*None"),
         ([{"role": ["user"], "content": "Hi"}], TypeError, r"prompt\[0\]\.role: expected a string"),
@@ -34,9 +34,9 @@ def content(*parts) -> list[dict]:
          TypeError, r"prompt\[0\]\.content: expected a string or a list of parts, got {'type'"),
         (content("Hi"), TypeError, r"prompt\[1\]\.content\[0\]: expected a dict such as {'type': 'text'"),
         (content([{"type": "text", "text": "Hi"}]), TypeError, r"prompt\[1\]\.content\[0\]: expected a dict"),
-        (content({"text": "Hi"}), ValueError, r"prompt\[1\]\.content\[0\]: type must be 'text', 'image' or 'video'"),
-        (content({"type": ["text"]}), ValueError, r"content\[0\]: type must be 'text', 'image' or 'video', got \['te"),
-        (content({"type": "audio", "audio": "x"}), ValueError, r"content\[0\]: type must be .*, got 'audio'"),
+        (content({"text": "Hi"}), ValueError, r"prompt\[1\]\.content\[0\]: expected type 'text', 'image' or 'video'"),
+        (content({"type": ["text"]}), ValueError, r"content\[0\]: expected type 'text', 'image' or 'video', got \['te"),
+        (content({"type": "audio", "audio": "x"}), ValueError, r"content\[0\]: expected type .*, got 'audio'"),
         (content({"type": "text"}), ValueError, r"content\[0\]: text parts have one of the keys \['text'\], got none"),
         (content({"type": "text", "text": None}), TypeError, r"content\[0\]\.text: expected a string, got None"),
         (content({"type": "text", "text": 3}), TypeError, r"prompt\[1\]\.content\[0\]\.text: expected a string, got 3"),
@@ -47,10 +47,10 @@ def content(*parts) -> list[dict]:
         (content({"type": "image", "image": PICTURE, "fps": 2}), ValueError, r"content\[0\]: image .* also \['fps'\]"),
         (content({"type": "text", "text": "x", "image": PICTURE}), ValueError, r"text parts .* got also \['image'\]"),
         (content({"type": "video", "video": "x.mp4", 3: 4}), ValueError, r"video parts .* got also \['3'\]"),
-        ("caf\udce9", ValueError, r"prompt: cannot be written in UTF-8, it holds '\\udce9'"),
-        ([{"role": "user", "content": "caf\udce9"}], ValueError, r"prompt\[0\]\.content: cannot be written in UTF-8"),
-        ([{"role": "\udce9", "content": "x"}], ValueError, r"prompt\[0\]\.role: cannot be written in UTF-8"),
-        (content({"type": "text", "text": "\ud800"}), ValueError, r"content\[0\]\.text: cannot be written in UTF-8"),
+        ("caf\udce9", ValueError, r"prompt: expected text that UTF-8 can encode, got '\\udce9'"),
+        ([{"role": "user", "content": "caf\udce9"}], ValueError, r"prompt\[0\]\.content: expected text that UTF-8 can"),
+        ([{"role": "\udce9", "content": "x"}], ValueError, r"prompt\[0\]\.role: expected text that UTF-8 can"),
+        (content({"type": "text", "text": "\ud800"}), ValueError, r"content\[0\]\.text: expected text that UTF-8 can"),
     ],
 )  # fmt: skip
 def test_what_is_no_prompt_is_refused_with_its_place(prompt, error, message):
@@ -88,7 +88,7 @@ def test_media_come_before_the_text_images_first():
 def test_media_carry_their_options_and_messages_carry_their_media():
     messages = content({"type": "video", "path": "clip.mp4", "fps": 1, "max_frames": 8}, {"type": "text", "text": "x"})
     assert list(media_of(as_messages(messages))) == [("video", "clip.mp4", {"fps": 1, "max_frames": 8})]
-    with pytest.raises(ValueError, match="give no images or videos beside it"):
+    with pytest.raises(ValueError, match="pass no images or videos with it"):
         as_messages(messages, images=["x.png"])
 
 

@@ -23,7 +23,8 @@ def named(value) -> str:
 def run(path: Path, values: dict, out: Path) -> None:
     papermill = pytest.importorskip("papermill")
     how = {"cwd": path.parent, "progress_bar": False, "kernel_name": "python3"}
-    papermill.execute_notebook(path, out / path.name, values, **how)
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    papermill.execute_notebook(path, out / path.name, values, **how)  # which would write a tuple as a string
 
 
 @pytest.mark.parametrize("path", FOUND, ids=named)

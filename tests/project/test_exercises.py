@@ -4,6 +4,7 @@ where a wrong one differs first."""
 import ast
 import contextlib
 import hashlib
+import math
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ import torch
 from refvl.graphs import Batch, plan_batches
 from refvl.merge import merge_embeddings
 from refvl.pixels.by_hand import patch_rows
+from refvl.pixels.patches import PatchConfig
 from refvl.positions import (
     compute_retention_mask,
     get_window_index,
@@ -633,6 +635,93 @@ def test_the_mistakes_of_steps_are_changes_of_a_right_solution():
     assert exercises.check_video_steps(video_steps()).status == "right"
 
 
+def count_tokens_with(rounding=round, factor=28, limited=True):
+    """A solution of exercise 00.1 with another rounding or step, or without limits."""
+
+    def function(height, width):
+        limits = PatchConfig()
+        rows, columns = rounding(height / factor), rounding(width / factor)
+        for limit, outside, again in ((limits.max_pixels, 1, math.floor), (limits.min_pixels, -1, math.ceil)):
+            if limited and outside * (rows * columns * 28**2 - limit) > 0:
+                scale = math.sqrt(limit / (height * width))
+                rows, columns = (max(1, again(side * scale / factor)) for side in (height, width))
+        return rows * columns
+
+    return function
+
+
+def test_the_mistakes_of_counting_are_changes_of_a_correct_solution():
+    assert exercises.check_count_tokens(count_tokens_with()).status == "right"
+
+
+def shifted_by_one(text, spans, media):
+    merged = text.clone()
+    for span, embeds in zip(spans, media, strict=True):
+        merged[span.offset + 1 :][: span.num_tokens] = embeds[: len(merged) - span.offset - 1]
+    return merged
+
+
+def inserted(text, spans, media):
+    """The placeholders stay in the prompt."""
+    parts = [text[: spans[0].offset], *media, text[spans[0].offset :]] if spans else [text]
+    return torch.cat(parts)
+
+
+def all_at_the_first_span(text, spans, media):
+    merged = text.clone()
+    for embeds in media:
+        merged[spans[0].offset :][: len(embeds)] = embeds[: len(merged) - spans[0].offset]
+    return merged
+
+
+def in_reading_order(pixels, config):
+    """Patch rows line by line of patches, not merge block by merge block."""
+    return patch_rows(pixels, replace(config, merge_size=1))[0]
+
+
+def channels_last(pixels, config):
+    rows = patch_rows(pixels, config)[0].unflatten(1, (3, -1))
+    return rows.transpose(1, 2).flatten(1)
+
+
+def frames_before_channels(pixels, config):
+    rows = patch_rows(pixels, config)[0].unflatten(1, (3, config.temporal_patch_size, -1))
+    return rows.transpose(1, 2).flatten(1)
+
+
+def window_index_by_columns(h, w, side):
+    """Windows column by column."""
+    return torch.cat(
+        [part.flatten() for strip in torch.arange(h * w).view(h, w).split(side, 1) for part in strip.split(side)]
+    )
+
+
+def whole_windows_only(h, w, side):
+    """Smaller windows at the edge are left out."""
+    tokens, whole = torch.arange(h * w).view(h, w), (range(0, h - side + 1, side), range(0, w - side + 1, side))
+    windows = [tokens[y : y + side, x : x + side].flatten() for y in whole[0] for x in whole[1]]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *windows])
+
+
+WRONG_IN_00_AND_01 = [  # three or more for each exercise, with those above
+    (exercises.check_count_tokens, count_tokens_with(math.ceil), "tokens of 427 x 640 .* should be 345, got 368"),
+    (exercises.check_count_tokens, count_tokens_with(factor=14), "tokens of 56 x 56 .* should be 4, got 16"),
+    (
+        exercises.check_count_tokens,
+        count_tokens_with(limited=False),
+        "tokens of .* pixels .* should be \d+, got \d+",
+    ),
+    (exercises.check_merge_embeddings, shifted_by_one, r"one image: element \[2, 0\] should be"),
+    (exercises.check_merge_embeddings, inserted, r"one image: expected shape \(10, 2\), got \(14, 2\)"),
+    (exercises.check_merge_embeddings, all_at_the_first_span, r"two images: element \[1, 0\] should be"),
+    (exercises.check_patch_rows, in_reading_order, r"one row of blocks: element \[2, 0\] should be"),
+    (exercises.check_patch_rows, channels_last, r"one block: element \[0, 1\] should be"),
+    (exercises.check_patch_rows, frames_before_channels, r"one block: element \[0, 196\] should be"),
+    (exercises.check_window_index, window_index_by_columns, r"h=4, w=4, side=2: element \[4\] should be 2, got 8"),
+    (exercises.check_window_index, whole_windows_only, r"h=2, w=6, side=4: expected shape \(12,\), got \(0,\)"),
+]
+
+
 WRONG_IN_02_TO_05 = [  # three or more for each exercise, with those above
     (exercises.check_grid_positions, truncated_first, r"t_factor=1.4: element \[0, 6\] should be 4, got 3"),
     (exercises.check_grid_positions, rounded_time, r"t_factor=1.4: element \[0, 4\] should be 2, got 3"),
@@ -668,7 +757,135 @@ WRONG_IN_02_TO_05 = [  # three or more for each exercise, with those above
 ]
 
 
-@pytest.mark.parametrize(("check", "function", "message"), [*WRONG, *WRONG_IN_02_TO_05, *WRONG_IN_12])
+def crop_layout_like(window=lambda long, short: short if long / short > 1.5 else 0, spare=0.2, most=3024, pad=True):
+    """A solution of exercise 08.1 in which a small image's window, the remainder or a limit may be another."""
+
+    def function(width, height):
+        long, short = max(width, height), min(width, height)
+        if pad and short < 32 and long > 4 * short:
+            width = height = short = long
+        if long > most:
+            width, height = int(width * (most / long)), int(height * (most / long))
+            long, short = max(width, height), min(width, height)
+        side = window(long, short) if long < 728 else min(short, 504) if long / short > 4 else 504
+        if not side:
+            return 0, 0
+        return tuple(max(1, n // side + (n / side - n // side > spare)) for n in (height, width))
+
+    return function
+
+
+def test_the_mistakes_of_crops_are_changes_of_a_right_solution():
+    assert exercises.check_crop_layout(crop_layout_like()).status == "right"
+
+
+def overviews_first(counts, crop_tokens, image_tokens):
+    order, crop, overview = [], 0, sum(counts) * crop_tokens
+    for count in counts:
+        order += [*range(overview, overview + image_tokens), *range(crop, crop + count * crop_tokens)]
+        crop, overview = crop + count * crop_tokens, overview + image_tokens
+    return torch.tensor(order)
+
+
+def the_way_there(counts, crop_tokens, image_tokens):
+    """Where each row goes, not where it comes from."""
+    return join_order(counts, crop_tokens, image_tokens).argsort()
+
+
+def equally_many_crops(counts, crop_tokens, image_tokens):
+    """Every image is taken to have as many crops as the mean."""
+    mean = [sum(counts) // len(counts)] * len(counts)
+    return join_order(mean, crop_tokens, image_tokens)
+
+
+def smallest_first(sizes, num_gpus):
+    items, sums = [[] for _ in range(num_gpus)], [0] * num_gpus
+    for i in sorted(range(len(sizes)), key=lambda i: sizes[i]):
+        rank = sums.index(min(sums))
+        items[rank].append(i)
+        sums[rank] += sizes[i]
+    return [i for own in items for i in own], [len(own) for own in items], sums
+
+
+def loads_by_count(sizes, num_gpus):
+    """What a rank has to do is taken to be the number of its items."""
+    items = [[] for _ in range(num_gpus)]
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        min(items, key=len).append(i)
+    return [i for own in items for i in own], [len(own) for own in items], [sum(sizes[i] for i in own) for own in items]
+
+
+def ignores_padding(gathered, tokens, order, counts):
+    """The rows of all ranks in a line."""
+    pieces = gathered[: sum(tokens)].split([tokens[i] for i in order])
+    return [piece for _, piece in sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])]
+
+
+def in_the_caller_s_sizes(gathered, tokens, order, counts):
+    """Cut by the caller's sizes, not by the rank's."""
+    embeds = restore_order(gathered, tokens, order, counts)
+    return list(torch.cat(embeds).split([tokens[i] for i in order]))
+
+
+def order_taken_backwards(gathered, tokens, order, counts):
+    """Piece k goes where item k was, not to order[k]."""
+    embeds = [restore_order(gathered, tokens, order, counts)[i] for i in order]
+    return [embeds[i] for i in order]
+
+
+WRONG_IN_08_TO_15 = [  # three or more for each exercise, with those above
+    (exercises.check_crop_layout, crop_layout_like(lambda long, short: 0), r"500 x 300 px .*rows=1, columns=2\), got"),
+    (exercises.check_crop_layout, crop_layout_like(spare=0), r"should be CropLayout\(.*\), got"),
+    (exercises.check_crop_layout, crop_layout_like(most=10_000), r"4000 x 3000 px .*rows=5, columns=6\), got"),
+    (exercises.check_crop_layout, crop_layout_like(pad=False), r"31 x 200 px .*rows=0, columns=0\), got"),
+    (exercises.check_join_order, overviews_first, r"element \[0\] should be 0, got 486"),
+    (exercises.check_join_order, the_way_there, r"counts=\[.* element \[\d+\] should be"),
+    (exercises.check_join_order, equally_many_crops, r"counts=\[1, 2\].*(element|expected shape)"),
+    (exercises.check_load_balance, smallest_first, r"num_gpus=2: order: element \[0\]: should be 0, got"),
+    (exercises.check_load_balance, loads_by_count, r"num_gpus=2: order: element \[1\]: should be 2, got"),
+    (exercises.check_restore_order, ignores_padding, r"on 2 ranks: element"),
+    (exercises.check_restore_order, in_the_caller_s_sizes, r"tokens=\[2, 5, 1, 3\] on 2 ranks: element"),
+    (exercises.check_restore_order, order_taken_backwards, r"on 2 ranks: element"),
+    (exercises.check_rgb_frame, lambda frame: frame[..., [1, 0, 2]], r"a pixel: element \[0, 0, 0\] should be"),
+    (
+        exercises.check_extra_keys,
+        lambda start, stop, media: [(n, o) for n, o, size in media if o < stop and o + size > start],
+        r"tokens 12 to 24: element \[0\]: should be \('cat', 3\), got \('cat', 15\)",
+    ),
+    (
+        exercises.check_extra_keys,
+        lambda start, stop, media: [(n, max(0, o - start)) for n, o, size in media if o < stop and o + size > start],
+        r"should be \('cat', -\d+\), got \('cat', 0\)",
+    ),
+    (
+        exercises.check_extra_keys,
+        lambda start, stop, media: [(n, o - start) for n, o, size in media if o <= stop and o + size >= start],
+        r"tokens \d+ to \d+: (element|number of elements)",
+    ),
+    (exercises.check_max_pixels, lambda n, patch, merge: n * patch * merge, "tokens=9, .*: should be 7056, got 252"),
+    (
+        exercises.check_max_pixels,
+        lambda n, patch, merge: n * 28**2,
+        "patch_size=16, .*: should be 1310720, got 1003520",
+    ),
+    (exercises.check_max_pixels, lambda n, patch, merge: n * patch**2 * merge, "should be 7056, got 3528"),
+    (
+        exercises.check_split_thought,
+        lambda text: ("", text),
+        r"both tags: thought: should be A cup., got",
+    ),
+    (
+        exercises.check_split_thought,
+        lambda text: exercises.split_thought(text if "</think>" in text else text.replace("<think>", "")),
+        r"the budget ran out: thought: should be A cup, or perhaps, got",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "function", "message"),
+    [*WRONG, *WRONG_IN_00_AND_01, *WRONG_IN_02_TO_05, *WRONG_IN_12, *WRONG_IN_08_TO_15],
+)
 def test_the_first_difference_is_named(check, function, message):
     """Oracle: the mistake itself, which differs from the printed solution in one thought."""
     verdict = check(function)
@@ -771,13 +988,15 @@ def test_progress_lists_every_exercise():
     assert min(len(chapter.exercises) for chapter in chapters) >= 2 and len(names) == len(set(names))
 
 
-def test_minutes_come_from_words_cells_and_exercises():
-    """What is collapsed, code, tables and addresses of links are not read."""
+def test_minutes_come_from_words_lines_and_exercises():
+    """What is collapsed, tables, addresses of links, imports and comments are not read. Oracle: counted by hand."""
     text = [
-        "a " * 240 + "\n| no | word |\n[" + "b " * 239 + "b](no/word)",
+        "a " * 200 + "\n| no | word |\n[" + "b " * 199 + "b](no/word)",
         "<details>\nno word\n</details>\n```\nno word\n```",
     ]
-    assert exercises.minutes_of(text, code_cells=12, exercises=2) == 2 + 4 + 8
+    imports = "import torch\nfrom torch import (\n    Tensor,\n    nn,\n)\n\n# a comment\n"
+    code = [imports + 17 * "x = 1\n", "for i in x:\n" + 6 * "    i = important(i)\n"]
+    assert exercises.minutes_of(text, code, exercises=2) == 2 + 4 + 20
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):

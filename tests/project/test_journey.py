@@ -16,6 +16,8 @@ from html.parser import HTMLParser
 import pytest
 import torch
 from project.test_contributing import code_lines
+from random_models import NEEDS_5_23
+from shipped import is_read_here
 
 import refvl
 from refvl.paths import DATA
@@ -25,12 +27,13 @@ from refvl.viz.journey import SHIPPED, coloured, page
 
 # functions, file changes, files, lines entered, those that check, code lines of the files
 BUDGETS = {
-    "qwen2_5_vl": Numbers(104, 51, 17, 755, 111, 1570),
-    "qwen3_vl": Numbers(105, 56, 18, 760, 111, 1639),
-    "glm4v": Numbers(103, 56, 18, 758, 111, 1728),
-    "minicpmv": Numbers(108, 64, 19, 794, 117, 2094),
-    "step3": Numbers(102, 52, 17, 792, 118, 1824),
-    "clip": Numbers(118, 56, 17, 896, 150, 1700),
+    "qwen2_5_vl": Numbers(103, 51, 17, 751, 111, 1549),
+    "qwen3_vl": Numbers(104, 56, 18, 754, 111, 1618),
+    "glm4v": Numbers(102, 56, 18, 752, 111, 1707),
+    "minicpmv": Numbers(108, 64, 19, 788, 117, 2072),
+    "minicpmv4_7": Numbers(103, 57, 20, 801, 120, 1975),
+    "step3": Numbers(102, 52, 17, 788, 118, 1805),
+    "clip": Numbers(117, 56, 17, 892, 150, 1679),
 }
 MAX_PAGE = 600_000  # bytes
 
@@ -52,10 +55,15 @@ def html(name: str) -> str:
     return page(journey(name), title=SHIPPED[name].checkpoint)
 
 
-each_journey = pytest.mark.parametrize("name", SHIPPED)
+def here(names) -> list:
+    """Those whose checkpoint this transformers cannot read are skipped."""
+    return [n if is_read_here(SHIPPED[n].checkpoint) else pytest.param(n, marks=NEEDS_5_23) for n in names]
 
 
-@pytest.mark.parametrize("name", BUDGETS)
+each_journey = pytest.mark.parametrize("name", here(SHIPPED))
+
+
+@pytest.mark.parametrize("name", here(BUDGETS))
 def test_the_path_does_not_grow(name):
     """Fewer is always right; more has to be written into the table."""
     now, allowed = journey(name).numbers, BUDGETS[name]
@@ -326,7 +334,7 @@ class Read(HTMLParser):
 def test_a_page_holds_every_stage_and_every_function_in_order(name):
     found = journey(name)
     read = Read(html(name))
-    expected, number = [("h1", "One picture, line by line")], 0
+    expected, number = [("h1", "One image, line by line")], 0
     for place, (stage, functions) in enumerate(found.stages, 1):
         expected.append(("h2", f"{place} {stage}"))
         for function in functions:
@@ -353,12 +361,12 @@ def test_a_page_loads_nothing_and_says_what_it_shows(name):
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
-        ("qwen2_5_vl", ["A grid of 6 x 6 patches", "window_index: the place", "cosines of the angles", "Positions of"]),
+        ("qwen2_5_vl", ["A grid of 6 x 6 patches", "window_index: the index", "cosines of the angles", "Positions of"]),
         ("qwen3_vl", ["A grid of 6 x 6 patches", "Heat map of deepstack", "cosines of the angles"]),
         ("glm4v", ["A grid of 6 x 6 patches", "Heat map of pixel_values"]),
         ("minicpmv", ["Slice 1 of 5, 4 x 4 patches", "cosines of the angles"]),
         ("step3", ["patches in the order of the rows, 16 to a line", "Heat map of embeddings of item 1"]),
-        ("clip", ["6 of the 6 sampled frames", "window_index: the place"]),
+        ("clip", ["6 of the 6 sampled frames", "window_index: the index"]),
         ("clip_pruned", ["Tokens kept of video 1", "6 of the 6 sampled frames"]),
     ],
 )
@@ -420,7 +428,7 @@ def test_the_command_writes_a_page(shell, tmp_path):
     ("file", "said"),
     [
         ("--source=way.txt", "source: expected a file that ends in .html, or nothing, got 'way.txt'"),
-        ("--source=gone/way.html", "source: gone is no folder to write way.html into"),
+        ("--source=gone/way.html", "source: gone is not a folder to write way.html into"),
     ],
 )
 def test_the_command_refuses_files_before_it_loads(shell, file, said):

@@ -134,13 +134,19 @@ REFUSED = {
     "an unknown option": ({"not_an_option": 1}, "not_an_option: generate accepts no such argument"),
     "image": ({"image": PHOTO}, "image: generate accepts no such argument; did you mean 'images'"),
     "max_tokens": ({"max_new_token": 3}, "did you mean 'max_new_tokens'"),
-    "several answers": ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences: chat gives one answer"),
-    "by config": ({"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)}, "gives one answer"),
-    "a dict": ({"return_dict_in_generate": True}, "return_dict_in_generate: chat answers in text"),
-    "scores": ({"output_scores": True}, "output_scores: chat answers in text"),
-    "no cache": ({"use_cache": False}, "use_cache: must be True"),
-    "prefill in chunks": ({"prefill_chunk_size": 4}, "prefill_chunk_size: not with media"),
-    "early exit": ({"assistant_early_exit": 1}, "assistant_early_exit: not with media"),
+    "several answers": (
+        {"num_return_sequences": 2, "do_sample": True},
+        "num_return_sequences: chat returns one answer",
+    ),
+    "by config": (
+        {"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)},
+        "returns one answer",
+    ),
+    "a dict": ({"return_dict_in_generate": True}, "return_dict_in_generate: not supported by chat"),
+    "scores": ({"output_scores": True}, "output_scores: not supported by chat"),
+    "no cache": ({"use_cache": False}, "use_cache: expected True, because True"),
+    "prefill in chunks": ({"prefill_chunk_size": 4}, "prefill_chunk_size: not supported with media"),
+    "early exit": ({"assistant_early_exit": 1}, "assistant_early_exit: not supported with media"),
     "code of a checkpoint": ({"custom_generate": "owner/name"}, "custom_generate: generate accepts no such argument"),
     "beams and a streamer": ({"num_beams": 2, "streamer": Recorder()}, "streamer: must be None with num_beams"),
 }
@@ -170,7 +176,7 @@ def test_beams_do_not_stream(vlm):
             TypeError,
             "requests[0]: expected a dict with prompt, images, videos, max_new_tokens, pruning_rate, got str",
         ),
-        ([{"images": [PHOTO]}], ValueError, "requests[0]: has no prompt"),
+        ([{"images": [PHOTO]}], ValueError, "requests[0]: expected a prompt"),
         ("What?", TypeError, "requests: expected a sequence of dicts, got str"),
         (3, TypeError, "requests: expected a sequence of dicts, got int"),
     ],
@@ -286,7 +292,7 @@ def test_bad_rows_are_named(vlm, tensors, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: x.index_fill(0, torch.tensor([1]), float("nan")), "image_embeds[0]: holds nan or inf"),
+        (lambda x: x.index_fill(0, torch.tensor([1]), float("nan")), "image_embeds[0]: expected finite numbers"),
         (lambda x: x.to(torch.float8_e4m3fn), "image_embeds[0]: expected floating-point numbers"),
         (lambda x: x.to("meta"), "image_embeds: expected a dense tensor with values"),
         (lambda x: 3, "image_embeds: expected one tensor for each of 1 items, got int"),
@@ -323,8 +329,8 @@ def test_pruning_without_places_is_refused_before_anything_is_encoded(tmp_path, 
     vlm = refvl.load(tmp_path, device="cpu", progress=False)
     frames = np.zeros((2, 70, 70, 3), dtype=np.uint8)
     monkeypatch.setattr(type(vlm.encoder), "forward", None)
-    with pytest.raises(ValueError, match="pruning_rate: not with MiniCPM-V 2.6"):
+    with pytest.raises(ValueError, match="pruning_rate: not supported by MiniCPM-V 2.6"):
         vlm.chat("What?", videos=[frames], pruning_rate=0.5)
     [patches] = vlm.processor.patchify(vlm.processor.decode(vlm.processor.messages("", videos=[frames])))
-    with pytest.raises(ValueError, match="pruning_rate: not with MiniCPM-V 2.6"):
+    with pytest.raises(ValueError, match="pruning_rate: not supported by MiniCPM-V 2.6"):
         vlm.generate(IDS, pixel_values_videos=patches.pixel_values, video_grid_thw=[patches.layout], pruning_rate=0.5)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_factory import make_checkpoint, make_glm_checkpoint, make_qwen3_checkpoint, make_step3_checkpoint
-from checkpoint_factory_minicpmv import make_minicpmv_checkpoint
+from checkpoint_factory import make_checkpoint
 from PIL import Image
+from random_models import RANDOM, make
 from transformers.integrations import hub_kernels
 from typer.testing import CliRunner
 
@@ -107,13 +107,6 @@ def test_an_adapter_beside_the_weights_is_not_attached_unasked(folder, beside, t
 
 # --- which files there are --------------------------------------------------------------------------------------------
 
-FAMILIES = {
-    "Qwen2.5-VL": make_checkpoint,
-    "Qwen3-VL": lambda folder: make_qwen3_checkpoint(folder, "qwen3_vl"),
-    "GLM": lambda folder: make_glm_checkpoint(folder, "glm4v", "Glm4vProcessor"),
-    "MiniCPM-V": lambda folder: make_minicpmv_checkpoint(folder, "4.5"),
-    "Step3-VL": make_step3_checkpoint,
-}
 OPENED: list[str] = []
 
 
@@ -122,10 +115,10 @@ def _note(event: str, args: tuple) -> None:
         OPENED.append(os.path.realpath(args[0]))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RANDOM)
 def test_every_file_that_is_read_is_known(family, tmp_path):
     """Oracle: Python's audit of files that are opened. The loaders of weights and tokenizers open theirs elsewhere."""
-    folder = FAMILIES[family](tmp_path / "model")
+    folder = make(family, tmp_path / "model")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
     (folder / "README.md").write_text("about")

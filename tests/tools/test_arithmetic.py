@@ -82,7 +82,7 @@ def test_a_clip_of_no_memory_is_planned_as_the_file(name):
 
 def test_no_clip_where_no_videos_are_taken():
     model = refvl.load(DATA / "checkpoints/tiny-step3", device="cpu", progress=False)
-    with pytest.raises(ValueError, match="videos: Step3-VL reads images only"):
+    with pytest.raises(ValueError, match="videos: Step3-VL accepts images only"):
         blank_clip(model, 2.0, 64, 64)
 
 

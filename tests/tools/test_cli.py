@@ -77,7 +77,10 @@ def test_info_on_a_released_config(shell):
         (["chat", "FOLDER", "Hi", "--max-new-tokens", "0"], "max_new_tokens: must be at least 1, got 0"),
         (["trace", "FOLDER", "Hi", "--dtype", "int3"], "dtype: expected"),
         (["info", "FOLDER", "--image", "nothing.png"], "nothing.png"),
-        (["chat", "FOLDER/config.json", "Hi"], "config.json is a config without weights, which only `refvl info`"),
+        (
+            ["chat", "FOLDER/config.json", "Hi"],
+            "config.json is a config without weights; use it only with `refvl info`",
+        ),
         (["chat", "FOLDER", LATIN], "prompt: expected text in UTF-8, got 'caf\\udce9'"),
         (["trace", "FOLDER", LATIN], "prompt: expected text in UTF-8, got 'caf\\udce9'"),
     ],
@@ -233,7 +236,7 @@ def test_attention_help_names_every_backend(shell, monkeypatch):
 
 def test_pruning_without_a_video_is_said(shell, folder):
     status, _, err = shell("chat", folder, "Hi", "--image", PHOTO, "--pruning-rate", 0.5, "--max-new-tokens", 1)
-    assert status == 0 and err == "refvl: --pruning-rate prunes videos, and none was given: nothing is pruned\n"
+    assert status == 0 and err == "refvl: --pruning-rate prunes only videos, and none was given\n"
     assert shell("chat", folder, "Hi", "--video", CLIP, "--pruning-rate", 0.5, "--max-new-tokens", 1)[2] == ""
 
 
@@ -296,7 +299,7 @@ def test_help_for_nobody_ends_quietly(arguments):
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["--device", "cuda:3"], "device: 'cuda:3' was asked for, but this machine has no CUDA device"),
+    (["--device", "cuda:3"], "device: 'cuda:3' needs CUDA, but this machine has no CUDA device"),
     (["--repeats", "1" + "0" * 30], "repeats: expected 1 to 10,000 timed calls, got 1" + "0" * 30),
 ])  # fmt: skip
 def test_bench_says_what_it_cannot_do(shell, monkeypatch, words, said):

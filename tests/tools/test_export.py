@@ -173,7 +173,7 @@ def test_new_changed_and_removed_pictures(vlm, folder, tmp_path):
 def test_another_model_is_refused(vlm, folder, tmp_path):
     encode_folder(vlm, folder, tmp_path / "out", progress=False)
     other = refvl.load(make_checkpoint(tmp_path / "other", seed=1), progress=False)
-    with pytest.raises(ValueError, match=r"out: .*embeds-000-00000.safetensors holds embeddings of another model"):
+    with pytest.raises(ValueError, match=r"out: .*embeds-000-00000.safetensors contains embeddings of another model"):
         encode_folder(other, folder, tmp_path / "out", progress=False)
 
 
@@ -215,8 +215,8 @@ def test_unreadable_pictures_are_named_and_the_others_encoded(shell, vlm, checkp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["NOWHERE"], "folder: NOWHERE is no folder"),
-        (["EMPTY"], "holds no image that Pillow can read"),
+        (["NOWHERE"], "folder: expected a folder, a .tar file or a list (.txt, .lst), got NOWHERE"),
+        (["EMPTY"], "contains no image that Pillow can read"),
         (["EMPTY", "--shard-size", "0"], "shard_size: must be at least 1, got 0"),
     ],
 )
@@ -230,7 +230,7 @@ def test_a_mistake_is_one_line(shell, checkpoint, tmp_path, arguments, message):
 def test_several_processes_must_share(shell, monkeypatch, checkpoint, folder, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
     status, _, err = shell("encode", checkpoint, folder, "--out", tmp_path / "out")
-    assert status == 1 and "give --data-parallel" in err and not (tmp_path / "out").exists()
+    assert status == 1 and "add --data-parallel" in err and not (tmp_path / "out").exists()
 
 
 def by_torchrun(arguments, folder):

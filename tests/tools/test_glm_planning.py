@@ -109,14 +109,14 @@ def test_sides_of_glm_ga_are_multiples_of_what_its_files_ask():
 @pytest.mark.parametrize(
     ("model_type", "words"),
     [
-        ("glm4v", "glm4v: 2 frames a second up to 300 s, longer clips are spread (assumed: without processor files"),
-        ("glm46v", "glm46v: 6, 2 or 1 frames a second, fewer the longer the clip, 640 at most"),
+        ("glm4v", "glm4v: 2 frames a second up to 300 s, longer videos are spread (assumed: without processor files"),
+        ("glm46v", "glm46v: 6, 2 or 1 frames a second, fewer for longer videos, 640 at most"),
         ("glmga", "glmga: 2 frames a second, 640 at most"),
     ],
 )
 def test_info_says_how_clips_are_sampled_and_when_it_assumes(model_type, words):
     rows = describe(refvl.load(glm_config(model_type), weights="random", device="meta"))
-    assert rows["clip sampling"].startswith(words) and ("assumed" in words) == ("assumed" in rows["clip sampling"])
+    assert rows["video sampling"].startswith(words) and ("assumed" in words) == ("assumed" in rows["video sampling"])
     assert (
-        " 2408 x 2408 px -> 172 x 172 patches -> 7,396 tokens" in rows["largest square picture"]
+        " 2408 x 2408 px -> 172 x 172 patches -> 7,396 tokens" in rows["largest square image"]
     )  # 86 * 86 of at most 15000 / 2

@@ -135,7 +135,7 @@ def test_where_a_release_is_not_known_info_says_so():
     for name in sorted(path.stem for path in CONFIGS.glob("*.json")):
         vlm = planner(CONFIGS / f"{name}.json")
         counts_pixels = vlm.family.name.startswith(("Qwen", "GLM", "Kimi"))  # the others' configs say how they cut
-        row = describe(vlm)["largest square picture"]
+        row = describe(vlm)["largest square image"]
         assert ("assumed" in row) == vlm.processor.assumed == (counts_pixels and name not in known), name
 
 
@@ -211,18 +211,21 @@ def test_a_small_picture_is_enlarged_and_the_step_says_so():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tiny-step3", "--max-pixels", "9"], "max_pixels: this family cuts pictures by other limits: image_size="),
+        (["tiny-step3", "--max-pixels", "9"], "max_pixels: this family cuts images by other limits: image_size="),
         (
             ["tiny-minicpmv-4_5", "--min-pixels", "9"],
-            "min_pixels: this family cuts pictures by other limits: max_slice",
+            "min_pixels: this family cuts images by other limits: max_slice",
         ),
         (["tiny-qwen2_5_vl", "--max-pixels", "9"], "min_pixels: must not exceed max_pixels=9"),
         (["tiny-qwen2_5_vl", "--max-pixels", "0"], "max_pixels: must be at least 1, got 0"),
-        (["tiny-qwen2_5_vl", "--fps", "2"], "fps: samples video files, and none was given"),
-        (["tiny-qwen2_5_vl", "--num-frames", "2"], "num_frames: samples video files, and none was given"),
+        (["tiny-qwen2_5_vl", "--fps", "2"], "fps: needs a video file, but none was given"),
+        (["tiny-qwen2_5_vl", "--num-frames", "2"], "num_frames: needs a video file, but none was given"),
         (["tiny-qwen2_5_vl", "--video", str(CLIP), "--fps", "0"], "fps: must be a finite number above 0"),
-        (["tiny-qwen2_5_vl", "--video", str(CLIP), "--num-frames", "2", "--fps", "1"], "fps, num_frames: give one"),
-        (["tiny-minicpmv-4_5", "--video", str(CLIP), "--pruning-rate", "0.5"], "pruning_rate: not with MiniCPM-V"),
+        (["tiny-qwen2_5_vl", "--video", str(CLIP), "--num-frames", "2", "--fps", "1"], "fps, num_frames: expected one"),
+        (
+            ["tiny-minicpmv-4_5", "--video", str(CLIP), "--pruning-rate", "0.5"],
+            "pruning_rate: not supported by MiniCPM-V",
+        ),
         (["tiny-qwen2_5_vl", "--pruning-rate", "1"], "pruning_rate: expected a pruning rate in [0, 1), got 1.0"),
     ],
 )
@@ -307,7 +310,7 @@ def test_in_config_json_no_limit_on_pixels_counts(row, tmp_path):
 
 def test_a_config_that_is_no_file_is_planned_with_defaults():
     vlm = planner(glm_config("glm4v"))
-    assert vlm.processor.assumed and "(assumed: no file says the limits)" in describe(vlm)["largest square picture"]
+    assert vlm.processor.assumed and "(assumed: no file sets the limits)" in describe(vlm)["largest square image"]
 
 
 def test_layers_of_linear_attention_keep_no_keys():

@@ -222,7 +222,7 @@ def test_what_does_not_fit_is_refused():
         Squares(SQUARES, rows(), start=(4, "m"))
     with pytest.raises(traitlets.TraitError, match="index: expected 0 to 5, got 6"):
         Squares(SQUARES, rows()).index = 6
-    with pytest.raises(ValueError, match="integers of 0 to 4294967296 do not fit"):
+    with pytest.raises(ValueError, match="expected integers of 32 bits, got 0 to 4294967296"):
         Squares(SQUARES, rows(), shared={"large": np.array([0, 2**32])})
 
 

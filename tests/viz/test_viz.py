@@ -117,11 +117,13 @@ def test_stage_bars_are_milliseconds_with_shapes(ax):
 
 
 def test_resizing_is_explored_under_every_budget():
-    """Oracle: the grids of `plan_grid`, which grow with the budget."""
+    """Oracle: the grids of `plan_grid`, which grow with the budget. Windows, which come later, are not shown."""
     explorer = viz.explore_resize(WIDE, CONFIG, max_tokens=128)
     grids = {explorer.row(i)["grid"] for i in range(len(explorer.states))}
     budgets = [viz.patches.with_token_budget(CONFIG, tokens) for tokens in range(4, 129)]
     assert grids == {plan_grid(196, 280, config)[1:] for config in budgets}
+    assert [control["name"] for control in explorer.controls] == ["photo", "budget"]
+    assert "window" not in explorer.describe() and len(explorer.figure().axes) == 1
 
 
 @pytest.mark.thorough

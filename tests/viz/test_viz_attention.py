@@ -66,13 +66,16 @@ def test_what_an_answer_takes_from_its_media(model):
                 assert torch.equal(got[:, :, i], torch.stack(want))
     chances = probabilities(model.language_model, trace)
     assert chances.argmax(1).tolist() == trace.token_ids
-    for wrong, message in (({"medium": 2}, "medium: must lie in"), ({"token": -1}, "token: must lie in")):
+    for wrong, message in (
+        ({"medium": 2}, "medium: expected an index in"),
+        ({"token": -1}, "token: expected an index in"),
+    ):
         with pytest.raises(ValueError, match=message):
             media_attention(trace, **wrong)
     plain = model.trace("What color is the circle?", images=[SCENE])
-    with pytest.raises(ValueError, match="trace: has no attentions"):
+    with pytest.raises(ValueError, match="trace: expected attentions"):
         media_attention(plain)
-    with pytest.raises(ValueError, match="trace: has no hidden states"):
+    with pytest.raises(ValueError, match="trace: expected hidden states"):
         probabilities(model.language_model, plain)
 
 
@@ -94,8 +97,8 @@ def test_explorers_refuse_what_they_cannot_draw(model, monkeypatch):
     monkeypatch.setattr("refvl.viz.explorers.watched.MAX_PATCHES", 30)
     with pytest.raises(ValueError, match="questions: expected at least one"):
         viz.explore_attention(model, {})
-    with pytest.raises(ValueError, match=r"questions\['large'\]: its picture has 36 patches, at most 30 are drawn"):
+    with pytest.raises(ValueError, match=r"questions\['large'\]: its image has 36 patches, at most 30 are drawn"):
         viz.explore_tower(model, {"large": ("Why?", SCENE)})
     other = shipped("tiny-minicpmv-4_5")
-    with pytest.raises(ValueError, match="model: this explorer draws grids of patches, which MiniCPM-V 4.5 does not"):
+    with pytest.raises(ValueError, match="model: expected a family with grids of patches, got MiniCPM-V 4.5"):
         viz.explore_attention(other, {"one": ("Why?", SCENE)})

@@ -87,5 +87,5 @@ def test_the_canvas_shows_every_token_and_mark_at_its_position():
     marks, overview = (np.stack(line.get_data(), 1).astype(int).tolist() for line in right.lines)
     assert overview == positions[[2, 1]][:, 1 : 1 + spans[0].num_tokens].T.tolist()
     assert marks == [positions[[2, 1], i].tolist() for i, id_ in enumerate(ids) if id_]
-    with pytest.raises(ValueError, match=r"^image: expected one that is cut, got 84 x 84 px$"):
+    with pytest.raises(ValueError, match=r"^image: expected one that is cut into slices, got 84 x 84 px$"):
         viz.plot_canvas(picture.resize((84, 84)), config, positions, spans)

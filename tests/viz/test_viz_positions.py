@@ -82,7 +82,7 @@ def test_place_answers_count_pairs_and_put_the_rest_aside():
     ax = viz.plot_place_answers(["left", "left", "right", "left"], ["left", "right", "red", "left"], PLACES, title="x")
     assert texts(ax) == ["2", "1", "1"]
     assert [(t.get_position()[1], t.get_position()[0]) for t in ax.texts] == [(0, 0), (0, 1), (1, 2)]
-    assert ax.get_title() == "x: 2 of 4 right"
+    assert ax.get_title() == "x: 2 of 4 correct"
 
 
 def test_keep_mask_covers_what_is_pruned():
@@ -151,7 +151,7 @@ def test_the_keep_mask_explorer_needs_no_model():
         assert row["positions"].shape == (3, row["tokens"]) and row["tokens"] == int(row["keep"].sum())
         explorer.index = index
         assert f"keeps {row['tokens']} of {len(EMBEDS)} tokens" in explorer.describe()
-    with pytest.raises(ValueError, match="model: this explorer was made from embeddings alone"):
+    with pytest.raises(ValueError, match="model: this explorer has only embeddings"):
         explorer.ask({"again": ("Why?", FRAMES)})
 
 

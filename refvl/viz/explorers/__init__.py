@@ -7,37 +7,37 @@ How to write one, NAME, in four steps; `windows.py` and `windows.js` are the exa
        class NameExplorer(Explorer):
            _esm = module("NAME")
            title = "What it is"
-           asks = "What does it answer?"          # its page begins with these,
-           action = "Drag the budget."                # and ends with the sentence to remember
-           takeaway = "More tokens, more windows."
+           asks = "What does it answer?"          # its page begins with these
+           action = "Drag the budget."
+           takeaway = "More tokens, more windows."    # and ends with this sentence
 
            def __init__(self, ...):
                super().__init__(
                    [Control("budget", "max tokens", [64, 128, 256]), Control("window", "window, px", [56, 112])],
-                   rows,              # a dict per state: all that is drawn there, and only that
-                   shared={...},      # what all states draw; pictures by `photo(image)`
-                   start=(128, 112),  # an option per control: the middle of the story
+                   rows,              # a dict per state, with everything that is drawn there
+                   shared={...},      # data that all states draw; images by `photo(image)`
+                   start=(128, 112),  # an option per control: the initial state
                )
 
-           def figure(self):          # the state shown as a matplotlib Figure, by plot_* functions
-           def describe(self):        # the state shown as one plain sentence: alt text, and what a terminal prints
+           def figure(self):          # the current state as a matplotlib Figure, by plot_* functions
+           def describe(self):        # the current state as one plain sentence: alt text, and output in a terminal
 
-   Values are nested lists and dicts, numbers, strings, arrays and tensors; equal arrays are kept once. The states are
-   all combinations of options, the last control fastest. Where combinations repeat others or do not exist, name those
-   that do: `states=[(64, 56), (128, 56), (128, 112)]`. A control then offers the options that exist with those of the
-   controls before it. An explorer too large for a dict per state overrides `row(index)` and draws from `shared`.
+   Values are nested lists and dicts, numbers, strings, arrays and tensors; equal arrays are stored once. The states are
+   all combinations of options; the last control changes fastest. If combinations repeat others or do not exist, name
+   those that do: `states=[(64, 56), (128, 56), (128, 112)]`. A control then offers the options that exist for those of
+   the controls before it. An explorer too large for a dict per state overrides `row(index)` and draws from `shared`.
    `fill` replaces the table later. The public function is `explore_NAME(...)` in `refvl/viz/explore.py`, which imports
-   the class when it is called: `refvl.viz` itself does without anywidget.
+   the class when it is called, so `refvl.viz` itself does not need anywidget.
 
-2. `NAME.js`, which looks numbers up and draws them, and computes none; `shared.js` says what it can use.
+2. `NAME.js`, which looks numbers up and draws them, and computes none; `shared.js` describes its helpers.
 
 3. One line in `gallery.GALLERY`: the explorer on files of the repository. It becomes a page and is tested.
 
-4. One line in `tests/explorer_oracles.py`: what `row(index)` has to be, computed again without the table.
+4. One line in `tests/explorer_oracles.py`: the expected `row(index)`, computed again without the table.
 
-In the next cell, `explorer.index` (which state), `explorer.options` (its options by name) and `explorer.selected` (the
-item clicked or reached by arrow keys, -1 for none) say where the reader is; setting `index` or `selected` moves the
-view. `page(explorer)` is the same as one HTML file that needs neither kernel nor network.
+In the next cell, `explorer.index` (the state), `explorer.options` (its options by name) and `explorer.selected` (the
+item clicked or reached by arrow keys, -1 for none) follow the reader; setting `index` or `selected` changes the view.
+`page(explorer)` is the same as one HTML file that needs neither kernel nor network.
 """
 
 try:

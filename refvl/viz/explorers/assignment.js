@@ -1,10 +1,10 @@
-// A bar per rank: its items as long as they are large, and hatched while it waits for the slowest.
+// A bar per rank: its items, each as long as it is large, and hatched while the rank waits for the slowest.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const ROW = 28, LEFT = 60, TEXT = 200;
+  const ROW = () => (view.big ? 52 : 32), LEFT = 60, TEXT = 200;
   const narrow = () => view.fit(700) < 700, W = () => (narrow() ? view.fit(700) : view.fit(1120) - TEXT);
-  const LINE = () => ROW + (narrow() ? 24 : 6);  // on a phone a rank's words stand below it
+  const LINE = () => ROW() + (narrow() ? 24 : view.big ? 12 : 6);  // on a phone a rank's words stand below it
   const sizes = () => view.row.sizes, ranks = () => view.row.ranks;
   const longest = () => Math.max(1, ...ranks().map(rank => rank.load));
   const scale = () => (W() - LEFT) / longest();
@@ -29,13 +29,13 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `${sizes().length} items on ${ranks().length} ranks, ${view.row.speed_up.toFixed(1)} times as fast as one`,
-    caption: () => `${view.row.speed_up.toFixed(1)} times as fast as one rank, if time goes with ${view.shared.unit}; hatched: waits`,
+    caption: () => `${view.row.speed_up.toFixed(1)} times as fast as one rank, if time is proportional to ${view.shared.unit}. Hatched: the rank waits`,
     size: () => [narrow() ? W() : W() + TEXT, ranks().length * LINE()],
     at(x, y) {
-      const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW);
+      const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW());
       return hit ? hit.item : -1;
     },
-    step(i, dx, dy) {  // along a rank, and to the nearest one that has items
+    step(i, dx, dy) {  // along a rank, and to the nearest rank with items
       const line = rankOf(i), place = ranks()[line].items.indexOf(i);
       if (!dy) return ranks()[line].items[place + dx] ?? -1;
       for (let k = line + dy; ranks()[k]; k += dy) if (ranks()[k].items.length) return ranks()[k].items[Math.min(place, ranks()[k].items.length - 1)];
@@ -45,24 +45,55 @@ export default explorer(view => {
       pen.textBaseline = "middle";
       ranks().forEach((rank, line) => {
         const y = line * LINE(), end = LEFT + rank.load * scale();
-        hatch(pen, end, y, W() - end, ROW);
-        pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.font = "12px system-ui, sans-serif";
-        pen.fillText(`rank ${line}`, 0, y + ROW / 2);
+        hatch(pen, end, y, W() - end, ROW());
+        pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.font = "12px sans-serif";
+        pen.fillText(`rank ${line}`, 0, y + ROW() / 2);
         const count = rank.items.length;
         const says = `${count} item${count === 1 ? "" : "s"}, ${rank.load} ${view.shared.unit}`;
-        if (narrow()) pen.fillText(says, LEFT, y + ROW + 10);
-        else pen.fillText(says, W() + 8, y + ROW / 2);
+        if (narrow()) pen.fillText(says, LEFT, y + ROW() + 10);
+        else pen.fillText(says, W() + 8, y + ROW() / 2);
       });
-      pen.textAlign = "center"; pen.font = "bold 12px system-ui, sans-serif";
-      places().forEach(({ item, x, y, width }) => {
+      pen.textAlign = "center"; pen.font = "bold 12px sans-serif";
+      places().forEach(({ item, ...to }) => {
+        const [x, y, width] = ["x", "y", "width"].map(part => view.ease(`${part} ${item}`, to[part]));
         const chosen = item === view.item;
         pen.fillStyle = view.colors.sequence(item / Math.max(1, view.options("items").length - 1));
-        pen.fillRect(x, y, width, ROW);
+        pen.fillRect(x, y, width, ROW());
         pen.strokeStyle = chosen ? view.colors.highlight : view.colors.surface; pen.lineWidth = chosen ? 4 : 1;
-        pen.strokeRect(x + pen.lineWidth / 2, y + pen.lineWidth / 2, Math.max(1, width - pen.lineWidth), ROW - pen.lineWidth);
+        pen.strokeRect(x + pen.lineWidth / 2, y + pen.lineWidth / 2, Math.max(1, width - pen.lineWidth), ROW() - pen.lineWidth);
         if (width < 16) return;
-        pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(item, x + width / 2, y + ROW / 2);
-        pen.fillStyle = "#fff"; pen.fillText(item, x + width / 2, y + ROW / 2);
+        pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(item, x + width / 2, y + ROW() / 2);
+        pen.fillStyle = "#fff"; pen.fillText(item, x + width / 2, y + ROW() / 2);
+      });
+    },
+  });
+
+  // how much faster every number of ranks is, by both rules
+  const H = 280, SIDE = 28, most = () => view.shared.ranks, C = () => view.fit(960);
+  const column = n => SIDE + (n - 1) * (C() - SIDE - 90) / Math.max(1, most() - 1);
+  view.canvas({
+    name: () => "how many times as fast as one rank: by size and by count, for every number of ranks",
+    caption: () => `How many times as fast as one rank, with these ${sizes().length} items; drag to change the ranks. Thin: as fast as ideal`,
+    size: () => [C(), H],
+    drag: x => view.choose("ranks", Math.max(0, Math.min(most() - 1, Math.round((x - SIDE) / (column(2) - column(1)))))),
+    draw(pen, width, height) {
+      const y = speed => height - 24 - (speed - 1) * (height - 44) / Math.max(1, most() - 1);
+      pen.textBaseline = "middle"; pen.strokeStyle = view.colors.line; pen.lineWidth = 1; pen.fillStyle = view.colors.muted;
+      for (let n = 1; n <= most(); n++) {
+        pen.textAlign = "center"; pen.fillText(n, column(n), height - 8);
+        if (n % 2) { pen.textAlign = "right"; pen.fillText(`${n} x`, SIDE - 6, y(n)); }
+      }
+      pen.beginPath(); pen.moveTo(column(1), y(1)); pen.lineTo(column(most()), y(most())); pen.stroke();
+      const now = view.ease("ranks", column(ranks().length));
+      pen.setLineDash([2, 3]); pen.beginPath(); pen.moveTo(now, 8); pen.lineTo(now, height - 20); pen.stroke(); pen.setLineDash([]);
+      const last = [0, 1].map(rule => y(view.row.speed_ups[rule * most() + most() - 1]));
+      ["by size", "by count"].forEach((name, rule) => {
+        const speed = n => view.ease(`${rule} ${n}`, y(view.row.speed_ups[rule * most() + n - 1]));
+        pen.strokeStyle = pen.fillStyle = view.colors[rule ? "video" : "kept"]; pen.lineWidth = 3; pen.setLineDash(rule ? [6, 4] : []);
+        pen.beginPath(); for (let n = 1; n <= most(); n++) pen.lineTo(column(n), speed(n)); pen.stroke(); pen.setLineDash([]);
+        const lift = Math.abs(last[0] - last[1]) < 18 ? (rule ? 9 : -9) : 0;
+        pen.textAlign = "left"; pen.font = "bold 13px sans-serif"; pen.fillStyle = view.colors.ink;
+        pen.fillText(name, column(most()) + 10, last[rule] + lift); pen.font = "12px sans-serif";
       });
     },
   });
@@ -71,7 +102,7 @@ export default explorer(view => {
     const line = rankOf(view.item), rank = ranks()[line], others = rank.items.length - 1;
     const waits = longest() - rank.load, unit = view.shared.unit;
     return `item ${view.item}: ${sizes()[view.item]} ${unit}, on rank ${line} ${others ? `with ${others} more` : "alone"}, ` +
-      (waits ? `which waits as long as ${waits} ${unit} take` : "which the others wait for");
+      (waits ? `which waits for the time of ${waits} ${unit}` : "for which the others wait");
   });
   return { count: () => sizes().length };
 });

@@ -1,51 +1,62 @@
-"""Assignment: items of all sizes arrive, ranks share them by one rule or the other, and wait for the slowest."""
+"""Assignment: items of all sizes arrive, ranks share them by one of two rules, and wait for the slowest."""
 
 import itertools
 from collections.abc import Sequence
 from itertools import islice
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.figure import Figure
 
 from refvl.serving.parallel import get_speed_up
 from refvl.viz.explorers.base import Control, Explorer, module
 from refvl.viz.parallel import RULES, plot_assignment
 
-EITHER = "either"  # the rule, where both deal out alike
+EITHER = "either"  # the rule, if both assign alike
 
 
 class AssignmentExplorer(Explorer):
-    """Items are what arrives, in that order."""
+    """The explorer of assignments. Items are the arriving images, in that order."""
 
     _esm = module("assignment")
     title = "Who encodes what"
     asks = "Who encodes what if several devices share the images?"
-    action = "Deal the items out by count instead of by size."
+    action = "Assign the items by count instead of by size, and watch who waits. Then drag to more ranks."
     takeaway = "Everyone waits for the device with the most patches, so sizes have to be balanced, not counts."
 
     def __init__(self, sizes: Sequence[int], *, ranks: int, max_ranks: int, unit: str):
         self.sizes, self.unit = list(sizes), unit
         arrivals, groups = range(1, len(self.sizes) + 1), range(1, max_ranks + 1)
         rows: dict[tuple, dict] = {}
+        speed_ups = {
+            items: np.array([[get_speed_up(deal(self.sizes[:items], n)[2]) for n in groups] for deal in RULES.values()])
+            for items in arrivals
+        }
         for items, n in itertools.product(arrivals, groups):
             dealt = {rule: deal(self.sizes[:items], n) for rule, deal in RULES.items()}
             if len({str(assignment) for assignment in dealt.values()}) == 1:
                 dealt = {EITHER: dealt["by size"]}
-            rows |= {(items, n, rule): self._row(items, assignment) for rule, assignment in dealt.items()}
+            rows |= {
+                (items, n, rule): self._row(items, assignment, speed_ups[items]) for rule, assignment in dealt.items()
+            }
         controls = [
             Control("items", "items", arrivals, kind="player"),
             Control("ranks", "ranks", groups),
-            Control("rule", "dealt out", [*RULES, EITHER], kind="menu"),
+            Control("rule", "assigned", [*RULES, EITHER], kind="menu"),
         ]
         middle = max(1, 3 * len(self.sizes) // 4)
         start = next(state for state in rows if state[:2] == (middle, ranks))
-        super().__init__(controls, list(rows.values()), shared={"unit": unit}, states=list(rows), start=start)
+        super().__init__(
+            controls, list(rows.values()), shared={"unit": unit, "ranks": max_ranks}, states=list(rows), start=start
+        )
 
-    def _row(self, items: int, assignment) -> dict:
+    def _row(self, items: int, assignment, speed_ups: np.ndarray) -> dict:
+        """speed_ups: (rules, ranks) of these items."""
         order, counts, loads = assignment
         dealt = iter(order)
         ranks = [{"items": list(islice(dealt, n)), "load": load} for n, load in zip(counts, loads, strict=True)]
-        return {"sizes": self.sizes[:items], "ranks": ranks, "speed_up": round(get_speed_up(loads), 4)}
+        speed_up = round(get_speed_up(loads), 4)
+        return {"sizes": self.sizes[:items], "ranks": ranks, "speed_up": speed_up, "speed_ups": speed_ups}
 
     def figure(self) -> Figure:
         items, ranks, rule = self.states[self.index]

@@ -1,16 +1,16 @@
-// The prompt and the picture under a new token's attention, every layer and head at once, and a patch's attention in
+// The prompt and the image under a new token's attention, every layer and head at once, and a patch's attention in
 // the tower with the borders of its windows.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const W = () => (view.fit(700) < 700 ? view.fit(342) : (view.fit(1100) - 48) / 3), BARS = 60;
+  const W = () => (view.fit(700) < 700 ? view.fit(342) : (view.fit(1100) - 48) / 3), BARS = () => (view.big ? 110 : 60);
   const asked = () => view.shared.questions[view.place("question")];
   const token = () => view.place("token"), merge = () => view.shared.merge;
   const cell = () => W() / Math.max(...asked().grid);
   const size = () => [asked().grid[1] * cell(), asked().grid[0] * cell()];
   const columns = () => asked().grid[1] / merge();
   const percent = share => `${Math.round(100 * share)} %`;
-  const FULL = 65535, BYTE = 255;  // steps that shares of the prompt, and of a patch's attention, are kept in
+  const FULL = 65535, BYTE = 255;  // the resolution of shares of the prompt, and of a patch's attention
   const slice = (array, ...place) => {  // an array at `place` of its first axes
     const length = array.shape.slice(place.length).reduce((a, b) => a * b, 1);
     const start = place.reduce((sum, index, axis) => sum * array.shape[axis] + index, 0) * length;
@@ -25,7 +25,7 @@ export default explorer(view => {
   const token_of = patch => Math.floor(patch / merge() ** 2);  // rows are in merge-block order
   const sum = values => values.reduce((a, b) => a + b, 0);
 
-  const found = new WeakMap();  // per question, the patch at each place of the grid
+  const found = new WeakMap();  // per question, the patch at each cell of the grid
   function patch_at(column, row) {
     const { patches, grid } = asked();
     if (!found.has(patches)) {
@@ -37,13 +37,13 @@ export default explorer(view => {
   }
   const at = (x, y) => patch_at(Math.floor(x / cell()), Math.floor(y / cell()));
   const step = (item, dx, dy) => patch_at(asked().patches[2 * item + 1] + dx, asked().patches[2 * item] + dy);
-  function dim(pen, x, y, side, part, most) {  // what gets the most stays as it is; colours stay true
-    pen.globalAlpha = 0.8 * (1 - part / Math.max(1, most));
+  function dim(pen, key, x, y, side, part, most) {  // what gets the most stays as it is; colours stay true
+    pen.globalAlpha = 0.8 * (1 - view.ease(key, part / Math.max(1, most)));
     pen.fillStyle = "#000"; pen.fillRect(x, y, side, side);
     pen.globalAlpha = 1;
   }
   function label(pen, text, x, y) {
-    pen.font = "bold 12px system-ui, sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
+    pen.font = "bold 12px sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
     pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(text, x, y);
     pen.fillStyle = "#fff"; pen.fillText(text, x, y);
   }
@@ -55,12 +55,12 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `"${asked().prompt}" Choosing "${asked().answer[token()]}" (${Math.round(100 * asked().chances[token()])} %), ` +
-      `layer ${view.option("layer")}, head ${view.option("head")}: ${percent(sum(picture(weights())) / FULL)} to the picture; bright: where it looks`,
+      `layer ${view.option("layer")}, head ${view.option("head")}: ${percent(sum(picture(weights())) / FULL)} to the image. Bright: where it looks`,
     size, at, step,
     draw(pen, width, height) {
       pen.drawImage(asked().photo, 0, 0, width, height);
       const looked = picture(weights()), most = Math.max(...looked), side = merge() * cell();
-      looked.forEach((part, t) => dim(pen, (t % columns()) * side, Math.floor(t / columns()) * side, side, part, most));
+      looked.forEach((part, t) => dim(pen, `token ${t}`, (t % columns()) * side, Math.floor(t / columns()) * side, side, part, most));
       if (side >= 40) looked.forEach((part, t) =>
         label(pen, percent(part / FULL), (t % columns() + 0.5) * side, (Math.floor(t / columns()) + 0.5) * side));
       if (view.item >= 0) frame(pen, token_of(view.item) * merge() ** 2, side, view.colors.highlight);
@@ -69,21 +69,21 @@ export default explorer(view => {
 
   view.canvas({
     name: () => {
-      const inside = segments().filter(s => s === segments()[0]).length < segments().length ? "windows" : "the whole picture";
+      const inside = segments().filter(s => s === segments()[0]).length < segments().length ? "windows" : "the whole image";
       return `tower, block ${view.option("block")} (${inside}), head ${view.option("tower_head")}: ` +
-        (view.item < 0 ? "point at a patch" : `what patch ${view.item} takes from the others`);
+        (view.item < 0 ? "point at a patch" : `the attention of patch ${view.item} to the others`);
     },
     size, at, step,
     draw(pen, width, height) {
       pen.drawImage(asked().photo, 0, 0, width, height);
       const c = cell(), seen = view.item < 0 ? [] : tower(view.item), most = Math.max(...seen);
-      seen.forEach((part, patch) => dim(pen, ...corner(patch), c, part, most));
+      seen.forEach((part, patch) => dim(pen, `patch ${patch}`, ...corner(patch), c, part, most));
       pen.beginPath(); pen.strokeStyle = "#ffffff90"; pen.lineWidth = 0.5;
       for (let x = c; x < width - 1; x += c) { pen.moveTo(x, 0); pen.lineTo(x, height); }
       for (let y = c; y < height - 1; y += c) { pen.moveTo(0, y); pen.lineTo(width, y); }
       pen.stroke();
       const windows = segments();
-      for (const [color, thickness] of [["#000", 5], ["#fff", 3]]) {  // where the neighbour is in another window
+      for (const [color, thickness] of [["#000", 5], ["#fff", 3]]) {  // borders between windows
         pen.beginPath(); pen.strokeStyle = color; pen.lineWidth = thickness;
         windows.forEach((segment, patch) => {
           const [x, y] = corner(patch), right = step(patch, 1, 0), below = step(patch, 0, 1);
@@ -99,7 +99,7 @@ export default explorer(view => {
   const LEFT = 46, TOP = 18, GAP = 4;
   const shape = () => asked().language.shape, small = () => (W() - LEFT) / shape()[2];
   view.canvas({
-    name: () => `every layer and head: the picture's tokens, by their share of "${asked().answer[token()]}"`,
+    name: () => `every layer and head: the image's tokens, by their share of "${asked().answer[token()]}"`,
     size: () => [W(), TOP + shape()[1] * small() * size()[1] / size()[0]],
     drag(x, y) {
       const head = Math.floor((x - LEFT) / small()), layer = Math.floor((y - TOP) / (small() * size()[1] / size()[0]));
@@ -108,7 +108,7 @@ export default explorer(view => {
     },
     draw(pen) {
       const high = small() * size()[1] / size()[0], rows = asked().grid[0] / merge();
-      pen.fillStyle = view.colors.muted; pen.font = "11px system-ui, sans-serif"; pen.textBaseline = "middle";
+      pen.fillStyle = view.colors.muted; pen.font = "11px sans-serif"; pen.textBaseline = "middle";
       for (let head = 0; head < shape()[2]; head++) {
         pen.textAlign = "center"; pen.fillStyle = view.colors.muted;
         pen.fillText(head ? head - 1 : "mean", LEFT + (head + 0.5) * small(), TOP / 2);
@@ -134,21 +134,21 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `where the whole prompt is looked at: ${asked().words.filter(Boolean).slice(0, asked().length).join(" ")}`,
-    caption: () => "the attention over the whole prompt: text, and the picture's tokens",
-    size: () => [view.fit(2 * W() + 24), BARS + 84],
+    name: () => `attention to the whole prompt: ${asked().words.filter(Boolean).slice(0, asked().length).join(" ")}`,
+    caption: () => "the attention over the whole prompt: text, and the image's tokens",
+    size: () => [view.fit(view.big ? 3 * W() + 48 : 2 * W() + 24), BARS() + 84],
     draw(pen, width) {
       const all = weights(), wide = width / all.length, [first, count] = asked().span, most = Math.max(...all);
       all.forEach((part, i) => {
         const inside = i >= first && i < first + count;
         pen.fillStyle = view.item >= 0 && i === first + token_of(view.item) ? view.colors.highlight
           : view.colors[inside ? "image" : "text"];
-        const high = BARS * part / Math.max(1, most);
-        pen.fillRect(i * wide + 1, BARS - high, Math.max(1, wide - 2), high);
-        pen.fillRect(i * wide + 1, BARS, Math.max(1, wide - 2), 2);
+        const high = view.ease(`bar ${i}`, BARS() * part / Math.max(1, most));
+        pen.fillRect(i * wide + 1, BARS() - high, Math.max(1, wide - 2), high);
+        pen.fillRect(i * wide + 1, BARS(), Math.max(1, wide - 2), 2);
         if (wide < 9) return;
-        pen.save(); pen.translate((i + 0.5) * wide, BARS + 6); pen.rotate(Math.PI / 2);
-        pen.font = "11px system-ui, sans-serif"; pen.textAlign = "left"; pen.textBaseline = "middle";
+        pen.save(); pen.translate((i + 0.5) * wide, BARS() + 6); pen.rotate(Math.PI / 2);
+        pen.font = "11px sans-serif"; pen.textAlign = "left"; pen.textBaseline = "middle";
         pen.fillStyle = view.colors.ink;
         pen.fillText(inside ? i - first : asked().words[i].replace(/^<\|(.*)\|>$/, "$1").slice(0, 12), 0, 0); pen.restore();
       });
@@ -159,10 +159,10 @@ export default explorer(view => {
     const t = token_of(view.item), [row, column] = asked().patches.slice(2 * view.item, 2 * view.item + 2), seen = tower(view.item);
     const best = seen.indexOf(Math.max(...seen)), other = asked().patches.slice(2 * best, 2 * best + 2);
     const own = sum(seen.filter((_, i) => segments()[i] === segments()[view.item]));
-    return `patch ${view.item} at (${row}, ${column}) is in token ${t} of the picture, which gets ${percent(picture(weights())[t] / FULL)} ` +
+    return `patch ${view.item} at (${row}, ${column}) is in token ${t} of the image, which gets ${percent(picture(weights())[t] / FULL)} ` +
       `when "${asked().answer[token()]}" is chosen; the answer: ${asked().text}\n` +
-      `in block ${view.option("block")} it takes most, ${percent(seen[best] / BYTE)}, from patch (${other[0]}, ${other[1]}), ` +
-      `and ${percent(Math.min(1, own / BYTE))} from its own window`;
+      `in block ${view.option("block")} it attends most, with ${percent(seen[best] / BYTE)}, to patch (${other[0]}, ${other[1]}), ` +
+      `and ${percent(Math.min(1, own / BYTE))} to its own window`;
   });
   return {
     count: () => asked().patches.length / 2,

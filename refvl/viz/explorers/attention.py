@@ -1,4 +1,4 @@
-"""Where does it look: what each new token takes from the prompt, and each patch from the picture."""
+"""Where the model looks: the attention of each new token to the prompt, and of each patch to the image."""
 
 import itertools
 from collections.abc import Mapping
@@ -14,22 +14,22 @@ from refvl.viz.explorers.base import Control, module, photo
 from refvl.viz.explorers.watched import FINE, Watched, WatchedExplorer, dense, in_steps, mean_first, word_of
 
 LABELS = {
-    "question": "question", "token": "new token", "layer": "layer", "head": "head", "block": "block of the tower",
-    "tower_head": "its head",
+    "question": "question", "token": "word of the answer", "layer": "layer", "head": "head",
+    "block": "block of the tower", "tower_head": "its head",
 }  # fmt: skip
 MENUS = ("question", "token", "head", "tower_head")
 
 
 class AttentionExplorer(WatchedExplorer):
-    """Attention of the answer over the picture by layer and head, and of each patch by block and head of the tower.
+    """Attention of the answer to the image by layer and head, and of each patch by block and head of the tower.
 
-    Items are patches, numbered as the rows of the tower's input.
+    Items are patches, numbered like the rows of the tower's input.
     """
 
     _esm = module("attention")
     title = "Where does it look"
     asks = "Where does the model look when it answers?"
-    action = "Choose another question, then another layer and head."
+    action = "Choose another head in the small maps: most look past the circle. Then choose another question."
     takeaway = "A few heads find what is asked about; most of them look elsewhere."
 
     def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
@@ -54,11 +54,11 @@ class AttentionExplorer(WatchedExplorer):
             "controls": controls,
             "shared": {"questions": [self._shown(w) for w in watched], "merge": watched[0].merge},
             "states": [s for s in every if s[1] <= len(self.watched[s[0]].answer)] if shorter else None,
-            "start": (next(iter(questions)), 1, layer, "mean", block, "mean"),
+            "start": (next(iter(questions)), 1, layer, _finder(watched[0], layer), block, "mean"),
         }
 
     def _shown(self, w: Watched) -> dict[str, Any]:
-        """What all states of one question draw from; shares in steps."""
+        """Return the data that all states of one question draw; shares in steps."""
         trace, [span] = w.trace, w.trace.spans
         before = len(trace.input_ids) - 1
         some = next(weights for weights in trace.attentions if weights is not None)
@@ -108,11 +108,16 @@ class AttentionExplorer(WatchedExplorer):
         heads = "all heads on average" if o["head"] == "mean" else f"head {o['head']}"
         return (
             f'Asked "{w.prompt}", the model answers "{w.trace.text}"; choosing "{w.answer[o["token"] - 1]}", {heads} '
-            f"of layer {o['layer']} give {float(looked.sum()):.0%} of the attention to the picture, "
+            f"of layer {o['layer']} give {float(looked.sum()):.0%} of the attention to the image, "
             f"{float(looked.max()):.0%} to one of its {len(looked)} tokens."
         )
 
 
+def _finder(w: Watched, layer: int) -> int:
+    """The head of a layer that gives the most attention to one token of the image."""
+    return int(media_attention(w.trace)[layer].amax(-1).argmax())
+
+
 def _place(head: str | int) -> int:
-    """Where a head stands in what `mean_first` gives."""
+    """Return the index of a head in the result of `mean_first`."""
     return 0 if head == "mean" else int(head) + 1

@@ -1,4 +1,4 @@
-"""What all explorers share: states, a table that travels to the browser, a picture for places without scripts."""
+"""The base of all explorers: states, a table that is sent to the browser, and an image for use without scripts."""
 
 import base64
 import io
@@ -25,20 +25,20 @@ FOLDER = Path(__file__).parent
 
 
 def palette() -> dict[str, dict]:
-    """The colours of each theme, and 32 along a sequence, first to last."""
+    """Return the colours of each theme, and 32 along a sequence, first to last."""
     ramp = {name: plt.get_cmap(SEQUENCE_CMAP)(np.linspace(*limits, 32)) for name, limits in SEQUENCE_RANGES.items()}
     return {name: colors | {"sequence": [to_hex(c) for c in ramp[name]]} for name, colors in THEMES.items()}
 
 
 def module(name: str) -> str:
-    """The source of `name`.js as one ES module: `shared.js` stands where it is imported."""
+    """Return the source of `name`.js as one ES module, with `shared.js` in place of its import."""
     shared = re.sub(r"^export ", "", (FOLDER / "shared.js").read_text(), flags=re.M)
     own = (FOLDER / f"{name}.js").read_text()
     return re.sub(r'^import .* from "\./shared\.js";\n', lambda _: shared, own, count=1, flags=re.M)
 
 
 def photo(image, *, side: int = 400) -> str:
-    """A picture for the table: a `data:` address of a WebP whose longer side has at most `side` pixels."""
+    """Return an image for the table: the `data:` address of a WebP whose longer side has at most `side` pixels."""
     picture = load_image(image).convert("RGB")
     picture.thumbnail((side, side))
     buffer = io.BytesIO()
@@ -50,7 +50,7 @@ def photo(image, *, side: int = 400) -> str:
 class Control:
     """A slider, a menu (`kind="menu"`), or a slider that can also play (`kind="player"`), over a list of options.
 
-    options: numbers or strings, in order, each once. label: what stands before the control, with the unit.
+    options: numbers or strings, in order, without repetition. label: the text before the control, with the unit.
     """
 
     name: str
@@ -60,11 +60,11 @@ class Control:
 
 
 class Explorer(anywidget.AnyWidget):
-    """A table of states and what draws it; see `refvl.viz.explorers` for how to write one.
+    """A table of states and a script that draws it; see `refvl.viz.explorers` for how to write one.
 
-    index: the state shown. selected: the item that the reader chose in it, -1 for none; what items are is up to the
-    subclass. Both are set by the reader and by Python. Raises ValueError for states and rows that do not fit.
-    asks, action, takeaway: what its page asks, what to try there, and the sentence to remember.
+    index: the current state. selected: the item that the reader chose in it, -1 for none; the subclass defines its
+    items. The reader and Python both set them. Raises ValueError for states and rows that do not fit.
+    asks, action, takeaway: the question of its page, the suggestion to try, and the final sentence.
     """
 
     title = asks = action = takeaway = "Explorer"
@@ -89,7 +89,7 @@ class Explorer(anywidget.AnyWidget):
         self.fill(controls, rows, shared=shared, states=states, start=start)
 
     def fill(self, controls, rows=(), *, shared=None, states=None, start=None) -> None:
-        """Replace the table, on the screen too; arguments as of the class."""
+        """Replace the table, on the screen too; arguments as in the class."""
         offered = [list(control.options) for control in controls]
         every = list(itertools.product(*offered)) if states is None else [tuple(state) for state in states]
         if rows and len(rows) != len(every):
@@ -121,28 +121,28 @@ class Explorer(anywidget.AnyWidget):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options shown, by name of their control."""
+        """The current options, by name of their control."""
         return {c["name"]: option for c, option in zip(self.controls, self._states[self.index], strict=True)}
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What all states draw."""
+        """The data that all states draw."""
         return self._shared
 
     def row(self, index: int) -> dict[str, Any]:
-        """What the state `index` draws."""
+        """Return the data that the state `index` draws."""
         return dict(self._rows[index])
 
     def figure(self) -> Figure:
-        """The state shown, as a figure that needs no script."""
+        """Return the current state as a figure that needs no script."""
         raise NotImplementedError(f"{type(self).__name__}.figure")
 
     def describe(self) -> str:
-        """The state shown, as one sentence."""
+        """Return the current state as one sentence."""
         return f"{self.title}: " + ", ".join(f"{c['label']} {self.options[c['name']]}" for c in self.controls) + "."
 
     def _repr_mimebundle_(self, **kwargs):
-        """The widget; where it cannot run, its figure; where there are no pictures, a sentence."""
+        """Return the widget; its figure for places where it cannot run; a sentence for places without images."""
         data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
         figure = self.figure()
         picture = base64.b64encode(png_of(figure)).decode()
@@ -152,7 +152,7 @@ class Explorer(anywidget.AnyWidget):
 
 
 class Packed:
-    """Nested values for the browser: arrays become {"array": number}, each different one kept once and compressed."""
+    """Nested values for the browser: arrays become {"array": number}; equal arrays are stored once and compressed."""
 
     def __init__(self):
         self._arrays: dict[tuple, int] = {}  # (dtype, shape, bytes) to its number
@@ -174,12 +174,12 @@ class Packed:
         return [{"dtype": dtype, "shape": shape} for dtype, shape, _ in self._arrays]
 
     def data(self) -> bytes:
-        """The arrays one after the other, each from a multiple of four bytes on."""
+        """Return the arrays one after the other, each starting at a multiple of four bytes."""
         return zlib.compress(b"".join(data + bytes(-len(data) % 4) for _, _, data in self._arrays), 9)
 
 
 def _dtype(value: np.ndarray) -> str:
-    """The smallest type that JavaScript has an array of and that holds the values; floats keep 32 bits."""
+    """Return the smallest type of a JavaScript array that fits the values; floats keep 32 bits."""
     if value.dtype.kind == "f":
         return "<f4"
     low, high = (int(value.min()), int(value.max())) if value.size else (0, 0)
@@ -187,4 +187,4 @@ def _dtype(value: np.ndarray) -> str:
         limits = np.iinfo(dtype)
         if limits.min <= low and high <= limits.max:
             return dtype
-    raise ValueError(f"table: integers of {low} to {high} do not fit into 32 bits")
+    raise ValueError(f"table: expected integers of 32 bits, got {low} to {high}")

@@ -1,19 +1,19 @@
-// The frames of a clip with pruned tokens covered, the positions of what is left, and what the model says at this rate.
+// The frames of a video with pruned tokens covered, the positions of the kept tokens, and the model's answer.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const GAP = 8, WIDE = () => view.fit(520), CHART = 190, LEFT = 40, RIGHT = 80;
+  const GAP = 8, WIDE = () => (view.big ? (view.fit(1120) - 24) / 2 : view.fit(520)), CHART = () => (view.big ? 270 : 190), LEFT = 40, RIGHT = 80;
   const clip = () => view.shared.clips[view.row.clip], thw = () => clip().thw;
   const per_frame = () => thw()[1] * thw()[2], count = () => thw()[0] * per_frame();
   const columns = () => Math.min(view.fit(760) < 600 ? 3 : 5, thw()[0]), lines = () => Math.ceil(thw()[0] / columns());
-  const frame_width = () => Math.min(180, (view.fit(760) - GAP * columns()) / columns());
+  const frame_width = () => Math.min(view.big ? 230 : 180, (view.fit(view.big && columns() < 5 ? 996 : 760) - GAP * columns()) / columns());
   const cell = () => { const [first] = clip().frames, w = frame_width(); return [w / thw()[2], w * first.height / first.width / thw()[1]]; };
   const corner = token => {
     const step = Math.floor(token / per_frame()), [w, h] = cell(), inside = token % per_frame();
     return [(step % columns()) * (frame_width() + GAP) + (inside % thw()[2]) * w,
       Math.floor(step / columns()) * (thw()[1] * h + GAP + 14) + 14 + Math.floor(inside / thw()[2]) * h];
   };
-  const place = token => { let seen = -1; return clip().is_clip.findIndex(yes => yes && ++seen === token); };  // in the prompt
+  const place = token => { let seen = -1; return clip().is_clip.findIndex(yes => yes && ++seen === token); };  // index in the prompt
   const percent = x => `${Math.round(100 * x)} %`;
   const sum = values => values.reduce((a, b) => a + b, 0);
 
@@ -25,7 +25,7 @@ export default explorer(view => {
     return -1;
   }
   view.canvas({
-    name: () => `${clip().prompt || "a clip"}: at q = ${view.option("q")} EVS keeps ${sum(view.row.keep)} of ${count()} tokens`,
+    name: () => `${clip().prompt || "a video"} At q = ${view.option("q")} EVS keeps ${sum(view.row.keep)} of ${count()} tokens`,
     size: () => [columns() * (frame_width() + GAP), lines() * (thw()[1] * cell()[1] + GAP + 14)],
     at,
     step: (item, dx, dy) => {
@@ -34,20 +34,20 @@ export default explorer(view => {
         const next = inside + dx + dy * thw()[2];
         return next >= 0 && next < per_frame() ? step * per_frame() + next : -1;
       }
-      return item + dx * (per_frame() - thw()[2] + 1);  // over to the next frame, same row
+      return item + dx * (per_frame() - thw()[2] + 1);  // to the next frame, same row
     },
     draw(pen) {
       const [w, h] = cell();
       for (let step = 0; step < thw()[0]; step++) {
         const [x, y] = corner(step * per_frame()), kept = view.row.keep.subarray(step * per_frame(), (step + 1) * per_frame());
         pen.drawImage(clip().frames[step], x, y, frame_width(), thw()[1] * h);
-        pen.font = "11px system-ui, sans-serif"; pen.textAlign = "left"; pen.textBaseline = "bottom";
+        pen.font = "11px sans-serif"; pen.textAlign = "left"; pen.textBaseline = "bottom";
         pen.fillStyle = view.colors.muted; pen.fillText(`step ${step}: ${sum(kept)} kept`, x, y - 1);
       }
       view.row.keep.forEach((keep, token) => {
         const [x, y] = corner(token);
-        if (keep) { pen.strokeStyle = view.colors.kept; pen.lineWidth = 2; pen.strokeRect(x + 1.5, y + 1.5, w - 3, h - 3); return; }
-        pen.globalAlpha = 0.86; pen.fillStyle = view.colors.empty; pen.fillRect(x, y, w, h); pen.globalAlpha = 1;
+        if (keep) { view.ease(token, 0); pen.strokeStyle = view.colors.kept; pen.lineWidth = 2; pen.strokeRect(x + 1.5, y + 1.5, w - 3, h - 3); return; }
+        pen.globalAlpha = view.ease(token, 0.86); pen.fillStyle = view.colors.empty; pen.fillRect(x, y, w, h); pen.globalAlpha = 1;
       });
       if (view.item < 0) return;
       const [x, y] = corner(view.item);
@@ -57,45 +57,18 @@ export default explorer(view => {
 
   const length = () => clip().is_clip.length, most = () => Math.max(...clip().positions);
   view.canvas({
-    name: () => `positions: ${view.row.tokens} of ${length()} prompt tokens are left, at the positions they had; delta ${view.row.delta}`,
-    size: () => [WIDE(), CHART],
-    at: x => {
-      const i = Math.floor((x - LEFT) / (WIDE() - LEFT) * length());
-      return clip().is_clip[i] ? sum(clip().is_clip.subarray(0, i)) : -1;
-    },
-    draw(pen, width, height) {
-      const wide = (width - LEFT) / length(), high = value => height - 22 - value / Math.max(1, most()) * (height - 40);
-      pen.font = "11px system-ui, sans-serif"; pen.textBaseline = "middle"; pen.textAlign = "right"; pen.fillStyle = view.colors.muted;
-      for (const value of [0, most()]) pen.fillText(value, LEFT - 5, high(value));
-      pen.textAlign = "left"; pen.fillText("token of the prompt; a gap is a pruned one", LEFT, height - 6);
-      ["t", "h", "w"].forEach((axis, i) => {
-        pen.fillStyle = view.colors[`${axis}_text`] ?? view.colors[axis]; pen.fillText(axis, LEFT + 16 * i, 8);
-        pen.fillStyle = view.colors[axis];
-        view.row.kept.forEach((kept, token) => {
-          if (!kept) return;
-          const side = 7 - 2 * i;  // where axes agree, the later lies on the earlier
-          pen.fillRect(LEFT + (token + 0.5) * wide - side / 2, high(clip().positions[i * length() + token]) - side / 2, side, side);
-        });
-      });
-      if (view.item < 0) return;
-      pen.strokeStyle = view.colors.highlight; pen.lineWidth = 2;
-      pen.strokeRect(LEFT + place(view.item) * wide, 16, wide, height - 36);
-    },
-  });
-
-  view.canvas({
-    name: () => "what is left: tokens of the clip, tokens of the prompt, pairs that attend in a layer",
+    name: () => "what is left: tokens of the video, tokens of the prompt, pairs that attend in a layer",
     size: () => [240, 90],
     draw(pen, width) {
       const full = length(), left = view.row.tokens;
-      [["clip", sum(view.row.keep), count()], ["prompt", left, full], ["pairs", left * (left + 1) / 2, full * (full + 1) / 2]]
+      [["video", sum(view.row.keep), count()], ["prompt", left, full], ["pairs", left * (left + 1) / 2, full * (full + 1) / 2]]
         .forEach(([name, now, before], i) => {
           const y = 30 * i + 4;
           pen.fillStyle = view.colors.empty; pen.fillRect(56, y, width - 56, 18);
-          pen.fillStyle = view.colors.kept; pen.fillRect(56, y, (width - 56) * now / before, 18);
-          pen.font = "12px system-ui, sans-serif"; pen.textBaseline = "middle"; pen.fillStyle = view.colors.ink;
+          pen.fillStyle = view.colors.kept; pen.fillRect(56, y, (width - 56) * view.ease(name, now / before), 18);
+          pen.font = "12px sans-serif"; pen.textBaseline = "middle"; pen.fillStyle = view.colors.ink;
           pen.textAlign = "left"; pen.fillText(name, 0, y + 9);
-          pen.font = "bold 12px system-ui, sans-serif"; pen.textAlign = "right"; pen.lineWidth = 3;
+          pen.font = "bold 12px sans-serif"; pen.textAlign = "right"; pen.lineWidth = 3;
           pen.strokeStyle = view.colors.surface; pen.strokeText(`${now} of ${before}`, width - 5, y + 9);
           pen.fillText(`${now} of ${before}`, width - 5, y + 9);
         });
@@ -108,7 +81,7 @@ export default explorer(view => {
     name: () => clip().words.length
       ? `the model says "${view.row.answer}"; its first word, at every q: ${clip().words.map((w, i) => `${w} ${percent(view.row.chances[i])}`).join(", ")}`
       : "no model was asked: viz.explore_evs takes one",
-    size: () => [WIDE(), clip().words.length ? CHART : 1],
+    size: () => [WIDE(), clip().words.length ? CHART() : 1],
     drag(x) {
       const wanted = (x - LEFT) / per_rate(), far = k => Math.abs(clip().rates[k] - wanted);
       const near = clip().rates.reduce((best, _, k) => (far(k) < far(best) ? k : best), 0);
@@ -117,7 +90,7 @@ export default explorer(view => {
     draw(pen, width, height) {
       if (!clip().words.length) return;
       const across = q => LEFT + q * per_rate(), high = p => height - 24 - p * (height - 36);
-      pen.font = "11px system-ui, sans-serif"; pen.fillStyle = view.colors.muted; pen.strokeStyle = view.colors.line;
+      pen.font = "11px sans-serif"; pen.fillStyle = view.colors.muted; pen.strokeStyle = view.colors.line;
       pen.textBaseline = "middle"; pen.textAlign = "right"; pen.lineWidth = 1;
       for (const p of [0, 0.5, 1]) {
         pen.fillText(percent(p), LEFT - 4, high(p));
@@ -125,7 +98,7 @@ export default explorer(view => {
       }
       pen.textAlign = "center"; pen.textBaseline = "bottom";
       for (const q of [0, 0.2, 0.4, 0.6, 0.8]) if (q <= last_rate()) pen.fillText(`q = ${q}`, across(q), height - 4);
-      const here = across(view.option("q"));
+      const here = view.ease("q", across(view.option("q")));
       pen.strokeStyle = view.colors.ink; pen.lineWidth = 2; pen.setLineDash([4, 3]);
       pen.beginPath(); pen.moveTo(here, high(1)); pen.lineTo(here, high(0)); pen.stroke(); pen.setLineDash([]);
       clip().words.forEach((word, i) => {
@@ -135,7 +108,7 @@ export default explorer(view => {
         pen.stroke(); pen.setLineDash([]);
         pen.beginPath(); pen.arc(here, high(view.row.chances[i]), 4.5, 0, 7); pen.fill();
       });
-      pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = "bold 12px system-ui, sans-serif";
+      pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = "bold 12px sans-serif";
       let lowest = -Infinity;  // names stand at the ends of their lines, and never on each other
       const ends = clip().words.map((word, i) => [high(clip().curves.at(-1)[i]), word, STROKES[i][0]]).sort((a, b) => a[0] - b[0]);
       ends.forEach(([y, word, color], i) => {
@@ -145,10 +118,37 @@ export default explorer(view => {
     },
   });
 
+  view.canvas({
+    name: () => `positions: ${view.row.tokens} of ${length()} prompt tokens are left, at the positions they had; delta ${view.row.delta}`,
+    size: () => [WIDE(), CHART()],
+    at: x => {
+      const i = Math.floor((x - LEFT) / (WIDE() - LEFT) * length());
+      return clip().is_clip[i] ? sum(clip().is_clip.subarray(0, i)) : -1;
+    },
+    draw(pen, width, height) {
+      const wide = (width - LEFT) / length(), high = value => height - 22 - value / Math.max(1, most()) * (height - 40);
+      pen.font = "11px sans-serif"; pen.textBaseline = "middle"; pen.textAlign = "right"; pen.fillStyle = view.colors.muted;
+      for (const value of [0, most()]) pen.fillText(value, LEFT - 5, high(value));
+      pen.textAlign = "left"; pen.fillText("token of the prompt; a gap is a pruned token", LEFT, height - 6);
+      ["t", "h", "w"].forEach((axis, i) => {
+        pen.fillStyle = view.colors[`${axis}_text`] ?? view.colors[axis]; pen.fillText(axis, LEFT + 16 * i, 8);
+        pen.fillStyle = view.colors[axis];
+        view.row.kept.forEach((kept, token) => {
+          if (!kept) return;
+          const side = 7 - 2 * i;  // where axes agree, the later is drawn on top
+          pen.fillRect(LEFT + (token + 0.5) * wide - side / 2, high(clip().positions[i * length() + token]) - side / 2, side, side);
+        });
+      });
+      if (view.item < 0) return;
+      pen.strokeStyle = view.colors.highlight; pen.lineWidth = 2;
+      pen.strokeRect(LEFT + place(view.item) * wide, 16, wide, height - 36);
+    },
+  });
+
   view.readout(() => {
     const i = place(view.item), [t, h, w] = [0, 1, 2].map(axis => clip().positions[axis * length() + i]);
     const step = Math.floor(view.item / per_frame()), inside = view.item % per_frame();
-    return `token ${view.item} of the clip: step ${step}, row ${Math.floor(inside / thw()[2])}, column ${inside % thw()[2]}; ` +
+    return `token ${view.item} of the video: step ${step}, row ${Math.floor(inside / thw()[2])}, column ${inside % thw()[2]}; ` +
       `${view.row.keep[view.item] ? "kept" : "pruned"} at q = ${view.option("q")}\n` +
       `token ${i} of the full prompt, at position (t, h, w) = (${t}, ${h}, ${w})` +
       (view.row.keep[view.item] ? `, now number ${sum(view.row.kept.subarray(0, i))} of the prompt` : "");

@@ -1,4 +1,4 @@
-"""EVS with the answer: which tokens of a clip stay at every pruning rate, where they stand, and what the model says."""
+"""EVS with the answer: which tokens of a video are kept at every pruning rate, their positions, and the answer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,29 +21,29 @@ WORDS = 4  # first words of an answer whose probabilities are drawn
 
 
 class EvsExplorer(Explorer):
-    """Clips at every pruning rate that keeps other tokens. Items are the tokens of a clip, in reading order."""
+    """Videos at every pruning rate with a different result. Items are the tokens of a video, in row-major order."""
 
     _esm = module("evs")
     title = "EVS with the answer"
-    asks = "How many tokens of a video can go before the answer breaks?"
+    asks = "How many tokens of a video can be dropped before the answer breaks?"
     action = "Press play, or drag across the curve of the answer."
-    takeaway = "What did not change can go, and what is left keeps its positions; past a point the answer breaks."
+    takeaway = "Tokens that did not change can be dropped, and the rest keep their positions, until the answer breaks."
 
     def __init__(self, clips: list[dict[str, Any]], *, model=None, q: float = 0.5):
-        """clips: as `clip_asked` or `clip_of_embeddings` make them, each with a name."""
+        """clips: videos as returned by `clip_asked` or `clip_of_embeddings`, each with a name."""
         self.model = model
         super().__init__(**self._table(clips, q))
         self.selected = self._moved()
 
     def ask(self, clips: Mapping[str, tuple[str, Any]], *, q: float = 0.5) -> None:
-        """Ask the model again, name -> (prompt, clip), and show that instead."""
+        """Ask the model again, name -> (prompt, video), and show the result instead."""
         if self.model is None:
-            raise ValueError("model: this explorer was made from embeddings alone; viz.explore_evs takes a model")
+            raise ValueError("model: this explorer has only embeddings; use viz.explore_evs with a model")
         self.fill(**self._table([clip_asked(self.model, name, *clip) for name, clip in clips.items()], q))
         self.selected = self._moved()
 
     def _moved(self) -> int:
-        """The first token that is kept for what changed: after the first step, all of which stays."""
+        """Return the first token that is kept because it changed: after the first step, which is kept whole."""
         row = self.row(self.index)
         _, h, w = self.clips[row["clip"]]["shared"]["thw"]
         later = row["keep"][h * w :].nonzero().flatten()
@@ -61,7 +61,7 @@ class EvsExplorer(Explorer):
             Control("clip", "question", [clip["name"] for clip in clips], kind="menu"),
             Control("q", "pruning rate q", sorted({rate for _, rate in states}), kind="player"),
         ]
-        first = len(clips) == 1  # then there is no clip to choose
+        first = len(clips) == 1  # then there is no video to choose
         return {
             "controls": controls[first:], "rows": list(states.values()), "states": [state[first:] for state in states],
             "shared": {"clips": [clip["shared"] for clip in clips]}, "start": start[first:],
@@ -80,12 +80,12 @@ class EvsExplorer(Explorer):
         row = self.row(self.index)
         shared = self.clips[row["clip"]]["shared"]
         said = f' Asked "{shared["prompt"]}", the model answers "{row["answer"]}".' if shared["words"] else ""
-        kept = f"{int(row['keep'].sum())} of {len(row['keep'])} tokens of the clip"
+        kept = f"{int(row['keep'].sum())} of {len(row['keep'])} tokens of the video"
         return f"At pruning rate {self.options['q']:g} EVS keeps {kept}: the prompt has {row['tokens']} tokens.{said}"
 
 
 def distinct_masks(embeds_MD: Tensor, merged_thw: Grid) -> dict[float, Tensor]:
-    """Pruning rate -> (M,) bool, for the smallest of `RATES` that leads to each mask."""
+    """Return pruning rate -> (M,) bool, for the smallest of `RATES` that leads to each mask."""
     masks: dict[tuple, tuple[float, Tensor]] = {}
     for rate in RATES:
         keep_M = compute_retention_mask(embeds_MD, merged_thw, 1, rate)
@@ -94,7 +94,7 @@ def distinct_masks(embeds_MD: Tensor, merged_thw: Grid) -> dict[float, Tensor]:
 
 
 def clip_of_embeddings(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid) -> dict[str, Any]:
-    """A clip by itself, without a prompt: its positions begin at 0."""
+    """Return a video by itself, without a prompt: its positions begin at 0."""
     positions, _ = get_mrope_input_positions(len(embeds_MD), [MediaSpan(0, *merged_thw)])
     rows = {
         rate: _row(keep_M, keep_M, positions) | {"answer": "", "chances": []}
@@ -105,7 +105,7 @@ def clip_of_embeddings(frames: np.ndarray, embeds_MD: Tensor, merged_thw: Grid) 
 
 
 def clip_asked(model, name: str, prompt: str, clip) -> dict[str, Any]:
-    """A clip, the same question at every rate, and the probabilities of an answer's first word."""
+    """Return a video, the same question at every rate, and the probabilities of an answer's first word."""
     [video] = model.processor.decode(model.processor.messages("", (), [clip]))
     full = model.trace(prompt, videos=[video], hidden_states=True)
     thw, firsts = full.patches[0].media_tokens.thw, {}

@@ -1,15 +1,15 @@
-// Four measures as curves over the size of an image or the length of a video, and what each family costs at the size shown.
+// Four measures as curves over the size of an image or the length of a video, and the costs of each family at one size.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const H = 190, LEFT = 8, BOTTOM = 20, TOP = 8, GAP = 24, NAME = 120;
-  const wide = () => view.fit(1100), narrow = () => wide() < 700, LINE = () => (narrow() ? 48 : 26);
-  const W = () => (narrow() ? Math.min(340, wide()) : (wide() - 3 * GAP) / 4 - 1);
+  const H = () => (view.big ? 320 : 230), LEFT = 8, BOTTOM = 20, HEAD = 24, TOP = HEAD + 8, GAP = 24, NAME = 120;
+  const wide = () => view.fit(1100), narrow = () => wide() < 700, LINE = () => (narrow() ? 48 : view.big ? 40 : 28);
+  const W = () => (narrow() ? Math.min(340, wide()) : view.big ? (wide() - 3 * GAP) / 4 - 1 : (wide() - GAP) / 2 - 1);
   const { families, measures, curves, device, clip } = view.shared;
   const names = Object.keys(families);
   const curve = () => curves[view.option("kind")];
   const color = name => view.colors[families[name][0]];
-  const CORNERS = { o: [32, 0], D: [4, 0], s: [4, 45], "^": [3, -90], v: [3, 90] };  // how many, the first at which angle
+  const CORNERS = { o: [32, 0], D: [4, 0], s: [4, 45], "^": [3, -90], v: [3, 90] };  // number of corners, angle of the first
   function mark(pen, name, px, py, radius) {
     const [corners, first] = CORNERS[families[name][1]];
     pen.fillStyle = color(name); pen.beginPath();
@@ -20,11 +20,12 @@ export default explorer(view => {
     pen.fill();
   }
   const here = () => view.row.families;
-  const units = { bytes: n => (n < 2 ** 30 ? `${(n / 2 ** 20).toPrecision(3)} MiB` : `${(n / 2 ** 30).toPrecision(3)} GiB`),
-    seconds: s => (s < 1 ? `${(1000 * s).toPrecision(3)} ms` : `${s.toPrecision(3)} s`) };
+  const three = n => (n < 999.5 ? n.toPrecision(3) : Math.round(n).toLocaleString("en"));
+  const units = { bytes: n => (n < 2 ** 30 ? `${three(n / 2 ** 20)} MiB` : `${three(n / 2 ** 30)} GiB`),
+    seconds: s => (s < 1 ? `${three(1000 * s)} ms` : `${three(s)} s`) };
   const shown = (measure, value) => (units[measure] ?? (n => n.toLocaleString("en")))(value);
 
-  // places on a logarithmic scale from the smallest to the largest of what is drawn
+  // coordinates on a logarithmic scale from the smallest to the largest value that is drawn
   const along = (value, low, high, length) => length * Math.log(value / low) / Math.log(high / low);
   const x = size => LEFT + along(size, curve()[0].size, curve().at(-1).size, W() - 2 * LEFT);
   function limits(measure) {
@@ -32,10 +33,37 @@ export default explorer(view => {
     return [Math.min(...values), Math.max(...values)];
   }
 
+  const COLUMNS = ["patches", ...Object.keys(measures)], TITLES = { bytes: "memory", seconds: "time" };
+  const left = () => (narrow() ? 0 : NAME), cell = () => (narrow() ? wide() / COLUMNS.length : Math.min(150, (wide() - NAME) / COLUMNS.length));
+  view.canvas({
+    name: () => `costs in each family of ${view.option("kind") === "image" ? "a square image" : `a video of ${clip} px`}, ${view.option("size")}`,
+    caption: () => view.option("kind") === "image"
+      ? "bfloat16, released sizes; memory: key-value cache and the tower's activations"
+      : `a video of ${clip} px, sampled by each family's rule; Step3-VL accepts none`,
+    size: () => [left() + COLUMNS.length * cell(), (names.length + 1) * LINE()],
+    at: (px, py) => Math.floor(py / LINE()) - 1,
+    step: (i, dx, dy) => i + dy,
+    draw(pen, width) {
+      pen.font = narrow() ? "12px sans-serif" : "14px sans-serif";
+      pen.textBaseline = "middle"; pen.textAlign = "right"; pen.fillStyle = view.colors.muted;
+      COLUMNS.forEach((measure, c) => pen.fillText(TITLES[measure] ?? measure, left() + (c + 1) * cell() - 8, 13));
+      names.forEach((name, i) => {
+        const y = (i + 1) * LINE(), costs = here()[name];
+        if (i) { pen.fillStyle = view.colors.empty; pen.fillRect(0, y, width, 1); }
+        if (i === view.item) { pen.fillStyle = view.colors.empty; pen.fillRect(0, y, width, LINE()); }
+        mark(pen, name, 10, y + (narrow() ? 13 : LINE() / 2), 8);
+        pen.textAlign = "left"; pen.fillStyle = view.colors.ink; pen.fillText(name, 22, y + (narrow() ? 13 : LINE() / 2));
+        pen.textAlign = "right";
+        COLUMNS.forEach((measure, c) =>
+          pen.fillText(costs ? shown(measure, costs[measure]) : "-", left() + (c + 1) * cell() - 8, y + LINE() - (narrow() ? 13 : LINE() / 2)));
+      });
+    },
+  });
+
   Object.entries(measures).forEach(([measure, label]) => view.canvas({
     name: () => `${label} against the ${view.option("kind") === "image" ? "side of the image" : "length of the video"}`,
-    caption: () => `${label}, both scales logarithmic` + (measure === "seconds" ? `; no run can be faster on an ${device}` : ""),
-    size: () => [W(), H],
+    caption: () => "drag: both scales are logarithmic" + (measure === "seconds" ? `; no run can be faster on an ${device}` : ""),
+    size: () => [W(), H()],
     drag(px) {
       const sizes = curve().map(row => x(row.size));
       const nearest = sizes.reduce((best, at, i) => (Math.abs(at - px) < Math.abs(sizes[best] - px) ? i : best), 0);
@@ -44,14 +72,19 @@ export default explorer(view => {
     },
     draw(pen, width, height) {
       const [low, high] = limits(measure), y = value => height - BOTTOM - along(value, low, high, height - BOTTOM - TOP);
-      pen.strokeStyle = view.colors.line; pen.lineWidth = 1; pen.strokeRect(0.5, 0.5, width - 1, height - BOTTOM);
+      pen.fillStyle = view.colors.ink; pen.font = "bold 13px sans-serif"; pen.textBaseline = "top";
+      pen.fillText(label, 0, 2); pen.font = "12px sans-serif";
+      pen.strokeStyle = view.colors.line; pen.lineWidth = 1; pen.strokeRect(0.5, HEAD + 0.5, width - 1, height - BOTTOM - HEAD);
+      for (let power = Math.ceil(Math.log10(low)); power < Math.log10(high); power++) {
+        pen.globalAlpha = 0.4; pen.strokeRect(0, y(10 ** power), width, 0); pen.globalAlpha = 1;
+      }
       pen.fillStyle = view.colors.muted; pen.textBaseline = "bottom";
       pen.fillText(`${curve()[0].size}`, 0, height); pen.textAlign = "right";
       pen.fillText(`${curve().at(-1).size} ${view.option("kind") === "image" ? "px" : "s"}`, width, height);
-      pen.textAlign = "left"; pen.textBaseline = "top"; pen.fillText(shown(measure, high), 4, 4);
+      pen.textAlign = "left"; pen.textBaseline = "top"; pen.fillText(shown(measure, high), 5, HEAD + 4);
       pen.textBaseline = "bottom"; pen.textAlign = "right"; pen.fillText(shown(measure, low), width - 4, height - BOTTOM - 2);
       pen.setLineDash([4, 3]); pen.beginPath();
-      pen.moveTo(x(view.row.size), 0); pen.lineTo(x(view.row.size), height - BOTTOM); pen.stroke(); pen.setLineDash([]);
+      const now = view.ease("size", x(view.row.size)); pen.moveTo(now, HEAD); pen.lineTo(now, height - BOTTOM); pen.stroke(); pen.setLineDash([]);
       names.forEach((name, i) => {
         const points = curve().filter(row => row.families[name]).map(row => [x(row.size), y(row.families[name][measure])]);
         // the later a line is drawn, the finer: where two coincide, both are seen
@@ -59,41 +92,16 @@ export default explorer(view => {
         pen.strokeStyle = color(name); pen.lineWidth = 1.5 + 0.75 * fine + more;
         pen.beginPath(); points.forEach(([px, py]) => pen.lineTo(px, py)); pen.stroke();
         points.forEach(([px, py]) => mark(pen, name, px, py, 2.5 + 0.75 * fine + more));
-        if (here()[name]) mark(pen, name, x(view.row.size), y(here()[name][measure]), 5 + fine + more);
+        if (here()[name]) mark(pen, name, now, view.ease(`${measure} ${name}`, y(here()[name][measure])), 5 + fine + more);
       });
     },
   }));
 
-  const COLUMNS = ["patches", ...Object.keys(measures)], TITLES = { bytes: "memory", seconds: "time" };
-  const left = () => (narrow() ? 0 : NAME), cell = () => (narrow() ? wide() / COLUMNS.length : 110);
-  view.canvas({
-    name: () => `what each family makes of ${view.option("kind") === "image" ? "a square image" : `a video of ${clip} px`}, ${view.option("size")}`,
-    caption: () => view.option("kind") === "image"
-      ? "bfloat16, true sizes; memory: key-value cache and the tower's activations"
-      : `a video of ${clip} px, sampled as each family does; Step3-VL takes none`,
-    size: () => [left() + COLUMNS.length * cell(), (names.length + 1) * LINE()],
-    at: (px, py) => Math.floor(py / LINE()) - 1,
-    step: (i, dx, dy) => i + dy,
-    draw(pen, width) {
-      pen.textBaseline = "middle"; pen.textAlign = "right"; pen.fillStyle = view.colors.muted;
-      COLUMNS.forEach((measure, c) => pen.fillText(TITLES[measure] ?? measure, left() + (c + 1) * cell() - 8, 13));
-      names.forEach((name, i) => {
-        const y = (i + 1) * LINE(), costs = here()[name];
-        if (i === view.item) { pen.fillStyle = view.colors.empty; pen.fillRect(0, y, width, LINE()); }
-        mark(pen, name, 10, y + 13, 8);
-        pen.textAlign = "left"; pen.fillStyle = view.colors.ink; pen.fillText(name, 22, y + 13);
-        pen.textAlign = "right";
-        COLUMNS.forEach((measure, c) =>
-          pen.fillText(costs ? shown(measure, costs[measure]) : "-", left() + (c + 1) * cell() - 8, y + LINE() - 13));
-      });
-    },
-  });
-
   view.readout(() => {
     const name = names[view.item], costs = here()[name];
-    if (!costs) return `${name} takes no videos`;
+    if (!costs) return `${name} accepts no videos`;
     const folded = (costs.patches / costs.tokens).toPrecision(3);
-    return `${name}: ${folded} patches become a token; ${shown("tokens", costs.tokens)} tokens take ` +
+    return `${name}: ${folded} patches become a token; ${shown("tokens", costs.tokens)} tokens use ` +
       `${shown("positions", costs.positions)} positions, ` +
       `and ${shown("bytes", costs.cache)} of key-value cache`;
   });

@@ -1,4 +1,4 @@
-"""Family race: one image or one video through all families, while its size or length grows."""
+"""Family race: one image or one video in all families, as its size or length grows."""
 
 from collections.abc import Mapping
 
@@ -8,17 +8,20 @@ from matplotlib.figure import Figure
 from refvl.viz.explorers.base import Control, Explorer, module
 from refvl.viz.families import FAMILY_KEYS, FAMILY_MARKS, RACE, plot_family_race
 
-DEVICE = "H100"  # whose peak the times are of
+DEVICE = "H100"  # the times are computed for its peak
 
 
 class FamiliesExplorer(Explorer):
-    """Items are the families; those that take no videos have no row there."""
+    """The explorer of families, which are its items; those without video support have no row for videos."""
 
     _esm = module("families")
     title = "Family race"
     asks = "What does one image cost in each family?"
     action = "Drag across a chart to make the image larger."
-    takeaway = "At 1344 px, 9,216 patches become 2,304 tokens in Qwen2.5-VL, and 10,240 become 640 in MiniCPM-V."
+    takeaway = (
+        "The same image costs one family four times as many tokens as another: at 1344 px, Qwen2.5-VL makes 2,304, "
+        "MiniCPM-V 640."
+    )
 
     def __init__(self, counted: Mapping):
         rows: dict[tuple, dict] = {}
@@ -30,7 +33,7 @@ class FamiliesExplorer(Explorer):
             row["families"][entry["family"]] = costs
         kinds = list(dict.fromkeys(kind for kind, _ in rows))
         controls = [
-            Control("kind", "medium", kinds, kind="menu"),
+            Control("kind", "media item", kinds, kind="menu"),
             Control("size", "size or length", [size for _, size in rows], kind="player"),
         ]
         shared = {

@@ -1,18 +1,23 @@
-"""Every explorer, on pictures, clips and models that come with the repository: what the pages and the tests show."""
+"""Every explorer, on images, videos and models of the repository, for the pages and the tests."""
 
 import json
 from collections.abc import Callable
 from functools import cache
 
+import numpy as np
+
 import refvl
 from refvl.graphs import generate_budgets
 from refvl.paths import DATA
+from refvl.pixels.media import load_video
 from refvl.pixels.patches import PatchConfig
 from refvl.pixels.slices import SliceConfig
 from refvl.serving.model import VLM
 from refvl.viz.explore import (
     explore_assignment,
     explore_attention,
+    explore_costs,
+    explore_deepstack,
     explore_evs,
     explore_families,
     explore_graph,
@@ -29,16 +34,21 @@ from refvl.viz.explorers.base import Explorer
 from refvl.viz.explorers.packing import arrivals_of_images
 
 SCENE, ROCKET, CLIP = (DATA / "pictures" / "scene.png", DATA / "pictures" / "rocket.jpg", DATA / "clips" / "scene.mp4")
-SIZES = [480, 2100, 768, 5320, 264, 1496, 3024, 620, 912, 4080, 352, 1180]  # of images as they come, in patches
+SIZES = [480, 2100, 768, 5320, 264, 1496, 3024, 620, 912, 4080, 352, 1180]  # of images in order of arrival, in patches
 
 
 @cache
 def small_model(name: str = "tiny-qwen2_5_vl") -> VLM:
-    """One that ships, trained on scenes; Qwen2.5-VL's has a tower with windows, and its videos are pruned.
+    """Load a shipped model, trained on scenes; Qwen2.5-VL's has a tower with windows, and its videos are pruned.
 
-    With torch's linear layers, so that pages are the same whichever CPU makes them.
+    It has torch's linear layers, so pages are the same whichever CPU makes them.
     """
     return refvl.load(DATA / "checkpoints" / name, device="cpu", linear="torch", progress=False)
+
+
+def upside_down(clip) -> np.ndarray:
+    """The frames of a video, each rotated by 180 degrees."""
+    return np.ascontiguousarray(load_video(clip).frames[:, ::-1, ::-1])
 
 
 GALLERY: dict[str, Callable[[], Explorer]] = {
@@ -66,6 +76,15 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
     "tower": lambda: explore_tower(
         small_model(),
         {"a scene": ("What color is the circle?", SCENE), "a rocket": ("What is in the picture?", ROCKET)},
+    ),
+    "costs": explore_costs,
+    "deepstack": lambda: explore_deepstack(
+        small_model("tiny-qwen3_vl"),
+        {
+            "a video, upside down": ("Which way does the circle move?", upside_down(CLIP)),
+            "a video": ("Which way does the circle move?", CLIP),
+            "an image": ("What color is the circle?", SCENE),
+        },
     ),
     "timeline": explore_timeline,
     "assignment": lambda: explore_assignment(SIZES),

@@ -1,18 +1,19 @@
-// The recording, a line per part of the tower; the buffers that an operation reads; what a stale one does to the tokens.
+// The recording, a line per part of the tower; the buffers of an operation; the effect of a stale one on tokens.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const NAME = 92, LINE = 24, CHIP = 24, SIDE = 160;
+  const NAME = 92, LINE = () => (view.big ? 38 : 24), CELL = () => LINE() - 10, CHIP = () => (view.big ? 42 : 24), SIDE = () => (view.big ? 230 : 160);
+  const BUFFERS = () => (view.big ? 270 : 230);
   const { groups, kinds, shapes, reads, buffers, photos } = view.shared;
   const longest = Math.max(...groups.map(g => g.count));
-  const cell = () => (view.fit(NAME + longest * 8.5) - NAME) / longest;
+  const cell = () => (Math.min(NAME + longest * 8.5, view.big ? view.fit(1120) - BUFFERS() - 24 : view.fit(700)) - NAME) / longest;
   const starts = groups.map((_, k) => groups.slice(0, k).reduce((sum, g) => sum + g.count, 0));
   const lineOf = i => starts.findLastIndex(start => start <= i);
   const reader = (i, b) => reads[i * buffers.length + b] > 0;
   const stale = () => view.place("stale") - 1;
   const label = name => ({ "": "tower", patch_embed: "patch embed" })[name] ?? name.replace("blocks.", "block ");
   const channels = color => [1, 3, 5].map(i => parseInt(color.slice(i, i + 2), 16));
-  function level(value) {  // from orange to ink: the more wrong, the more it stands out, in both themes
+  function level(value) {  // from orange to ink: a larger error stands out more, in both themes
     const [least, most] = [view.colors.highlight, view.colors.ink].map(channels);
     return `rgb(${least.map((c, i) => Math.round(c + (most[i] - c) * value / 255)).join(" ")})`;
   }
@@ -22,12 +23,12 @@ export default explorer(view => {
   view.canvas({
     name: () => `${kinds.length} recorded operations, a line per part of the tower`,
     caption: () => stale() < 0
-      ? "marks below: reads a buffer. Every result is as it should be"
-      : `marks below: reads a buffer (orange: ${buffers[stale()].name}). Orange to ${view.colors.surface === "#111111" ? "white" : "black"}: the result is wrong, little to entirely; ` +
-        `first wrong: operation ${wrong()}`,
-    size: () => [NAME + longest * cell(), groups.length * LINE],
+      ? "Each square is an operation; those with a mark below read a buffer. Every result is correct"
+      : `Each square is an operation; those with a mark below read a buffer (orange: ${buffers[stale()].name}). Gray: correct. Orange to ${view.colors.surface === "#111111" ? "white" : "black"}: incorrect, from little to completely; ` +
+        `the first is operation ${wrong()}`,
+    size: () => [NAME + longest * cell(), groups.length * LINE()],
     at(x, y) {
-      const line = Math.floor(y / LINE), place = Math.floor((x - NAME) / cell());
+      const line = Math.floor(y / LINE()), place = Math.floor((x - NAME) / cell());
       return place >= 0 && line < groups.length && place < groups[line].count ? starts[line] + place : -1;
     },
     step(i, dx, dy) {
@@ -38,58 +39,58 @@ export default explorer(view => {
     draw(pen) {
       pen.textBaseline = "middle";
       groups.forEach((group, line) => {
-        const y = line * LINE;
-        pen.fillStyle = view.colors.ink; pen.fillText(label(group.name), 0, y + 9);
+        const y = line * LINE();
+        pen.fillStyle = view.colors.ink; pen.fillText(label(group.name), 0, y + CELL() / 2 + 2);
         for (let k = 0; k < group.count; k++) {
           const i = starts[line] + k, x = NAME + k * cell(), error = view.row.operations[i];
           pen.fillStyle = error ? level(error) : view.colors.empty;
-          pen.fillRect(x, y + 2, cell() - 1, 14);
+          pen.fillRect(x, y + 2, cell() - 1, CELL());
           for (let b = 0; b < buffers.length; b++) if (reader(i, b)) {
             pen.fillStyle = b === stale() ? view.colors.highlight : view.colors.kept;
-            pen.fillRect(x, y + 17, cell() - 1, b === stale() ? 5 : 3);
+            pen.fillRect(x, y + CELL() + 3, cell() - 1, b === stale() ? 5 : 3);
           }
         }
       });
       if (view.item < 0) return;
       const line = lineOf(view.item);
       pen.strokeStyle = view.colors.ink; pen.lineWidth = 2;
-      pen.strokeRect(NAME + (view.item - starts[line]) * cell() - 1, line * LINE + 1, cell() + 1, 16);
+      pen.strokeRect(NAME + (view.item - starts[line]) * cell() - 1, line * LINE() + 1, cell() + 1, CELL() + 2);
     },
   });
 
   view.canvas({
     name: () => "the static buffers; lit: read by the operation",
     caption: () => "static buffers; filled: read by the operation, dashed: not refilled",
-    size: () => [230, buffers.length * CHIP],
+    size: () => [BUFFERS(), buffers.length * CHIP()],
     draw(pen) {
       pen.textBaseline = "middle";
       buffers.forEach(({ name, shape }, b) => {
-        const y = b * CHIP, lit = view.item >= 0 && reader(view.item, b);
+        const y = b * CHIP(), lit = view.item >= 0 && reader(view.item, b);
         pen.fillStyle = lit ? (b === stale() ? view.colors.highlight_text : view.colors.kept) : view.colors.surface;
-        pen.fillRect(1, y + 2, 228, CHIP - 5);
+        pen.fillRect(1, y + 2, BUFFERS() - 2, CHIP() - 5);
         pen.strokeStyle = b === stale() ? view.colors.highlight : view.colors.line;
         pen.lineWidth = b === stale() ? 2.5 : 1; pen.setLineDash(b === stale() ? [5, 3] : []);
-        pen.strokeRect(1.5, y + 2.5, 227, CHIP - 6); pen.setLineDash([]);
+        pen.strokeRect(1.5, y + 2.5, BUFFERS() - 3, CHIP() - 6); pen.setLineDash([]);
         pen.fillStyle = lit ? view.colors.surface : view.colors.ink;
-        pen.font = `${b === stale() ? "bold " : ""}12px system-ui, sans-serif`;
-        pen.fillText(name, 8, y + CHIP / 2); pen.textAlign = "right";
-        pen.fillText(shape.join(" x "), 222, y + CHIP / 2); pen.textAlign = "left";
+        pen.font = `${b === stale() ? "bold " : ""}12px sans-serif`;
+        pen.fillText(name, 8, y + CHIP() / 2); pen.textAlign = "right";
+        pen.fillText(shape.join(" x "), BUFFERS() - 8, y + CHIP() / 2); pen.textAlign = "left";
       });
     },
   });
 
   const picture = (title, which, over) => view.canvas({
     name: title,
-    size: () => [SIDE, (SIDE * photos[which].height) / photos[which].width],
+    size: () => [SIDE(), (SIDE() * photos[which].height) / photos[which].width],
     draw(pen, width, height) { pen.drawImage(photos[which], 0, 0, width, height); over?.(pen, width, height); },
   });
-  picture(() => "replayed before: what a stale buffer still holds", "before");
-  picture(() => "the image now, and how wrong each token's embedding is", "image", (pen, width, height) => {
+  picture(() => "the image before: a stale buffer still contains its data", "before");
+  picture(() => "the image now, with the error of each token's embedding", "image", (pen, width, height) => {
     const [rows, columns] = view.row.tokens.shape, [w, h] = [width / columns, height / rows];
-    pen.textAlign = "center"; pen.textBaseline = "middle"; pen.font = "bold 12px system-ui, sans-serif";
+    pen.textAlign = "center"; pen.textBaseline = "middle"; pen.font = "bold 12px sans-serif";
     view.row.tokens.forEach((error, t) => {
       const x = (t % columns) * w, y = Math.floor(t / columns) * h;
-      pen.globalAlpha = 0.75 * Math.min(1, error * 2); pen.fillStyle = view.colors.highlight;
+      pen.globalAlpha = 0.75 * Math.min(1, view.ease(t, error) * 2); pen.fillStyle = view.colors.highlight;
       pen.fillRect(x, y, w, h); pen.globalAlpha = 1;
       pen.strokeStyle = "#fff"; pen.lineWidth = 1; pen.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
       if (stale() < 0) return;
@@ -100,25 +101,25 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `${view.shared.question} ${view.row.answer}, ${percent(view.row.probability)}`,
-    caption: () => "what the model says with these embeddings, and the probability of its first token",
-    size: () => [300, 96],
+    caption: () => "The model's answer with these embeddings, and the probability of its first token",
+    size: () => [view.fit(380), 110],
     draw(pen, width) {
       const changed = view.row.answer !== view.shared.right;
       pen.textBaseline = "top"; pen.fillStyle = view.colors.muted; pen.fillText(view.shared.question, 0, 4, width);
-      pen.font = "bold 20px system-ui, sans-serif"; pen.fillStyle = changed ? view.colors.highlight_text : view.colors.kept;
+      pen.font = "bold 28px sans-serif"; pen.fillStyle = changed ? view.colors.highlight_text : view.colors.kept;
       pen.fillText(view.row.answer, 0, 26, width);
-      pen.font = "12px system-ui, sans-serif"; pen.fillStyle = view.colors.ink;
-      pen.fillText(changed ? `wrong: it was "${view.shared.right}"` : "as it should be", 0, 54);
-      pen.textAlign = "right"; pen.fillText(percent(view.row.probability), width, 54);
-      pen.fillStyle = view.colors.empty; pen.fillRect(0, 74, width, 10);
+      pen.font = "13px sans-serif"; pen.fillStyle = view.colors.ink;
+      pen.fillText(changed ? `wrong: with every buffer refilled, "${view.shared.right}"` : "correct", 0, 64);
+      pen.textAlign = "right"; pen.fillText(percent(view.row.probability), width, 64);
+      pen.fillStyle = view.colors.empty; pen.fillRect(0, 84, width, 12);
       pen.fillStyle = changed ? view.colors.highlight : view.colors.kept;
-      pen.fillRect(0, 74, width * view.row.probability, 10);
+      pen.fillRect(0, 84, width * view.ease("sure", view.row.probability), 12);
     },
   });
 
   view.readout(() => {
     const i = view.item, read = buffers.filter((_, b) => reader(i, b)).map(b => b.name);
-    const error = view.row.operations[i] ? "its result is wrong" : "its result is right";
+    const error = view.row.operations[i] ? "its result is wrong" : "its result is correct";
     return `operation ${i} of ${kinds.length}, in ${label(groups[lineOf(i)].name)}: ${kinds[i]} -> ${shapes[i]}\n` +
       `reads ${read.length ? read.join(", ") : "no buffer"}; ${error}`;
   });

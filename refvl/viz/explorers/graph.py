@@ -20,21 +20,21 @@ from refvl.viz.explorers.base import Control, Explorer, module, photo
 from refvl.viz.graphs import kind_of_operation, plot_stale_errors
 
 NONE = "none"
-START = "window_index"  # tokens come out in wrong places: the middle of the story
-LEAST = 1e-3  # relative error that is drawn as the smallest
+START = "window_index"  # tokens come out in wrong places: a good start
+LEAST = 1e-3  # the smallest relative error with its own colour
 
 
 class GraphExplorer(Explorer):
     """Items are the recorded operations, in order. Two images of a Qwen2.5-VL run one after the other through a graph.
 
-    The embeddings of every stale replay are handed to the language model, which answers the question about `image`.
+    The embeddings of every stale replay are passed to the language model, which answers the question about `image`.
     """
 
     _esm = module("graph")
     title = "Graph step-through"
     asks = "What happens if one buffer is not refilled before a replay?"
     action = "Move through the buffers and read the answer to each."
-    takeaway = "A stale buffer raises no error: the graph replays, and a wrong answer can be as sure as a correct one."
+    takeaway = "A stale buffer raises no error: the graph replays, and the model may be as sure of a wrong answer."
 
     def __init__(self, model: VLM, before, image, question: str):
         self.model, self.first = model, model.trace(question, images=[before], max_new_tokens=1)
@@ -62,7 +62,7 @@ class GraphExplorer(Explorer):
             self.selected = int(np.argmax(shared["reads"][:, differing.index(stale)]))
 
     def _row(self, replay: StaleReplay) -> dict:
-        """operations: levels of their errors. tokens: (h, w) relative errors. And what the model says then."""
+        """Return operations: levels of their errors; tokens: (h, w) relative errors; and the answer with them."""
         [right], (_, h, w) = self.run.embeds, self.run.patches[0].media_tokens.thw
         embeds = replay.outputs[: h * w]
         answer, probability = _answer(self.model, self.run, embeds)
@@ -82,11 +82,11 @@ class GraphExplorer(Explorer):
         stale, row, right = self.options["stale"], self.row(self.index), self.row(0)
         what = "With every buffer refilled" if stale == NONE else f"With {stale} not refilled"
         asked = f"{what}, the model answers {row['answer']!r} to {self.shared['question']!r}"
-        return f"{asked} (right: {right['answer']!r})." if row["answer"] != right["answer"] else f"{asked}."
+        return f"{asked} (correct: {right['answer']!r})." if row["answer"] != right["answer"] else f"{asked}."
 
 
 def describe_recording(captured: CapturedBudget, encoder: torch.nn.Module, names: Sequence[str]) -> dict:
-    """The buffers of these names; of every operation its kind, the shape of its result, and which of them it reads."""
+    """Return these buffers, and of every operation its kind, the shape of its result, and the buffers it reads."""
     assert isinstance(captured.graph, TraceGraph)
     operations, buffers = captured.graph.operations, {name: captured.buffers[name] for name in names}
     return {
@@ -99,7 +99,7 @@ def describe_recording(captured: CapturedBudget, encoder: torch.nn.Module, names
 
 
 def group_operations(operations: Sequence[Operation], encoder: torch.nn.Module) -> list[dict]:
-    """Consecutive operations of one part of the tower: its name, and how many; `""` is what the tower does itself."""
+    """Return runs of operations in one part of the tower, with name and count; `""` is the tower itself."""
     names = {id(part): name for name, part in encoder.named_modules()}
     parts = [names[id(operation.module)].split(".") for operation in operations]
     blocks = [".".join(part[: 1 + (part[0] == "blocks")]) for part in parts]
@@ -107,19 +107,19 @@ def group_operations(operations: Sequence[Operation], encoder: torch.nn.Module) 
 
 
 def _batch(run: Trace) -> tuple[Tensor, object]:
-    """(patch rows, plan) of a run on one image."""
+    """Return (patch rows, plan) of a run on one image."""
     return run.patches[0].pixel_values, run.metadata[0]
 
 
 def _levels(errors: Sequence[float]) -> np.ndarray:
-    """Relative errors on a logarithmic scale in 255 steps: 0 for none, 1 for LEAST and less, 255 for 1 and more."""
+    """Return relative errors on a logarithmic scale of 255 steps: 0 for none, 1 up to LEAST, 255 from 1 on."""
     values = np.nan_to_num(np.array(errors), nan=1.0, posinf=1.0)
     steps = np.clip(255 - 254 * np.log(values.clip(min=LEAST)) / np.log(LEAST), 1, 255)
     return np.where(values > 0, steps, 0).astype(np.uint8)
 
 
 def _answer(model: VLM, run: Trace, embeds: Tensor) -> tuple[str, float]:
-    """What the model says with these embeddings of the image, and the probability of its first token."""
+    """Return the model's answer with these embeddings of the image, and the probability of its first token."""
     ids = run.full_ids[None]
     output: Any = model.generate(
         ids, image_embeds=[embeds], image_grid_thw=run.layouts, max_new_tokens=16,

@@ -1,4 +1,4 @@
-"""M-RoPE playground: two tokens on (t, h, w), the angle of every rotary plane, and what is left of their score."""
+"""M-RoPE playground: two tokens at (t, h, w), the angle of every rotary pair, and their score."""
 
 import matplotlib.pyplot as plt
 import torch
@@ -10,27 +10,27 @@ from refvl.viz.explorers.base import Control, Explorer, module
 from refvl.viz.style import AXIS_COLORS, SEQUENCE_CMAP
 
 THETAS = [10_000, 100_000, 1_000_000, 5_000_000, 10_000_000]
-SECTIONS = {  # planes of t, h and w, and whether they are interleaved
-    "Qwen2.5-VL: 16, 24, 24 in runs": ((16, 24, 24), False),
+SECTIONS = {  # rotary pairs of t, h and w, and whether they are interleaved
+    "Qwen2.5-VL: 16, 24, 24 contiguous": ((16, 24, 24), False),
     "Qwen3-VL: 24, 20, 20 interleaved": ((24, 20, 20), True),
-    "GLM-4.1V: 8, 12, 12 in runs": ((8, 12, 12), False),
+    "GLM-4.1V: 8, 12, 12 contiguous": ((8, 12, 12), False),
 }
-EXTENT = {"t": 9, "h": 13, "w": 13}  # where the key may be
+EXTENT = {"t": 9, "h": 13, "w": 13}  # the range of the key
 QUERY = {"t": 4, "h": 6, "w": 6}
 
 
 class MropeExplorer(Explorer):
-    """A key moves around a query that stays; both are the same vector, so that their score depends on places alone.
+    """A key moves around a fixed query; both are the same vector, so their score depends only on positions.
 
-    Items are rotary planes, the fastest first. The score is 1 where no plane is turned.
+    Items are rotary pairs, the fastest first. The score is 1 if no pair is rotated.
     """
 
     _esm = module("mrope")
     title = "M-RoPE playground"
     asks = "How does attention know how far apart two tokens are?"
-    action = "Drag the key ✕ down from its row: now the pairs of h open, too."
+    action = "Drag the key ✕ down from its row: now the pairs of h open, too, and the score falls."
     takeaway = (
-        "Every rotary pair turns with one axis, so the score of two equal tokens depends on their distance alone."
+        "Every rotary pair is rotated by one axis, so the score of two equal tokens depends on their distance alone."
     )
 
     def __init__(self):
@@ -44,7 +44,7 @@ class MropeExplorer(Explorer):
         shared = {
             "query": list(QUERY.values()),
             "axes": list(self.axes.values()),
-            "cos": [[turns[name, theta][0] for theta in THETAS] for name in SECTIONS],  # (positions, planes) each
+            "cos": [[turns[name, theta][0] for theta in THETAS] for name in SECTIONS],  # (positions, pairs) each
             "sin": [[turns[name, theta][1] for theta in THETAS] for name in SECTIONS],
             "scores": [  # (3 axes, distances) each
                 [axis_scores(axes, *turns[name, theta]) for theta in THETAS] for name, axes in self.axes.items()
@@ -53,11 +53,11 @@ class MropeExplorer(Explorer):
         super().__init__(controls, shared=shared, start=("Qwen3-VL: 24, 20, 20 interleaved", 5_000_000, 4, 6, 9))
 
     def row(self, index: int) -> dict:
-        """axes, cos and sin (planes,) of the key's angles; the part of each axis in the score, and their sum."""
+        """Return axes, cos and sin (pairs,) of the key's angles; the part of each axis in the score, and their sum."""
         name, theta, *key = self.states[index]
         i, k = list(SECTIONS).index(name), THETAS.index(theta)
         planes = torch.arange(len(self.axes[name]))
-        position = torch.tensor(key)[self.axes[name]]  # of the key, on each plane's axis
+        position = torch.tensor(key)[self.axes[name]]  # of the key, on each pair's axis
         distance = [abs(a - b) for a, b in zip(key, QUERY.values(), strict=True)]
         parts = self.shared["scores"][i][k][torch.arange(3), distance]
         cos, sin = (self.shared[which][i][k][position, planes] for which in ("cos", "sin"))
@@ -69,7 +69,7 @@ class MropeExplorer(Explorer):
         scores = self.shared["scores"][list(SECTIONS).index(options["sections"])][THETAS.index(options["theta"])]
         far = {axis: (torch.arange(EXTENT[axis]) - QUERY[axis]).abs() for axis in "hw"}
         parts = scores[0, abs(options["t"] - QUERY["t"])] + scores[1, far["h"]][:, None] + scores[2, far["w"]]
-        shown = left.imshow(parts, cmap=SEQUENCE_CMAP)  # from the lowest score to the highest: they hardly differ
+        shown = left.imshow(parts, cmap=SEQUENCE_CMAP)  # full colour range, because the scores hardly differ
         figure.colorbar(shown, ax=left, label="score")
         left.plot(QUERY["w"], QUERY["h"], "o", color="white", markeredgecolor="black", label="query")
         left.plot(options["w"], options["h"], "X", color="white", markeredgecolor="black", label="key")
@@ -77,8 +77,8 @@ class MropeExplorer(Explorer):
         left.legend(fontsize=8)
         for number, axis in enumerate("thw"):
             planes = (row["axes"] == number).nonzero().flatten()
-            right.bar(planes, row["cos"][planes], color=AXIS_COLORS[axis], label=f"turned by {axis}")
-        right.set(xlabel="rotary plane", ylabel="cos of the key's angle", title=f"score {row['score']:.2f}")
+            right.bar(planes, row["cos"][planes], color=AXIS_COLORS[axis], label=f"rotated by {axis}")
+        right.set(xlabel="rotary pair", ylabel="cos of the key's angle", title=f"score {row['score']:.2f}")
         right.legend(fontsize=8, loc="lower right")
         return figure
 
@@ -91,9 +91,9 @@ class MropeExplorer(Explorer):
 
 
 def plane_turns(planes: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin (positions, planes) of every plane of a head at every position.
+    """Return cos and sin, (positions, pairs), of every rotary pair of a head at every position.
 
-    The tower's planes that turn with the row are those of a text head half as wide, so a column of patches has them.
+    The tower's pairs that rows rotate are those of a text head half as wide, so a column of patches has them.
     """
     column = [(1, max(EXTENT.values()), 1)]
     cos, sin = vision_rotary_cos_sin(column, head_dim=4 * planes, spatial_merge_size=1, theta=theta)
@@ -101,8 +101,8 @@ def plane_turns(planes: int, theta: float) -> tuple[Tensor, Tensor]:
 
 
 def axis_scores(axes: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(3, distances): what the planes of each axis add to the score of two equal tokens so far apart on it."""
+    """Return what the pairs of each axis add to the score of two equal tokens this far apart, (3, distances)."""
     ones = torch.ones(len(cos), 1, 2 * len(axes))
     rotated = apply_rotary(ones, cos, sin)[:, 0] * apply_rotary(ones[:1], cos[:1], sin[:1])[0, 0]
-    planes = rotated.unflatten(1, (2, len(axes))).sum(1) / (2 * len(axes))  # (distances, planes)
+    planes = rotated.unflatten(1, (2, len(axes))).sum(1) / (2 * len(axes))  # (distances, pairs)
     return torch.stack([planes[:, axes == axis].sum(1) for axis in range(3)])

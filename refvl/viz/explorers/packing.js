@@ -1,10 +1,10 @@
-// Arrivals above, one bar per replay below: who shares it, and what of it is padding.
+// Arrivals above, one bar per replay below: which images share it, and how much of it is padding.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const ROW = 26, TEXT = 250, SIDE = 52;
+  const ROW = () => (view.big ? 46 : 26), SIDE = () => (view.big ? 84 : 52), TEXT = 250;
   const narrow = () => view.fit(700) < 700, W = () => (narrow() ? view.fit(700) : view.fit(1120) - TEXT);
-  const LINE = () => ROW + (narrow() ? 24 : 6);  // on a phone a replay's words stand below it
+  const LINE = () => ROW() + (narrow() ? 24 : view.big ? 12 : 6);  // on a phone a replay's words stand below it
   const tokens = () => view.row.tokens;
   const largest = () => view.shared.largest[view.place("arrivals")];
   const scale = () => W() / Math.max(view.shared.widest, largest());
@@ -30,7 +30,7 @@ export default explorer(view => {
     pen.lineWidth = chosen ? 4 : 1;
     pen.strokeRect(x + pen.lineWidth / 2, y + pen.lineWidth / 2, Math.max(1, width - pen.lineWidth), height - pen.lineWidth);
     if (width < 16) return;
-    pen.font = "bold 12px system-ui, sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
+    pen.font = "bold 12px sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
     pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(i + 1, x + width / 2, y + height / 2);
     pen.fillStyle = "#fff"; pen.fillText(i + 1, x + width / 2, y + height / 2);
   }
@@ -43,30 +43,30 @@ export default explorer(view => {
     pen.stroke(); pen.restore();
   }
 
-  const across = () => Math.min(view.shared.most, Math.floor(view.fit(1120) / (SIDE + 8)));
-  const side = i => SIDE * Math.sqrt(tokens()[i] / largest());
+  const across = () => Math.min(view.shared.most, Math.floor(view.fit(1120) / (SIDE() + 8)));
+  const side = i => SIDE() * Math.sqrt(tokens()[i] / largest());
   view.canvas({
     name: () => `${tokens().length} images in the order of their arrival, with their tokens`,
-    size: () => [across() * (SIDE + 8), Math.ceil(view.shared.most / across()) * (SIDE + 18)],
-    at: (x, y) => Math.floor(y / (SIDE + 18)) * across() + Math.floor(x / (SIDE + 8)),
+    size: () => [across() * (SIDE() + 8), Math.ceil(view.shared.most / across()) * (SIDE() + 18)],
+    at: (x, y) => Math.floor(y / (SIDE() + 18)) * across() + Math.floor(x / (SIDE() + 8)),
     step: (i, dx, dy) => i + dx + dy * across(),
     draw(pen) {
       for (let i = 0; i < view.shared.most; i++) {
-        const x = (i % across()) * (SIDE + 8), y = Math.floor(i / across()) * (SIDE + 18);
-        if (i < tokens().length) item(pen, i, x, y + SIDE - side(i), side(i), side(i));
-        pen.font = "12px system-ui, sans-serif"; pen.textAlign = "left"; pen.textBaseline = "bottom";
-        pen.fillStyle = view.colors.muted; pen.fillText(i < tokens().length ? `${i + 1}: ${tokens()[i]}` : "-", x, y + SIDE + 16);
+        const x = (i % across()) * (SIDE() + 8), y = Math.floor(i / across()) * (SIDE() + 18);
+        if (i < tokens().length) item(pen, i, x, y + SIDE() - side(i), side(i), side(i));
+        pen.font = "12px sans-serif"; pen.textAlign = "left"; pen.textBaseline = "bottom";
+        pen.fillStyle = view.colors.muted; pen.fillText(i < tokens().length ? `${i + 1}: ${tokens()[i]}` : "-", x, y + SIDE() + 16);
       }
     },
   });
 
   view.canvas({
     name: () => `${view.row.replays.length} replays, as long as their budgets; hatched: padding`,
-    caption: () => `dotted: the graphs captured, of ${view.row.budgets.join(", ")} tokens. Bars: replays, as long as their budget; ` +
+    caption: () => `Dotted: the graphs captured, of ${view.row.budgets.join(", ")} tokens. Bars: replays, as long as their budget; ` +
       `hatched: padding; dashed: too large for every graph, so it runs eagerly`,
     size: () => [narrow() ? W() : W() + TEXT, Math.max(narrow() ? 0 : 5, view.row.replays.length) * LINE() + 18],
     at(x, y) {
-      const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW);
+      const hit = places().find(p => x >= p.x && x < p.x + p.width && y >= p.y && y < p.y + ROW());
       return hit ? hit.item : -1;
     },
     step(i, dx, dy) {  // along a replay, and from one to the next
@@ -75,7 +75,7 @@ export default explorer(view => {
       return (dy ? target?.[Math.min(place, target.length - 1)] : replays[line].items[place + dx]) ?? -1;
     },
     draw(pen, width, height) {
-      pen.font = "12px system-ui, sans-serif"; pen.textAlign = "right"; pen.textBaseline = "bottom";
+      pen.font = "12px sans-serif"; pen.textAlign = "right"; pen.textBaseline = "bottom";
       view.row.budgets.forEach(budget => {  // a ruler for every graph, used or not
         const x = budget * scale();
         pen.strokeStyle = view.colors.line; pen.lineWidth = 1; pen.setLineDash([2, 3]);
@@ -85,34 +85,35 @@ export default explorer(view => {
       pen.textBaseline = "middle";
       view.row.replays.forEach((replay, line) => {
         const y = line * LINE(), total = replay.tokens, end = Math.max(total, replay.budget) * scale();
-        if (replay.budget > total) hatch(pen, total * scale(), y, (replay.budget - total) * scale(), ROW);
+        if (replay.budget > total) hatch(pen, total * scale(), y, (replay.budget - total) * scale(), ROW());
         pen.strokeStyle = view.colors.ink; pen.lineWidth = 1.5; pen.setLineDash(replay.budget ? [] : [5, 4]);
-        pen.strokeRect(0.75, y + 0.75, end - 1.5, ROW - 1.5);
+        pen.strokeRect(0.75, y + 0.75, end - 1.5, ROW() - 1.5);
         pen.setLineDash([]);
-        pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.font = "12px system-ui, sans-serif";
+        pen.fillStyle = view.colors.ink; pen.textAlign = "left"; pen.font = "12px sans-serif";
         const says = replay.budget
           ? `graph of ${replay.budget}: ${total} tokens, ${percent(1 - total / replay.budget)} padding`
           : `${total} tokens: fits no graph`;
-        if (narrow()) pen.fillText(says, 0, y + ROW + 10);
-        else pen.fillText(says, end + 8, y + ROW / 2, W() + TEXT - end - 8);
+        if (narrow()) pen.fillText(says, 0, y + ROW() + 10);
+        else pen.fillText(says, end + 8, y + ROW() / 2, W() + TEXT - end - 8);
       });
-      places().forEach(p => item(pen, p.item, p.x + 1.5, p.y + 1.5, Math.max(2, p.width - 3), ROW - 3));
+      places().forEach(p => item(pen, p.item, view.ease(`x ${p.item}`, p.x) + 1.5, view.ease(`y ${p.item}`, p.y) + 1.5, Math.max(2, p.width - 3), ROW() - 3));
     },
   });
 
   view.canvas({
-    name: () => `${percent(view.row.waste)} of what the replays compute is padding`,
+    name: () => `${percent(view.row.waste)} of the replays' computation is padding`,
     size: () => [W(), 18],
     draw(pen, width, height) {
-      pen.fillStyle = view.colors.kept; pen.fillRect(0, 0, width * (1 - view.row.waste), height);
-      hatch(pen, width * (1 - view.row.waste), 0, width * view.row.waste, height);
+      const waste = view.ease("waste", view.row.waste);
+      pen.fillStyle = view.colors.kept; pen.fillRect(0, 0, width * (1 - waste), height);
+      hatch(pen, width * (1 - waste), 0, width * waste, height);
       pen.strokeStyle = view.colors.ink; pen.strokeRect(0.5, 0.5, width - 1, height - 1);
     },
   });
 
   view.readout(() => {
     const replay = view.row.replays[replayOf(view.item)], others = replay.items.filter(i => i !== view.item);
-    const where = replay.budget ? `runs in the graph of ${replay.budget}` : "fits no graph and runs eagerly";
+    const where = replay.budget ? `runs in the graph of ${replay.budget} tokens` : "fits no graph and runs eagerly";
     return `image ${view.item + 1}: ${tokens()[view.item]} tokens, ${where}` +
       (others.length ? `, together with ${others.map(i => i + 1).join(", ")}` : ", alone");
   });

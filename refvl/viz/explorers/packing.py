@@ -13,8 +13,8 @@ from refvl.pixels.patches import PatchConfig
 from refvl.viz.explorers.base import Control, Explorer, module
 from refvl.viz.graphs import plot_packing
 
-EITHER = "either"  # the policy, where both pack alike
-ARRIVALS = {  # (width, height) in px, as the images come
+EITHER = "either"  # the policy, if both pack alike
+ARRIVALS = {  # (width, height) in px, in order of arrival
     "photos of all sizes": (
         (280, 196), (448, 308), (140, 140), (532, 392), (308, 168), (140, 420), (364, 224), (140, 168), (336, 336),
     ),
@@ -28,12 +28,12 @@ ARRIVALS = {  # (width, height) in px, as the images come
 
 
 def arrivals_of_images(config: PatchConfig) -> dict[str, list[int]]:
-    """The output tokens of `ARRIVALS`."""
+    """Return the output tokens of `ARRIVALS`."""
     return {name: [count_tokens(height, width, config) for width, height in sizes] for name, sizes in ARRIVALS.items()}
 
 
 class PackingExplorer(Explorer):
-    """Items are images in the order of their arrival. Of `budgets`, the largest ones are captured."""
+    """Items are images in the order of their arrival. The largest of `budgets` are captured."""
 
     _esm = module("packing")
     title = "Packing player"
@@ -57,7 +57,7 @@ class PackingExplorer(Explorer):
                 }
         most = max(map(len, self.arrivals.values()))
         controls = [
-            Control("arrivals", "what arrives", list(self.arrivals), kind="menu"),
+            Control("arrivals", "arrivals", list(self.arrivals), kind="menu"),
             Control("graphs", "graphs captured", captured),
             Control("arrived", "images so far", range(1, most + 1), kind="player"),
             Control("policy", "policy", [*POLICIES, EITHER], kind="menu"),
@@ -70,7 +70,7 @@ class PackingExplorer(Explorer):
         super().__init__(controls, list(rows.values()), shared=shared, states=list(rows), start=self._middle(rows))
 
     def batches(self, state: tuple) -> list[Batch]:
-        """Who shares a replay with whom."""
+        """Return which images share a replay."""
         name, graphs, arrived, policy = state
         return plan_batches(
             self.arrivals[name][:arrived], self.budgets[-graphs:], self.max_items,
@@ -78,7 +78,7 @@ class PackingExplorer(Explorer):
         )  # fmt: skip
 
     def _row(self, name: str, graphs: int, arrived: int, batches: list[Batch]) -> dict:
-        """budgets: of the captured graphs. replays: items and budget of each batch; 0 for the one that runs eagerly."""
+        """Return budgets: of the captured graphs; replays: items and budget of each batch, 0 if it runs eagerly."""
         return {
             "tokens": self.arrivals[name][:arrived],
             "budgets": self.budgets[-graphs:],
@@ -87,7 +87,7 @@ class PackingExplorer(Explorer):
         }
 
     def _middle(self, rows: Mapping) -> tuple:
-        """Most graphs but one, some images still to come, and policies that differ."""
+        """Return the initial state: all graphs but one, some images still to come, and policies that differ."""
         name, graphs = next(iter(self.arrivals)), max(1, len(self.budgets) - 1)
         last = len(self.arrivals[name])
         best = [s for s in rows if s[:2] == (name, graphs) and s[3] != "greedy" and 1 < s[2] < last] or list(rows)
@@ -104,6 +104,6 @@ class PackingExplorer(Explorer):
         (name, _, arrived, policy), row = self.states[self.index], self.row(self.index)
         replays = sum(replay["budget"] > 0 for replay in row["replays"])
         return (
-            f"Of what arrives ({name}), {arrived} image{'s' * (arrived > 1)} in {replays} replay{'s' * (replays != 1)} "
+            f"Arrivals ({name}): {arrived} image{'s' * (arrived > 1)} in {replays} replay{'s' * (replays != 1)} "
             f"of graphs of {', '.join(map(str, row['budgets']))} tokens, {row['waste']:.0%} padding, {policy} policy."
         )

@@ -31,29 +31,36 @@ const url = URL.createObjectURL(new Blob([state._esm], {{ type: "text/javascript
 const {{ default: widget }} = await import(url);
 await widget.render({{ model, el: document.getElementById("{id}") }});
 </script>"""
-_STYLE = """:root { color-scheme: light dark; --paper: #fff; --ink: #1c1c1c; --muted: #5a6069; --link: #00588a }
+_STYLE = """:root { color-scheme: light dark; --paper: #fff; --ink: #1c1c1c; --muted: #5a6069; --link: #00588a;
+  --sans: -apple-system, "Segoe UI", "Inter", "Helvetica Neue", "Liberation Sans", Roboto, Arial, sans-serif;
+  --serif: "Iowan Old Style", "Charter", "Palatino Linotype", Palatino, "Liberation Serif", Georgia, serif }
 @media (prefers-color-scheme: dark) { :root { --paper: #111; --ink: #e8e8e8; --muted: #a9b1bc; --link: #7cc0ff } }
-body { margin: 1rem auto; padding: 0 1rem; max-width: 72rem; font: 16px/1.5 system-ui, sans-serif;
+body { margin: 0 auto; padding: 1.5rem; max-width: 1640px; box-sizing: border-box; font: 17px/1.55 var(--sans);
   background: var(--paper); color: var(--ink) }
-a { color: var(--link) } .title { color: var(--muted); font-size: 14px; margin: 0 } main > p { max-width: 44rem }
-h1 { font: 500 clamp(1.6rem, 4vw, 2.25rem)/1.15 Georgia, serif; margin: .2rem 0 .6rem; text-wrap: balance }
-.explorer { margin: 1rem -8px } .takeaway { font: 1.3rem/1.4 Georgia, serif; margin: 1.6rem 0 }
-nav { display: flex; flex-wrap: wrap; gap: 0 1.5rem; justify-content: space-between; font-size: 14px }
-nav a { min-height: 44px; display: flex; align-items: center }"""
+p { text-wrap: pretty } a { color: var(--link) } .title { color: var(--muted); font-size: 15px; margin: 0 }
+h1 { font: 500 2rem/1.15 var(--serif); margin: .4rem 0 1rem; text-wrap: balance }
+.takeaway { font: 1.3rem/1.4 var(--serif); margin: 1.2rem 0; padding-left: 1rem; border-left: 3px solid var(--ink) }
+.intro, .takeaway { max-width: 40rem } .explorer { margin: 0 -8px; min-width: 0 }
+nav { display: flex; flex-wrap: wrap; gap: 0 1.5rem; font-size: 15px }
+nav a { min-height: 44px; display: flex; align-items: center }
+@media (min-width: 1100px) {
+  main { display: grid; grid-template: auto auto 1fr / 300px minmax(0, 1fr); column-gap: 48px }
+  .intro, .takeaway, nav { grid-column: 1 } .explorer { grid-area: 1 / 2 / span 3 }
+  nav { flex-direction: column; align-self: start } }"""
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline' blob:; \
 style-src 'unsafe-inline'; img-src data: blob:">
 <link rel="icon" href="data:,"><meta name="color-scheme" content="light dark"><title>{title}</title>
 <style>{style}</style></head>
-<body><main><p class="title">{title}</p><h1>{asks}</h1><p><b>Try this.</b> {action}</p>
+<body><main><div class="intro"><p class="title">{title}</p><h1>{asks}</h1><p><b>Try this.</b> {action}</p></div>
 {body}
-<p class="takeaway">{takeaway}</p></main>{foot}</body></html>
+<p class="takeaway">{takeaway}</p>{foot}</main></body></html>
 """
 
 
 def page(explorer: Explorer, *, foot: str = "") -> str:
-    """The explorer as one HTML file; the browser is told to load nothing else. foot: HTML below it."""
+    """Return the explorer as one HTML file; the browser is told to load nothing else. foot: HTML below it."""
     [entry] = Widget.get_manager_state(widgets=[explorer])["state"].values()
     body = host(entry, text=explorer.describe(), keep=True)
     words = {name: html.escape(getattr(explorer, name)) for name in ("title", "asks", "action", "takeaway")}
@@ -61,9 +68,9 @@ def page(explorer: Explorer, *, foot: str = "") -> str:
 
 
 def host(entry: Mapping, *, text: str = "", keep: bool = False) -> str:
-    """HTML that runs a widget's saved state, as notebooks keep it.
+    """Return HTML that runs a widget's saved state, as stored in notebooks.
 
-    text: what is shown if scripts are off. keep: the address keeps the state, so that a link leads back to it.
+    text: shown if scripts are off. keep: the address stores the state, so a link leads back to it.
     """
     state = {key: value for key, value in entry["state"].items() if not str(value).startswith("IPY_MODEL_")}
     content = json.dumps({"state": state, "buffers": entry.get("buffers", [])}, separators=(",", ":"))

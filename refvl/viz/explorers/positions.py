@@ -1,4 +1,4 @@
-"""Positions: a real prompt with an image and a video, its three rows, and what released software makes of it."""
+"""Positions: a real prompt with an image and a video, its three rows, and the results of released software."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,31 +41,31 @@ def _bfloat16(count: int, spans: Sequence[MediaSpan]) -> tuple[Tensor, int]:
 
 
 CONVENTIONS: dict[str, Callable[[int, Sequence[MediaSpan]], tuple[Tensor, int]]] = {
-    "transformers 5.17 to 5.23: a video costs its larger side": larger_side_positions,
+    "transformers 5.17 to 5.23: a video uses its larger side": larger_side_positions,
     "transformers up to 5.17: whole seconds per step": _whole_seconds,
-    "vLLM 0.33.0 when pruning: a medium costs its width": width_offset_positions,
+    "vLLM 0.33.0 when pruning: an item uses its width": width_offset_positions,
     "vLLM 0.33.0 when pruning: positions in bfloat16": _bfloat16,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a processor made of the messages."""
+    """A processor's result for the messages."""
 
     ids: Tensor  # (L,)
     spans: list[MediaSpan]
     kinds: list[str]  # per span
-    is_framewise: bool  # text stands between the frames of its video
+    is_framewise: bool  # text separates the frames of its video
 
 
 class PositionsExplorer(Explorer):
-    """Items are prompt tokens."""
+    """The explorer of positions. Items are prompt tokens."""
 
     _esm = module("positions")
     title = "Positions"
     asks = "What is the position of a token that is part of an image?"
     action = "Press play: the prompt is read token by token. Then point at a cell of the image."
-    takeaway = "Text moves on t, h and w together; an image stands still in t and spreads over h and w."
+    takeaway = "Text advances on t, h and w together; an image keeps one t and spreads over h and w."
 
     def __init__(self, processors: Mapping[str, Any], image, clip, *, second_per_grid: float, side: int):
         self.processors, self.image = processors, load_image(image)
@@ -97,7 +97,7 @@ class PositionsExplorer(Explorer):
         self.selected = int(image_tokens[len(image_tokens) // 2])
 
     def prompt(self, family: str, image_size: str, clip_size: str, seconds: int, rate: int) -> Prompt:
-        """The family's tokens of "image, question, video, question" at these sizes."""
+        """Return the family's tokens of "image, question, video, question" at these sizes."""
         processor = self.processors[family]
         image = ImageOps.fit(self.image, _pixels(IMAGE_SIZES[image_size], processor))
         taken = [self.frames[i * len(self.frames) // (seconds * rate)] for i in range(seconds * rate)]
@@ -114,9 +114,9 @@ class PositionsExplorer(Explorer):
         return Prompt(ids, spans, kinds, isinstance(media[-1], FramewiseMedia))
 
     def compared(self, prompt: Prompt, family: str) -> dict[str, dict]:
-        """A row per convention that differs from ours, and one for none; of conventions that agree, the first.
+        """Return a row per convention that differs from ours, and one for none; of equal conventions, the first.
 
-        All are about videos in one run. Where frames stand apart, vLLM goes on after the largest position, too.
+        All concern videos in one run. If text separates frames, vLLM also continues after the largest position.
         """
         count = len(prompt.ids)
         positions, delta = get_mrope_input_positions(count, prompt.spans)
@@ -130,7 +130,7 @@ class PositionsExplorer(Explorer):
         return rows
 
     def _words(self, prompt: Prompt, family: str) -> Tensor:
-        """(L,) the number of every token's text in `shared["words"]`; placeholders read alike."""
+        """Return the number of every token's text in `shared["words"]`, (L,); placeholders read alike."""
         tokenizer = self.processors[family].tokenizer
         known = {int(i): tokenizer.decode([int(i)]) for i in prompt.ids.unique()}
         return torch.tensor([self.words.setdefault(known[int(i)], len(self.words)) for i in prompt.ids])
@@ -158,13 +158,13 @@ class PositionsExplorer(Explorer):
 
 
 def _pixels(size: tuple[int, int], processor: ChatProcessor) -> tuple[int, int]:
-    """(width, height) of that many merged tokens."""
+    """Return (width, height) of that many merged tokens."""
     factor = processor.image_config.factor
     return size[0] * factor, size[1] * factor
 
 
 def _places(prompt: Prompt) -> dict[str, Tensor]:
-    """kinds (L,): 0 text, 1 image, 2 video; places (L, 3): step, row and column in the medium; extents (L, 3) of it."""
+    """Return kinds (L,): 0 text, 1 image, 2 video; places (L, 3): step, row, column in the item; its extents (L, 3)."""
     count = len(prompt.ids)
     kinds, places, extents = torch.zeros(count), torch.zeros(count, 3), torch.ones(count, 3)
     steps = {"image": 0, "video": 0}

@@ -62,7 +62,7 @@ export default explorer(view => {
     },
     draw(pen) {
       const all = tokens(), places = boxes();
-      pen.font = "12px system-ui, sans-serif"; pen.fillStyle = view.colors.muted; pen.textBaseline = "top";
+      pen.font = "12px sans-serif"; pen.fillStyle = view.colors.muted; pen.textBaseline = "top";
       pen.fillText("overview", 0, 4);
       if (view.row.grid[0]) pen.fillText(`slices, ${view.row.grid.join(" x ")}`, places[1][0], 4);
       pen.fillText("video", 0, places.at(-1)[1] - 18);
@@ -112,8 +112,8 @@ export default explorer(view => {
         const [left, top] = corner(k), step = unit(found);
         pen.save(); pen.translate(left, top);
         pen.textBaseline = "top"; pen.textAlign = "left"; pen.fillStyle = view.colors.ink;
-        pen.font = "bold 14px system-ui, sans-serif"; pen.fillText(rules[k], 0, 0);
-        pen.font = "12px system-ui, sans-serif"; pen.fillStyle = view.colors.muted;
+        pen.font = "bold 14px sans-serif"; pen.fillText(rules[k], 0, 0);
+        pen.font = "12px sans-serif"; pen.fillStyle = view.colors.muted;
         wrapped(pen, says[k], side()).forEach((line, n) => pen.fillText(line, 0, 17 + 13 * n));
         pen.strokeStyle = view.colors.line; pen.lineWidth = 1; pen.strokeRect(0.5, HEAD + 0.5, side() - 1, side() - 1);
         pen.fillStyle = view.colors.text;
@@ -143,7 +143,7 @@ export default explorer(view => {
           pen.beginPath(); pen.moveTo(x + step / 2, HEAD); pen.lineTo(x + step / 2, y); pen.moveTo(0, y + step / 2); pen.lineTo(x, y + step / 2); pen.stroke();
           pen.setLineDash([]);
           ring(pen, x, y, step, step);
-          pen.fillStyle = view.colors.highlight_text; pen.textAlign = "left"; pen.font = "bold 12px system-ui, sans-serif";
+          pen.fillStyle = view.colors.highlight_text; pen.textAlign = "left"; pen.font = "bold 12px sans-serif";
           pen.fillText(`h ${h}, w ${w}`, 3, HEAD + side() + 4);
         }
         pen.restore();

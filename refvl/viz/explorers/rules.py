@@ -1,4 +1,4 @@
-"""Four position rules: where the tokens of one sliced image and one video stand in four families."""
+"""Four position rules: the positions of one sliced image's and one video's tokens in four families."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ RULES = {
     "closed up": "one by one, as text; pruning leaves no gap",
 }
 SLICES, FRAMES, PRUNED = (1, 2, 4, 6), (2, 4), (0.0, 0.5)
-SIZE, CUT = (768, 512), SliceConfig(scale_resolution=168, patch_size=14, multiple=4)  # a token shows 56 x 56 px
+SIZE, CUT = (768, 512), SliceConfig(scale_resolution=168, patch_size=14, multiple=4)  # a token covers 56 x 56 px
 FRAME = (2, 3)  # tokens of a frame
 MARKS = CanvasMarks(1, 2, 3, 4, 5)
 TEXT, FILL = 0, 6
@@ -35,7 +35,7 @@ STEP = 2.0  # positions between two frames in Qwen2.5-VL, one second apart
 
 @dataclass
 class Prompt:
-    """Ids of a prompt as it grows; what stands between media is text of some length."""
+    """The ids of a growing prompt; between items there is text of some length."""
 
     ids: list[int] = field(default_factory=list)
     spans: list[MediaSpan] = field(default_factory=list)
@@ -44,14 +44,14 @@ class Prompt:
         self.ids += ids
 
     def show(self, start: int, h: int, w: int, end: int, *, t: int = 1) -> None:
-        """A piece between its marks."""
+        """Append a piece between its separators."""
         self.write(start)
         self.spans.append(MediaSpan(len(self.ids), t, h, w, STEP if t > 1 else 1.0))
         self.write(*[FILL] * (t * h * w), end)
 
 
 class PositionRulesExplorer(Explorer):
-    """Items are the tokens of the media: overview, slices, frames."""
+    """The explorer; its items are the tokens of overview, slices and frames."""
 
     _esm = module("rules")
     title = "Four position rules"
@@ -78,7 +78,7 @@ class PositionRulesExplorer(Explorer):
         self.selected = 30  # in the last slice
 
     def compared(self, slices: int, frames: int, pruned: str) -> dict:
-        """The pieces, what is kept (items,), and per rule the positions of media and of text, and where text goes on.
+        """Return pieces, kept (items,), and per rule the positions of items and of text, and the next text position.
 
         positions (3, items) is -1 where a token is pruned; text (3, tokens).
         """
@@ -93,7 +93,7 @@ class PositionRulesExplorer(Explorer):
         }  # fmt: skip
 
     def kept(self, frames: int, q: float) -> Tensor:
-        """(frames * h * w,) bool: EVS on the pixels of the cells, instead of their embeddings."""
+        """Return (frames * h * w,) bool: EVS on the pixels of the cells, instead of their embeddings."""
         h, w = FRAME
         pixels = torch.from_numpy(np.stack([np.asarray(f) for f in self.frames[:: len(self.frames) // frames]])).float()
         cells = pixels.unflatten(2, (w, -1)).unflatten(1, (h, -1)).transpose(2, 3).flatten(3).flatten(0, 2)
@@ -120,7 +120,7 @@ class PositionRulesExplorer(Explorer):
 
 
 def prompt_of(rule: str, sizes: Sequence[tuple[int, int]], columns: int, frames: int) -> Prompt:
-    """The media as a family writes them, with three words of text before, between and after."""
+    """Return the items in a family's format, with three words of text before, between and after."""
     prompt, mark = Prompt(), MARKS
     prompt.write(TEXT, TEXT, TEXT)
     prompt.show(mark.image_start, *sizes[0], mark.image_end)
@@ -140,7 +140,7 @@ def prompt_of(rule: str, sizes: Sequence[tuple[int, int]], columns: int, frames:
 
 
 def placed(rule: str, sizes: Sequence[tuple[int, int]], columns: int, frames: int, kept: Tensor) -> dict:
-    """positions (3, items) of the media, text (3, tokens) of the rest, end: the position of the next text token."""
+    """Return positions (3, items), text (3, tokens) of the rest, and end, the position of the next text token."""
     prompt = prompt_of(rule, sizes, columns, frames)
     media = torch.cat([s.offset + torch.arange(s.num_tokens) for s in prompt.spans])
     stays = torch.ones(len(prompt.ids), dtype=torch.bool)
@@ -161,7 +161,7 @@ def placed(rule: str, sizes: Sequence[tuple[int, int]], columns: int, frames: in
 
 
 def draw_map(ax: Axes, found: dict, sizes: Sequence[tuple[int, int]], rule: str) -> None:
-    """Rows and columns of all tokens under one rule; the overview's larger, since slices may lie on them."""
+    """Draw rows and columns of all tokens under one rule, the overview's larger, since slices may cover them."""
     overview, image = sizes[0][0] * sizes[0][1], sum(h * w for h, w in sizes)
     positions = found["positions"]
     parts = {

@@ -1,4 +1,4 @@
-// What all explorers share: controls from the table, canvases that mouse, touch, keyboard and screen readers can use,
+// The shared part of all explorers: controls from the table, canvases for mouse, touch, keyboard and screen readers,
 // themes, and the traits `index` and `selected`. A module looks numbers up and draws them:
 //
 //   import { explorer } from "./shared.js";
@@ -9,35 +9,43 @@
 //       size: () => [view.row.columns * cell, view.row.rows * cell],
 //       draw(pen) { pen.fillStyle = view.colors.h; pen.fillRect(0, 0, cell, cell); },
 //       at: (x, y) => Math.floor(x / cell),              // the item at a point, -1 for none; makes it hover and click
-//       step: (item, dx, dy) => item + dx,               // where an arrow key leads; out of range stays
-//       drag: (x, y) => view.choose("budget", 3),        // instead of a click, where pulling moves a control; by touch
-//                                                        // a finger pulls sideways, and one that scrolls changes nothing
-//       grab: (x, y) => x < 22,                          // where a finger that drags both ways takes hold
+//       step: (item, dx, dy) => item + dx,               // the target of an arrow key; out of range changes nothing
+//       drag: (x, y) => view.choose("budget", 3),        // instead of a click, if dragging moves a control; on touch
+//                                                        // screens a finger drags sideways; scrolling changes nothing
+//       grab: (x, y) => x < 22,                          // where a finger may start to drag in both directions
 //     });
-//     view.readout(() => `token ${view.item}`);          // says what the item is, below; called when item >= 0
-//     return { count: () => 12, read: () => view.row };  // how many items there are; the numbers behind the pictures
-//                                                        // walk: "token by token" adds a button that goes through them
+//     view.readout(() => `token ${view.item}`);          // describes the item, below; called if item >= 0
+//     return { count: () => 12, read: () => view.row };  // the number of items; the numbers behind the drawing
+//                                                        // walk: "token by token" adds a button that steps through them
 //   });
 //
-// view.row, view.shared: the table of the state, arrays as typed arrays with a `shape`; pictures are `Image`s.
-// view.option(name): the option of a control, one of view.options(name). view.place(name): its number.
+// view.row, view.shared: the table of the state, arrays as typed arrays with a `shape`, images as `Image`s.
+// view.option(name): the option of a control, one of view.options(name). view.place(name): its index.
 // view.choose(name, number): move it.
 // view.item: the item under the pointer, or the selected one, or -1. view.select(item): select it.
-// view.fit(n): n, or the width there is if that is smaller: phones get a narrower picture, never smaller text.
+// view.ease(key, n): n, reached a quarter of a second after it changed; at once if the reader wants no motion. For places
+// and sizes that are drawn: where a reader points is looked up in the table.
+// view.column(): the canvases that follow stand one below the other, beside those before it.
+// view.big: there is the width of a page of its own, so canvases may be larger.
+// view.fit(n): n, or the available width if that is smaller: phones get narrower drawings, not smaller text.
 // view.colors: the palette of the theme, `viz.style.THEMES`; `sequence(x)` is for order, 0 to 1. Names that end in
 // `_text` are for words.
 
+const SANS = '-apple-system, "Segoe UI", "Inter", "Helvetica Neue", "Liberation Sans", Roboto, Arial, sans-serif';
 const STYLE = `
-.refvl { color: var(--ink); background: var(--surface); font: 14px/1.4 system-ui, sans-serif; padding: 8px; }
+.refvl { color: var(--ink); background: var(--surface); font: 15px/1.45 ${SANS}; padding: 8px; }
 .refvl .controls, .refvl .pictures { display: flex; flex-wrap: wrap; gap: 8px 24px; align-items: flex-start; }
-.refvl .controls { margin-bottom: 8px; }
+.refvl .column { display: grid; gap: 8px; max-width: 100%; }
+.refvl .controls { margin-bottom: 12px; align-items: center; }
 .refvl label { display: flex; gap: 8px; align-items: center; max-width: 100%; }
 .refvl label > output { min-width: 6ch; font-variant-numeric: tabular-nums; }
 .refvl input[type=range] { width: 180px; accent-color: var(--ink); }
-.refvl select, .refvl button { font: inherit; color: inherit; background: var(--surface); border: 1px solid var(--line); min-width: 0; max-width: 100%; }
+.refvl input, .refvl select, .refvl button { cursor: pointer; } .refvl :disabled { cursor: default; }
+.refvl select, .refvl button { font: inherit; border-radius: 6px; padding: 2px 8px; min-height: 30px; color: inherit; background: var(--surface); border: 1px solid var(--line); min-width: 0; max-width: 100%; }
 .refvl canvas { max-width: 100%; outline-offset: 2px; touch-action: manipulation; cursor: default; }
 .refvl :focus-visible { outline: 2px solid var(--highlight); }
-.refvl figure { margin: 0; max-width: 100%; } .refvl figcaption { contain: inline-size; color: var(--muted); font-size: 12px; }
+.refvl figure { margin: 0; max-width: 100%; } .refvl figcaption { contain: inline-size; color: var(--muted); font-size: 13px; text-wrap: pretty; }
+.refvl figcaption::first-letter, .refvl .readout::first-letter { text-transform: uppercase; }
 .refvl .readout { display: block; min-height: 2.8em; margin-top: 8px; white-space: pre-line; }
 @media (pointer: coarse), (max-width: 600px) {
   .refvl label { flex-wrap: wrap; gap: 0 8px; } .refvl label > span { flex-basis: 100%; }
@@ -53,7 +61,7 @@ const make = (tag, properties = {}, ...children) => {
   return node;
 };
 
-// The table with arrays and pictures in place of what stood for them.
+// The table, with arrays and images in place of their references.
 async function unpack({ rows, shared, states, arrays, data }, controls) {
   const inflated = new Blob([data]).stream().pipeThrough(new DecompressionStream("deflate"));
   const bytes = await new Response(inflated).arrayBuffer();
@@ -85,18 +93,18 @@ const plain = value => ArrayBuffer.isView(value) || Array.isArray(value) ? Array
 
 const same = (a, b, length) => { for (let i = 0; i < length; i++) if (a[i] !== b[i]) return false; return true; };
 
-// The numbers of the options in the state `index`; without a list of states, all combinations are states.
+// The indices of the options in the state `index`; without a list of states, all combinations are states.
 function stateOf({ states, sizes }, index) {
   if (states) return states[index];
   return sizes.reduceRight((state, n) => { state.unshift(index % n); index = Math.floor(index / n); return state; }, []);
 }
 
-// The numbers of the options that `control` offers in `state`: those that exist with the controls before it.
+// The indices of the options that `control` offers in `state`: those that exist for the controls before it.
 const offered = ({ states, sizes }, state, control) => states
   ? [...new Set(states.filter(s => same(s, state, control)).map(s => s[control]))].sort((a, b) => a - b)
   : [...Array(sizes[control]).keys()];
 
-// The state with `value` at `control`: as `wish` before it, and as near to it as there is after it.
+// The state with `value` at `control`: equal to `wish` before it, and as close to it as possible after it.
 function nearest({ states, sizes }, wish, control, value) {
   if (!states) return sizes.reduce((index, n, i) => index * n + (i === control ? value : wish[i]), 0);
   let best = -1, least = Infinity;
@@ -123,6 +131,20 @@ function themes(palette, redraw) {
     return { ...plain, sequence: x => sequence[Math.round(Math.min(1, Math.max(0, x)) * last)] };
   };
   return { colors, stop };
+}
+
+// Numbers on their way: `ease(key, n)` is where the number `key` is now, `later` asks for the next frame.
+const MOVES = 250, STILL = matchMedia("(prefers-reduced-motion: reduce)");  // ms
+function easing(later) {
+  const ways = new Map();  // key: [from, to, since]
+  return (key, to) => {
+    const now = performance.now(), way = ways.get(key);
+    if (!way || STILL.matches) { ways.set(key, [to, to, -Infinity]); return to; }
+    const part = Math.min(1, (now - way[2]) / MOVES), here = way[0] + (way[1] - way[0]) * part * part * (3 - 2 * part);
+    if (way[1] !== to) ways.set(key, [here, to, now]);
+    if (way[1] !== to || part < 1) later();
+    return way[1] !== to ? here : part < 1 ? here : to;
+  };
 }
 
 // A slider or menu over the options that exist; `update` puts it where the state is.
@@ -155,7 +177,7 @@ function controller(view, number, { label, options, kind }) {
   };
   button.addEventListener("click", () => {
     if (timer) return stop();
-    if (2 * widget.value >= available.length) view.choose(number, available[0]);  // little is left: all of it
+    if (2 * widget.value >= available.length) view.choose(number, available[0]);  // near the end, start again
     timer = setInterval(next, 700);
     says(true);
   });
@@ -164,13 +186,13 @@ function controller(view, number, { label, options, kind }) {
   return { node, update, stop };
 }
 
-// A button that goes through the items, and stops at the last.
+// A button that steps through the items, and stops at the last one.
 function walker(view, label) {
   const button = make("button", { type: "button" });
   let timer = 0;
   const says = walking => { button.textContent = `${walking ? "⏸" : "▶"} ${label}`; };
   const stop = () => { clearInterval(timer); timer = 0; says(false); };
-  button.setAttribute("aria-label", `go through them ${label}`);
+  button.setAttribute("aria-label", `step through the items, ${label}`);
   button.addEventListener("click", () => {
     if (timer) return stop();
     if (view.selected >= view.count() - 1) view.select(0);
@@ -181,9 +203,9 @@ function walker(view, label) {
   return { node: button, update() {}, stop };
 }
 
-// A canvas in CSS pixels, sharp on every screen. A mouse acts when it is pressed, a finger when it is lifted, unless it
-// pulls: until then nobody knows whether it scrolls.
-const PULL = 8;  // CSS pixels that a finger moves before it pulls
+// A canvas in CSS pixels, sharp on every screen. A mouse acts when it is pressed. A finger acts when it is lifted,
+// unless it drags, because until then it may be scrolling.
+const PULL = 8;  // CSS pixels that a finger moves before it drags
 function surface(view, { name, caption, size, draw, at, step, drag, grab }) {
   const canvas = make("canvas"), text = make("figcaption"), node = make("figure", {}, canvas, text);
   const point = event => {
@@ -192,7 +214,7 @@ function surface(view, { name, caption, size, draw, at, step, drag, grab }) {
   };
   const valid = item => (item >= 0 && item < view.count() ? item : -1);
   const act = event => (drag ? drag(...point(event)) : view.select(valid(at(...point(event)))));
-  let from = null, pulls = false;  // where a finger or the mouse went down; that it moves a control
+  let from = null, pulls = false;  // where a finger or the mouse went down; whether it moves a control
   if (at || drag) {
     canvas.addEventListener("pointermove", event => {
       const touch = event.pointerType === "touch";
@@ -232,9 +254,9 @@ function surface(view, { name, caption, size, draw, at, step, drag, grab }) {
     canvas.style.width = `${width}px`;
     canvas.setAttribute("aria-label", name() + (step ? "; arrow keys move" : ""));
     text.textContent = caption?.() ?? name();
-    text.ariaHidden = !caption;  // said once
+    text.ariaHidden = !caption;  // read out once
     pen.scale(scale, scale);
-    pen.font = "12px system-ui, sans-serif";
+    pen.font = "12px sans-serif";
     draw(pen, width, height);
   };
   return { node, update };
@@ -248,13 +270,13 @@ export function explorer(build) {
     root.setAttribute("aria-label", model.get("name"));
     said.setAttribute("aria-live", "polite");
     root.append(make("style", { textContent: STYLE }), controls, pictures, said);
-    // In a notebook's command mode JupyterLab takes plain keys of whatever has the focus for its own: arrows walk through
-    // cells, D twice deletes one. It listens on the document, so keys that stop here are the control's.
+    // In a notebook's command mode, JupyterLab handles plain keys of the focused element: arrows walk through cells,
+    // and D twice deletes one. It listens on the document, so keys that stop here reach only the control.
     root.addEventListener("keydown", event => {
       if (!event.ctrlKey && !event.metaKey && !event.altKey && !event.shiftKey) event.stopPropagation();
     });
 
-    let seen, table, wish, ours, hovered = -1, say = () => "", canvases = [], widgets = [], frame = 0;
+    let seen, table, wish, ours, hovered = -1, say = () => "", canvases = [], widgets = [], frame = 0, column = pictures;
     const theme = themes(model.get("palette"), () => later());
     const view = {
       get table() { return table; },
@@ -278,8 +300,11 @@ export function explorer(build) {
       },
       select(item) { if (item !== model.get("selected")) { model.set("selected", item); model.save_changes(); later(); } },
       hover(item) { if (item !== hovered) { hovered = item; later(); } },
-      canvas(parts) { const made = surface(view, parts); canvases.push(made); pictures.append(made.node); },
+      canvas(parts) { const made = surface(view, parts); canvases.push(made); column.append(made.node); },
+      column() { pictures.append(column = make("div", { className: "column" })); },
       readout(f) { say = f; },
+      ease: easing(() => later()),
+      get big() { return view.fit(960) >= 960; },
       fit: n => Math.min(n, root.clientWidth ? root.clientWidth - 16 : n),
       count: () => 0, read: () => view.row,
     };
@@ -291,7 +316,7 @@ export function explorer(build) {
     const load = async () => {
       const source = model.get("table"), list = model.get("controls");
       const fresh = await unpack(source, list);
-      if (source !== model.get("table")) return;  // a newer one is on its way
+      if (source !== model.get("table")) return;  // a newer table is coming
       [table, seen, hovered] = [fresh, source, -1];
       wish = [...view.state];
       widgets.forEach(w => w.stop());
@@ -310,7 +335,7 @@ export function explorer(build) {
     const later = () => { frame ||= requestAnimationFrame(draw); };
     const changed = async () => {
       if (model.get("table") !== seen) await load();
-      if (model.get("index") !== ours) wish = [...view.state];  // moved from outside
+      if (model.get("index") !== ours) wish = [...view.state];  // changed from outside
       later();
     };
     await load();

@@ -21,7 +21,7 @@ export default explorer(view => {
       pen.strokeStyle = color; pen.lineWidth = thickness; pen.strokeRect(x, y, width, height);
     }
   }
-  function framed(pen, family, parts) {  // the chosen one last, so that its frame is whole
+  function framed(pen, family, parts) {  // the chosen part last, so that its frame is complete
     parts.sort((a, b) => (view.item === item(family, a[0])) - (view.item === item(family, b[0])));
     parts.forEach(([part, ...box]) => frame(pen, family, part, ...box));
   }
@@ -32,7 +32,7 @@ export default explorer(view => {
     pen.drawImage(photo, (photo.width - w * scale) / 2, (photo.height - h * scale) / 2, w * scale, h * scale, x, y, width, height);
   }
   function number(pen, n, x, y) {
-    pen.font = "bold 13px system-ui, sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
+    pen.font = "bold 13px sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
     pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(n, x, y);
     pen.fillStyle = "#fff"; pen.fillText(n, x, y);
   }
@@ -54,7 +54,7 @@ export default explorer(view => {
     name: () => `MiniCPM-V: ${view.row.slices.grid[0] ? view.row.slices.grid.join(" x ") + " slices" : "no slices"}${reading()}`,
     caption: () => {
       const { grid, cell } = view.row.slices;
-      return (grid[0] ? `MiniCPM-V cuts ${grid.join(" x ")} slices of ${cell.join(" x ")} px` : "MiniCPM-V: the overview holds all")
+      return (grid[0] ? `MiniCPM-V cuts ${grid.join(" x ")} slices of ${cell.join(" x ")} px` : "MiniCPM-V: the overview shows everything")
         + reading();
     },
     size: large,
@@ -90,7 +90,7 @@ export default explorer(view => {
     name: () => `Step3-VL: ${view.row.crops.window ? view.row.crops.grid.toReversed().join(" x ") + " crops" : "no crops"}`,
     caption: () => {
       const { grid, window, canvas } = view.row.crops;
-      return window ? `Step3-VL cuts ${grid[1]} x ${grid[0]} windows of ${window} px from ${canvas.join(" x ")} px` : "Step3-VL: the overview holds all";
+      return window ? `Step3-VL cuts ${grid[1]} x ${grid[0]} windows of ${window} px from ${canvas.join(" x ")} px` : "Step3-VL: the overview shows everything";
     },
     size: large,
     at(x, y) {
@@ -110,14 +110,14 @@ export default explorer(view => {
     },
   });
   view.canvas({
-    name: () => "Step3-VL's overview, a square whatever the shape",
+    name: () => "Step3-VL's overview, a square for any shape",
     caption: () => `overview, ${view.shared.overview} x ${view.shared.overview} px`,
     size: () => [SMALL, SMALL],
     at: () => item(1, 0),
     draw(pen, width, height) { middle(pen, 0, 0, width, height); frame(pen, 1, 0, 0, 0, width, height); number(pen, 0, width / 2, height / 2); },
   });
 
-  // The prompt from left to right: [number, tokens] of every part, the overview being number 0
+  // The prompt from left to right: [number, tokens] of every part; the overview is number 0
   const sliced = () => Array.from({ length: 1 + view.row.slices.grid[0] * view.row.slices.grid[1] }, (_, k) => [k, view.row.slices.of_slice]);
   const cropped = () => {
     const { grid, of_crop, of_overview } = view.row.crops;
@@ -126,7 +126,7 @@ export default explorer(view => {
   const strip = () => (BAR() - (narrow() ? 4 : 240)) / Math.max(view.row.slices.tokens, view.row.crops.tokens);
   view.canvas({
     name: () => `the prompts: MiniCPM-V ${view.row.slices.tokens} tokens, Step3-VL ${view.row.crops.tokens}`,
-    caption: () => "the image in both prompts, left to right, on one scale; 0 is the overview; orange: a mark for a new line",
+    caption: () => "the image in both prompts, left to right, on one scale; 0 is the overview; orange: a newline token",
     size: () => [BAR(), 2 * LINE()],
     at(x, y) {
       const family = y < LINE() ? 0 : 1, scale = strip();
@@ -138,14 +138,14 @@ export default explorer(view => {
       const left = narrow() ? 0 : 90, top = narrow() ? 20 : 2;
       const scale = strip();
       [["MiniCPM-V", sliced(), view.row.slices.tokens, view.row.slices.grid[0], 1, ""],
-        ["Step3-VL", cropped(), view.row.crops.tokens, view.row.crops.grid[1], 0, ` + ${view.row.crops.marks} marks`]]
+        ["Step3-VL", cropped(), view.row.crops.tokens, view.row.crops.grid[1], 0, ` + ${view.row.crops.marks} special`]]
         .forEach(([name, parts, tokens, columns, first, marks], line) => {
           const y = line * LINE() + top - 2;
           let x = left;
-          pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = "12px system-ui, sans-serif";
+          pen.textAlign = "left"; pen.textBaseline = "middle"; pen.font = "12px sans-serif";
           pen.fillStyle = view.colors.ink; pen.fillText(name, 0, narrow() ? y - 6 : y + 15);
           parts.forEach(([k, length], place) => {
-            const w = length * scale;
+            const w = view.ease(`width ${line} ${k}`, length * scale);
             pen.fillStyle = k ? view.colors.sequence(k / parts.length) : view.colors.image;
             pen.fillRect(x, y + 2, Math.max(1, w - 1), 26);
             if (view.item === item(line, k)) {
@@ -157,7 +157,7 @@ export default explorer(view => {
               pen.fillStyle = view.colors.highlight; pen.fillRect(x - 2, y, 3, 30);
             }
           });
-          pen.textAlign = "left"; pen.font = "12px system-ui, sans-serif"; pen.fillStyle = view.colors.ink;
+          pen.textAlign = "left"; pen.font = "12px sans-serif"; pen.fillStyle = view.colors.ink;
           if (!narrow()) pen.fillText(`${tokens} tokens${marks}`, x + 8, y + 15);
           else { pen.textAlign = "right"; pen.fillText(`${tokens} tokens${marks}`, width, y - 6); }
         });
@@ -166,7 +166,7 @@ export default explorer(view => {
 
   if (queries) view.canvas({
     name: () => `the ${queries} learned queries`,
-    caption: () => "the queries of a small MiniCPM-V that sees the photo cut alike; choose one. And what that model says",
+    caption: () => "the queries of a small MiniCPM-V with the same slices; choose one. Below: the model's answer",
     size: () => [view.fit(400), 108],
     at: (x, y) => (x < 108 ? Math.floor(y / 36) * 3 + Math.floor(x / 36) : -1),
     step: (i, dx, dy) => (i >= Q ? 0 : (i % 3) + dx < 0 || (i % 3) + dx > 2 ? -1 : i + dx + 3 * dy),
@@ -177,24 +177,24 @@ export default explorer(view => {
         pen.fillRect(x + 1, y + 1, 34, 34);
         number(pen, i, x + 18, y + 18);
       }
-      pen.textAlign = "left"; pen.textBaseline = "top"; pen.font = "12px system-ui, sans-serif";
+      pen.textAlign = "left"; pen.textBaseline = "top"; pen.font = "12px sans-serif";
       pen.fillStyle = view.colors.muted; pen.fillText(question, 126, 4, width - 126);
-      pen.font = "bold 20px system-ui, sans-serif"; pen.fillStyle = view.colors.kept;
+      pen.font = "bold 20px sans-serif"; pen.fillStyle = view.colors.kept;
       pen.fillText(view.row.answer, 126, 26, width - 126);
     },
   });
 
-  // a part and the tokens of the image that it becomes
+  // a part and its tokens in the prompt
   function told(family, part) {
     const parts = [sliced(), cropped()][family], place = parts.findIndex(([k]) => k === part);
     const first = parts.slice(0, place).reduce((sum, [, length]) => sum + length, 0), length = parts[place][1];
     return `${part ? `${family ? "crop" : "slice"} ${part}` : "the overview"} of ${FAMILIES[family]}: ${length} tokens, ` +
-      `${first ? `after ${first} others` : "the first of the image"}`;
+      `${first ? `after ${first} others` : "the first tokens of the image"}`;
   }
   view.readout(() => {
     if (view.item >= Q) return view.item < item(1, 0) ? told(0, view.item - Q) : told(1, view.item - item(1, 0));
     return `query ${view.item} of ${queries}: the same query reads the overview and every slice, ` +
-      `and becomes one token of each\nasked "${question}", the small MiniCPM-V, which cuts at most ${view.shared.most}, says "${view.row.answer}"`;
+      `and becomes one token of each\nasked "${question}", the small MiniCPM-V, which cuts at most ${view.shared.most} slices, answers "${view.row.answer}"`;
   });
   return { count: () => item(1, 0) + lengths()[1] };
 });

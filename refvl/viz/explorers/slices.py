@@ -1,4 +1,4 @@
-"""Slices and crops: what MiniCPM-V and Step3-VL cut out of one photo of any size, and what the queries read of it."""
+"""Slices and crops: how MiniCPM-V and Step3-VL cut one photo of any size, and what the queries read of it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,15 +20,15 @@ from refvl.viz.minicpmv import plot_slices
 from refvl.viz.step3_vl import plot_crops
 
 SHAPES = ((1, 2), (1, 1), (3, 2), (2, 1), (3, 1))  # width : height
-STEP, LONGEST = 8, 4096  # px: sizes that are tried
+STEP, LONGEST = 8, 4096  # px: the sizes that are tried
 
 
 class SlicesExplorer(Explorer):
-    """A photo at every size at which one of the two cuts it in another way.
+    """A photo at every size at which one of the two families cuts it differently.
 
     Items are the queries of `model`, a MiniCPM-V whose slices are a whole number of times smaller than those of
-    `slices`: its queries read the photo scaled down as much, cut in the same way. Asked `question` about that photo, it
-    cuts at most as many slices as its own config says. After the queries come MiniCPM-V's overview and slices, and
+    `slices`. Its queries read the photo scaled down by that number and cut the same way. For `question`, the model cuts
+    at most as many slices as its own config allows. After the queries come MiniCPM-V's overview and slices, and
     Step3-VL's overview and crops.
     """
 
@@ -63,11 +63,11 @@ class SlicesExplorer(Explorer):
 
     @property
     def queries(self) -> int:
-        """Tokens of a slice of `model`; 0 without one."""
+        """The number of tokens of a slice of `model`; 0 without a model."""
         return self.model.encoder.config.query_num if self.model else 0
 
     def plan(self, size: tuple[int, int], *, query_num: int = 64) -> dict:
-        """Where both cut a photo of `size` (width, height), and its tokens in both prompts, marks apart."""
+        """Return how both cut a photo of `size` (width, height), and its tokens in both prompts."""
         slices, crops = plan_slices(*size, self.slices), plan_crops(*size, self.crops)
         columns, rows = slices.grid or (0, 0)
         of_crop, of_overview = self.crops.crop_tokens, self.crops.image_tokens
@@ -86,7 +86,7 @@ class SlicesExplorer(Explorer):
         }  # fmt: skip
 
     def read(self, size: tuple[int, int]) -> dict:
-        """What each query takes from each patch of the overview and of the slices, and the model's answer.
+        """Return what each query takes from each patch of the overview and of the slices, and the model's answer.
 
         heat: (slices, queries, h, w) in 255 steps of the largest, the mean over heads.
         """
@@ -130,7 +130,7 @@ class SlicesExplorer(Explorer):
 def distinct_sizes(
     slices: SliceConfig, crops: CropConfig, shapes: Sequence[tuple[int, int]] = SHAPES
 ) -> Mapping[tuple[int, int], list[tuple[int, int]]]:
-    """Per shape the sizes (width, height), each the smallest of those that both cut into as many pieces."""
+    """Return sizes (width, height) per shape, each the smallest that both families cut into these pieces."""
     sizes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for shape in shapes:
         cut, unit = None, STEP * max(shape)
@@ -144,7 +144,7 @@ def distinct_sizes(
 
 
 def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """The middle of the image, as large as can be, in the shape of `size`."""
+    """Return the middle of the image, as large as possible, in the shape of `size`."""
     width, height = size
     scale = min(image.width / width, image.height / height)
     w, h = round(scale * width), round(scale * height)
@@ -154,13 +154,13 @@ def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 @torch.inference_mode()
 def query_heat(encoder: Any, rows: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-    """(Q, h, w) of each slice, from all patch rows and the slices' (h, w): the mean over heads, shares sum to 1."""
+    """Return (Q, h, w) per slice, from all patch rows and the slices' (h, w): the mean over heads, sum 1 per query."""
     metadata = encoder.plan([sizes])
     weights = attention_weights(encoder.resampler, encoder.vpm.encode(rows, metadata.vision), metadata.resampler)
     return [w.mean(0).view(-1, *size).float().numpy(force=True) for w, size in zip(weights, sizes, strict=True)]
 
 
 def quantised(heat: Sequence[np.ndarray]) -> np.ndarray:
-    """Shares of one state in 255 steps of the largest."""
+    """Return shares of one state in 255 steps of the largest."""
     stacked = np.stack(heat)
     return np.round(255 * stacked / stacked.max()).astype(np.uint8)

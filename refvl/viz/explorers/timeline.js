@@ -1,8 +1,9 @@
-// Every frame of a video as a line, those that each rule samples as pairs above, and the second written for each pair.
+// Every frame of a video as a line, those that each rule samples as joined pairs above, and the timestamp of each pair.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const SIDE = 12, LINE = 66, CELL = 44, HIGH = 36;
+  const SIDE = 12, CELL = 48, HIGH = 44;
+  const LINE = () => (view.big ? 104 : 66), TALL = () => LINE() - 36;
   const W = () => view.fit(1120), COLUMNS = () => Math.floor(W() / CELL);
   const { rules } = view.shared, sampled = () => view.row.sampled;
   const steps = line => sampled()[line].timestamps.length;
@@ -14,7 +15,7 @@ export default explorer(view => {
   const lineOf = i => Math.max(0, i) % rules.length;
   const stepOf = i => Math.min(Math.floor(i / rules.length), steps(lineOf(i)) - 1);
   const chosen = (line, step) => view.item >= 0 && line === lineOf(view.item) && step === stepOf(view.item);
-  const color = (line, step) => chosen(line, step) ? view.colors.highlight : step % 2 ? view.colors.muted : view.colors.ink;
+  const color = (line, step) => chosen(line, step) ? view.colors.highlight : view.colors.video;
   const along = (line, i) => (i >= 0 && i < steps(line) ? item(line, i) : -1);
   const nearest = (line, px) => {
     let best = 0;
@@ -24,10 +25,10 @@ export default explorer(view => {
 
   view.canvas({
     name: () => `frames that three rules sample from ${view.row.frames.toLocaleString("en")}`,
-    caption: () => `below: the video's ${view.row.frames.toLocaleString("en")} frames; above: those sampled by each rule, ` +
-      "two to a grid step, the steps in two colours",
-    size: () => [W(), rules.length * LINE + 36],
-    at: (px, py) => nearest(Math.min(rules.length - 1, Math.floor(py / LINE)), px),
+    caption: () => `The lowest line: all ${view.row.frames.toLocaleString("en")} frames of the video. Above: the frames that each ` +
+      "release samples, two by two",
+    size: () => [W(), rules.length * LINE() + 36],
+    at: (px, py) => nearest(Math.min(rules.length - 1, Math.floor(py / LINE())), px),
     step(i, dx, dy) {
       const line = lineOf(i), to = line + dy;
       return dy ? (rules[to] ? nearest(to, middle(line, stepOf(i))) : -1) : along(line, stepOf(i) + dx);
@@ -35,16 +36,20 @@ export default explorer(view => {
     draw(pen, width, height) {
       pen.textBaseline = "top";
       rules.forEach((rule, line) => {
-        const top = line * LINE;
+        const top = line * LINE();
         pen.fillStyle = view.colors.ink;
-        pen.fillText(`${rule}: ${new Set(sampled()[line].indices).size} frames, ${steps(line)} steps`, 0, top);
+        pen.font = "bold 13px sans-serif"; pen.fillText(rule, 0, top);
+        const after = pen.measureText(`${rule} `).width; pen.font = "13px sans-serif";
+        pen.fillText(`samples ${new Set(sampled()[line].indices).size} frames in ${steps(line)} pairs`, after, top);
         for (let i = 0; i < steps(line); i++) {
           pen.fillStyle = color(line, i);
           const high = chosen(line, i) ? 6 : 0;
-          frames(line, i).forEach(frame => pen.fillRect(x(frame) - 1, top + 22 - high, 2, 32 + high));
+          const [left, right] = frames(line, i).map((frame, k) => view.ease(`${line} ${i} ${k}`, x(frame)));
+          for (const at of [left, right]) pen.fillRect(at - 1, top + 24 - high, 2, TALL() + high);
+          pen.fillRect(left - 1, top + 22 + TALL(), right - left + 2, 3);
         }
       });
-      const bottom = rules.length * LINE, every = Math.ceil(view.row.frames / (W() - 2 * SIDE));
+      const bottom = rules.length * LINE(), every = Math.ceil(view.row.frames / (W() - 2 * SIDE));
       pen.strokeStyle = view.colors.line; pen.lineWidth = 0.5; pen.beginPath();
       for (let f = 0; f < view.row.frames; f += every) { pen.moveTo(x(f), bottom); pen.lineTo(x(f), bottom + 14); }
       pen.stroke();
@@ -55,8 +60,8 @@ export default explorer(view => {
 
   const shown = () => lineOf(view.item);
   view.canvas({
-    name: () => `the prompt's ${steps(shown())} steps by the rule of ${rules[shown()]}, each followed by its second`,
-    caption: () => `in the prompt, by the rule of ${rules[shown()]}: a step's tokens, then its second`,
+    name: () => `the prompt's ${steps(shown())} pairs by the rule of ${rules[shown()]}, each followed by its timestamp`,
+    caption: () => `The prompt of ${rules[shown()]}: the tokens of a pair, then its timestamp in seconds`,
     size: () => [COLUMNS() * CELL, Math.ceil(most() / COLUMNS()) * HIGH],
     at: (px, py) => along(shown(), Math.floor(py / HIGH) * COLUMNS() + Math.floor(px / CELL)),
     step: (i, dx, dy) => along(lineOf(i), stepOf(i) + dx + dy * COLUMNS()),
@@ -65,7 +70,7 @@ export default explorer(view => {
       pen.textAlign = "center"; pen.textBaseline = "bottom";
       sampled()[line].timestamps.forEach((second, i) => {
         const left = (i % COLUMNS()) * CELL, top = Math.floor(i / COLUMNS()) * HIGH;
-        pen.fillStyle = color(line, i); pen.fillRect(left, top, CELL - 4, 14);
+        pen.fillStyle = color(line, i); pen.fillRect(left, top, CELL - 4, 18);
         pen.fillStyle = view.colors.ink; pen.fillText(second, left + (CELL - 4) / 2, top + HIGH - 4);
       });
     },
@@ -75,7 +80,7 @@ export default explorer(view => {
     const line = lineOf(view.item), step = stepOf(view.item), [first, second] = frames(line, step);
     const at = frame => `${frame} (${(frame / view.option("fps")).toFixed(2)} s)`;
     const pair = first === second ? `frame ${at(first)}, used twice` : `frames ${at(first)} and ${at(second)}`;
-    return `${rules[line]}, grid step ${step}: ${pair}; the prompt says ${sampled()[line].timestamps[step]}`;
+    return `${rules[line]}, pair ${step + 1}: ${pair}; the prompt says ${sampled()[line].timestamps[step]}`;
   });
   return { count: () => rules.length * most() };
 });

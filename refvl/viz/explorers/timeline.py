@@ -1,4 +1,4 @@
-"""Timelines: the frames that each release of GLM samples from a video, two to a grid step, and the step's second."""
+"""Timelines: the frames that each release of GLM samples from a video, two per grid step, and the timestamps."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -13,14 +13,14 @@ RATES = (1, 4, 10, 25, 30, 60)  # frames per second
 
 
 class TimelineExplorer(Explorer):
-    """Item i is step i // 3 of the grid by rule i % 3, in the order of `VARIANTS`."""
+    """Item i is grid step i // 3 under rule i % 3, in the order of `VARIANTS`."""
 
     _esm = module("timeline")
-    title = "Frames and seconds"
+    title = "Frames and timestamps"
     asks = "Which frames of a video does the model see?"
     action = "Press play, and compare the three rules as the video gets longer."
     takeaway = (
-        "Three releases sample the same video by different rules, and the prompt names one second for every two frames."
+        "Three releases sample a video by different rules, and the prompt states one timestamp for every two frames."
     )
 
     def __init__(self, duration: float, fps: float, variant: str):
@@ -32,14 +32,14 @@ class TimelineExplorer(Explorer):
             Control("fps", "frames per second", rates),
             Control("duration", "length, s", durations, kind="player"),
         ]
-        shared = {"rules": [f"{name}: {RELEASES[name]}" for name in VARIANTS]}
+        shared = {"rules": [RELEASES[name] for name in VARIANTS]}
         super().__init__(
             controls, [self._row(*state) for state in states], shared=shared, states=states, start=(fps, duration)
         )
         self.selected = VARIANTS.index(variant)
 
     def _row(self, fps: float, duration: float) -> dict:
-        """frames: how many the video has. indices: two per step."""
+        """Return frames: the number of the video's frames; sampled: their indices, two per step, and timestamps."""
         frames = max(1, round(duration * fps))
         sampled = [sample_video_frames(name, fps=fps, total_num_frames=frames, duration=duration) for name in VARIANTS]
         return {
@@ -58,7 +58,7 @@ class TimelineExplorer(Explorer):
     def describe(self) -> str:
         (fps, duration), row = self.states[self.index], self.row(self.index)
         each = ", ".join(
-            f"{name} looks at {len(set(sample['indices'].tolist()))} in {len(sample['timestamps'])} grid steps"
+            f"{name} samples {len(set(sample['indices'].tolist()))} frames in {len(sample['timestamps'])} grid steps"
             for name, sample in zip(VARIANTS, row["sampled"], strict=True)
         )
         return f"Of the {row['frames']:,} frames of a video of {duration:g} s at {fps:g} per second, {each}."

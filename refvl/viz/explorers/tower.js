@@ -1,20 +1,20 @@
-// A patch's pixels, its colour and norm after every block, and the token that its merge block becomes.
+// A patch's pixels, the patches whose states are like its own after every block, and the token that it becomes part of.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const W = () => (view.fit(700) < 700 ? view.fit(342) : 300), TILE = 76, GAP = 8, TEXT = 18;
+  const W = () => (view.fit(700) < 700 ? view.fit(342) : Math.min(300, (view.fit(996) - 48) / 3)), TILE = 76, GAP = 8, TEXT = 18;
   const shown = () => view.shared.pictures[view.place("picture")];
   const merge = () => view.shared.merge, stage = () => view.place("stage");
-  const stages = () => shown().colors.shape[0], count = () => shown().patches.length / 2;
+  const stages = () => shown().near.shape[0], count = () => shown().patches.length / 2;
   const at_stage = (array, s) => array.subarray(s * array.length / stages(), (s + 1) * array.length / stages());
   const grid = () => shown().grid, unit = () => 1 / Math.max(...grid());
   const size = () => [W() * grid()[1] * unit(), W() * grid()[0] * unit()];
   const place = patch => [shown().patches[2 * patch + 1], shown().patches[2 * patch]];
   const token_of = patch => Math.floor(patch / merge() ** 2);  // rows are in merge-block order
-  const rgb = (colors, i) => `rgb(${colors[3 * i]} ${colors[3 * i + 1]} ${colors[3 * i + 2]})`;
-  const norm = (s, patch) => shown().norms[s * count() + patch];
+  const near = (s, patch) => shown().near[s * count() + patch];
+  const said = patch => `the patch in line ${place(patch)[1] + 1}, column ${place(patch)[0] + 1}`;
 
-  const found = new WeakMap();  // per picture, the patch at each place of the grid
+  const found = new WeakMap();  // per image, the patch at each cell of the grid
   function patch_at(column, row) {
     const { patches, grid } = shown();
     if (!found.has(patches)) {
@@ -27,17 +27,27 @@ export default explorer(view => {
   const at = (x, y) => patch_at(Math.floor(x / (W() * unit())), Math.floor(y / (W() * unit())));
   const step = (item, dx, dy) => patch_at(place(item)[0] + dx, place(item)[1] + dy);
   function frame(pen, x, y, side) {
-    pen.strokeStyle = "#000"; pen.lineWidth = 5; pen.strokeRect(x, y, side, side);
-    pen.strokeStyle = "#fff"; pen.lineWidth = 2; pen.strokeRect(x, y, side, side);
+    pen.strokeStyle = "#fff"; pen.lineWidth = 5; pen.strokeRect(x, y, side, side);
+    pen.strokeStyle = "#000"; pen.lineWidth = 2.5; pen.strokeRect(x, y, side, side);
   }
-  // the colours of all patches after stage s, `wide` pixels across, the selected patch framed, windows apart
-  function map(pen, s, left, top, wide) {
-    const c = wide * unit(), colors = at_stage(shown().colors, s), segments = at_stage(shown().segments, s);
+  function dim(pen, x, y, side, share) {  // what has the largest share stays as it is
+    pen.globalAlpha = 0.85 * (1 - share); pen.fillStyle = "#000"; pen.fillRect(x, y, side, side); pen.globalAlpha = 1;
+  }
+  function lines(pen, wide, every, thickness) {
+    pen.beginPath(); pen.strokeStyle = "#ffffffb0"; pen.lineWidth = thickness;
+    for (let x = every; x < grid()[1] * wide * unit() - 1; x += every) { pen.moveTo(x, 0); pen.lineTo(x, grid()[0] * wide * unit()); }
+    for (let y = every; y < grid()[0] * wide * unit() - 1; y += every) { pen.moveTo(0, y); pen.lineTo(grid()[1] * wide * unit(), y); }
+    pen.stroke();
+  }
+  // the image, as bright as each patch's state after stage s is like that of the chosen patch; windows apart
+  function map(pen, s, left, top, wide, key) {
+    const c = wide * unit(), alike = at_stage(shown().alike, s), segments = at_stage(shown().segments, s);
+    pen.drawImage(shown().photo, left, top, wide * unit() * grid()[1], wide * unit() * grid()[0]);
     for (let i = 0; i < count(); i++) {
-      const [column, row] = place(i);
-      pen.fillStyle = rgb(colors, i); pen.fillRect(left + column * c, top + row * c, c + 0.5, c + 0.5);
+      const [column, row] = place(i), share = view.item < 0 ? 1 : Math.sqrt(alike[view.item * count() + i] / 255);
+      dim(pen, left + column * c, top + row * c, c + 0.5, view.ease(`${key} ${i}`, share));
     }
-    pen.beginPath(); pen.strokeStyle = view.colors.surface; pen.lineWidth = wide > 150 ? 4 : 2;
+    pen.beginPath(); pen.strokeStyle = "#fff"; pen.lineWidth = wide > 150 ? 4 : 2;
     for (let i = 0; i < count(); i++) {
       const [column, row] = place(i), x = left + column * c, y = top + row * c, right = step(i, 1, 0), below = step(i, 0, 1);
       if (right >= 0 && segments[right] !== segments[i]) { pen.moveTo(x + c, y); pen.lineTo(x + c, y + c); }
@@ -48,28 +58,80 @@ export default explorer(view => {
   }
 
   view.canvas({
-    name: () => `1. the picture in ${count()} patches; "${shown().prompt}" ${shown().answer}`,
+    name: () => `1. The image in ${count()} patches. Choose one`,
     size, at, step,
     draw(pen, width, height) {
+      const c = W() * unit();
       pen.drawImage(shown().photo, 0, 0, width, height);
-      const c = W() * unit(), m = merge();
-      for (const [every, thickness] of [[c, 0.4], [m * c, 1.5]]) {
-        pen.beginPath(); pen.strokeStyle = "#ffffffb0"; pen.lineWidth = thickness;
-        for (let x = every; x < width - 1; x += every) { pen.moveTo(x, 0); pen.lineTo(x, height); }
-        for (let y = every; y < height - 1; y += every) { pen.moveTo(0, y); pen.lineTo(width, y); }
-        pen.stroke();
-      }
-      if (view.item < 0) return;
-      const [column, row] = place(view.item);
-      pen.strokeStyle = view.colors.highlight; pen.lineWidth = 3;
-      pen.strokeRect((column - column % m) * c, (row - row % m) * c, m * c, m * c);
-      frame(pen, column * c, row * c, c);
+      lines(pen, W(), c, 0.5); lines(pen, W(), merge() * c, 1.5);
+      if (view.item >= 0) frame(pen, place(view.item)[0] * c, place(view.item)[1] * c, c);
     },
   });
 
   view.canvas({
-    name: () => view.item < 0 ? "2. a patch's pixels: point at a patch"
-      : `2. patch ${view.item} as red, green and blue: row ${view.item} of the input, ${shown().values} numbers`,
+    name: () => `2. After ${view.option("stage")}: bright patches have states like the chosen one's`,
+    size, at, step,
+    draw(pen) { map(pen, stage(), 0, 0, W(), "large"); },
+  });
+
+  view.canvas({
+    name: () => `3. ${merge() ** 2} patches become one token; how much of its attention "${shown().word}" gives to each`,
+    size, at, step,
+    draw(pen, width, height) {
+      const c = W() * unit() * merge(), columns = grid()[1] / merge(), { looked } = shown(), most = Math.max(...looked);
+      pen.drawImage(shown().photo, 0, 0, width, height);
+      looked.forEach((share, t) => dim(pen, (t % columns) * c, Math.floor(t / columns) * c, c + 0.5, share / most));
+      lines(pen, W(), c, 1.5);
+      pen.font = "bold 12px sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
+      if (c >= 40) looked.forEach((share, t) => {
+        const x = (t % columns + 0.5) * c, y = (Math.floor(t / columns) + 0.5) * c, text = `${Math.round(share / 655.35)} %`;
+        pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(text, x, y); pen.fillStyle = "#fff"; pen.fillText(text, x, y);
+      });
+      if (view.item < 0) return;
+      const t = token_of(view.item);
+      frame(pen, (t % columns) * c + 2, Math.floor(t / columns) * c + 2, c - 4);
+    },
+  });
+
+  const WIDE = () => Math.min(view.fit(996), 3 * W() + 48), small = () => Math.min(120, (WIDE() - GAP * (stages() - 1)) / stages());
+  const apart = () => (WIDE() - small()) / (stages() - 1);
+  view.canvas({
+    name: () => "every block: the same maps, and how like the chosen patch the rest of its token is",
+    caption: () => "Every block; drag across them. Below: how like the chosen patch the rest of its token is (cosine; grey: every other patch)",
+    size: () => [WIDE(), TEXT + small() * size()[1] / W() + 130],
+    drag: x => view.choose("stage", Math.max(0, Math.min(stages() - 1, Math.round((x - small() / 2) / apart())))),
+    draw(pen, width, height) {
+      const top = TEXT, bottom = height - 8, roof = top + small() * size()[1] / W() + 26;
+      const all = shown().near, low = Math.min(...all), high = Math.max(...all);
+      const y = value => bottom - (value - low) / (high - low || 1) * (bottom - roof), x = s => s * apart() + small() / 2;
+      const line = (patch, key) => {
+        pen.beginPath();
+        for (let s = 0; s < stages(); s++) pen.lineTo(x(s), key ? view.ease(`line ${s}`, y(near(s, patch))) : y(near(s, patch)));
+        pen.stroke();
+      };
+      pen.font = "12px sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
+      for (let s = 0; s < stages(); s++) {
+        map(pen, s, x(s) - small() / 2, top, small(), `small ${s}`);
+        pen.fillStyle = view.colors[s === stage() ? "ink" : "muted"];
+        pen.fillText(s ? `block ${s - 1}` : "patches", x(s), TEXT / 2 - 1);
+      }
+      pen.strokeStyle = view.colors.highlight; pen.lineWidth = 3;
+      pen.strokeRect(view.ease("frame", x(stage())) - small() / 2, top, small(), small() * size()[1] / W());
+      pen.strokeStyle = view.colors.line; pen.lineWidth = 0.5;
+      for (let patch = 0; patch < count(); patch++) line(patch);
+      if (view.item < 0) return;
+      pen.strokeStyle = view.colors.highlight; pen.lineWidth = 3; line(view.item, true);
+      pen.fillStyle = view.colors.ink; pen.textBaseline = "bottom"; pen.strokeStyle = view.colors.surface; pen.lineWidth = 4;
+      for (let s = 0; s < stages(); s++) {
+        const text = near(s, view.item).toFixed(2), high = y(near(s, view.item)) - 6;
+        pen.strokeText(text, x(s), high); pen.fillText(text, x(s), high);
+      }
+    },
+  });
+
+  view.canvas({
+    name: () => view.item < 0 ? "a patch's pixels: choose a patch"
+      : `The pixels of ${said(view.item)} as red, green and blue: row ${view.item} of the input, ${shown().values} numbers`,
     size: () => [3 * TILE + 2 * GAP, TILE],
     draw(pen) {
       if (view.item < 0) return;
@@ -83,78 +145,19 @@ export default explorer(view => {
     },
   });
 
-  view.canvas({
-    name: () => `3. all patches after ${view.option("stage")}: a colour is a direction of their states`,
-    size, at, step,
-    draw(pen) { map(pen, stage(), 0, 0, W()); },
-  });
-
-  const small = () => (view.fit(2 * W()) - GAP * (stages() - 1)) / stages();
-  view.canvas({
-    name: () => "every state, from the patch embedding to the last block; below, the norm of each patch's state",
-    size: () => [view.fit(2 * W()), TEXT + small() * size()[1] / W() + 110],
-    drag: x => view.choose("stage", Math.max(0, Math.min(stages() - 1, Math.floor(x / (small() + GAP))))),
-    draw(pen, width, height) {
-      const top = TEXT, bottom = height - 8, roof = top + small() * size()[1] / W() + 14;
-      const most = Math.max(...shown().norms), high = value => bottom - value / most * (bottom - roof);
-      const middle = s => s * (small() + GAP) + small() / 2;
-      const line = patch => {
-        pen.beginPath();
-        for (let s = 0; s < stages(); s++) pen.lineTo(middle(s), high(norm(s, patch)));
-        pen.stroke();
-      };
-      pen.font = "11px system-ui, sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
-      for (let s = 0; s < stages(); s++) {
-        map(pen, s, s * (small() + GAP), top, small());
-        pen.fillStyle = view.colors[s === stage() ? "ink" : "muted"];
-        pen.fillText(s ? `block ${s - 1}` : "patches", middle(s), TEXT / 2);
-      }
-      pen.strokeStyle = view.colors.highlight; pen.lineWidth = 3;
-      pen.strokeRect(stage() * (small() + GAP), top, small(), small() * size()[1] / W());
-      pen.strokeStyle = view.colors.line; pen.lineWidth = 0.5;
-      for (let patch = 0; patch < count(); patch++) line(patch);
-      if (view.item < 0) return;
-      pen.strokeStyle = view.colors.highlight; pen.lineWidth = 3; line(view.item);
-      pen.fillStyle = view.colors.ink; pen.textBaseline = "bottom";
-      for (let s = 0; s < stages(); s++) pen.fillText(norm(s, view.item).toFixed(1), middle(s), high(norm(s, view.item)) - 5);
-    },
-  });
-
-  view.canvas({
-    name: () => "4. the merger: each block of patches becomes one token; the longer its bar, the more the answer looks at it",
-    size: () => [W(), size()[1] * 0.6 + TEXT],
-    at: (x, y) => at(x / 0.6, y / 0.6),
-    draw(pen) {
-      const c = 0.6 * W() * unit() * merge(), columns = grid()[1] / merge(), { tokens, looked } = shown();
-      looked.forEach((byte, t) => {
-        const x = (t % columns) * c, y = Math.floor(t / columns) * c;
-        pen.fillStyle = rgb(tokens, t); pen.fillRect(x, y, c - 2, c - 2);
-        if (view.item >= 0 && t === token_of(view.item)) frame(pen, x + 2, y + 2, c - 6);
-      });
-      const left = 0.6 * size()[0] + GAP, wide = W() - left, most = Math.max(...looked), tall = 0.6 * size()[1] / looked.length;
-      looked.forEach((byte, t) => {
-        pen.fillStyle = view.colors[view.item >= 0 && t === token_of(view.item) ? "highlight" : "image"];
-        pen.fillRect(left, t * tall + 1, Math.max(1, wide * byte / most), tall - 2);
-      });
-      pen.fillStyle = view.colors.muted; pen.font = "11px system-ui, sans-serif";
-      pen.textAlign = "left"; pen.textBaseline = "top";
-      pen.fillText(`looked at: "${shown().word.slice(0, 6)}"`, left, 0.6 * size()[1] + 3);
-    },
-  });
-
   view.readout(() => {
-    const t = token_of(view.item), [column, row] = place(view.item), s = stage();
+    const t = token_of(view.item), s = stage();
     const inside = at_stage(shown().segments, s), own = inside.filter(n => n === inside[view.item]).length;
-    return `patch ${view.item} at (${row}, ${column}); after ${view.option("stage")} the norm of its state is ` +
-      `${norm(s, view.item).toFixed(2)}${s ? `, and it has attended to ${own} of ${count()} patches there` : ""}\n` +
-      `with ${merge() ** 2 - 1} others it becomes token ${t}, number ${shown().offset + t} of the prompt, which gets ` +
+    return `${said(view.item)}${s ? `: in ${view.option("stage")} it read ${own} of ${count()} patches` : ": its pixels, and no other patch yet"}; ` +
+      `the rest of its token is ${near(s, view.item).toFixed(2)} like it\n` +
+      `with ${merge() ** 2 - 1} others it becomes token ${shown().offset + t} of the prompt, which gets ` +
       `${Math.round(shown().looked[t] / 655.35)} % of the last layer's attention when "${shown().word}" is chosen`;
   });
   return {
     count,
     read: () => ({
-      picture: view.place("picture"), stage: stage(), colors: at_stage(shown().colors, stage()),
-      norms: at_stage(shown().norms, stage()), segments: at_stage(shown().segments, stage()),
+      picture: view.place("picture"), stage: stage(), alike: at_stage(shown().alike, stage()),
+      near: at_stage(shown().near, stage()), segments: at_stage(shown().segments, stage()),
     }),
   };
 });

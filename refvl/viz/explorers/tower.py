@@ -16,57 +16,55 @@ from refvl.viz.explorers.base import Control, module, photo
 from refvl.viz.explorers.watched import FINE, Watched, WatchedExplorer, in_steps
 from refvl.viz.style import HIGHLIGHT
 
-COMMON = 0.98  # share of the values that the colours tell apart; the others are cut off
+COMMON = 0.98  # share of values within the colour range; others are clipped
 
 
 class TowerExplorer(WatchedExplorer):
-    """What becomes of each patch of a picture, state by state of the tower.
+    """How alike the states of an image's patches are, after each block, and the token that a patch becomes part of.
 
-    Colours are the first three principal components of all patches' states, of all pictures and blocks together, so
-    that a colour means the same everywhere; those of the tokens, which are wider, are of their own. Items are patches,
-    numbered as the rows of the tower's input.
+    Two states are as alike as the cosine between them, after the mean state of the image is subtracted. Items are
+    patches, numbered as the rows of the tower's input.
     """
 
     _esm = module("tower")
     title = "One patch through the tower"
     asks = "What becomes of a patch on its way through the tower?"
-    action = "Choose a patch of the red circle, then move on from block to block."
-    takeaway = (
-        "A patch starts as a row of pixel values, reads other patches block by block, and ends as a quarter of a token."
+    action = (
+        "Choose a patch of the red circle. Then drag across the blocks: the rest of the circle becomes more like it."
     )
+    takeaway = "A patch starts as pixel values, becomes more like the rest of its object, and ends as part of a token."
 
     def _table(self, questions: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
         watched = self.watch(questions)
         blocks = [_name(i, watched[0].segments(i)) for i in range(len(watched[0].trace.tower_attentions))]
         stages = ["patch embedding", *blocks]
-        colors = project_colors([torch.stack(w.trace.tower_hidden_states) for w in watched])
-        token_colors = project_colors([w.trace.embeds[0] for w in watched])
         return {
             "controls": [
-                Control("picture", "picture", list(questions), kind="menu"),
+                Control("picture", "image", list(questions), kind="menu"),
                 Control("stage", "after", stages),
             ],
             "shared": {
-                "pictures": [self._shown(*each) for each in zip(watched, colors, token_colors, strict=True)],
+                "pictures": [self._shown(w) for w in watched],
                 "merge": watched[0].merge,
             },
             "start": (next(iter(questions)), stages[len(stages) // 2]),
         }
 
-    def _shown(self, w: Watched, colors: np.ndarray, token_colors: np.ndarray) -> dict[str, Any]:
-        """What all states of one picture draw from."""
+    def _shown(self, w: Watched) -> dict[str, Any]:
+        """Return the data that all states of one image share."""
         trace, config = w.trace, self.model.processor.image_config
         [frame, *_] = unpatchify(trace.patches[0].pixel_values, (1, *w.grid), config)
         size = config.patch_size
         tiles = frame.reshape(w.grid[0], size, w.grid[1], size, 3).transpose(0, 2, 1, 3, 4)
+        alike = torch.stack([likeness(state) for state in trace.tower_hidden_states])
         looked = media_attention(trace).mean(1)[-1]  # (M,) of the first new token in the last layer, all heads
         return {
             "photo": photo(w.picture), "grid": w.grid, "patches": w.patches, "prompt": w.prompt, "answer": trace.text,
-            "word": w.answer[0], "colors": colors,  # (stages, N, 3)
-            "norms": torch.stack([state.float().norm(dim=-1) for state in trace.tower_hidden_states]),
-            "segments": torch.stack([torch.zeros(len(w.patches)), *map(w.segments, range(len(colors) - 1))]).int(),
+            "word": w.answer[0], "alike": in_steps(alike.clamp(min=0)),  # (stages, N, N)
+            "near": mean_of_the_others(alike, w.merge**2),
+            "segments": torch.stack([torch.zeros(len(w.patches)), *map(w.segments, range(len(alike) - 1))]).int(),
             "pixels": tiles[tuple(w.patches.T.numpy())].transpose(0, 3, 1, 2),  # (N, 3, P, P)
-            "values": config.patch_values, "offset": trace.spans[0].offset, "tokens": token_colors,
+            "values": config.patch_values, "offset": trace.spans[0].offset,
             "looked": in_steps(looked, FINE),
         }  # fmt: skip
 
@@ -75,7 +73,7 @@ class TowerExplorer(WatchedExplorer):
         number, after = list(self.watched).index(picture), self.controls[1]["options"].index(stage)
         shown = self.shared["pictures"][number]
         return {"picture": number, "stage": after} | {
-            name: shown[name][after] for name in ("colors", "norms", "segments")
+            name: shown[name][after] for name in ("alike", "near", "segments")
         }
 
     def figure(self) -> Figure:
@@ -84,36 +82,53 @@ class TowerExplorer(WatchedExplorer):
         place = tuple(w.patches[patch].tolist())
         figure, (left, middle, right) = plt.subplots(1, 3, figsize=(9, 3.6), layout="constrained")
         plot_states(np.asarray(w.picture), title=w.prompt, ax=left)
-        colors, segments = w.on_grid(torch.from_numpy(row["colors"])).numpy(), w.on_grid(row["segments"])
-        plot_states(colors, segments_HW=segments, patch=place, title=f"after {self.options['stage']}", ax=middle)
+        alike, segments = w.on_grid(torch.from_numpy(row["alike"][patch])), w.on_grid(row["segments"])
+        gray = alike.to(torch.uint8)[..., None].expand(-1, -1, 3).numpy()
+        plot_states(gray, segments_HW=segments, patch=place, title=f"alike after {self.options['stage']}", ax=middle)
         names = self.controls[1]["options"]
-        norms = self.shared["pictures"][row["picture"]]["norms"]
-        right.plot(norms.numpy(force=True), color="0.8", lw=1)
-        right.plot(norms[:, patch].numpy(force=True), color=HIGHLIGHT, lw=3, label=f"patch {patch}")
+        near = self.shared["pictures"][row["picture"]]["near"]
+        right.plot(near.numpy(force=True), color="0.8", lw=1)
+        right.plot(near[:, patch].numpy(force=True), color=HIGHLIGHT, lw=3, label=f"patch {patch}")
         right.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
-        right.set(title="norm of each patch's state", ylabel="norm")
+        right.set(title="similarity to the rest of its token", ylabel="cosine")
         right.legend(fontsize=8)
         return figure
 
     def describe(self) -> str:
-        w, norms = self.watched[self.options["picture"]], self.row(self.index)["norms"]
+        w, row, patch = self.watched[self.options["picture"]], self.row(self.index), max(self.selected, 0)
         return (
-            f'The {len(norms)} patches of the picture asked "{w.prompt}" (answer: {w.trace.text}), after '
-            f"{self.options['stage']}: their states have norms of {float(norms.min()):.1f} to {float(norms.max()):.1f}."
+            f'The {len(row["near"])} patches of the image asked "{w.prompt}" (answer: {w.trace.text}), after '
+            f"{self.options['stage']}: the cosine between patch {patch} and the rest of its token is "
+            f"{float(row['near'][patch]):.2f}."
         )
 
 
 def _name(block: int, segments: Tensor) -> str:
-    return f"block {block} ({'windows' if segments.any() else 'whole picture'})"
+    return f"block {block} ({'windows' if segments.any() else 'whole image'})"
+
+
+def likeness(state_NE: Tensor) -> Tensor:
+    """(N, N) cosines between the states of patches, whose mean is subtracted first."""
+    own_NE = state_NE.double() - state_NE.double().mean(0)
+    own_NE = own_NE / own_NE.norm(dim=1, keepdim=True)
+    return own_NE @ own_NE.T
+
+
+def mean_of_the_others(alike: Tensor, block: int) -> Tensor:
+    """(stages, N): how alike a patch and the others of its merge block are, on average."""
+    stages, count, _ = alike.shape
+    blocks = alike.view(stages, count // block, block, count // block, block)
+    own = torch.stack([blocks[:, i, :, i] for i in range(count // block)], 1)  # (stages, M, block, block)
+    return ((own.sum(-1) - 1) / (block - 1)).flatten(1).float()
 
 
 def project_colors(states: list[Tensor]) -> list[np.ndarray]:
-    """(..., E) states -> (..., 3) uint8: red, green and blue are the first three principal components of all."""
+    """Project (..., E) states to (..., 3) uint8: red, green and blue are the first three principal components."""
     all_NE = torch.cat([state.flatten(0, -2) for state in states]).double()
     mean = all_NE.mean(0)
     directions = torch.linalg.eigh((all_NE - mean).T @ (all_NE - mean)).eigenvectors[:, -3:].flip(1)  # (E, 3)
     largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
-    directions = directions * largest.sign()  # either sign is right: the largest entry is positive
+    directions = directions * largest.sign()  # of the two possible signs, make the largest entry positive
     low, high = torch.quantile((all_NE - mean) @ directions, mean.new_tensor([1 - COMMON, COMMON]), dim=0)
     return [
         (((state.double() - mean) @ directions - low) / (high - low).clamp(min=1e-9)).clamp(0, 1).mul(255).round()

@@ -1,8 +1,9 @@
-// The image with patches, blocks and windows; where the permutation takes its tokens; the mask; a patch's angles.
+// The image with patches, merge blocks and windows; the permutation of its tokens; the mask; a patch's angles.
 import { explorer } from "./shared.js";
 
 export default explorer(view => {
-  const W = () => view.fit(440), BAND = 130, side = 260;
+  const W = () => (view.big && view.shared.windowed ? Math.min(640, view.fit(1120) - 24 - side()) : view.fit(440));
+  const BAND = 160, side = () => (view.big ? 330 : 260);
   const grid = () => view.row.grid;
   const cell = () => W() / Math.max(...grid());
   const tokens = () => view.row.window_index.length;
@@ -13,10 +14,13 @@ export default explorer(view => {
   const borders = () => Array.from(view.row.cu_window_seqlens, n => n / block());
   const window = t => borders().findIndex(n => n > place(t)) - 1;
   const color = k => view.colors.sequence(windows() < 2 ? 0.5 : k / (windows() - 1));
+  const { windowed } = view.shared;
+  const shown = () => `${grid().join(" x ")} patches, ${tokens()} merged tokens` +
+    (windowed ? `, ${windows()} window${windows() > 1 ? "s" : ""}` : "");
   const corner = patch => [view.row.patches[2 * patch + 1] * cell(), view.row.patches[2 * patch] * cell()];
 
   const number = (pen, n, x, y) => {
-    pen.font = "bold 13px system-ui, sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
+    pen.font = "bold 13px sans-serif"; pen.textAlign = "center"; pen.textBaseline = "middle";
     pen.strokeStyle = "#000"; pen.lineWidth = 3; pen.strokeText(n, x, y);
     pen.fillStyle = "#fff"; pen.fillText(n, x, y);
   };
@@ -26,8 +30,11 @@ export default explorer(view => {
     for (let i = 0; i < patches.length; i += 2) if (patches[i] === row && patches[i + 1] === column) return i / 2;
     return -1;
   }
+  view.column();
   view.canvas({
-    name: () => `${grid().join(" x ")} patches, ${tokens()} merged tokens, ${windows()} windows`,
+    name: shown,
+    caption: () => shown() + (view.item < 0 ? ". Choose a patch" : windowed ? ". Not tinted: all that the chosen patch may look at"
+      : ". Framed: its merge block, which becomes one token"),
     size: () => [grid()[1] * cell(), grid()[0] * cell()],
     at,
     step(item, dx, dy) {
@@ -37,10 +44,10 @@ export default explorer(view => {
     draw(pen, width, height) {
       const c = cell(), m = view.shared.merge, edges = borders(), middle = [];
       pen.drawImage(view.shared.photos[view.row.photo], 0, 0, width, height);
-      for (let k = 0; k < windows(); k++) {
+      for (let k = 0; windowed && k < windows(); k++) {
         const inside = view.row.window_index.slice(edges[k], edges[k + 1]);
         const [x, y] = corner(inside[0] * block()), [right, bottom] = corner(inside.at(-1) * block());
-        pen.globalAlpha = k === (token() < 0 ? -1 : window(token())) ? 0.7 : 0.4;
+        pen.globalAlpha = k === (token() < 0 ? -1 : window(token())) ? 0 : token() < 0 ? 0.4 : 0.55;
         pen.fillStyle = color(k);
         pen.fillRect(x, y, right - x + m * c, bottom - y + m * c);
         pen.globalAlpha = 1;
@@ -55,7 +62,7 @@ export default explorer(view => {
         pen.stroke();
       };
       lines(c, 0.3); lines(m * c, 0.9);
-      if (windows() <= 40) middle.forEach(([x, y], k) => number(pen, k + 1, x, y));
+      if (windowed && windows() <= 40) middle.forEach(([x, y], k) => number(pen, k + 1, x, y));
       if (view.item < 0) return;
       const [bx, by] = corner(token() * block()), [x, y] = corner(view.item);
       pen.strokeStyle = view.colors.highlight; pen.lineWidth = 3;
@@ -64,45 +71,18 @@ export default explorer(view => {
     },
   });
 
-  view.canvas({
-    name: () => "reading order above, window order below: x[window_index]",
-    size: () => [side, BAND],
-    at: x => Math.floor((x / side) * tokens()) * block(),
-    draw(pen, width, height) {
-      const step = width / tokens(), index = view.row.window_index, edges = borders();
-      let k = 0;
-      index.forEach((t, i) => {
-        while (edges[k + 1] <= i) k++;
-        const chosen = t === token();
-        pen.strokeStyle = pen.fillStyle = chosen ? view.colors.highlight : color(k);
-        pen.lineWidth = chosen ? 3 : Math.min(1, step / 2);
-        pen.fillRect(t * step, 0, Math.max(step, chosen ? 3 : 0), 14);
-        pen.fillRect(i * step, height - 14, Math.max(step, chosen ? 3 : 0), 14);
-        pen.beginPath(); pen.moveTo((t + 0.5) * step, 14); pen.lineTo((i + 0.5) * step, height - 14); pen.stroke();
-      });
-    },
+  view.readout(() => {
+    const t = token(), [row, column] = view.row.patches.slice(2 * view.item, 2 * view.item + 2);
+    return `row ${view.item}: patch (${row}, ${column}) of the grid, in merge block ${t}\n` + (windowed
+      ? `merged token ${t} is number ${place(t)} in window order, in window ${window(t) + 1} of ${windows()}`
+      : `its merge block becomes token ${t} of ${tokens()}`);
   });
+  const parts = { count: () => view.row.patches.length / 2 };
+  if (!windowed) return parts;
 
   view.canvas({
-    name: () => "who sees whom, in window order",
-    size: () => [side, side],
-    at: (x, y) => view.row.window_index[Math.floor((y / side) * tokens())] * block(),
-    draw(pen, width, height) {
-      const edges = borders(), step = width / tokens();
-      pen.fillStyle = view.colors.empty; pen.fillRect(0, 0, width, height);
-      for (let k = 0; k < windows(); k++) {
-        pen.fillStyle = color(k);
-        pen.fillRect(edges[k] * step, edges[k] * step, (edges[k + 1] - edges[k]) * step, (edges[k + 1] - edges[k]) * step);
-      }
-      if (token() < 0) return;
-      const k = window(token());
-      pen.fillStyle = view.colors.highlight;
-      pen.fillRect(edges[k] * step, place(token()) * step, (edges[k + 1] - edges[k]) * step, Math.max(step, 2));
-    },
-  });
-
-  view.canvas({
-    name: () => "the patch's rotary angles: planes that turn with its row (first line) and its column (second)",
+    name: () => "the patch's rotary angles: pairs rotated by its row (first line) and its column (second)",
+    caption: () => "Where the chosen patch is: rotary pairs rotated by its row (first line) and by its column (second)",
     size: () => [W(), 56],
     draw(pen, width) {
       const planes = view.shared.cos.shape[1], step = width / planes, radius = step / 2 - 2;
@@ -121,12 +101,46 @@ export default explorer(view => {
     },
   });
 
-  view.readout(() => {
-    const t = token(), [row, column] = view.row.patches.slice(2 * view.item, 2 * view.item + 2);
-    return `row ${view.item}: patch (${row}, ${column}) of the grid, in merge block ${t}\n` +
-      `merged token ${t} is number ${place(t)} in window order, in window ${window(t) + 1} of ${windows()}`;
+  view.column();
+  view.canvas({
+    name: () => "reading order above, window order below: x[window_index]",
+    caption: () => "The tokens in reading order above, in window order below: x[window_index]",
+    size: () => [side(), BAND],
+    at: x => Math.floor((x / side()) * tokens()) * block(),
+    draw(pen, width, height) {
+      const step = width / tokens(), index = view.row.window_index, edges = borders();
+      let k = 0;
+      index.forEach((t, i) => {
+        while (edges[k + 1] <= i) k++;
+        const chosen = t === token();
+        pen.strokeStyle = pen.fillStyle = chosen ? view.colors.highlight : color(k);
+        pen.lineWidth = chosen ? 3 : Math.min(1, step / 2);
+        pen.fillRect(t * step, 0, Math.max(step, chosen ? 3 : 0), 14);
+        const to = view.ease(t, i) * step;
+        pen.fillRect(to, height - 14, Math.max(step, chosen ? 3 : 0), 14);
+        pen.beginPath(); pen.moveTo((t + 0.5) * step, 14); pen.lineTo(to + step / 2, height - 14); pen.stroke();
+      });
+    },
   });
-  return {
-    count: () => view.row.patches.length / 2,
-  };
+
+  view.canvas({
+    name: () => "who sees whom, in window order",
+    caption: () => "Who sees whom, in window order: a token sees the tokens of its square",
+    size: () => [side(), side()],
+    at: (x, y) => view.row.window_index[Math.floor((y / side()) * tokens())] * block(),
+    draw(pen, width, height) {
+      const edges = borders(), step = width / tokens();
+      pen.fillStyle = view.colors.empty; pen.fillRect(0, 0, width, height);
+      for (let k = 0; k < windows(); k++) {
+        pen.fillStyle = color(k);
+        pen.fillRect(edges[k] * step, edges[k] * step, (edges[k + 1] - edges[k]) * step, (edges[k + 1] - edges[k]) * step);
+      }
+      if (token() < 0) return;
+      const k = window(token());
+      pen.fillStyle = view.colors.highlight;
+      pen.fillRect(edges[k] * step, place(token()) * step, (edges[k + 1] - edges[k]) * step, Math.max(step, 2));
+    },
+  });
+
+  return parts;
 });

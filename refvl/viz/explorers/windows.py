@@ -10,51 +10,67 @@ from refvl.pixels.media import load_image
 from refvl.pixels.patches import PatchConfig, plan_grid
 from refvl.positions import get_window_index, merge_block_coordinates, vision_rotary_cos_sin
 from refvl.viz.explorers.base import Control, Explorer, module, photo
-from refvl.viz.patches import with_token_budget
+from refvl.viz.patches import plot_patches, with_token_budget
 from refvl.viz.windows import plot_attention_segments, plot_windows
 
-HEAD_DIM = 80  # of the released tower: 20 planes turn with the row, 20 with the column
+WHOLE = 2**20  # px: one window, whatever the image
+RESIZING = (
+    "Patches and tokens", "How many tokens does an image cost?", "Give the image more tokens. Then choose a patch.",
+    "The budget decides the size of the image, and its size decides the number of tokens.",
+)  # fmt: skip
+HEAD_DIM = 80  # of the released tower: rows rotate 20 pairs, columns the other 20
 
 
 class WindowsExplorer(Explorer):
-    """Patches, merge blocks and windows of images at every grid that a budget up to `max_tokens` leads to.
+    """Patches, merge blocks and windows of images, at every grid of a budget up to `max_tokens`.
 
-    Items are patches, numbered as the rows of the tower's input; the budgets are the smallest that lead to each grid.
+    Items are patches, numbered like the rows of the tower's input; budgets are the smallest for each grid.
     """
 
     _esm = module("windows")
     title = "Patches and windows"
-    asks = "Who may look at whom inside an image?"
+    asks = "Which patches may attend to each other inside an image?"
     action = "Make the window larger until one holds the whole image. Then choose a patch."
-    takeaway = "A window is an order and a cut: its tokens stand side by side, and attention stays among them."
+    takeaway = (
+        "A window is an order and a cut: its tokens are put side by side, and each looks only at the others in it."
+    )
 
     def __init__(
         self, images: Mapping[str, object], config: PatchConfig, *, max_tokens: int, window_sizes: Sequence[int]
     ):
         self.images = {name: load_image(image) for name, image in images.items()}
-        self.config = config
+        self.config, self.windowed = config, bool(window_sizes)
+        if not self.windowed:
+            self.title, self.asks, self.action, self.takeaway = RESIZING
         found = {
             (name, budget, size): row | {"photo": number}
             for number, (name, image) in enumerate(self.images.items())
             for budget, grid in distinct_grids(image, config, max_tokens).items()
-            for size, row in distinct_windows(grid, config, window_sizes).items()
+            for size, row in distinct_windows(grid, config, window_sizes or (WHOLE,)).items()
         }
         budgets, sizes = (sorted({state[i] for state in found}) for i in (1, 2))
         controls = [
             Control("photo", "image", list(images), kind="menu"),
             Control("budget", "max tokens", budgets),
             Control("window", "window, px", sizes),
-        ]
+        ][: 2 + self.windowed]
         longest = max(max(row["grid"]) for row in found.values())
         cos, sin = vision_rotary_cos_sin([(1, longest, 1)], head_dim=HEAD_DIM, spatial_merge_size=1)  # one column
         shared = {
-            "photos": [photo(image) for image in self.images.values()],
+            "windowed": self.windowed, "photos": [photo(image) for image in self.images.values()],
             "merge": config.merge_size, "cos": cos[:, : HEAD_DIM // 4], "sin": sin[:, : HEAD_DIM // 4],
         }  # fmt: skip
-        super().__init__(controls, list(found.values()), shared=shared, states=list(found), start=_middle(found))
+        rows = {state[: len(controls)]: row for state, row in found.items()}
+        start = _middle(rows)
+        super().__init__(controls, list(rows.values()), shared=shared, states=list(rows), start=start)
+        self.selected = _inside(rows[start], 0.6)
 
     def figure(self) -> Figure:
         options, row = self.options, self.row(self.index)
+        if not self.windowed:
+            config, (figure, ax) = with_token_budget(self.config, options["budget"]), plt.subplots(layout="constrained")
+            plot_patches(self.images[options["photo"]], config, numbers=False, ax=ax)
+            return figure
         figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained", width_ratios=(1.2, 1))
         config = with_token_budget(self.config, options["budget"])
         plot_windows(self.images[options["photo"]], config, window_size=options["window"], ax=left)
@@ -64,14 +80,14 @@ class WindowsExplorer(Explorer):
     def describe(self) -> str:
         options, row = self.options, self.row(self.index)
         (h, w), windows = row["grid"], len(row["cu_window_seqlens"]) - 1
-        return (
-            f"An image cut into {h} x {w} patches and {len(row['window_index'])} merged tokens, which attend in "
-            f"{windows} window{'s' * (windows > 1)} of at most {options['window']} px."
-        )
+        cut = f"An image cut into {h} x {w} patches and {len(row['window_index'])} merged tokens"
+        if not self.windowed:
+            return f"{cut}, within a budget of {options['budget']} tokens."
+        return f"{cut}, which attend in {windows} window{'s' * (windows > 1)} of at most {options['window']} px."
 
 
 def distinct_grids(image, config: PatchConfig, max_tokens: int) -> dict[int, Grid]:
-    """Each grid (1, h, w) of the image under the smallest budget, in merged tokens, that leads to it."""
+    """Return each grid (1, h, w) of the image under the smallest budget, in merged tokens, that leads to it."""
     budgets: dict[Grid, int] = {}
     for budget in range(4, max_tokens + 1):
         budgets.setdefault(plan_grid(image.height, image.width, with_token_budget(config, budget)), budget)
@@ -79,7 +95,7 @@ def distinct_grids(image, config: PatchConfig, max_tokens: int) -> dict[int, Gri
 
 
 def distinct_windows(grid: Grid, config: PatchConfig, sizes: Sequence[int]) -> dict[int, dict]:
-    """What each size of a window draws; of sizes with the same windows, the smallest."""
+    """Return the data to draw for each window size, but only the smallest of sizes with the same windows."""
     rows: dict[tuple, tuple[int, dict]] = {}
     patches = merge_block_coordinates([grid], spatial_merge_size=config.merge_size)
     for size in sorted(sizes):
@@ -91,7 +107,18 @@ def distinct_windows(grid: Grid, config: PatchConfig, sizes: Sequence[int]) -> d
     return dict(rows.values())
 
 
+def _inside(row: dict, share: float) -> int:
+    """The patch that lies `share` of the way to the right and down."""
+    rows, columns = row["grid"]
+    distances = (row["patches"] - row["patches"].new_tensor([int(share * rows), int(share * columns)])).abs().sum(1)
+    return int(distances.argmin())
+
+
 def _middle(states) -> tuple:
-    """The first image, about a quarter of the largest budget, windows as in the released models."""
-    first, largest = next(iter(states))[0], max(budget for _, budget, _ in states)
-    return min((s for s in states if s[0] == first), key=lambda s: (abs(s[1] - largest // 4), abs(s[2] - 112)))
+    """Return the first image, about a quarter of the largest budget, windows as in the released models."""
+    first, largest = next(iter(states))[0], max(budget for _, budget, *_ in states)
+
+    def distance(state: tuple) -> list[int]:
+        return [abs(value - goal) for value, goal in zip(state[1:], (largest // 4, 112), strict=False)]
+
+    return min((state for state in states if state[0] == first), key=distance)

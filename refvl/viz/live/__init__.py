@@ -4,7 +4,7 @@
 modules beside this file are plain JavaScript:
 
     model.js, math.js     the forward pass of both families, with a record of every stage; it runs in a worker
-    pixels.js             scenes, clips, Pillow's resize
+    pixels.js             scenes, videos, Pillow's resize
     tokenizer.js          text to ids and back
     layout.js, stage.js   where everything lies in each chapter, and how it moves; seeing.js, reading.js draw the rest
     state.js, app.js      what the reader chose, and the controls around the stage; numbers.js has the formulas

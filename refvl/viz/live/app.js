@@ -409,7 +409,7 @@ function addThing(cell) {
   S.shape = SHAPES.find(s => !S.things.some(t => t.shape === s)) || S.shape;
   S.color = Object.keys(COLORS).find(c => !S.things.some(t => t.color === c)) || S.color;
 }
-// in a clip, the chosen shape is the one that moves
+// in a video, the chosen shape is the one that moves
 function choose(i) {
   S.sel = i;
   if (S.kind !== "clip" || i <= 0) return;

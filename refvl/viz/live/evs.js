@@ -1,4 +1,4 @@
-// EVS: of a clip's tokens (M, D), the share q that changed least since the frame before; the first frame stays.
+// EVS drops the share q of a video's tokens (M, D) that changed least since the previous frame; it keeps the first frame.
 
 export function unchanged(tokens, M, q, perFrame = 9) {
   const width = tokens.length / M, row = m => tokens.subarray(m * width, (m + 1) * width);

@@ -104,7 +104,7 @@ export function makeLayout({ W, H, T, hasWindows, timeStep, off, fold, length, w
 
   // ---------------------------------------------------------------- positions: columns, and the map of h and w
 
-  // a few words around the medium, so that what it does to t, h and w is large
+  // only a few words around the item, to show its t, h and w large
   const first = Math.max(fold, off - 4), beyond = Math.min(length, off + M + 7), count = beyond - first,
     left = isPhone ? 30 : Math.max(54, W * 0.06);
   const column = Math.min(46, (W - left - (isPhone ? 10 : Math.max(28, W * 0.03))) / count);
@@ -118,7 +118,7 @@ export function makeLayout({ W, H, T, hasWindows, timeStep, off, fold, length, w
   const mapSide = Math.min(W - (isPhone ? 56 : 150), H - (isPhone ? 40 : 90)), unit = mapSide / (high - low + 1);
   const map = { low, high, unit, side: mapSide, x: (W - mapSide) / 2 + (isPhone ? 10 : 0),
     y: (H - mapSide) / 2 + (isPhone ? 10 : 16) };
-  // where a token stands by its h and w; those of a clip that share a cell stand side by side, by t
+  // the location of a token by its h and w; a video's tokens in the same cell are next to each other, by t
   const onMap = (h, w, t = -1) => {
     const beside = T > 1 && t >= 0 ? ((t - off) / timeStep - (T - 1) / 2) * unit * 0.32 : 0;
     return [map.x + (w - low + 0.5) * unit + beside, map.y + (h - low + 0.5) * unit];

@@ -3,7 +3,7 @@
 //   frames -> rows (N, C*2*P*P) -> [window order] -> blocks (N, E) -> merger -> tokens (M, D)
 //   ids (L) -> embeddings, tokens over the placeholders -> t, h, w (3, L) -> layers (L, D) -> logits (V) -> words
 //
-// `breaks` changes one thing on the way, and everything after it is computed again. A picture counts as a clip of two
+// `breaks` changes one thing on the way, and everything after it is computed again. An image is a video of two
 // equal frames. N patches, M merged tokens, L prompt tokens, E tower width, D language width, H heads, K head dimension.
 import { add, attend, linear, normalize, rotate, swiglu, twoLayers } from "./math.js";
 
@@ -35,7 +35,7 @@ export function makeVLM(tensors, { vision, text, pixels, tokens: special }) {
 
   // ---------------------------------------------------------------- pixels to rows
 
-  // what a byte of a channel becomes; clips are rounded in another order, see `level_table` in refvl/pixels/patches.py
+  // the value of a byte of a channel; videos are rounded in a different order, see `level_table` in refvl/pixels/patches.py
   const round = Math.fround;
   function levels(channel, isClip) {
     const mean = round(pixels.mean[channel]), std = round(pixels.std[channel]), table = new Float32Array(256);
@@ -54,7 +54,7 @@ export function makeVLM(tensors, { vision, text, pixels, tokens: special }) {
     return at;
   }
 
-  // frames: RGB bytes (side, side, 3) each, one for a picture or two for every frame pair
+  // frames: RGB bytes (side, side, 3) each, one for an image or two for every frame pair
   function rowsOf(frames, breaks) {
     const isClip = frames.length > 1, T = Math.ceil(frames.length / 2), at = blockOrder(T), size = P * P;
     if (breaks.lines) at.sort((a, b) => a[0] - b[0] || a[1] - b[1]);         // as a plain reshape would give them
@@ -102,7 +102,7 @@ export function makeVLM(tensors, { vision, text, pixels, tokens: special }) {
     return { cos, sin };
   }
 
-  // Qwen3-VL: a learned table of S x S places, its corners on the picture's corners, read bilinearly
+  // Qwen3-VL: a learned table of S x S positions, its corners at the image's corners, sampled bilinearly
   function tablePlaces(at) {
     const { w: table } = tensors["visual.pos_embed.weight"], S = Math.sqrt(vision.num_position_embeddings);
     const out = new Float32Array(at.length * E);
@@ -185,7 +185,7 @@ export function makeVLM(tensors, { vision, text, pixels, tokens: special }) {
 
   // ---------------------------------------------------------------- positions
 
-  // t, h, w of every prompt token; the medium's T * C * C tokens begin at `off`
+  // t, h, w of every prompt token; the item's T * C * C tokens begin at `off`
   function positionsOf(L, off, T, breaks) {
     const step = T > 1 ? pixels.timeStep : 1, M = T ? T * C * C : 0, out = [0, 1, 2].map(() => new Float32Array(L));
     const extent = T ? Math.max((T - 1) * step + 1, C) : 0;
@@ -201,7 +201,7 @@ export function makeVLM(tensors, { vision, text, pixels, tokens: special }) {
     return out;
   }
 
-  // which of t, h, w turns each plane: in runs, or interleaved
+  // the axis of each rotary pair: contiguous, or interleaved
   const sections = text.rope_parameters.mrope_section;
   const axes = text.rope_parameters.mrope_interleaved
     ? Array.from({ length: TK / 2 }, (_, j) => j % 3 && j < 3 * sections[j % 3] ? j % 3 : 0)
@@ -280,7 +280,7 @@ export function makeVLM(tensors, { vision, text, pixels, tokens: special }) {
   let kept = {};                                          // the tower runs again only if what it sees has changed
   const TOWER_BREAKS = ["bgr", "raw", "lines", "unsorted", "unsortedBack", "open"];
 
-  // ids: the prompt with placeholders from `off` on. drop: medium tokens taken out. most: new tokens at most
+  // ids: the prompt with placeholders from `off` on. drop: media tokens to remove. most: maximum number of new tokens
   function run({ frames, ids, off, breaks = {}, drop = [], most = 16 }) {
     const key = digest(frames) + TOWER_BREAKS.map(name => Number(Boolean(breaks[name])));
     if (kept.key !== key) kept = { key,

@@ -1,4 +1,4 @@
-// Pixels: scenes as the models were trained on them, frames of a clip, and the resize of Pillow.
+// Pixels: scenes as the models were trained on them, frames of a video, and the resize of Pillow.
 
 export const SIDE = 84, CELL = 28, RADIUS = 10.5, PAPER = [226, 224, 219];
 export const COLORS = {
@@ -33,7 +33,7 @@ function distance(shape, x, y, r) {
   return (ey * (along - outer) - ex * across) / Math.hypot(ex, ey);
 }
 
-// RGB bytes of things [{shape, color, x, y}], x and y in px of the 84 px picture; scale > 1 paints the same scene finer
+// RGB bytes of things [{shape, color, x, y}], x and y in px of the 84 px image; scale > 1 paints the same scene finer
 export function paint(things, scale = 1) {
   const S = SIDE * scale, canvas = new Float32Array(S * S * 3), reach = RADIUS * 1.5 + 2;
   for (let i = 0; i < canvas.length; i++) canvas[i] = PAPER[i % 3];
@@ -49,7 +49,7 @@ export function paint(things, scale = 1) {
   return Uint8Array.from(canvas, v => Math.max(0, Math.min(255, v + 0.5)));
 }
 
-// the six frames of a clip: the first thing waits for two frames, then goes `distance` px in `direction`
+// the six frames of a video: the first thing waits for two frames, then goes `distance` px in `direction`
 export function frameThings(things, { direction, distance }, frame) {
   const [dx, dy] = DIRECTIONS[direction], far = distance * PROGRESS[frame];
   return things.map((t, i) => i ? t : { ...t, x: t.x + dx * far, y: t.y + dy * far });

@@ -1,4 +1,4 @@
-// Chapters 0 to 3: the picture as pixels, as patch rows, as a list, and in windows.
+// Chapters 0 to 3: the image as pixels, as patch rows, as a list, and in windows.
 import { FRAME, WINDOW_ENDS, gridOf, rasterOf, windowOf } from "./layout.js";
 import { clamp, smooth } from "./pen.js";
 import { DIRECTIONS, SIDE, placeOf } from "./pixels.js";

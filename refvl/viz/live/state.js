@@ -43,7 +43,7 @@ export function makeState(data, tokenizer) {
     deepstack: () => Boolean(config.vision.deepstack_visual_indexes?.length) };
   S.offers = name => { const { only } = SWITCHES[name]; return !only || offers[only](); };
 
-  // the prompt of the question now: its ids, and where the medium's tokens stand
+  // the prompt of the question now: its ids, and the positions of the item's tokens
   S.readPrompt = () => {
     const { before, pad, count, between, after } = prompts[S.kind === "clip" ? "clip" : "picture"];
     S.T = S.kind === "clip" ? 3 : 1;

@@ -12,7 +12,7 @@ STILL = DATA / "figures" / "live.png"  # written by tests/browser/test_live_page
 
 
 class LivePage(anywidget.AnyWidget):
-    """The live page of `checkpoint`; a saved notebook keeps its name and a still picture, not its weights."""
+    """The live page of `checkpoint`; a saved notebook contains its name and a still image, not its weights."""
 
     _esm = (FOLDER / "widget.js").read_text(encoding="utf-8")
     checkpoint = traitlets.Unicode().tag(sync=True)
@@ -25,7 +25,7 @@ class LivePage(anywidget.AnyWidget):
         self.send({"page": self.checkpoint}, buffers=[page(self.checkpoint).encode()])
 
     def _repr_mimebundle_(self, **kwargs):
-        """The frame; where it cannot run, a still; where there are no pictures, a sentence."""
+        """Return the frame, with a still image and a sentence for places where it cannot run."""
         data, metadata = super()._repr_mimebundle_(**kwargs) or ({}, {})
         text = f"A small {LIVE[self.checkpoint]} in the browser: paint a scene, ask, follow the image to the word."
         data |= {"text/plain": text}

@@ -110,10 +110,10 @@ export function positionWords(S, label) {
 export function inputWords(S) {
   const things = S.things.map(t => `${t.color} ${t.shape}, ${PLACES[placeOf(t)]}`).join("; ") || "empty";
   if (S.kind === "photo") return "A photograph";
-  return S.kind === "clip" ? `A clip: ${things}; the first moves ${S.direction}` : `The image: ${things}`;
+  return S.kind === "clip" ? `A video: ${things}; the first moves ${S.direction}` : `The image: ${things}`;
 }
 
-// ---------------------------------------------------------------- pictures on buttons
+// ---------------------------------------------------------------- images on buttons
 
 const tip = i => {
   const r = i % 2 ? 5 : 11.5, a = Math.PI * i / 5;
