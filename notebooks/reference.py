@@ -45,6 +45,7 @@ HOME = {  # the file of a definition: its test, its notebook
     "encoders/qwen3_vl.py": ("journeys/test_qwen3_generate.py", "12"),
     "encoders/vision_utils.py": ("encoders/test_vision_info.py", "10"),
     "viz/minicpmv.py": ("viz/test_viz_minicpmv.py", "07"),
+    "viz/timings.py": ("viz/test_viz.py", "00"),
     "positions/evs.py": ("positions/test_evs.py", "03"),
     "positions/canvas.py": ("positions/test_canvas.py", "07"),
     "positions/mrope.py": ("positions/test_mrope.py", "02"),

@@ -68,7 +68,7 @@ Benchmark = StrEnum(
     "Benchmark",
     [
         "tower", "graphs", "evs_ttft", "pruning_accuracy", "generated_ids", "prefill_chunks", "cost_curves",
-        "performance", "quantized",
+        "performance", "quantized", "ablations",
     ],
 )  # fmt: skip
 

@@ -34,6 +34,7 @@ from refvl.viz.explore import (
     explore_windows,
 )
 from refvl.viz.families import (
+    plot_ablations,
     plot_family_costs,
     plot_family_curves,
     plot_family_race,
@@ -103,6 +104,7 @@ __all__ = [
     "explore_tower",
     "explore_windows",
     "live",
+    "plot_ablations",
     "plot_accuracy_curve",
     "plot_assignment",
     "plot_attention",

@@ -4,16 +4,19 @@ plot_family_costs    patches through the tower and tokens of the prompt, per fam
 plot_family_curves   tokens against the side of a square image
 plot_family_stages   the time of each stage of a run, per family
 plot_family_race     tokens, positions, memory and time as an image or a video grows
+plot_ablations       what a model answers without each of its mechanisms, per kind of question
 """
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 
 from refvl.viz.positions import grid_of_axes
-from refvl.viz.style import STAGE_COLORS, THEMES, axes_or_new
+from refvl.viz.style import STAGE_COLORS, THEMES, axes_or_new, ink_on
 
 if TYPE_CHECKING:
     from refvl.study.report import Trace
@@ -115,3 +118,28 @@ def _family_line(name: str, place: int) -> dict[str, Any]:
     fine = max(4 - place, 0)
     look = {"color": FAMILY_COLORS[name], "marker": FAMILY_MARKS[name]}
     return look | {"ms": 3.5 + 1.25 * fine, "lw": 1.2 + 0.7 * fine, "label": name}
+
+
+def plot_ablations(rows: Sequence[Mapping], *, ax: Axes | None = None) -> Axes:
+    """Correct answers in percent: a line per mechanism that was taken away, a column per kind of question.
+
+    rows: of one model in `data/measurements/ablations.json`. A framed cell is one that lost answers; the first line is
+    the model as it is, and what guessing gives stands below each kind.
+    """
+    lines = list(dict.fromkeys(row["without"] for row in rows))
+    kinds = {row["question"]: row["chance"] for row in rows}
+    ax = axes_or_new(ax, figsize=(1.1 * len(kinds) + 3, 0.3 * len(lines) + 1.2))
+    colors = colormaps["cividis"]
+    for row in rows:
+        x, y, share = list(kinds).index(row["question"]), lines.index(row["without"]), row["right"] / row["n"]
+        color = colors(share)
+        frame = {"edgecolor": THEMES["light"]["highlight"], "linewidth": 2, "zorder": 2} if row["needed"] else {}
+        ax.add_patch(Rectangle((x - 0.46, y - 0.42), 0.92, 0.84, **{"facecolor": color, "linewidth": 0} | frame))
+        ax.text(x, y, f"{share:.0%}", ha="center", va="center", fontsize=8, color=ink_on(color), zorder=3)
+    ax.set_xticks(range(len(kinds)), [f"{kind}\n(chance {chance:.0%})" for kind, chance in kinds.items()], fontsize=8)
+    ax.set_yticks(range(len(lines)), [line or "as it is" for line in lines], fontsize=8)
+    ax.set(xlim=(-0.5, len(kinds) - 0.5), ylim=(len(lines) - 0.5, -0.5), title=f"{rows[0]['model']}, correct answers")
+    ax.set(xlabel="question", ylabel="without")
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    return ax

@@ -158,4 +158,4 @@ def test_a_notebook_installs_what_it_needs_elsewhere(wheel, tmp_path):
     cells = nbformat.read(here / "lesson.ipynb", as_version=4).cells
     paths = cells[-1].outputs[0].text.split()
     assert all(Path(path).is_relative_to(tmp_path / "venv") for path in paths), paths
-    assert "parameters in" in str(cells[1].outputs)
+    assert "CausalTextModel" in str(cells[1].outputs)

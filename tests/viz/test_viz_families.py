@@ -53,3 +53,18 @@ def test_a_race_has_a_panel_per_measure_and_a_line_per_family():
     glm, step3, mark = axes[3].lines
     assert list(glm.get_ydata()) == [0.016, 0.064] and list(step3.get_xdata()) == [112]
     assert set(mark.get_xdata()) == {224}
+
+
+def test_ablations_frame_what_is_needed():
+    """One cell per row with its percentage, a frame where answers were lost, and the model as it is first."""
+    fixed = {"model": "tiny-x", "n": 100, "chance": 0.25}
+    rows = [
+        fixed | {"question": "place", "without": "", "right": 99, "needed": False},
+        fixed | {"question": "place", "without": "table of zeros", "right": 12, "needed": True},
+        fixed | {"question": "color", "without": "", "right": 100, "needed": False},
+    ]
+    ax = viz.plot_ablations(rows)
+    assert [text.get_text() for text in ax.texts] == ["99%", "12%", "100%"]
+    assert [patch.get_linewidth() > 0 for patch in ax.patches] == [False, True, False]
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["as it is", "table of zeros"]
+    assert ax.get_title() == "tiny-x, correct answers" and ax.get_xticklabels()[0].get_text() == "place\n(chance 25%)"

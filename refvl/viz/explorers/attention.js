@@ -134,7 +134,7 @@ export default explorer(view => {
   });
 
   view.canvas({
-    name: () => `where the whole prompt is looked at: ${asked().words.filter(Boolean).slice(0, asked().length).join(" ")}`,
+    name: () => `attention to the whole prompt: ${asked().words.filter(Boolean).slice(0, asked().length).join(" ")}`,
     caption: () => "the attention over the whole prompt: text, and the image's tokens",
     size: () => [view.fit(view.big ? 3 * W() + 48 : 2 * W() + 24), BARS() + 84],
     draw(pen, width) {

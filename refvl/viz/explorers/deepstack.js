@@ -50,7 +50,7 @@ export default explorer(view => {
   view.canvas({
     name: () => `the tower's blocks, the language layers, and the features that go from one to the other: ${view.option("kept")}`,
     caption: () => "Left: the tower, from the bottom up. Right: the language model. Dashed: not handed over" +
-      (view.item < 0 ? "" : ". Numbers: the norm of what the chosen token gets"),
+      (view.item < 0 ? "" : ". Numbers: the norm of the features that the chosen token gets"),
     size: () => [view.fit(520), rows * ROW + 8],
     draw(pen, width) {
       pen.textBaseline = "middle"; pen.textAlign = "center";

@@ -23,9 +23,9 @@ export default explorer(view => {
   view.canvas({
     name: () => `${kinds.length} recorded operations, a line per part of the tower`,
     caption: () => stale() < 0
-      ? "Each square is an operation; a mark below it: it reads a buffer. Every result is correct"
-      : `Each square is an operation; a mark below it: it reads a buffer (orange: ${buffers[stale()].name}). Gray: correct. Orange to ${view.colors.surface === "#111111" ? "white" : "black"}: wrong, a little to entirely; ` +
-        `first wrong: operation ${wrong()}`,
+      ? "Each square is an operation; those with a mark below read a buffer. Every result is correct"
+      : `Each square is an operation; those with a mark below read a buffer (orange: ${buffers[stale()].name}). Gray: correct. Orange to ${view.colors.surface === "#111111" ? "white" : "black"}: incorrect, from little to completely; ` +
+        `the first is operation ${wrong()}`,
     size: () => [NAME + longest * cell(), groups.length * LINE()],
     at(x, y) {
       const line = Math.floor(y / LINE()), place = Math.floor((x - NAME) / cell());

@@ -27,7 +27,7 @@
 // and sizes that are drawn: where a reader points is looked up in the table.
 // view.column(): the canvases that follow stand one below the other, beside those before it.
 // view.big: there is the width of a page of its own, so canvases may be larger.
-// view.fit(n): n, or the width there is if that is smaller: phones get a narrower picture, never smaller text.
+// view.fit(n): n, or the available width if that is smaller: phones get narrower drawings, not smaller text.
 // view.colors: the palette of the theme, `viz.style.THEMES`; `sequence(x)` is for order, 0 to 1. Names that end in
 // `_text` are for words.
 

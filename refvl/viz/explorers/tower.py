@@ -51,7 +51,7 @@ class TowerExplorer(WatchedExplorer):
         }
 
     def _shown(self, w: Watched) -> dict[str, Any]:
-        """What all states of one picture draw from."""
+        """Return the data that all states of one image share."""
         trace, config = w.trace, self.model.processor.image_config
         [frame, *_] = unpatchify(trace.patches[0].pixel_values, (1, *w.grid), config)
         size = config.patch_size
@@ -90,7 +90,7 @@ class TowerExplorer(WatchedExplorer):
         right.plot(near.numpy(force=True), color="0.8", lw=1)
         right.plot(near[:, patch].numpy(force=True), color=HIGHLIGHT, lw=3, label=f"patch {patch}")
         right.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
-        right.set(title="how like it the rest of its token is", ylabel="cosine")
+        right.set(title="similarity to the rest of its token", ylabel="cosine")
         right.legend(fontsize=8)
         return figure
 

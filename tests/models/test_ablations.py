@@ -1,0 +1,70 @@
+"""What the tiny models need, and what they ignore, as `data/measurements/ablations.json` says.
+
+Oracle: the same questions, asked again; a needed mechanism is one without which the 95 % interval of the correct
+answers lies below that of the model as it is.
+"""
+
+import json
+
+import pytest
+from shipped import shipped
+
+from benchmarks import ablations
+from data.training.evaluate_tiny import interval
+from data.training.run import digest
+from refvl.paths import DATA
+
+MEASURED = json.loads((DATA / "measurements" / "ablations.json").read_text())
+ROWS = MEASURED["rows"]
+NAMES = [n for n in ablations.MODELS if any(row["model"].startswith(f"tiny-{n}") for row in ROWS)]
+AGAIN = 12  # of the questions that were measured
+
+
+def test_it_was_measured_on_the_shipped_weights():
+    folders = DATA / "checkpoints"
+    assert MEASURED["weights_sha256"] == {name: digest(folders / name) for name in MEASURED["weights_sha256"]}
+    assert {row["model"] for row in ROWS} == MEASURED["weights_sha256"].keys()
+
+
+def test_what_is_needed():
+    """As docs/quality.md and the notebooks say it: what each model was seen to need, and no more."""
+    needed = {(row["model"], row["mechanism"], row["question"]) for row in ROWS if row["needed"]}
+    assert {(mechanism, question) for model, mechanism, question in needed if model == "tiny-glm4v"} == {
+        ("M-RoPE", "place"), ("seconds", "change"),
+    }  # fmt: skip
+    assert {("tiny-qwen3_vl", "deepstack", "motion"), ("tiny-qwen2_5_vl", "M-RoPE", "motion")} <= needed
+    assert not {"rotary", "windows"} & {mechanism for _, mechanism, _ in needed}
+    assert not {model for model, mechanism, _ in needed if mechanism == "table"} & {"tiny-qwen3_vl", "tiny-glm4v"}
+
+
+def test_needed_is_what_the_intervals_say():
+    """The counts of a row decide, and the run as it is needs nothing."""
+    plain = {(row["model"], row["question"]): row for row in ROWS if not row["without"]}
+    for row in ROWS:
+        (_, high), (low, _) = (
+            interval(r["right"] / r["n"], r["n"]) for r in (row, plain[row["model"], row["question"]])
+        )
+        assert row["needed"] == (high < low), row
+    assert not any(row["needed"] for row in plain.values())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_questions_are_answered_as_measured(name):
+    """With the mechanism and without: intervals of three standard deviations overlap, in every row."""
+    for row in ablations.rows_of(name, AGAIN):
+        same = ("model", "question", "without")
+        [measured] = [r for r in ROWS if all(r[key] == row[key] for key in same)]
+        (low, high), (least, most) = (interval(r["right"] / r["n"], r["n"], z=3) for r in (row, measured))
+        assert low <= most and least <= high, (row, measured)
+
+
+def test_an_ablation_changes_only_its_run():
+    """The same question asked as it is before and after gives the same answer, and in between the mirrored place."""
+    model, exchanged = shipped("tiny-qwen2_5_vl"), ablations.M_ROPE[0]
+    asked = next(q for q in ablations.questions_of("qwen2_5_vl", 9)["place"] if exchanged.told(q) != q.answer)
+    asked = ablations.replace(asked, trace=model.trace(**asked.arguments, max_new_tokens=4))
+    [changed] = ablations.ask(model, [asked], exchanged)
+    after = model.trace(**asked.arguments, max_new_tokens=4)
+    assert asked.trace.text == after.text == asked.answer
+    assert changed == exchanged.told(asked)
