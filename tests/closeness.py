@@ -58,8 +58,8 @@ def assert_agree(actual: Tensor, expected: Tensor, steps: int | nn.Module, *, sc
     assert difference <= allowed, f"differ by {difference:.3g}, where rounding explains {allowed:.3g}"
 
 
-def assert_logits_agree(vlm, trace, actual: Tensor, expected: Tensor) -> None:
-    """Rounding in encoder and language model explains how far two logits (V,) behind the prompt of `trace` differ."""
+def logits_gain(vlm, trace) -> float:
+    """`gain` of the language model of `vlm`, from the embeddings of the prompt of `trace` to the logits behind it."""
 
     def logits(embeds: Tensor) -> Tensor:
         deeper = {"deepstack_embeds": trace.deepstack[None]} if trace.deepstack.numel() else {}
@@ -67,7 +67,12 @@ def assert_logits_agree(vlm, trace, actual: Tensor, expected: Tensor) -> None:
         return vlm.language_model(**given, **deeper).logits[0, -1]
 
     with torch.inference_mode():
-        scale = gain(logits, trace.inputs_embeds) * float(expected.abs().max())
+        return gain(logits, trace.inputs_embeds)
+
+
+def assert_logits_agree(vlm, trace, actual: Tensor, expected: Tensor, gain: float | None = None) -> None:
+    """Rounding in encoder and language model explains how far two logits (V,) behind the prompt of `trace` differ."""
+    scale = (gain or logits_gain(vlm, trace)) * float(expected.abs().max())
     assert_agree(actual, expected, roundings(vlm.encoder) + roundings(vlm.language_model), scale=scale)
 
 

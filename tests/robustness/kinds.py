@@ -15,15 +15,20 @@ from pathlib import Path
 
 import av
 import numpy as np
+import peft
 import torch
+from closeness import assert_logits_agree, logits_gain
 from display_matrices import QUARTER_TURNS, shown_by_ffmpeg, with_matrix
 from harness import Case
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from shipped import is_read_here
+from transformers import AutoModelForImageTextToText
 
 import refvl
 from refvl import positions
 from refvl.graphs import generate_budgets, plan_batches
+from refvl.language.loading import progress_bars
 from refvl.paths import DATA
 from refvl.pixels.crops import plan_crops
 from refvl.pixels.media import load_image, load_video
@@ -31,8 +36,10 @@ from refvl.pixels.patch_configs import Glm4vPatchConfig
 from refvl.pixels.patches import PatchConfig, plan_grid
 from refvl.pixels.slices import SliceConfig, plan_slices
 from refvl.processors import templates
-from refvl.serving import parallel
+from refvl.serving import adapters, parallel
 from refvl.serving.export import encode_folder
+from refvl.serving.options import GENERATE_OPTIONS
+from refvl.study.recording import transformers_inputs
 from refvl.tools.cli import main
 
 CHECKPOINTS = sorted(folder.name for folder in (DATA / "checkpoints").iterdir() if is_read_here(folder.name))
@@ -728,9 +735,117 @@ def out_folder(rng: np.random.Generator, folder: Path) -> Case:
     return f"{name}, {count} pictures, shards of {size}, beside {sorted(path.name for path in before)}", attempt
 
 
-# Options of generate and adapters have tests of their own; whoever turns these into kinds adds them here.
+USUAL_OPTIONS = {  # of generate, with values that transformers takes
+    "do_sample": (True, True, False), "temperature": (0.3, 1.0, 4.0), "top_k": (1, 5, 50), "top_p": (0.3, 0.9, 1.0),
+    "min_p": (0.1, 0.9), "typical_p": (0.2, 0.9), "epsilon_cutoff": (0.01,), "eta_cutoff": (0.01,),
+    "repetition_penalty": (0.7, 1.4), "no_repeat_ngram_size": (1, 2), "bad_words_ids": ([[5]], [[5, 6], [7]]),
+    "sequence_bias": ([[[5], 9.0]],), "suppress_tokens": ([5, 6, 7],), "begin_suppress_tokens": ([5],),
+    "forced_eos_token_id": (7,), "min_new_tokens": (2, 3), "length_penalty": (0.5, -1.0), "num_beams": (2, 3),
+    "early_stopping": (True, False, "never"), "num_return_sequences": (1, 2), "renormalize_logits": (True,),
+    "exponential_decay_length_penalty": ((1, 1.5),), "eos_token_id": (7, [7, 8]), "pad_token_id": (0, 3),
+    "remove_invalid_values": (True,), "encoder_repetition_penalty": (1.0, 1.4), "guidance_scale": (1.5,),
+    "min_length": (20, 40), "top_h": (0.3, 0.9),
+    "cache_implementation": ("dynamic", "static"), "prompt_lookup_num_tokens": (2,), "stop_strings": (["e"],),
+    "use_cache": (True,), "low_memory": (True,), "token_healing": (False,),
+}  # fmt: skip
+
+FAIL_THERE = {"guidance_scale", "prompt_lookup_num_tokens"}  # in transformers: without media, or if one is drafted
+
+
+@cache
+def asked(name: str) -> tuple:
+    """transformers' own model of a shipped checkpoint, a question as both take it, and its gain."""
+    trace = model(name).trace("What is it?", images=[DATA / "pictures" / "scene.png"], max_new_tokens=1)
+    with progress_bars(False):
+        theirs = AutoModelForImageTextToText.from_pretrained(DATA / "checkpoints" / name, dtype=torch.float32).eval()
+    return theirs, trace, transformers_inputs(model(name), trace), logits_gain(model(name), trace)
+
+
+def generate_options(rng: np.random.Generator, folder: Path) -> Case:
+    """Up to three options of `generate`, few of them odd; oracle: transformers' own model with the same seed."""
+    vlm = model(checkpoint := pick(rng, [name for name in CHECKPOINTS if name.startswith(("tiny-glm", "tiny-qwen"))]))
+    theirs, trace, inputs, gain = asked(checkpoint)
+    options = {"max_new_tokens": int(rng.integers(1, 6))}
+    for _ in range(int(rng.integers(1, 4))):
+        name = pick(rng, sorted(USUAL_OPTIONS) if rng.random() < 0.8 else sorted(GENERATE_OPTIONS))
+        options[name] = pick(rng, USUAL_OPTIONS[name] if name in USUAL_OPTIONS and rng.random() < 0.8 else ODD)
+    shown = {"return_dict_in_generate": True, "output_scores": True}
+    by_them = {name: value for name, value in options.items() if name != "use_cache" or value}  # None loses media there
+
+    def attempt():
+        torch.manual_seed(0)
+        ours = vlm.generate(**inputs, **(shown | options))
+        ids = getattr(ours, "sequences", ours)
+        new = ids.shape[1] - len(trace.full_ids)
+        assert torch.equal(ids[0, :-new], trace.full_ids) and 0 < new <= options["max_new_tokens"]
+        torch.manual_seed(0)
+        usual = {"do_sample": False, "tokenizer": vlm.processor.tokenizer} | shown
+        with torch.no_grad(), suppress(*(ValueError, RuntimeError) if FAIL_THERE & options.keys() else ()):
+            output = theirs.generate(**inputs, **(usual | by_them))
+            expected = getattr(output, "sequences", output)
+            assert torch.equal(ids, expected), f"{ids.tolist()} beside {expected.tolist()}"
+            both = [getattr(made, "scores", None) or () for made in (ours, output)]
+            for scores, wanted in zip(*both, strict=True):
+                kept = wanted.isfinite()
+                assert torch.equal(kept, scores.isfinite()), "other tokens are left out"
+                assert_logits_agree(vlm, trace, scores[kept], wanted[kept], gain)
+
+    return f"{checkpoint}: {options!r}", attempt
+
+
+def layer_of(vlm: refvl.VLM, name: str) -> torch.nn.Linear:
+    """The layer whose own name ends a name in an adapter."""
+    parts, roots = name.split("."), (vlm.encoder, vlm.language_model, vlm.language_model.model)
+    paths = [(root, ".".join(parts[i:])) for i in range(len(parts)) for root in roots]
+    return next(root.get_submodule(path) for root, path in paths if path in dict(root.named_modules()))
+
+
+def adapter(rng: np.random.Generator, folder: Path) -> Case:
+    """A folder with a LoRA adapter, often damaged; oracle: B A, scaled, added to the weights by hand."""
+    plain, rank, file = model(pick(rng, CHECKPOINTS)), int(rng.integers(1, 5)), folder / adapters.WEIGHTS
+    weights, names = {}, sorted({pick(rng, adapters.layers(plain)) for _ in range(int(rng.integers(1, 6)))})
+    for name in names:
+        layer = layer_of(plain, name)
+        for half, shape in (("A", (rank, layer.in_features)), ("B", (layer.out_features, rank))):
+            weights[f"base_model.model.{name}.lora_{half}.weight"] = torch.from_numpy(rng.normal(0, 0.1, shape)).float()
+    alphas = {pick(rng, names): 2} if rng.random() < 0.3 else {}
+    config = peft.LoraConfig(r=rank, lora_alpha=pick(rng, (1, 4, 16)), use_rslora=rng.random() < 0.3)
+    values = config.to_dict() | {"target_modules": names, "alpha_pattern": alphas}
+    key, how = pick(rng, sorted(weights)), int(rng.integers(6))
+    match how:
+        case 0:
+            values = mutate(rng, values)
+        case 1:
+            weights[key] = tensor(rng, pick(rng, (weights[key].shape, weights[key].shape, (rank, 3))))
+        case 2:
+            weights[pick(rng, (key.replace("model", "x", 1), key[:-7], key.replace("lora_", "lora_C")))] = weights.pop(
+                key
+            )
+    save_file({key: x.to_dense() for key, x in weights.items() if not x.is_meta}, file)
+    (folder / adapters.CONFIG).write_text(json.dumps(values, default=list))
+    if how == 3:
+        file.write_bytes(damage(rng, file.read_bytes()))
+
+    def attempt():
+        attached, merged = copy.deepcopy(plain), copy.deepcopy(plain)
+        adapters.attach(attached, folder)
+        stored = load_file(file)
+        for name in names:
+            a, b = (stored[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+            alpha = values.get("alpha_pattern", {}).get(name, values.get("lora_alpha", 8))
+            scale = alpha / (len(a) ** 0.5 if values.get("use_rslora") else len(a))
+            with torch.no_grad():
+                layer_of(merged, name).weight += scale * b.float() @ a.float()
+        question = {"prompt": "What is it?", "images": [DATA / "pictures" / "scene.png"], "max_new_tokens": 1}
+        ours, expected = attached.trace(**question), merged.trace(**question)
+        if expected.first_logits.isfinite().all():
+            assert_logits_agree(merged, expected, ours.first_logits, expected.first_logits)
+
+    return f"{plain.family.name}, {names}, {key}, {how}: {values!r}", attempt
+
+
 KINDS = (
     image_file, image_in_memory, picture_size, video_file, video_in_memory, grids, media_positions, budgets, rows,
     messages, generate_tensors, checkpoint_folder, arguments, command_line, display_matrix, transparent_png,
-    chat_template, terminal, out_folder,
+    chat_template, terminal, out_folder, generate_options, adapter,
 )  # fmt: skip
