@@ -144,7 +144,7 @@ REFUSED = {
     ),
     "a dict": ({"return_dict_in_generate": True}, "return_dict_in_generate: not supported by chat"),
     "scores": ({"output_scores": True}, "output_scores: not supported by chat"),
-    "no cache": ({"use_cache": False}, "use_cache: expected True, because True"),
+    "no cache": ({"use_cache": False}, "use_cache: expected True, because without a cache"),
     "prefill in chunks": ({"prefill_chunk_size": 4}, "prefill_chunk_size: not supported with media"),
     "early exit": ({"assistant_early_exit": 1}, "assistant_early_exit: not supported with media"),
     "code of a checkpoint": ({"custom_generate": "owner/name"}, "custom_generate: generate accepts no such argument"),
