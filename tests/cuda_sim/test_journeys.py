@@ -106,8 +106,11 @@ def test_all_that_was_planned_lies_on_the_device(run):
 
 
 def test_a_decode_step_neither_copies_nor_waits(run):
-    """Inside the text model; Step3's experts need no answer, either. transformers 5.17 reads each mask, to drop it."""
-    asks = Version(transformers.__version__) < Version("5.18")
+    """Inside the text model; Step3's experts need no answer, either. transformers 5.17 reads each mask, to drop it.
+
+    With Qwen3.5's text model every release reads the padding mask (`_ignore_causal_mask_sdpa`).
+    """
+    asks = Version(transformers.__version__) < Version("5.18") or run.name == "tiny-minicpmv-4_7"
     assert (run.decode["copies"], run.decode["waits"]) == (0, asks)
 
 
