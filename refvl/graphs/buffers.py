@@ -68,14 +68,14 @@ def fill_metadata(buffers, metadata) -> None:
     """Fill a metadata dataclass at capacity (`buffers`) with the planned `metadata` of a batch, field by field.
 
     Tensors are copied and padded, integers compared with their capacity, tuples skipped, dataclasses filled in turn.
-    On a GPU, one kernel copies the contents of all fields. Raises TypeError for a field of another class or
-    without a padding rule, ValueError if a value exceeds the
-    captured capacity.
+    On a GPU, one kernel copies the contents of all fields. Raises TypeError for a field of another class or without a
+    padding rule, ValueError if a value exceeds the captured capacity.
     """
-    fills = list(_fills(buffers, metadata))
-    together = [fill for fill in fills if _is_in_words(fill)]
-    for fill in fills:
-        if not _is_in_words(fill):
+    together = []
+    for fill in list(_fills(buffers, metadata)):  # a list, so that a field that cannot be filled raises first
+        if _is_in_words(fill):
+            together.append(fill)
+        else:
             fill_padded(*fill)
     if together:
         _fill_together(together)

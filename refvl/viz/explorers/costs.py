@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from functools import cache
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -84,6 +85,7 @@ class CostsExplorer(Explorer):
         )
 
 
+@cache  # states share sizes and windows
 def count_operations(config: Qwen2_5_VisionConfig, side: int, window: int) -> tuple[int, int, int, int]:
     """Operations of: all but the blocks; a block's matrices; its attention in windows; its attention over the frame."""
     grid = (1, side // config.patch_size, side // config.patch_size)
@@ -103,5 +105,6 @@ def pairs(lengths: Sequence[int]) -> int:
 
 
 def total(counted: tuple[int, int, int, int], full: int, depth: int) -> int:
+    """Return the operations of a tower whose blocks attend `full` times over the frame, otherwise in windows."""
     rest, linear, windowed, whole = counted
     return rest + depth * linear + (depth - full) * windowed + full * whole
