@@ -45,7 +45,7 @@ def groups_of_tree() -> dict[str, Callable[[], dict[str, Callable]]]:
 
 
 def rows_of_tower(tower: Any, name: str) -> dict[str, Callable]:
-    """refvl's forward, its plan and its attention alone, in float32."""
+    """refvl's whole call, and alone its plan, the forward without a plan and the attention; in float32."""
     rows: dict[str, Callable] = {}
     torch.manual_seed(0)
     _, ours = tower.build_pair(tower.TOWERS["cpu"][name], "cpu", torch.float32)
@@ -54,6 +54,7 @@ def rows_of_tower(tower: Any, name: str) -> dict[str, Callable]:
         row = f"tower: {name}, {what}"
         rows[f"{row}: refvl"] = partial(ours, x, grid)
         rows[f"{row}: plan"] = partial(ours.plan, grid)
+        rows[f"{row}: forward"] = partial(ours, x, metadata=ours.plan(grid))
         rows[f"{row}: attention"] = attention_of(ours, x, grid)
     return rows
 

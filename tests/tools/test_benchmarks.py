@@ -122,7 +122,7 @@ def test_a_tree_s_rows_are_those_of_its_benchmarks(small, monkeypatch):
     assert [*groups][-7:] == ["linear", "towers", "gains", "pixels", "decode", "evs", "stages"]
     rows = groups["tower: Qwen2.5-VL, tiny"]() | groups["linear"]() | groups["gains"]()
     assert [*rows] == [
-        *(f"tower: Qwen2.5-VL, tiny, 84 px: {what}" for what in ("refvl", "plan", "attention")),
+        *(f"tower: Qwen2.5-VL, tiny, 84 px: {what}" for what in ("refvl", "plan", "forward", "attention")),
         *(f"linear: 8: {way}" for way in ("torch", "onednn", "bfloat16")),
         *(f"gains: prefill of 16 tokens: {way}" for way in ("torch", "onednn")),
     ]
