@@ -89,13 +89,19 @@ def attention_of(encoder: Any, x: torch.Tensor, grid: list) -> Callable:
 
 
 def serve() -> None:
-    """Answer each line on stdin: "groups", the name of a group with its rows, of a row with its shortest CPU time."""
+    """Answer each line on stdin: "linear" with the kernel that the tree's towers take, "groups", the name of a group
+    with its rows, and the name of a row with its shortest CPU time.
+    """
+    from benchmarks.tower import choose_linear
+
     torch.set_num_threads(1)
     groups, rows = groups_of_tree(), dict[str, Callable]()
     for line in sys.stdin:
         name = line.strip()
         answer: Any
-        if name == "groups":
+        if name == "linear":
+            answer = choose_linear("auto", torch.device("cpu"), torch.float32)
+        elif name == "groups":
             answer = list(groups)
         elif name in groups:
             rows = {}  # the memory of the last group
@@ -142,6 +148,8 @@ class Tree:
 
 def compare(trees: dict[str, Tree], repeats: int) -> Iterator[dict]:
     """One row for each that all trees have: medians in ms, and the ratio of the last tree to each of the others."""
+    if len(kernels := {tree.ask("linear") for tree in trees.values()}) > 1:
+        raise RuntimeError(f"linear: each tree measures the kernels, and they chose {kernels}; measure again")
     groups = {name: tree.ask("groups") for name, tree in trees.items()}
     for group in common(groups):
         rows = {name: tree.ask(group) for name, tree in trees.items()}
