@@ -143,6 +143,7 @@ def test_a_cache_of_fixed_size_changes_no_id(name):
     assert vlm.trace(question, max_new_tokens=4, **media).token_ids == static
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", filter(is_read_here, CASES))
 def test_info_counts_the_cache_of_fixed_size(name, monkeypatch):
     """Within a tenth. Oracle: the bytes that the device gets back with the cache."""
