@@ -976,8 +976,8 @@ def check_exponent(function: Callable) -> str:
 
 @exercise(
     "The first round is a warm-up: it counts on neither side.",
-    "What slows one round slows both of its sides: divide within a round first.",
-    "The median of theirs / ours over the rounds that are left.",
+    "A disturbance in a round slows both sides of it: divide within a round first.",
+    "The median of theirs / ours over the remaining rounds.",
 )
 def check_times_as_fast(function: Callable) -> str:
     """`function(theirs, ours) -> float`: seconds of rounds, the first a warm-up; how many times as fast ours is."""
@@ -1023,7 +1023,7 @@ def _ask_merged_weight(function: Callable) -> list[Said]:
 
 @exercise(
     "Two narrow matrices make one as large as the weight: which of them comes first?",
-    "B is (m, r) and A is (r, n): B @ A is (m, n). And lora_alpha says how strong, whatever the rank.",
+    "B is (m, r) and A is (r, n): B @ A is (m, n). And lora_alpha sets the strength, whatever the rank.",
     "weight + lora_alpha / rank * b @ a",
     ask=_ask_merged_weight,
 )
@@ -1039,7 +1039,7 @@ def check_merged_weight(function: Callable) -> str:
 
 
 @exercise(
-    "`model.layers` and `model.visual` both begin with `model.`: look at what comes behind it.",
+    "`model.layers` and `model.visual` both begin with `model.`: look at the part after it.",
     "Three cases: `visual.` gets `model.` in front; `model.` becomes `model.language_model.`; the rest stays.",
     "Test for `model.visual.` and `model.language_model.` before you replace `model.`, and replace it once.",
 )
