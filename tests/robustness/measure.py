@@ -55,8 +55,10 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     measured = measure(arguments.cases, arguments.kinds)
     if arguments.write:
-        before = json.loads(FILE.read_text())["cases"] if FILE.is_file() else {}
-        rows = before | measured["cases"]
+        before = json.loads(FILE.read_text())
+        rows = before["cases"] | measured["cases"]
+        if len(arguments.kinds) < len(names):
+            measured["date"] = before["date"]  # of the oldest row
         measured["cases"] = {name: rows[name] for name in names if name in rows}
         FILE.write_text(json.dumps(measured, indent=1) + "\n")
     print(table(measured))
