@@ -35,9 +35,9 @@ def ask(vlm, **media):
 
 
 @pytest.mark.parametrize("rule", ["evs", "vidcom2"])
-@pytest.mark.parametrize("name", [name for name in RANDOM if not name.startswith(("Step", "MiniCPM"))])
+@pytest.mark.parametrize("name", [name for name in RANDOM if not name.startswith(("Step", "MiniCPM", "Kimi"))])
 def test_pruned_prompts_are_those_without_graphs(name, rule):
-    """Oracle: the run without graphs, of every family that prunes."""
+    """Oracle: the run without graphs. Kimi K2.5 is left out: its video fits no graph of 64 tokens."""
     eager, graphed = random_model(name), load(random_folder(name), graphs={"max_budget": 64})
     video = {"prompt": "What?", "videos": [FRAMES], "pruning_rate": 0.5, "pruning": rule, "max_new_tokens": 1}
     expected, trace = eager.trace(**video), graphed.trace(**video)
