@@ -19,6 +19,7 @@ from refvl.checks import (
     is_integer,
 )
 
+MAX_FRAMES = 2**24  # of a video: three days at 60 frames per second
 MAX_SECONDS = 10**6  # eleven days between two grid steps
 MAX_PLAN_BYTES = 2**30  # of vectors, one per patch, in a single plan
 
@@ -76,7 +77,7 @@ def check_room(extents: Sequence[int], size: int, name: str) -> Sequence[int]:
     Raises ValueError naming `name`.
     """
     if (needed := math.prod(extents) * size) >= MAX_PLAN_BYTES:
-        vectors = f"vectors for {math.prod(extents):,} patches take {needed / 2**30:.1f} GiB"
+        vectors = f"vectors for {math.prod(extents):,} patches take {needed // 2**30:,} GiB"
         raise ValueError(f"{name}: {vectors}; less than {MAX_PLAN_BYTES / 2**30:.0f} GiB are planned at once")
     return extents
 
@@ -97,7 +98,7 @@ def check_plan(encoder: Any, layouts: list) -> list:
 def as_integers(values, row: str, name: str, least: int = 1, most: int = MAX_PATCHES) -> tuple[int, ...]:
     """Return `values` as Python ints, one for each name in `row`, such as "(t, h, w)".
     Each must be at least `least`, and their product at most `most`."""
-    values = values.tolist() if hasattr(values, "tolist") else values
+    values = as_list(values, name)
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(row.split()):
         raise ValueError(f"{name}: expected {row}, got {values!r}")
     if not all(map(is_integer, values)):
@@ -141,12 +142,37 @@ def check_prompts(input_ids, attention_mask, vocab_size: int) -> Tensor:
     return mask.bool()
 
 
+def as_list(values, name: str):
+    """Return a tensor or array as nested lists, and anything else as it is; raise TypeError as `check_values` does."""
+    values = check_values(values, name) if isinstance(values, Tensor) else values
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def as_sequence(values, name: str) -> Sequence:
+    """Return `values`, see `as_list`, if it is a sequence other than a text; raise TypeError naming `name`."""
+    values = as_list(values, name)
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        raise TypeError(f"{name}: expected a sequence, got {type(values).__name__}")
+    return values
+
+
+def check_count(value, name: str, most: int = MAX_PATCHES) -> int:
+    """Return a number of things, an integer from 1 to `most`; raise TypeError or ValueError naming `name`."""
+    if (count := check_positive_int(value, name)) > most:
+        raise ValueError(f"{name}: must be at most {most:,}, got {count:,}")
+    return count
+
+
+def check_mask(keep_L, positions_3L) -> None:
+    """Raise TypeError or ValueError unless `keep_L` is a bool tensor (L,) and `positions_3L` a tensor (3, L)."""
+    length = check_shape(positions_3L, (3, "L"), "positions_3L").shape[1]
+    if check_shape(keep_L, (length,), "keep_L").dtype != torch.bool:
+        raise TypeError(f"keep_L: expected bool, got dtype {keep_L.dtype}")
+
+
 def as_seconds(values, count: int, name: str) -> list[float]:
     """Return one positive number for each of `count` videos, as floats; values: a sequence or a tensor (videos,)."""
-    values = check_values(values, name) if isinstance(values, Tensor) else values
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        raise TypeError(f"{name}: expected a sequence of numbers, got {type(values).__name__}")
+    values = as_sequence(values, name)
     if len(values) != count:
         raise ValueError(f"{name}: expected one number for each of {count} videos, got {len(values)}")
     values = [value.item() if isinstance(value, Tensor) else value for value in values]

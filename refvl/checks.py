@@ -21,7 +21,7 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # float8
 def is_integer(value) -> bool:
     """Return whether `value` has an integer type: an int, or a scalar of a NumPy or torch integer dtype; no bool."""
     if isinstance(value, Tensor):
-        return value.ndim == 0 and _holds_integers(value) and not value.is_meta
+        return value.ndim == 0 and _holds_integers(value) and not value.is_meta and value.layout == torch.strided
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -45,10 +45,13 @@ def check_positive_ints(**values) -> list[int]:
 
 
 def check_number(value, name: str) -> float:
-    """Return `value` as a float if it is a real number of Python or NumPy; raise TypeError naming `name`."""
+    """Return `value` as a float if it is a real number of Python or NumPy; raise TypeError naming `name`.
+
+    An integer beyond the largest float is infinite.
+    """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__} {value!r}")
-    return float(value)
+    return math.inf * (value > 0 or -1) if isinstance(value, int) and abs(value) >> 1023 else float(value)
 
 
 def check_positive(value, name: str) -> float:

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from refvl.arguments import MAX_FRAMES
 from refvl.checks import check_positive, check_positive_int, check_positive_ints
 from refvl.pixels import containers, refusals
 from refvl.pixels.containers import Listing, Packets
@@ -76,20 +77,20 @@ def sample_frame_indices(
     end (61 frames at num_frames=14), and beyond 16,000 frames some indices are one later. A video shorter than
     temporal_patch_size, which fails there, keeps its frames.
 
-    Raises ValueError if both fps and num_frames are given, or more frames are requested than there are, TypeError for
-    limits that are not integers.
+    Raises ValueError if both fps and num_frames are given, if more frames are requested than there are, or if there are
+    more than `MAX_FRAMES`; TypeError for limits that are not integers.
 
     >>> sample_frame_indices(132, 25.0)
     [0, 13, 26, 39, 52, 66, 79, 92, 105, 118]
     """
-    total, step, min_frames, max_frames = check_positive_ints(
-        total_num_frames=total_num_frames, temporal_patch_size=temporal_patch_size,
-        min_frames=min_frames, max_frames=max_frames,
-    )  # fmt: skip
+    limits = {"temporal_patch_size": temporal_patch_size, "min_frames": min_frames, "max_frames": max_frames}
+    total, step, min_frames, max_frames = check_positive_ints(total_num_frames=total_num_frames, **limits)
+    if total > MAX_FRAMES:
+        raise ValueError(f"total_num_frames: must be at most {MAX_FRAMES:,}, got {total:,}")
     if num_frames is not None:
         if fps is not None:
             raise ValueError(f"fps, num_frames: expected one of them, got fps={fps} and num_frames={num_frames}")
-        if check_positive_int(num_frames, "num_frames") > total:
+        if (num_frames := check_positive_int(num_frames, "num_frames")) > total:
             raise ValueError(f"num_frames: the video has {total} frames, got {num_frames}")
         wanted = round(num_frames / step) * step
     else:

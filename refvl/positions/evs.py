@@ -15,8 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.arguments import as_grids
-from refvl.checks import check_floats, check_number, check_positive_int, check_pruning_rate, check_shape, check_values
+from refvl.arguments import MAX_FRAMES, as_grids, as_list, check_count
+from refvl.checks import (
+    blame,
+    check_floats,
+    check_int,
+    check_integers,
+    check_number,
+    check_positive_int,
+    check_pruning_rate,
+    check_shape,
+    check_values,
+)
 from refvl.positions.mrope import MAX_POSITION, check_t_factor, grid_positions, mrope_delta
 
 ALWAYS_KEPT = 255.0  # the dissimilarity of first-frame tokens; a cosine distance never exceeds 2
@@ -32,8 +42,8 @@ def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
     >>> compute_retained_tokens_count(tokens_per_frame=64, num_frames=8, q=0.5)
     256
     """
-    check_positive_int(tokens_per_frame, "tokens_per_frame")
-    total = tokens_per_frame * check_positive_int(num_frames, "num_frames")
+    tokens_per_frame = check_count(tokens_per_frame, "tokens_per_frame")
+    total = tokens_per_frame * check_count(num_frames, "num_frames", MAX_FRAMES)
     return max(tokens_per_frame, int(total * (1 - check_pruning_rate(q))))
 
 
@@ -113,13 +123,21 @@ def recompute_mrope_positions(
     arrived yet have provisional positions. Raises ValueError if the pieces do not fit the prompt, or if a position is
     not an integer from 0 to `MAX_POSITION`.
     """
-    ids = torch.as_tensor(input_ids).flatten().cpu()
+    with blame("input_ids"):
+        ids = torch.as_tensor(input_ids).flatten().cpu()
+        ids = check_integers(ids, "ids") if ids.numel() else ids
     _check_positions(check_shape(mrope_positions, (3, "at least L"), "mrope_positions"), "mrope_positions")
     if mrope_positions.shape[1] < ids.numel():
         raise ValueError(f"mrope_positions: {ids.numel()} tokens, but only {mrope_positions.shape[1]} positions")
     positions = mrope_positions[:, : ids.numel()].clone().long()
-    if not 0 <= num_computed_tokens <= ids.numel():
+    marks = ("vision_start_token_id", vision_start_token_id), ("image_token_id", image_token_id)
+    for name, token in (*marks, ("video_token_id", video_token_id)):
+        if check_int(token, name, 0) >= 2**63:
+            raise ValueError(f"{name}: must be a token id below 2**63, got {token}")
+    if check_int(num_computed_tokens, "num_computed_tokens", 0) > ids.numel():
         raise ValueError(f"num_computed_tokens: must be in [0, {ids.numel()}], got {num_computed_tokens}")
+    if not isinstance(multimodal_positions, Sequence):
+        raise TypeError(f"multimodal_positions: expected a sequence, got {type(multimodal_positions).__name__}")
     is_media = (ids == image_token_id) | (ids == video_token_id)
     index = num_computed_tokens
     for i, piece in enumerate(multimodal_positions):
@@ -173,5 +191,5 @@ def num_tokens_of(video_size_thw, spatial_merge_size: int) -> tuple[int, int]:
 
 def _one_grid(size_thw, spatial_merge_size: int) -> tuple[int, int, int]:
     check_positive_int(spatial_merge_size, "spatial_merge_size")
-    size = size_thw.tolist() if hasattr(size_thw, "tolist") else size_thw
+    size = as_list(size_thw, "video_size_thw")
     return as_grids([size], spatial_merge_size=spatial_merge_size, name="video_size_thw")[0]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from refvl.arguments import as_integers
-from refvl.checks import MAX_PATCHES, check_int, check_number, check_positive_int, check_shape
+from refvl.arguments import as_integers, as_sequence, check_mask
+from refvl.checks import MAX_PATCHES, check_flag, check_int, check_number, check_positive_int
 
 MAX_POSITION = 2**31
 
@@ -53,7 +53,7 @@ class MediaSpan:
 def check_t_factor(t_factor: float, t: int, name: str) -> float:
     """Return `t_factor` if t steps of it are valid positions; raise TypeError or ValueError naming `name`."""
     number = check_number(t_factor, name)
-    if not (number >= 0 and t * number < MAX_POSITION):  # also refuses nan
+    if not (t <= MAX_POSITION and number >= 0 and t * number < MAX_POSITION):  # also refuses nan
         raise ValueError(
             f"{name}: must be finite and not negative, with {t} steps below position {MAX_POSITION}, got {t_factor}"
         )
@@ -80,7 +80,7 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
     """
     if check_positive_int(num_tokens, "num_tokens") > MAX_PATCHES:
         raise ValueError(f"num_tokens: expected at most {MAX_PATCHES:,} in a prompt, got {num_tokens}")
-    if wrong := [span for span in spans if not isinstance(span, MediaSpan)]:
+    if wrong := [span for span in as_sequence(spans, "spans") if not isinstance(span, MediaSpan)]:
         raise TypeError(f"spans: expected MediaSpan, got {wrong[0]!r}")
     end = 0
     for span in sorted(spans, key=lambda s: s.offset):
@@ -120,8 +120,8 @@ def restrict_positions(positions_3L: Tensor, keep_L: Tensor) -> tuple[Tensor, in
     positions_3L: (3, L) of the unpruned prompt. keep_L: (L,) bool, True for text and kept media tokens. Raises
     ValueError or TypeError naming keep_L if it does not fit.
     """
-    if getattr(keep_L, "shape", None) != positions_3L.shape[1:]:
-        check_shape(keep_L, (positions_3L.shape[1],), "keep_L")
+    if getattr(keep_L, "dtype", None) != torch.bool or keep_L.shape != getattr(positions_3L, "shape", ())[1:]:
+        check_mask(keep_L, positions_3L)
     positions = positions_3L[:, keep_L]
     return positions, mrope_delta(positions)
 
@@ -137,7 +137,7 @@ def mrope_axis_of_pairs(section: Sequence[int], *, interleaved: bool) -> Tensor:
     [[0, 0, 0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2, 0, 0]]
     """
     counts = as_integers(section, "(t, h, w)", "section", least=0)
-    if not interleaved:
+    if not check_flag(interleaved, "interleaved"):
         return torch.arange(3).repeat_interleave(torch.tensor(counts))
     axes = torch.zeros(sum(counts), dtype=torch.int64)
     for axis in (1, 2):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.arguments import as_grids, check_room
+from refvl.arguments import as_grids, as_integers, check_room
 from refvl.checks import Grid, check_floats, check_positive_int, check_positive_ints, check_shape
 from refvl.positions.rotary import block_positions
 
@@ -104,7 +104,7 @@ def sincos_2d(embed_dim: int, size: tuple[int, int]) -> Tensor:
     """
     if check_positive_int(embed_dim, "embed_dim") % 4:
         raise ValueError(f"embed_dim: must be a multiple of 4, got {embed_dim}")
-    height, width = check_room(check_positive_ints(height=size[0], width=size[1]), 4 * embed_dim, "size")
+    height, width = check_room(as_integers(size, "(height, width)", "size", most=2**62), 4 * embed_dim, "size")
     column = sincos_1d(embed_dim // 2, width)
     row = sincos_1d(embed_dim // 2, height)
     return torch.cat([column.expand(height, -1, -1), row[:, None].expand(-1, width, -1)], dim=-1)

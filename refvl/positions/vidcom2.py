@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from refvl.checks import check_floats, check_positive_int, check_pruning_rate, check_shape, check_values
+from refvl.arguments import MAX_FRAMES, check_count
+from refvl.checks import check_floats, check_pruning_rate, check_shape, check_values
 from refvl.positions.evs import num_tokens_of, split_frames
 
 BANDWIDTHS = tuple(2.0**i for i in range(-3, 2))  # of the Gaussians: a single kernel would miss other distances
@@ -34,7 +35,8 @@ def vidcom2_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
     >>> vidcom2_retained_tokens_count(tokens_per_frame=64, num_frames=8, q=0.99)
     8
     """
-    total = check_positive_int(tokens_per_frame, "tokens_per_frame") * check_positive_int(num_frames, "num_frames")
+    num_frames = check_count(num_frames, "num_frames", MAX_FRAMES)
+    total = check_count(tokens_per_frame, "tokens_per_frame") * num_frames
     return max(num_frames, int(total * (1 - check_pruning_rate(q))))
 
 
@@ -66,7 +68,8 @@ def vidcom2_frame_budgets(similarity_to_video: Tensor, q: float) -> Tensor:
     similarity_to_video: (t, n), the first result of `vidcom2_similarities`.
     Raises ValueError for a shape other than (t, n) and a q outside [0, 1).
     """
-    num_tokens = check_shape(similarity_to_video, ("t", "n"), "similarity_to_video").shape[1]
+    check_floats(check_shape(similarity_to_video, ("t", "n"), "similarity_to_video"), "similarity_to_video")
+    num_tokens = similarity_to_video.shape[1]
     prominence = (-similarity_to_video.mean(dim=1) / TEMPERATURE).softmax(dim=0)
     share = (1 - check_pruning_rate(q)) * (1 + prominence - prominence.mean())
     return (share.clamp(max=1) * num_tokens).float().round().clamp(min=1).long()

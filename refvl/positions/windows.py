@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from refvl.arguments import as_grids
-from refvl.checks import Grid, check_positive_int
+from refvl.checks import MAX_PATCHES, Grid, check_positive_int
 
 
 def get_window_index(
@@ -37,7 +37,7 @@ def get_window_index(
         raise ValueError(
             f"window_size: must fit at least one merged token of {patch_size * merge} px, got {window_size}"
         )
-    return window_order(as_grids(grid_thw), merge, side)
+    return window_order(as_grids(grid_thw), merge, min(side, MAX_PATCHES))  # larger than any grid
 
 
 def window_order(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
     folder -> media that are not encoded yet -> assigned by size to the ranks that torchrun started, if any
     rank   -> batches of media -> shards of its own, each renamed once it is written in full
-    rank 0 -> manifest.json: image or video -> shard, layout, tokens, size in pixels, state of the file
+    rank 0 -> manifest.json: image or video -> shard, layout, tokens, pixels, state of the file, digest of the inputs
 
 The headers of the shards alone show which media are finished (`shards.py`); these are compared with the files as they
 are now (`images.py`). The same command continues a run that was killed, with any number of ranks; at most one
@@ -32,6 +32,7 @@ from refvl.serving.handover import MANIFEST
 from refvl.serving.handover import read_embeddings as read_embeddings  # public here, next to `encode_folder`
 from refvl.serving.images import STAMP, MediaFile, find_media, is_unchanged
 from refvl.serving.parallel import get_load_balance_assignment, torchrun_ranks
+from refvl.serving.provenance import digest_of_files, digest_of_inputs
 from refvl.serving.shards import SHARDS, Encoded, held_folder, read_header, write_shard, written_whole
 
 BATCH_PATCHES = 2**14  # limit of patches that are decoded and encoded together
@@ -235,9 +236,12 @@ def _finish(vlm: VLM, folder: Path, out: Path, model: dict, unreadable: dict, ra
             what = "images appeared or changed during the run, or their shards were removed"
             raise ValueError(f"folder: {len(lacking)} of {len(found)} {what}: {shown}; run the same command again")
         manifest = model | {"images": {}, "videos": {}, "unreadable": {}}
+        files = digest_of_files(vlm.provenance)
         for file in found:
             if file.name in finished:
-                manifest["videos" if file.is_video else "images"][file.name] = finished[file.name]
+                entry = finished[file.name]
+                inputs = {"inputs": digest_of_inputs(files, [entry["sha256"]])}
+                manifest["videos" if file.is_video else "images"][file.name] = entry | inputs
             else:
                 manifest["unreadable"][file.name] = unread[file.name]
         with written_whole(out / MANIFEST) as partial:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from threading import Lock
 from typing import Any, NamedTuple
@@ -88,6 +89,10 @@ class MediaCache:
         self._weights: weakref.WeakKeyDictionary[nn.Module, WeightsState] = weakref.WeakKeyDictionary()
         self._stats = MediaCacheStats()
         self._lock = Lock()
+
+    def __reduce__(self) -> tuple:
+        """Return what makes a copy or a pickle: an empty cache with the same limits."""
+        return partial(type(self), **self.limits), ()
 
     def keys(self, encoder: Any, rows: Sequence[Levels | Tensor], layouts: Sequence) -> list[bytes]:
         """Return a key for each item. rows, layouts: as in `VLM.encode_rows`."""

@@ -44,13 +44,14 @@ class Stages:
     """The results of each stage of a run: tensors by "stage/what", in order of the path.
 
     source: the software. layouts: one per item, (t, h, w) in patches, or None if it is not a grid. files:
-    digests of the files that determine the model, if they are known.
+    digests of the files that determine the model, if they are known. inputs: `digest_of_inputs`, likewise.
     """
 
     tensors: dict[str, Tensor]
     source: str
     layouts: list = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
+    inputs: str = ""
 
     def save(self, folder: str | Path) -> None:
         """Write `folder`, which must be new or empty, in one step: other readers see nothing or everything.
@@ -63,7 +64,7 @@ class Stages:
         folder.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in self.tensors.items()}
         about = {"format": FORMAT, "source": self.source, "layouts": self.layouts, "tensors": _shapes(tensors)}
-        about["files"] = self.files
+        about |= {"files": self.files, "inputs": self.inputs}
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
             unfinished = Path(temporary, folder.name)
             unfinished.mkdir()
@@ -100,6 +101,7 @@ class Stages:
             str(about.get("source")),
             grids,
             files if isinstance(files, dict) else {},
+            str(about.get("inputs") or ""),
         )
 
 
@@ -135,7 +137,7 @@ class Comparison:
     b: str
     rows: list[Difference]
     not_in_both: list[str]
-    files: list[str] = field(default_factory=list)  # that determine both models, and differ
+    files: list[str] = field(default_factory=list)  # that determine both models, and differ; or "media"
 
     @property
     def first(self) -> Difference | None:
@@ -203,6 +205,8 @@ def compare(a: Any, b: Any, *, rtol: float | None = None, atol: float = 0.0, mod
     alone = sorted(ours.tensors.keys() ^ theirs.tensors.keys())
     known = sorted(ours.files.keys() | theirs.files.keys()) if ours.files and theirs.files else []
     files = [name for name in known if ours.files.get(name) != theirs.files.get(name)]
+    if known and not files and ours.inputs != theirs.inputs:
+        files = ["media"]
     found = Comparison(ours.source, theirs.source, rows, alone, files)
     if model is not None and found.first is not None:
         rows[rows.index(found.first)] = _tried(found.first, model, ours, theirs)

@@ -14,6 +14,7 @@ from refvl.arguments import is_grid
 from refvl.graphs.budgets import padding_waste
 from refvl.pixels.crops import CropLayout
 from refvl.pixels.media import Video
+from refvl.serving.provenance import digest_of_files, digest_of_inputs, digests_of_media
 from refvl.study.comparison import Stages, html_table
 from refvl.trace import Record
 
@@ -77,13 +78,15 @@ class Trace(Record):
         grids = [layout if is_grid(layout) else None for layout in self.layouts]
         return Stages(made, f"refvl {refvl.__version__}", grids)
 
-    def save(self, folder: str | Path, *, provenance: Sequence = ()) -> None:
+    def save(self, folder: str | Path, *, provenance: Sequence = (), media: Sequence = ()) -> None:
         """Write the tensors of each stage, as safetensors with a manifest, for `refvl.compare`; see `Stages.save`.
 
-        provenance: `VLM.provenance`; with it, `refvl.compare` also names the files that differ.
+        provenance: `VLM.provenance`; media: the request's images and videos, as they were passed. With them,
+        `refvl.compare` also names the files that differ, and the manifest contains `digest_of_inputs`.
         """
         files = {f"{source.role}: {source.path.name}": source.digest() for source in provenance}
-        replace(self.stages, files=files).save(folder)
+        inputs = digest_of_inputs(digest_of_files(provenance), digests_of_media(media)) if provenance else ""
+        replace(self.stages, files=files, inputs=inputs).save(folder)
 
     @property
     def layouts(self) -> list:

@@ -274,7 +274,7 @@ def trace(
     console.print(f"first token after {run.ttft:.3f} s")
     console.print(f"answer: {run.text}")
     if save:
-        run.save(save, provenance=model.provenance)
+        run.save(save, provenance=model.provenance, media=[*(image or ()), *(video or ())])
     if with_:
         theirs = record_transformers(checkpoint, model, run, max_new_tokens=max_new_tokens)
         print(plain(str(refvl.compare(run, theirs, model=model))))

@@ -130,6 +130,13 @@ def test_every_command_but_help_and_clean_needs_the_environment():
     assert targets - with_environment == {"help", "clean", "test-shapes", "test-vllm"}
 
 
+def test_torchao_has_an_environment_of_its_own():
+    """Its import writes warnings into demo and notebooks, so neither `make test` nor CI may install it."""
+    assert not [line for extra in INSTALLED_EXTRAS.split(",") for line in EXTRAS[extra] if "torchao" in line]
+    assert recipe(".venv-quantised/.installed").rstrip().endswith("--no-deps -c constraints.txt torchao\n\t@touch $@")
+    assert "torchao" in VERSIONS and ".venv-quantised/bin/python -m pytest" in recipe("test-quantised")
+
+
 def test_ci_runs_the_two_commands_of_the_readme_and_what_they_leave_out():
     """`.ci/run` in two parts, so that a newcomer's command is tried; GitHub, where Python differs, as a whole."""
     assert two_commands() == ["make demo", "make test"]
