@@ -1,9 +1,9 @@
-"""How costs grow with pixels, frames, items and prompt tokens: `python -m benchmarks.cost_curves`.
+"""Measure how costs grow with pixels, frames, items and prompt tokens: `python -m benchmarks.cost_curves`.
 
-Tiny configs and one thread of a CPU: exponents do not depend on the width. Each point is measured in processor seconds;
-where torch counts multiplications and additions, they stand beside, without noise. The exponent is the slope of the
-straight line through the largest sizes of a curve on logarithmic axes. With --write the results go to
-data/measurements/cost_curves_cpu.json.
+Configs are tiny and run on one CPU thread, because exponents do not depend on the width. Each point is measured in CPU
+time. If torch can count multiplications and additions, the noise-free counts are printed next to it. An exponent is the
+slope of a straight line through the largest sizes of a curve on logarithmic axes. With --write the results are written
+to data/measurements/cost_curves_cpu.json.
 """
 
 import math
@@ -40,7 +40,7 @@ from refvl.pixels.patches import PatchConfig
 from refvl.positions import MediaSpan, compute_retention_mask, get_mrope_input_positions
 
 NAME = "cost_curves_cpu"
-FITTED = 4  # sizes, the largest, that an exponent is fitted to: in smaller ones fixed costs show
+FITTED = 4  # the number of largest sizes to which an exponent is fitted: smaller ones show fixed costs
 SIDES = (112, 196, 336, 588, 1036, 1540, 2044)  # px
 FRAMES = (2, 8, 32, 80, 160, 320, 640)
 ITEMS = (1, 4, 16, 32, 64, 128, 256)
@@ -48,7 +48,7 @@ TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 CONFIG = Qwen2_5_VisionConfig.tiny()
 WINDOWS_ONLY = replace(CONFIG, fullatt_block_indexes=())
 PICTURES_PER_REPLAY = 8
-COUNTED_TOO = {  # which torch's counter does not know
+COUNTED_TOO = {  # operations that torch's counter does not know
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     torch.ops.mkldnn._linear_pointwise: lambda x, weight, *_, **__: 2 * math.prod(x) * weight[0],
 }
@@ -56,7 +56,7 @@ COUNTED_TOO = {  # which torch's counter does not know
 
 @dataclass(frozen=True)
 class Curve:
-    """prepare: size -> (x, what is called); x is what the exponent is of: patches, frames, ..."""
+    """prepare: a function from a size to (x, a call); the exponent is that of x: patches, frames, ..."""
 
     name: str
     x: str
@@ -70,7 +70,7 @@ def picture(side: int) -> list[tuple[int, int, int]]:
 
 
 def tower_on(grids: list, config: Qwen2_5_VisionConfig = WINDOWS_ONLY) -> Callable:
-    """The forward of a random tower, its plan included."""
+    """Time the forward of a random tower, including its plan."""
     torch.manual_seed(0)
     tower = Qwen2_5_VisionTransformer(config).eval()
     x = torch.randn(sum(math.prod(grid) for grid in grids), config.patch_values)
@@ -78,7 +78,7 @@ def tower_on(grids: list, config: Qwen2_5_VisionConfig = WINDOWS_ONLY) -> Callab
 
 
 def attention_on(side: int, windows: bool) -> tuple[int, Callable]:
-    """One layer's attention alone, within windows or whole frames."""
+    """Time the attention of a single layer, in windows or in whole frames."""
     plan = Qwen2_5_VisionTransformer(CONFIG).plan(picture(side))
     segments: Segments = plan
     if windows:
@@ -112,20 +112,20 @@ def packing_on(items: int) -> tuple[int, Callable]:
 
 
 def positions_on(tokens: int) -> tuple[int, Callable]:
-    """A prompt that is a picture for the most part."""
+    """Build a prompt that consists mostly of an image."""
     side = math.isqrt(tokens)
     return tokens, partial(get_mrope_input_positions, tokens, [MediaSpan(0, 1, side, side)])
 
 
 def text_model():
-    """The shipped one; it is not asked for answers."""
+    """Load the shipped model; its answers are not used."""
     model = refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device="cpu", progress=False).language_model
     model.config.max_position_embeddings = 2**16
     return model
 
 
 def prefill_on(model, tokens: int, chunk: int | None = None) -> tuple[int, Callable]:
-    """The whole prompt; with a chunk, only its last tokens, which read the keys and values of all."""
+    """Time the whole prompt; with a chunk, only its last tokens, which read all keys and values."""
     new = chunk or tokens
     embeds, positions = torch.randn(1, new, model.config.hidden_size), torch.arange(tokens)[-new:].expand(3, 1, -1)
 
@@ -142,7 +142,7 @@ def prefill_on(model, tokens: int, chunk: int | None = None) -> tuple[int, Calla
 
 
 def curves() -> list[Curve]:
-    """Exponents that are expected: attention over whole frames and whole prompts 2, all else 1."""
+    """Return the expected exponents: 2 for attention over whole frames and whole prompts, 1 for everything else."""
     model = text_model()
     tower = lambda side: (math.prod(picture(side)[0]), tower_on(picture(side)))  # noqa: E731
     return [
@@ -162,12 +162,12 @@ def curves() -> list[Curve]:
 
 
 def exponent(xs: list[float], ys: list[float]) -> float:
-    """The slope through the largest sizes, on logarithmic axes."""
+    """Return the slope through the largest sizes on logarithmic axes."""
     return float(np.polyfit(np.log(xs[-FITTED:]), np.log(ys[-FITTED:]), 1)[0])
 
 
 def count_operations(call: Callable) -> int:
-    """Multiplications and additions of a call, by torch's counter."""
+    """Count the multiplications and additions of a call with torch's counter."""
     with FlopCounterMode(display=False, custom_mapping=COUNTED_TOO) as counter:
         call()
     return counter.get_total_flops()
@@ -175,7 +175,7 @@ def count_operations(call: Callable) -> int:
 
 @torch.no_grad()
 def measure(curve: Curve, repeats: int) -> dict:
-    """Its points, and the exponents of time and, where there are any, of operations."""
+    """Return the points of a curve, and the exponents of time and, if they can be counted, of operations."""
     points = []
     for size in curve.sizes:
         x, call = curve.prepare(size)
@@ -189,7 +189,7 @@ def measure(curve: Curve, repeats: int) -> dict:
 
 
 def run(repeats: Repeats = 3, write: Write = False) -> None:
-    """Exponents of cost against pixels, frames, items and prompt tokens."""
+    """Print the exponents of cost against pixels, frames, items and prompt tokens."""
     device = resolve_device("cpu")
     announce(NAME, "costs by pixels, frames, items and prompt tokens", repeats + 1)
     columns = {"cost": "<28", "of": "<14", "expected": ">8", "time": ">6", "operations": ">10", "largest": ">12"}

@@ -1,4 +1,4 @@
-"""What every measurement carries: where, with what, and when."""
+"""The common part of all measurements: machine, versions and date, tables, and timing."""
 
 import datetime
 import json
@@ -24,9 +24,10 @@ Write = Annotated[bool, typer.Option(help="keep the result under data/measuremen
 
 
 def announce(name: str, what: str, calls: int) -> None:
-    """Say what will run, and how long its timed calls take by the measurement NAME that is kept.
+    """Print what will run, and how long its timed calls take according to the saved measurement NAME.
 
-    calls: of each row and way, warm-up included. What is kept are median milliseconds of one, or the seconds of all.
+    calls: the number of calls of each row and way, warm-up included. The saved numbers are median milliseconds of one
+        call, or the seconds of all.
     """
     print(what, flush=True)
     path = DATA / "measurements" / f"{name}.json"
@@ -40,9 +41,10 @@ def announce(name: str, what: str, calls: int) -> None:
 
 
 class PrintedTable:
-    """A table whose rows are printed as they come, so that a long run is seen to move.
+    """Print a table row by row as results arrive, so a long run shows its progress.
 
-    columns: name -> format of its cells, as in an f-string: ">8" is eight characters wide, text at the right.
+    columns: a dict from name to the format of its cells, as in an f-string: ">8" is eight characters wide, aligned
+        right.
     """
 
     def __init__(self, title: str, columns: dict[str, str]):
@@ -56,22 +58,22 @@ class PrintedTable:
 
 
 def processor_seconds(call: Callable) -> float:
-    """What a call takes of this thread's processor: while others have it, that clock stands."""
+    """Return the CPU time of a call in this thread; the clock stands still while other threads run."""
     start = time.thread_time()
     call()
     return time.thread_time() - start
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
-    """ms: the median. spread: half of the values lie within ms * (1 - spread / 2) and ms * (1 + spread / 2)."""
+    """ms: the median. spread: half of the values lie between ms * (1 - spread / 2) and ms * (1 + spread / 2)."""
     median, (low, _, high) = statistics.median(seconds), statistics.quantiles(seconds, n=4)
     return {"ms": median * 1e3, "spread": (high - low) / median}
 
 
 def side_by_side(ways: dict[str, Callable], repeats: int) -> dict[str, dict[str, float]]:
-    """`summary` of each way; they take turns after a warm-up. ratio: how many times as fast as the first way.
+    """Return the `summary` of each way; the ways alternate after a warm-up. ratio: the speed-up over the first way.
 
-    The ratio is the median over the rounds, each of which compares calls that ran within a moment.
+    The ratio is the median over the rounds; each round compares calls that ran within a moment.
     """
     rounds = [{name: processor_seconds(call) for name, call in ways.items()} for _ in range(repeats + 1)][1:]
     first = next(iter(ways))
@@ -83,9 +85,9 @@ def side_by_side(ways: dict[str, Callable], repeats: int) -> dict[str, dict[str,
 
 
 def resolve_device(device: str) -> str:
-    """The device to measure on; "auto" is CUDA where there is one. On a CPU one thread is used from here on.
+    """Return the device to measure on; "auto" is CUDA if there is one. On a CPU, one thread is used from here on.
 
-    Several threads wait for each other on a busy machine, and ratios blur. Raises ValueError for an unknown device.
+    Several threads wait for each other on a busy machine, which blurs ratios. Raises ValueError for an unknown device.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device: expected auto, cpu or cuda, got {device!r}")
@@ -96,7 +98,7 @@ def resolve_device(device: str) -> str:
 
 
 def environment(device: str) -> dict:
-    """Device, versions, threads and date; on CUDA the attention of a tower in bfloat16 as well."""
+    """Return device, versions, threads and date; on CUDA also the attention of a tower in bfloat16."""
     name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, {os.cpu_count()} cores"
     best = available_backends(device, torch.bfloat16)[0]
     return {
@@ -110,7 +112,7 @@ def environment(device: str) -> dict:
 
 
 def write_measurement(name: str, result: dict) -> Path:
-    """Write data/measurements/NAME.json whole or not at all, and say so; the device is part of a timing's name."""
+    """Write data/measurements/NAME.json in one step, and print its path; a timing's name contains the device."""
     path = DATA / "measurements" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")

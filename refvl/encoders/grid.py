@@ -57,7 +57,7 @@ class GridEncoder(Tower):
     def __init__(self, config: Any, *, attention: str = "auto"):
         super().__init__(config, attention=attention)
         self.block_size = config.block_size  # patches per token: m * m
-        self.patch_values = config.patch_values  # C * Tp * P * P, in one row
+        self.patch_values = config.patch_values  # the number of values in a row, C * Tp * P * P
 
     def check_layouts(self, grid_thw, *, name: str = "grid_thw") -> list[Grid]:
         """Return (t, h, w) per item, normalised.

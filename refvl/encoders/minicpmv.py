@@ -41,7 +41,7 @@ from refvl.encoders.tower import Tower
 from refvl.encoders.weights import config_dict
 from refvl.pixels.slices import NO_TIME, SliceLayout, count_sets
 
-HEAD_DIM = 128  # of the resampler, in every release
+HEAD_DIM = 128  # the resampler's head dimension in every release
 AUDIO_PARTS = r"(apm|tts|audio_\w+)\."  # omni checkpoints also contain audio input and output
 
 
@@ -53,7 +53,7 @@ class MiniCPMVEncoderConfig:
     hidden_size: int  # D
     query_num: int = 64  # tokens per slice
     drop_vision_last_layer: bool = False
-    scale_resolution: int = 448  # pixels: a slice has about the area of a square with this side
+    scale_resolution: int = 448  # in pixels: a slice has about the area of a square with this side
 
     def __post_init__(self):
         check_positive_int(self.query_num, "query_num")
@@ -122,7 +122,7 @@ class MiniCPMVEncoder(Tower):
     resampler_class: ClassVar[type[Resampler]] = Resampler2_5
     reads_times: ClassVar[bool] = False  # of frames
     skipped_parts: ClassVar[str] = (
-        AUDIO_PARTS  # regular expression of checkpoint names to skip, which belong to neither part
+        AUDIO_PARTS  # regular expression for checkpoint names that belong to neither part and are skipped
     )
     vpm: Any  # a vpm_class
     resampler: Any  # a resampler_class
@@ -141,7 +141,7 @@ class MiniCPMVEncoder(Tower):
         return cls(config, attention=attention)
 
     def resampler_queries(self, config: MiniCPMVEncoderConfig) -> int:
-        """Return the number of queries, from which the resampler is built."""
+        """Return the number of queries for which the resampler is built."""
         return config.query_num
 
     def check_layouts(self, layouts, *, name: str = "layouts") -> list[SliceLayout]:
@@ -151,7 +151,7 @@ class MiniCPMVEncoder(Tower):
     def item_size(self, layout: SliceLayout) -> tuple[int, int, int]:
         """Return the (patch rows, output tokens, frames) of one item.
 
-        The frames are those that share the queries of another frame; the tokens bound the number of the others.
+        Only frames that share the queries of another frame are counted; the tokens limit the number of all others.
         """
         sizes = [size for group in layout for size in group.slices]
         sets = count_sets(layout)
@@ -189,7 +189,7 @@ class MiniCPMVEncoder(Tower):
     @property
     def graph_attention(self) -> str:
         """The backend for a capture: its shapes do not depend on the lengths of slices and sets."""
-        return min(self.vpm.graph_attention, self.resampler.graph_attention)  # "masked" if one needs it
+        return min(self.vpm.graph_attention, self.resampler.graph_attention)  # "masked" if either part needs it
 
     @property
     def patches_per_slice(self) -> int:
@@ -258,7 +258,7 @@ class MiniCPMV2_0Encoder(MiniCPMVEncoder):
 class MiniCPMV2_5Encoder(MiniCPMVEncoder):
     """The tower was trained without slices' shapes: for its position table a slice is one row of h * w patches."""
 
-    skipped_parts = r"(?!)"  # none: 2.5 has no omni release
+    skipped_parts = r"(?!)"  # nothing is skipped: 2.5 has no omni release
 
     def plan_checked(self, layouts: Sequence[SliceLayout]) -> MiniCPMVMetadata:
         """Plan as the other versions do, but with one row per slice for the position table."""

@@ -41,7 +41,7 @@ class MiniCPMVConfig(PretrainedConfig):
         if isinstance(text_config := values.pop("text_config", None), dict):  # `to_dict` returns both
             values["rope_parameters"] = text_config.get("rope_parameters")
         text_config = read_text_config(values, text_config_class)
-        values = {key: value for key, value in values.items() if not key.startswith("rope_")}  # text_config has them
+        values = {key: value for key, value in values.items() if not key.startswith("rope_")}  # text_config has these
         super().__init__(**(values | {"text_config": text_config}))
 
 

@@ -33,7 +33,7 @@ from refvl.pixels.spill import frames_on_disk
 from refvl.printing import printable
 
 DEFAULT_FPS = 2.0
-FRAMES_IN_MEMORY = 2**24  # bytes of a video's frames; larger ones are kept in a file
+FRAMES_IN_MEMORY = 2**24  # in bytes: larger arrays of a video's frames are kept in a file
 _NO_FRAMES = np.empty((0, 0, 0, 3), np.uint8)
 _NO_TIMESTAMPS = 128  # AVFMT_NOTIMESTAMPS
 
@@ -43,13 +43,13 @@ class Video:
     """The sampled frames of a video and their positions in it."""
 
     frames: np.ndarray  # (T, H, W, 3) uint8
-    fps: float  # of the sampled frames; one temporal patch lasts temporal_patch_size / fps seconds
-    source_fps: float  # if the rate varies, the average: total_num_frames / duration
-    indices: tuple[int, ...]  # of the sampled frames, among total_num_frames
+    fps: float  # the rate of the sampled frames; one temporal patch lasts temporal_patch_size / fps seconds
+    source_fps: float  # the rate of the file; if it varies, the average total_num_frames / duration
+    indices: tuple[int, ...]  # the sampled frames, among total_num_frames
     total_num_frames: int
-    duration: float  # seconds, of the whole video
-    seconds: tuple[float, ...] | None = None  # of the sampled frames if the rate varies; None: index / source_fps
-    source: str = ""  # the file of the video
+    duration: float  # the length of the whole video in seconds
+    seconds: tuple[float, ...] | None = None  # times of the sampled frames if the rate varies; None: index / source_fps
+    source: str = ""  # the file that contains the video
 
     @property
     def timestamps(self) -> list[float]:
@@ -156,7 +156,7 @@ def _read_clip(
     source: str | Path, sample: Callable[[int, float], Sequence[int]], source_fps: float | None, limits: MediaLimits
 ) -> Video:
     """Read the frames of a file that `sample` chooses. source_fps: a rate that overrides the file's own times."""
-    import av  # here, because its libraries take a while to load
+    import av  # imported here because its libraries take a while to load
 
     name = str(source)
     if not os.path.isfile(source) or refusals.URL.match(name):

@@ -1,8 +1,8 @@
 """EVS: which video tokens are kept, and their positions.
 
-Efficient Video Sampling (arXiv 2510.14624) keeps the tokens of a video that changed since the frame before. A token
-that stayed the same adds little, because its predecessor in the same cell contains the same information. This module
-works on merged embeddings of any width, as serving engines do.
+Efficient Video Sampling (arXiv 2510.14624) keeps the tokens of a video that have changed since the previous frame. A
+token that has not changed adds little, because its predecessor in the same cell contains the same information. This
+module works on merged embeddings of any width, as serving engines do.
 
 A kept token keeps its position in the whole video, and so does all later text: the pruned layout is exactly the full
 layout restricted to the kept tokens. Positions are integers, separate from the embeddings (as extra bfloat16
@@ -19,7 +19,7 @@ from refvl.arguments import as_grids
 from refvl.checks import check_floats, check_number, check_positive_int, check_pruning_rate, check_shape, check_values
 from refvl.positions.mrope import MAX_POSITION, check_t_factor, grid_positions, mrope_delta
 
-ALWAYS_KEPT = 255.0  # the dissimilarity of first-frame tokens; a cosine distance never exceeds 2
+ALWAYS_KEPT = 255.0  # the dissimilarity of first-frame tokens; cosine distances never exceed 2
 
 
 def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: float) -> int:
@@ -40,9 +40,9 @@ def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
 def compute_dissimilarity(video_embeds: Tensor, num_frames: int) -> Tensor:
     """Return 1 - cosine similarity with the token in the same cell one frame earlier, (t, M / t) float32.
 
-    First-frame tokens get 255, so they come first in any ranking. A token gets 0 if nan or inf in the embeddings leave
-    no number. video_embeds: (M, D), frame-major. Raises TypeError or
-    ValueError for other embeddings, and for a num_frames that does not divide M.
+    First-frame tokens get 255, so they come first in any ranking. A token gets 0 if the embeddings contain nan or inf
+    and leave no number. video_embeds: (M, D), frame-major. Raises TypeError or ValueError for other embeddings, and for
+    a num_frames that does not divide M.
     """
     check_floats(check_shape(video_embeds, ("M", "D"), "video_embeds"), "video_embeds")
     frames = split_frames(video_embeds.float(), num_frames)  # (t, M/t, D)
@@ -131,7 +131,7 @@ def recompute_mrope_positions(
 
 
 def _check_positions(positions: Tensor, name: str) -> None:
-    """Raise unless all positions are whole numbers; floats may be, too, as upstream stores them in the embeddings."""
+    """Raise unless all positions are whole numbers; they may be floats, because upstream stores them in embeddings."""
     if positions.is_complex() or positions.dtype == torch.bool:
         raise TypeError(f"{name}: expected integers, got dtype {positions.dtype}")
     wrong = ~((positions >= 0) & (positions < MAX_POSITION) & (positions == positions.trunc()))  # also nan

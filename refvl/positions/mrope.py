@@ -36,7 +36,7 @@ class MediaSpan:
     def __post_init__(self):
         for name, least in (("offset", 0), ("t", 1), ("h", 1), ("w", 1)):
             value = getattr(self, name)
-            if type(value) is not int or value < least:  # an image may have many spans, most of which need no call
+            if type(value) is not int or value < least:  # an image may have many spans, and most need no call
                 object.__setattr__(self, name, check_int(value, f"MediaSpan.{name}", least))
         if type(self.t_factor) is not float or self.t_factor != 1.0 or self.t >= MAX_POSITION:
             check_t_factor(self.t_factor, self.t, "MediaSpan.t_factor")
@@ -95,10 +95,10 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
 
 
 def mrope_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
-    """Return `get_mrope_input_positions` of spans that are known to fit the prompt without overlap."""
+    """Compute `get_mrope_input_positions` for spans that fit the prompt and do not overlap."""
     pieces = list[Tensor]()
-    index = 0  # of the next token
-    position = 0  # the position of that token
+    index = 0  # the index of the next token
+    position = 0  # the position of the next token
     for span in sorted(spans, key=lambda s: s.offset):
         start = position + span.offset - index
         media_3M = grid_positions(span.t, span.h, span.w, span.t_factor) + start

@@ -43,7 +43,7 @@ def interpolate_position_table(
 
 
 def sample_position_table(table: Tensor, grids: Sequence[Grid], m: int, *, mode: str, align_corners: bool) -> Tensor:
-    """Compute `interpolate_position_table` for a table and grids that have been checked; m: `spatial_merge_size`."""
+    """Compute `interpolate_position_table` for a checked table and checked grids; m: `spatial_merge_size`."""
     side = math.isqrt(len(table))
     table_1DSS = table.float().view(side, side, -1).permute(2, 0, 1)[None]
     pieces = [table[:0]]

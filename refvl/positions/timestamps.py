@@ -22,7 +22,7 @@ import numpy as np
 from refvl.checks import check_positive, check_positive_int, is_integer
 
 VARIANTS = ("glm4v", "glm46v", "glmga")
-GLM46V_RATES = ((30, 3), (300, 1), (2400, 0.5))  # (longest duration of a video in seconds, grid steps per second)
+GLM46V_RATES = ((30, 3), (300, 1), (2400, 0.5))  # (maximum duration of a video in seconds, grid steps per second)
 
 
 @dataclass(frozen=True, slots=True)

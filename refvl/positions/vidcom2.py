@@ -22,8 +22,8 @@ from torch import Tensor
 from refvl.checks import check_floats, check_positive_int, check_pruning_rate, check_shape, check_values
 from refvl.positions.evs import num_tokens_of, split_frames
 
-BANDWIDTHS = tuple(2.0**i for i in range(-3, 2))  # of the Gaussians: a single kernel would miss other distances
-TEMPERATURE = 0.01  # of the softmax over frames, whose similarities differ by hundredths
+BANDWIDTHS = tuple(2.0**i for i in range(-3, 2))  # of the Gaussians; a single one would miss other distances
+TEMPERATURE = 0.01  # the temperature of the softmax over frames, whose similarities differ by hundredths
 
 
 def vidcom2_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: float) -> int:

@@ -41,7 +41,7 @@ def get_window_index(
 
 
 def window_order(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, Tensor]:
-    """Return `get_window_index` of grids that have been checked; side: the side of a window, in merged tokens."""
+    """Compute `get_window_index` for grids that are already checked; side: the side of a window, in merged tokens."""
     indices = [np.empty(0, np.int64)]
     lengths = [np.zeros(1, np.int64)]
     offset = 0

@@ -49,7 +49,7 @@ def answer_file(
 
     with speaking_of(out), _held(out) as answers:
         done = _read_answers(answers, out, asked, len(lines))
-        begun = deque[dict]()  # requests whose media are being read, identified before reading
+        begun = deque[dict]()  # requests whose media are being read; each is identified before it is read
 
         def todo() -> Iterator[dict | Exception]:
             for number in range(len(done), len(lines)):
@@ -77,7 +77,7 @@ def _identity(line: bytes) -> str:
     """Return the digest of a request: of its line, and of the bytes of its media."""
     request: Any = _parse(line)
     said = [line]
-    with suppress(AttributeError, TypeError, ValueError, OSError):  # its answer is an error
+    with suppress(AttributeError, TypeError, ValueError, OSError):  # then the answer is the error
         messages = as_messages(*(request.get(key, ()) for key in ("prompt", "images", "videos")))
         for source in _files(source for _, source, _ in media_of(messages)):
             with open(source, "rb") as file:
@@ -105,7 +105,7 @@ def _parse(line: bytes) -> dict | Exception:
 @contextmanager
 def _held(out: Path) -> Iterator[BufferedRandom]:
     """Open the file of answers, locked for this process."""
-    if out.exists() and not out.is_file():  # a device may have no end
+    if out.exists() and not out.is_file():  # a device may never end
         raise OSError(f"out: {out} is no regular file")
     with open(out, "a+b") as answers:
         try:
