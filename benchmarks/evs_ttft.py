@@ -1,8 +1,8 @@
 """Measure the time to the first token at each pruning rate, with EVS and VidCom2: `python -m benchmarks.evs_ttft`.
 
 A video of ten frames, whose tokens dominate the prompt, runs through a random model with the width of Qwen2.5-VL-3B and
-few layers (all of them on CUDA), because times depend on shapes and not on contents. Rules and rates alternate within a
-run, and figures are medians. The time to the first token includes the encoder, which processes the whole video at every
+few layers (all of them on CUDA). Times depend on shapes and not on contents. Rules and rates alternate within a run,
+and figures are medians. The time to the first token includes the encoder, which processes the whole video at every
 rate. With --write the results are written to data/measurements/evs_ttft_<cpu|cuda>.json.
 """
 
@@ -99,7 +99,7 @@ def run(device: Device = "auto", repeats: Repeats = 5, write: Write = False) -> 
     """Measure the time to the first token at each pruning rate, and how much of it the mask takes."""
     device = resolve_device(device)
     layers = CPU_LAYERS if device == "cpu" else None
-    announce(f"evs_ttft_{device}", f"a clip at pruning rates {RATES}, {repeats} rounds", repeats + 1)
+    announce(f"evs_ttft_{device}", f"a video at pruning rates {RATES}, {repeats} rounds", repeats + 1)
     rows = measure(build(device, layers), repeats)
     table = Table("rule", "q", "prompt tokens", "mask", "of a full prefill", "first token after", "relative to q = 0")
     for row in rows:

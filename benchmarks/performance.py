@@ -1,10 +1,14 @@
 """Measure where the time of a CPU goes, and estimate the same work on a GPU: `python -m benchmarks.performance`.
 
-Measured on one thread, in processor seconds, sides taking turns: the best matrix product and copy of this machine;
-linear layers by kernel, and what a prefill gains from it; the tower, which with its counted
-operations and bytes is a point under that roof; pixels to patch rows beside transformers' Pillow processor; decoding
-with a cache of fixed size; the stages of whole answers; a fresh process up to its first answer, and what of that is
-importing torch and transformers' text model.
+Everything is measured in CPU time on one thread, with interleaved calls:
+
+- the best matmul and copy of this machine
+- linear layers by kernel, and what a prefill gains from it
+- the tower with its counted operations and bytes, relative to that best
+- pixels to patch rows, next to transformers' Pillow processor
+- decoding with a cache of fixed size
+- the stages of whole answers
+- a fresh process up to its first answer, and the share of importing torch and transformers' text model
 
 The following is counted and never run: kernels, operations and bytes of the 7B tower in bfloat16, where RMSNorm and
 attention are one kernel each, as on CUDA. The notebook derives estimates from these counts. With --write the results

@@ -1,10 +1,10 @@
 """Measure memory and time to the first token by chunk size: `python -m benchmarks.prefill_chunks`.
 
-A clip of thirty seconds and one of ten minutes, a frame each second, from a file to the first token of the shipped
-Qwen2.5-VL model, whose context is raised: what grows with the clip is the same as in a large one, only smaller. Memory
-is the highest that a run takes in addition to what was there before it: on CUDA as torch allocates it, on a CPU the
-process's own pages as Linux counts them (RssAnon), sampled every few milliseconds. The cache of keys and values, which
-has to grow with the prompt, is printed next to it. With --write the results are written to
+A video of thirty seconds and one of ten minutes, with one frame per second, run from a file to the first token of the
+shipped Qwen2.5-VL model, whose context is raised. Costs grow with the video as in a large model, at a smaller scale.
+Memory is the peak of a run in addition to what was there before it. On CUDA it is what torch allocates; on a CPU it is
+the process's own pages as Linux counts them (RssAnon), sampled every few milliseconds. The cache of keys and values,
+which has to grow with the prompt, is printed next to it. With --write the results are written to
 data/measurements/prefill_chunks_<cpu|cuda>.json.
 """
 
@@ -124,7 +124,7 @@ def measure(vlm: refvl.VLM, clip: Path, chunk: int | None, repeats: int, device:
 def run(device: Device = "auto", repeats: Repeats = 3, write: Write = False) -> None:
     """Measure memory and time to the first token by chunk size."""
     device = resolve_device(device)
-    announce(f"prefill_chunks_{device}", f"clips of {CLIPS} s in chunks of {CHUNKS} tokens", repeats + 1)
+    announce(f"prefill_chunks_{device}", f"videos of {CLIPS} s in chunks of {CHUNKS} tokens", repeats + 1)
     vlm = refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device=device, dtype="float32", progress=False)
     vlm.language_model.config.max_position_embeddings = 2**17
     columns = {

@@ -1,10 +1,10 @@
 """Measure the accuracy of tiny models on pruned videos: `python -m benchmarks.pruning_accuracy`.
 
-Which way does it move, and when does it change colour: held-out scenes at rates from 0 to 0.9, by every rule, for every
-tiny model whose video tokens have places and that was trained on such videos. A second table asks again, at rates 0 and
-0.5 of EVS, with closed-up positions (`refvl.study.releases.closed_up_positions`) instead of each model's own. With
---write the results are written to data/measurements/pruning_accuracy.json, which keeps the results of models that were
-not asked.
+Held-out scenes ask in which direction an object moves and when it changes colour, at rates from 0 to 0.9, by every
+rule. Every tiny model is measured whose video tokens have places and that was trained on such videos. A second table
+asks again, at rates 0 and 0.5 of EVS, with closed-up positions (`refvl.study.releases.closed_up_positions`) instead of
+each model's own. With --write the results are written to data/measurements/pruning_accuracy.json, which keeps the
+results of models that were not asked.
 """
 
 import json

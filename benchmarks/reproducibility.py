@@ -107,7 +107,7 @@ def measure(checkpoint: str) -> dict[str, dict[str, float]]:
 def run(write: Write = False) -> None:
     """Print the matrix; with --write, save it in data/measurements."""
     print(
-        f"{len(CHECKPOINTS)} checkpoints, each encoding {len(PICTURES)} pictures in {len(WAYS)} ways: a minute",
+        f"{len(CHECKPOINTS)} checkpoints, each encoding {len(PICTURES)} images in {len(WAYS)} ways: a minute",
         flush=True,
     )
     columns = {"checkpoint": "<20", "way of computing": "<20", "difference": ">10", "explained by rounding": ">21"}

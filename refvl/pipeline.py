@@ -112,7 +112,10 @@ class VLM:
 
     @torch.no_grad()
     def merge(self, trace: Any, ids_L: Tensor, media: Sequence[MediaTokens]) -> None:
-        """Embed the text, write the media's rows over their placeholders, and drop the pruned tokens."""
+        """Embed the text, write the media's rows over their placeholders, and drop the pruned tokens.
+
+        ids_L: the (L,) token ids of the prompt. Raises ValueError if placeholders, rows or context do not fit.
+        """
         trace.full_ids = ids_L
         trace.spans = find_media_spans(self.processor.placeholders(ids_L), media, self.processor.token_ids)
         text_LW = self.language_model.text_rows(ids_L)
@@ -176,6 +179,7 @@ class VLM:
 
     @property
     def family(self) -> families.Family:
+        """The entry of the model's family in `refvl.families`."""
         return families.find_family(self.config)
 
     @property
@@ -185,10 +189,12 @@ class VLM:
 
     @property
     def device(self) -> torch.device:
+        """The device of the encoder."""
         return self.encoder.device
 
     @property
     def max_context(self) -> int:
+        """The maximum number of tokens that the language model reads, prompt and answer together."""
         return self.language_model.config.max_position_embeddings
 
 

@@ -463,7 +463,7 @@ def main():
     parser.add_argument("--checkpoint", type=Path, help="another folder than the one that ships")
     parser.add_argument("-n", type=int, default=1000, help="questions of each kind")
     parser.add_argument("--kinds", nargs="*", metavar="KIND", help="only these kinds of questions")
-    parser.add_argument("-q", type=float, default=0.0, help="EVS pruning rate of clips")
+    parser.add_argument("-q", type=float, default=0.0, help="EVS pruning rate of videos")
     parser.add_argument("--split", default="test", choices=[s for s in scenes.SPLITS if s != "train"])
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--dtype", default="auto", help="of the computation; the weights are stored in bfloat16")

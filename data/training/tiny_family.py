@@ -1,8 +1,8 @@
 """The common parts of the tiny models of all families, apart from training, and the parts that a family adds.
 
 A family is a class in a module of its own, `tiny_<name>.py`, which ends in `FAMILY = ...`. It defines the contents of
-its checkpoint folder - in the layout and under the names of the released checkpoints, so one code path loads both - and
-how its prompts and its tower accept a media item. The training and evaluation scripts (`python -m
+its checkpoint folder, in the layout and under the names of the released checkpoints, so one code path loads both. It
+also defines how its prompts and its tower accept a media item. The training and evaluation scripts (`python -m
 data.training.train_tiny --model <name>`) and the tests know nothing else about it.
 """
 

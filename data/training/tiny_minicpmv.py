@@ -1,8 +1,8 @@
 """The tiny MiniCPM-V 4.5, `data/checkpoints/tiny-minicpmv-4_5`: its files except for trained numbers, and its slices.
 
-A scene of 84 x 84 px is larger than its overview of 56 x 56, so that it is cut into 2 x 2 slices of 56 x 56 as well; no
-image has more than four, since none had more in training, and more would be places that the model never heard of;
-frames of a video are overviews, three of which share a set of queries; only their temporal ids tell them apart. There
+A scene of 84 x 84 px is larger than its overview of 56 x 56, so it is also cut into 2 x 2 slices of 56 x 56. No image
+has more than four slices, because none had more in training, and more would have places that the model never saw.
+Frames of a video are overviews; three of them share a set of queries, and only temporal ids distinguish them. There
 are nine queries: while the tower learns to see, query i of the overview is asked about place i.
 """
 

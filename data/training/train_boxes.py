@@ -40,7 +40,7 @@ PHRASES = scenes.PHRASES["place"]  # the model answers with a place while the ad
 SIDES, ASPECTS = (160, 280), ((1.1, 1.5), (1 / 1.5, 1 / 1.1))  # the square root of the area in px; width / height
 CELLS = ((4, 3), (3, 4))  # (columns, rows) of tokens of each shape
 RADII, JITTER = (9 / 28, 11.5 / 28), 2 / 28  # sides of objects, in cells, as in `scenes.py`
-ASKED = 2  # about each picture
+ASKED = 2  # questions about each image
 MEASUREMENTS, GOAL = DATA / "measurements" / "boxes.json", 0.7  # mean overlap
 BOX_WEIGHT = 4.0  # the share of the box in the loss
 
@@ -107,7 +107,7 @@ class Recipe:
     see: int = 0  # the tower is already trained
     seed: int = 0
     measure_every: int = 200
-    measure_on: int = 48  # held-out pictures
+    measure_on: int = 48  # held-out images
 
 
 class SeenModel(TinyModel):
@@ -304,7 +304,7 @@ def measure(name: str, count: int) -> dict:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=TITLES, help="the family to train; none: measure those that ship")
-    parser.add_argument("-n", type=int, default=500, help="held-out pictures to measure on")
+    parser.add_argument("-n", type=int, default=500, help="held-out images to measure on")
     run.add_arguments(parser, Recipe)
     args = vars(parser.parse_args())
     name, out, resume, stop, count = (args.pop(key) for key in ("model", "out", "resume", "stop", "n"))

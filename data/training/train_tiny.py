@@ -7,7 +7,7 @@ With the following methods, a model of 1.4 million parameters learns this in min
    Then the language model joins; the probe remains a small part of the loss and is not part of the checkpoint.
 2. **Questions share a scene, but not each other.** See `tiny_model.py`.
 3. **Every second scene is a confusing one**: objects in one row or column, few shapes and colours. Without such scenes,
-   the second word of "bottom left" is guessed from whatever else is in the bottom row: place stayed at 85 % for as
+   the second word of "bottom left" is guessed from whatever else is in the bottom row. Place stayed at 85 % for as
    long as we looked, and rose to 98 % within 300 steps of confusing scenes.
 
 A model whose prompts contain timestamps (`scenes.draw_change`) needs two more:
@@ -42,8 +42,8 @@ A model reads an input only if nothing else contains the same information:
    probe, which then asks for the place again, follow the table. M-RoPE does not change. At the start, the table's
    values are as large as the patches to which it is added.
 9. **Scenes are resized** for the same model: six in ten images and a quarter of the videos, to sides of 56 to 168 px
-   and ratios of 1:2 to 2:1, and from there to the size in the side files. If there are not nine tokens, the table is
-   mirrored or transposed.
+   and ratios of 1:2 to 2:1. The side files then set the final size. If there are not nine tokens, the table is mirrored
+   or transposed.
 10. **Asides.** In each step, a few questions about scenes are off topic (`everyday.py`), or about objects that do not
     exist.
 """
@@ -422,7 +422,7 @@ class Trainer(run.Trainer):
         self.start()
 
     def take_over(self, folder: Path) -> None:
-        """Load the knowledge of the checkpoint in a folder, except for what the family starts anew.
+        """Load the knowledge of the checkpoint in a folder, except for the parts that the family restarts.
 
         Raises ValueError if it is not the checkpoint that the recipe names.
         """

@@ -64,7 +64,10 @@ class MiniCPMVEncoderConfig:
 
     @classmethod
     def from_hf(cls, config, vision_config_class=NaVitSiglipConfig) -> "MiniCPMVEncoderConfig":
-        """Read the dict in `config.json` or a transformers config; unknown keys are ignored."""
+        """Read the dict in `config.json` or a transformers config; unknown keys are ignored.
+
+        Raises ValueError if there are no sizes of the tower.
+        """
         values = config_dict(config)
         if values.get("vision_config") is None and "vision_encoder" not in values:  # 2.0 has only a name
             raise ValueError("vision_config: expected the sizes of the tower, got none")
@@ -78,11 +81,12 @@ class MiniCPMVEncoderConfig:
 
     @property
     def resampler_heads(self) -> int:
+        """The number of heads of the resampler."""
         return max(1, self.hidden_size // HEAD_DIM)
 
     @property
     def num_heads(self) -> int:
-        """The tower's."""
+        """The number of heads of the tower."""
         return self.vision.num_heads
 
     @property
@@ -92,7 +96,7 @@ class MiniCPMVEncoderConfig:
 
     @property
     def head_dim(self) -> int:
-        """The tower's."""
+        """The head dimension of the tower, in values."""
         return self.vision.head_dim
 
     @property
@@ -179,11 +183,11 @@ class MiniCPMVEncoder(Tower):
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
-        """The tower's."""
+        """The blocks of the tower."""
         return self.vpm.encoder["layers"].children()
 
     def block_rows(self, metadata: MiniCPMVMetadata) -> list[Tensor]:
-        """The tower's."""
+        """Return the patch row at each input position of the tower, (N,) per pass, as in `Tower.block_rows`."""
         return self.vpm.block_rows(metadata.vision)
 
     @property
@@ -227,7 +231,7 @@ class MiniCPMVEncoder(Tower):
 
     @property
     def kernels(self) -> dict[str, tuple[int, ...]]:
-        """The tower's."""
+        """The shapes of the tower's convolution kernels in checkpoints."""
         return {f"vpm.{name}": shape for name, shape in self.vpm.kernels.items()}
 
     @property
@@ -244,7 +248,7 @@ class MiniCPMV2_0Encoder(MiniCPMVEncoder):
     skipped_parts = r"resampler\.pos_embed$"  # a formula
 
     def resampler_queries(self, config: MiniCPMVEncoderConfig) -> int:
-        """Return the side of the queries' grid."""
+        """Return the side of the queries' grid; raise ValueError if their number is no square."""
         side = int(config.query_num**0.5)
         if side**2 != config.query_num:
             raise ValueError(f"query_num: the queries of 2.0 form a square, got {config.query_num}")
@@ -252,6 +256,7 @@ class MiniCPMV2_0Encoder(MiniCPMVEncoder):
 
     @property
     def graph_attention(self) -> str:
+        """Raises ValueError, because this version has no graph path."""
         raise ValueError("graphs: MiniCPM-V 2.0 has no graph path; its encoder runs eagerly (load with graphs=None)")
 
 

@@ -60,7 +60,10 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
 
     @classmethod
     def from_hf(cls, config) -> "MiniCPMV4_6VisionConfig":
-        """Build from the config of a whole model, an object or the dict in `config.json`, or from a vision config."""
+        """Build from the config of a whole model, an object or the dict in `config.json`, or from a vision config.
+
+        Raises ValueError for a merger of other sizes.
+        """
         whole = config_dict(config)
         for name, wanted in (("merge_kernel_size", [2, 2]), ("merger_times", 1)):
             if (value := whole.get(name, wanted)) not in (wanted, (2, 2)):
@@ -81,6 +84,7 @@ class MiniCPMV4_6VisionConfig(NaVitSiglipConfig):
 
     @property
     def folds(self) -> bool:
+        """Whether windows are folded inside the tower, as in the mode "16x"."""
         return self.downsample_mode == "16x"
 
     @property
@@ -180,7 +184,7 @@ class MiniCPMV4_6Encoder(NaVitSiglip):
         return self.encoder["layers"].children()
 
     def block_rows(self, metadata: FoldMetadata) -> list[Tensor]:
-        """Return the rows before the fold; after it, every four consecutive rows are one row."""
+        """Return the (N,) patch rows before the fold; after it, every four consecutive rows are one row."""
         return [metadata.order]
 
     def plan_capacity(self, max_tokens: int, max_frames: int) -> FoldMetadata:

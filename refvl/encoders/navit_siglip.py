@@ -91,8 +91,9 @@ class NaVitSiglip(Tower):
     def plan(self, tgt_sizes, position_sizes=None) -> NaVitMetadata:
         """Compute everything that depends on sizes on the CPU, and move it to the tower's device.
 
-        tgt_sizes: the (h, w) of each slice in patches, a list or an integer tensor (slices, 2). position_sizes: the
-        shapes for the position table instead, with as many patches (default: tgt_sizes).
+        tgt_sizes: the (h, w) of each slice in patches, a list or an integer tensor (slices, 2).
+        position_sizes: the shapes for the position table, with as many patches (default: tgt_sizes).
+        Raises ValueError if the numbers of patches differ.
         """
         sizes = as_sizes(tgt_sizes)
         position_sizes = sizes if position_sizes is None else as_sizes(position_sizes, "position_sizes")

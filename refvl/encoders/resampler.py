@@ -137,7 +137,7 @@ class Resampler(Tower):
         return self.ln_q(self.query), self.add_positions(values_ND, metadata), values_ND
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """Return the keys of values (N, D)."""
+        """Return the keys (N, D) of the values x_ND."""
         raise NotImplementedError
 
     def rename(self, name: str) -> str:
@@ -220,7 +220,7 @@ class Resampler4_5(Resampler2_5):
         return to_device(metadata, self.device)
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """Add the row, the column, and the time if there is one."""
+        """Add the encodings of row, column, and time if there is one, (N, D)."""
         x_ND = super().add_positions(x_ND, metadata)
         time_ND = sincos(metadata.times, metadata.time_frequencies).to(x_ND.dtype)
         return x_ND + time_ND.masked_fill((metadata.times == NO_TIME)[:, None], 0)

@@ -67,7 +67,10 @@ class SiglipViTConfig(NaVitSiglipConfig):
 
     @classmethod
     def from_hf(cls, config) -> "SiglipViTConfig":
-        """Build from a dict of timm's names, or a whole model's config: its `vision_config` or `vision_encoder`."""
+        """Build from a dict of timm's names, or a whole model's config: its `vision_config` or `vision_encoder`.
+
+        Raises ValueError for any other tower.
+        """
         whole = config_dict(config)
         if "vision_encoder" in whole and not whole.get("vision_config"):
             if not str(whole["vision_encoder"]).startswith(KNOWN_ENCODER):

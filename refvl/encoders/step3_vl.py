@@ -104,6 +104,7 @@ class Step3VisionConfig(TowerConfig):
         )  # fmt: skip
 
     def patches_per_side(self, size: int) -> int:
+        """Return the number of patches along a side of `size` pixels."""
         return size // self.patch_size
 
     def tokens_of(self, size: int) -> int:
@@ -272,7 +273,7 @@ class Step3VisionEncoder(Tower):
         return self.vision_model.transformer["layers"].children()
 
     def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
-        """Return the order of the rows: all crops, then all overviews, each square after its class tokens."""
+        """Return the (N,) patch rows of crops, then of overviews; -1 marks the class tokens before each square."""
         local_Bn = metadata.local_rows.view(-1, self.crop_side**2)
         global_Bn = metadata.global_rows.view(-1, self.image_side**2)
         return [F.pad(rows, (CLASS_TOKENS, 0), value=-1).flatten() for rows in (local_Bn, global_Bn) if len(rows)]

@@ -118,7 +118,7 @@ class StepVLEncoder(Step3VisionEncoder):
         return self.vision_model.layers
 
     def block_rows(self, metadata: VisionMetadata) -> list[Tensor]:
-        """Return the order of the rows: all crops, then all overviews."""
+        """Return the (N,) patch rows of all crops, then of all overviews."""
         return [rows for rows in (metadata.local_rows, metadata.global_rows) if len(rows)]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

@@ -93,7 +93,10 @@ class TraceGraph:
         return output
 
     def replay(self) -> Tensor:
-        """Run the recorded operations on the buffers' current contents; return the output at its captured address."""
+        """Run the recorded operations on the buffers' current contents; return the output at its captured address.
+
+        The output has the shape that it had in the capture. Raises CaptureError without a capture.
+        """
         if self.output is None:
             raise CaptureError("replay: nothing has been captured")
         with torch.inference_mode():

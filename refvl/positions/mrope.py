@@ -43,6 +43,7 @@ class MediaSpan:
 
     @property
     def num_tokens(self) -> int:
+        """The number of merged tokens, t * h * w."""
         return self.t * self.h * self.w
 
     def grid_positions(self) -> Tensor:

@@ -79,7 +79,10 @@ class VLM(pipeline.VLM):
         return trace.text
 
     def check_options(self, method: str, options: dict, max_new_tokens: int, stream: bool = False) -> Wanted:
-        """Refuse, before anything is encoded, options that do not exist or whose results `method` cannot return."""
+        """Raise ValueError for options that do not exist or whose results `method` cannot return.
+
+        This happens before anything is encoded.
+        """
         check_positive_int(max_new_tokens, "max_new_tokens")
         if self.encoder.device.type == "meta":
             raise ValueError(NOT_ON_META)
