@@ -27,8 +27,8 @@ def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw", s
     """Normalise `grid_thw` to a list of (t, h, w) tuples of Python ints, in patches.
 
     Accepts a sequence of (t, h, w) or an integer tensor/array of shape (items, 3).
-    Raises TypeError for a wrong kind and ValueError for a wrong shape or value; h and w must be
-    multiples of `spatial_merge_size`, because a merged token needs its whole block of patches.
+    Raises TypeError for a wrong kind and ValueError for a wrong shape or value. h and w must be multiples of
+    `spatial_merge_size`, because a merged token needs its whole block of patches.
     size: the number of bytes that a plan stores for each patch, see `check_room`.
     """
     m = check_positive_int(spatial_merge_size, "spatial_merge_size")

@@ -10,8 +10,8 @@ the resampler's cross-attention uses the same backends. Only `masked` builds a m
 - `sdpa`:   every device and dtype: segments of equal length form one batch, one SDPA call per distinct length
 - `masked`: every device and dtype: for captured graphs if varlen cannot run; see `refvl.masked_attention`
 
-Shape suffixes: M queries and N keys of all segments (equal in self-attention), H heads, K head dimension,
-G segments of a group, S queries and T keys of each.
+Shape suffixes: M queries and N keys of all segments (equal in self-attention), H heads, K head dimension. A group has G
+segments of S queries and T keys each.
 """
 
 import functools

@@ -42,8 +42,8 @@ def find_checkpoint(path_or_id: str | Path, *, weights: bool = True, **hub) -> P
     path_or_id: a folder, a hub id, or the name of a shipped model, such as "tiny-qwen2_5_vl".
 
     weights=False downloads configs and tokenizer only. hub: `revision`, `cache_dir`, `token`, `local_files_only` of
-    `huggingface_hub.snapshot_download`. Raises FileNotFoundError for a path that does not exist or has no config.json,
-    ValueError for a revision of a local folder or a JSON file that is not an object.
+    `huggingface_hub.snapshot_download`. Raises FileNotFoundError for a path that does not exist or has no config.json.
+    Raises ValueError for a revision of a local folder or a JSON file that is not an object.
     """
     folder, shipped = Path(path_or_id).expanduser(), DATA / "checkpoints"
     if not os.path.exists(folder) and (names := sorted(os.listdir(shipped))).count(str(path_or_id)):

@@ -131,8 +131,8 @@ class KimiK25VisionConfig(TowerConfig):
 class ChunkMetadata(Segments):
     """The inputs of one forward besides pixels; segments are chunks. `pad`: how a graph fills the rest of a buffer.
 
-    For each token, `frames` and `shares` contain the merge blocks to average and their weights: 1 / t for each of the
-    t frames of its chunk, and 0 for the remaining T - t.
+    For each token, `frames` and `shares` contain the merge blocks to average and their weights. A weight is 1 / t for
+    each of the t frames of the token's chunk, and 0 for the remaining T - t.
     """
 
     positions: Tensor = field(metadata={"pad": "zero"})  # (N, 2) int32: row and column of each patch

@@ -213,8 +213,8 @@ class MiniCPMVEncoder(Tower):
     def plan_capacity(self, max_tokens: int, max_frames: int) -> MiniCPMVMetadata:
         """Return a plan as large as any batch of `max_tokens` output tokens and `max_frames` frames needs.
 
-        Tokens come in sets of query_num, so there are at most max_tokens // query_num sets, and at most as many slices
-        plus the frames that share the queries of another frame.
+        Tokens come in sets of query_num, so there are at most max_tokens // query_num sets. There are at most as many
+        slices, plus the frames that share the queries of another frame.
         """
         max_rows = self.max_rows(max_tokens)
         max_sets = max(1, max_tokens // self.config.query_num)

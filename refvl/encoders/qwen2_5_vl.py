@@ -250,7 +250,7 @@ def clamp_overflow(x_NE: Tensor) -> Tensor:
     """Clamp float16 rows in which a value overflowed to finfo.max - 1000; return other dtypes unchanged.
 
     Upstream (`cast_overflow_tensors`) clamps all rows if one has overflowed, so values within 1000 of the limit depend
-    on the rest of the batch; here they depend only on their own row. There is no branch on the tensor, so a graph can
+    on the rest of the batch. Here they depend only on their own row. There is no branch on the tensor, so a graph can
     capture it.
     """
     if x_NE.dtype != torch.float16:

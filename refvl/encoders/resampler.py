@@ -11,7 +11,7 @@
     Resampler2_5   only keys have them: sines and cosines of row, column                                (2.5, 2.6, 4.0)
     Resampler4_5   also of time; frames of a group share a set of queries                                (4.5)
 
-Upstream stores tables of sines and cosines and enlarges them on demand; a formula has no size, so a grid of 4 x 227 or
+Upstream stores tables of sines and cosines and enlarges them on demand. A formula has no size, so a grid of 4 x 227 or
 a frame two hours into a video needs no special case. `resample` works on concatenated slices, without padded keys;
 `forward` accepts the padded form of `refvl.encoders.slice_layouts`. `Resampler2` is in a file of its own.
 

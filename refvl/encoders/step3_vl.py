@@ -14,7 +14,7 @@
     embeddings (B, M, D)     169 tokens of an overview, 81 of a crop
 
 An image is one overview and any number of crops (`refvl.pixels.crops`), so a batch has squares of two sizes. They do
-not attend to each other: `plan(layouts)` computes the patch rows of each size, each size runs as one stack, and the
+not attend to each other. `plan(layouts)` computes the patch rows of each size, and each size runs as one stack. The
 embeddings are returned in the order of the prompt, crops first. `paths` contains the two stacks for graphs
 (`refvl.encoders.step3_paths`). `Tower` defines device, backends and weight names.
 

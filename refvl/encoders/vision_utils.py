@@ -145,8 +145,8 @@ def resolve_visual_encoder_outputs(
 
     encoder_outputs: (B, N, D), the output of the last layer; with `select_layers`, the list of hidden states, from the
     input of the first layer on. post_layer_norm: the norm after the last layer, or None.
-    select_layers: 0 is the first layer's input, k the output of layer k, and negative ones count back from the last of
-    `max_possible_layers`, the depth of the whole tower, even if fewer layers were loaded.
+    select_layers: 0 is the first layer's input, and k the output of layer k. Negative numbers count back from the last
+        of `max_possible_layers`, the depth of the whole tower, even if fewer layers were loaded.
     feature_select_strategy: "class" (the first token, (B, D)), "default" (all others), "full", or a callable.
 
     The norm belongs to the last layer: it is applied if the list of selected layers ends in -1 or in

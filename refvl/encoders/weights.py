@@ -28,9 +28,9 @@ def load_strict(
     `attn.v.weight` fill the rows of `attn.qkv.weight`. kernels: module name -> the shape in checkpoints of a
     convolution kernel that the module stores as a matrix. skip: a regular expression; checkpoint names whose start
     matches are skipped and added to `skipped`. Raises TypeError if `weights` does not consist of pairs. Raises one
-    ValueError that lists missing, unexpected and repeated names, tensors of a different shape or kind (quantised,
-    float8, sparse, on the meta device), and tensors with nan or inf. The module is then unchanged: nothing is copied
-    before everything fits.
+    ValueError that lists missing, unexpected and repeated names, and tensors that do not fit. These have a different
+    shape, nan or inf, or another kind (quantised, float8, sparse, on the meta device). The module is then unchanged:
+    nothing is copied before everything fits.
     """
     stored: dict[str, Tensor] = module.state_dict(keep_vars=True)
     if any(parameter.is_meta for parameter in stored.values()):

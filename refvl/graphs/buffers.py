@@ -2,7 +2,7 @@
 
 A captured graph reads the same memory at every replay. Here that memory is the encoder's own metadata dataclass at full
 capacity, plus pixels. Before a replay each field is filled by the padding rule in its definition, so nothing of the
-previous batch remains; a field without a rule is a TypeError, not stale data. Integers were baked in at capture: they
+previous batch remains. A field without a rule is a TypeError, not stale data. Integers were baked in at capture: they
 are capacities, which a batch must not exceed.
 
     rule          what follows the contents

@@ -10,7 +10,8 @@
     CropLayout               rows x columns of crops
 
 In the prompt the crops come first, each between two special tokens, with a newline token after every row of crops but
-the last; then the overview between two. Upstream: `ImagePatcher` and `Step3VisionProcessor` (vLLM).
+the last. The overview follows, also between two special tokens. Upstream: `ImagePatcher` and `Step3VisionProcessor`
+(vLLM).
 """
 
 from dataclasses import dataclass

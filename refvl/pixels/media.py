@@ -72,7 +72,7 @@ def sample_frame_indices(
 
     The number is clamped to [min_frames, max_frames], then rounded down to a multiple of temporal_patch_size
     (num_frames to the nearest one); frame i is `i * total // number`. This is the rule of transformers'
-    `Qwen2VLVideoProcessor.sample_frames`, which counts in floating point: there, some lengths give one index past the
+    `Qwen2VLVideoProcessor.sample_frames`, which counts in floating point. There, some lengths give one index past the
     end (61 frames at num_frames=14), and beyond 16,000 frames some indices are one later. A video shorter than
     temporal_patch_size, which fails there, keeps its frames.
 

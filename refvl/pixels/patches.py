@@ -39,7 +39,7 @@ MAX_ASPECT_RATIO = 200
 class PatchConfig:
     """The rule by which pixels become patch rows. Defaults are transformers' for an image; `for_video` has a video's.
 
-    Pixel budgets are areas, per image or frame. `cap_pixels_per_frame` also limits the sum over a video: each frame
+    Pixel budgets are areas, per image or frame. `cap_pixels_per_frame` also limits the sum over a video. Each frame
     gets an even share of the pixels for 90 % of `max_video_tokens` tokens, so a long video cannot outgrow the context.
     Released checkpoints set the image budget, 16,384 tokens, for every frame. The reference implementation
     (qwen-vl-utils) applies the cap to videos; transformers (5.17 to 5.23) leaves it off unless it is requested.
@@ -238,7 +238,7 @@ def level_table(config: Any, *, fused: bool = False) -> Tensor:
 
     config: anything with image_mean, image_std and rescale_factor, such as a `PatchConfig` or a `SliceConfig`.
 
-    The two backends agree only to about 1e-6, so this offers both orders of rounding: the Pillow backend rescales in
+    The two backends agree only to about 1e-6, so this offers both orders of rounding. The Pillow backend rescales in
     float64 first; `fused` folds the rescaling into mean and std, as the torchvision backend does.
     """
     mean, std = (torch.tensor(x, dtype=torch.float32).view(-1, 1) for x in (config.image_mean, config.image_std))

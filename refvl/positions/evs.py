@@ -4,7 +4,7 @@ Efficient Video Sampling (arXiv 2510.14624) keeps the tokens of a video that hav
 token that has not changed adds little, because its predecessor in the same cell contains the same information. This
 module works on merged embeddings of any width, as serving engines do.
 
-A kept token keeps its position in the whole video, and so does all later text: the pruned layout is exactly the full
+A kept token keeps its position in the whole video, and so does all later text. The pruned layout is exactly the full
 layout restricted to the kept tokens. Positions are integers, separate from the embeddings (as extra bfloat16
 channels they would be rounded above 256).
 """
@@ -104,7 +104,7 @@ def recompute_mrope_positions(
     """Update the positions of a pruned prompt whose media arrive in pieces, for chunked prefill.
 
     input_ids: (L,) the pruned prompt. multimodal_positions: the (4, n) pieces that arrived with this chunk, in prompt
-    order, with rows t, h, w, extent as in `compute_mrope_for_media`, cut to the kept tokens; a piece never spans two
+    order, with rows t, h, w, extent as in `compute_mrope_for_media`, cut to the kept tokens. A piece never spans two
     items. mrope_positions: (3, L or more), the result of the previous chunk; columns beyond the prompt, from the longer
     unpruned layout, are cut off. num_computed_tokens: how many tokens of the prompt are done; they are not changed.
 

@@ -1,7 +1,7 @@
 """M-RoPE: every prompt token has three positions - time, height, width.
 
 Text advances on all three axes together. A media item, image or video, spreads its tokens over a grid that starts where
-the text stopped; text continues after the largest position used so far on any axis. An image of 40 x 30 tokens
+the text stopped. Text continues after the largest position used so far on any axis. An image of 40 x 30 tokens
 therefore uses 40 positions, not 1200. The gap between the length of the prompt and its largest position is the
 request's `delta`: decode step k has position `length + k + delta`.
 """

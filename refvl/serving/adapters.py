@@ -9,8 +9,8 @@
 
 The names are those of `LayerNames` below. PEFT receives one module that contains the parts of a model under these
 names. So transformers + PEFT and serving engines can read what it saves, and refvl can read what they save.
-PEFT replaces the model's layers by its own: from then on chat, trace, encode and graphs go through them, and
-PEFT's own model, which `attach` returns, switches, merges, unmerges and saves them.
+PEFT replaces the model's layers by its own; from then on chat, trace, encode and graphs go through them. PEFT's own
+model, which `attach` returns, switches, merges, unmerges and saves them.
 
 "served" lists the parts that vLLM 0.32 adapts. Without `enable_tower_connector_lora=True` it silently ignores layers
 of tower and connector. It accepts one adapter per request, of ranks up to `max_lora_rank` (16), but no DoRA and no

@@ -53,10 +53,10 @@ def encode_folder(
         them.
     shard_size: media per shard. force: rename files that refvl did not write if it needs their names. Processes that
     torchrun started share the work (`torchrun_ranks`). An image that cannot be read or encoded is skipped and listed
-    under "unreadable" with the reason. Raises ValueError if `out` contains embeddings of another model or dtype or a
-    shard that cannot be read, if the folder contains no image, or if images appeared or changed during the run. Raises
-    BlockingIOError while another process writes to `out`, FileExistsError for files of others (see `held_folder`), and
-    OSError if `out` cannot be written.
+    under "unreadable" with the reason. Raises ValueError if `out` contains embeddings of another model or dtype, or a
+    shard that cannot be read. Also raises it if the folder contains no image, or if images appeared or changed during
+    the run. Raises BlockingIOError while another process writes to `out`, FileExistsError for files of others (see
+    `held_folder`), and OSError if `out` cannot be written.
     """
     check_positive_int(shard_size, "shard_size")
     folder, out, model = Path(folder), Path(out), describe_model(vlm)

@@ -4,8 +4,8 @@
     own rows           -> the encoder, eager or as graphs
     own embeddings     -> padded to the longest rank's, all-gathered, cut, back in the caller's order
 
-A vision tower is small and its items are independent, so every rank has all of it, and only the results are sent: one
-all-gather, where tensor parallelism would need two per layer. Ranks must agree on the sizes. The process group is gloo
+A vision tower is small and its items are independent, so every rank has all of it, and only the results are sent. That
+is one all-gather; tensor parallelism would need two per layer. Ranks must agree on the sizes. The process group is gloo
 on CPUs and NCCL on GPUs; `group=None` is the default group, and without any group a call encodes alone.
 
 Shape suffixes: N patches, M output tokens, D hidden, B images.

@@ -34,9 +34,9 @@ def answer_file(
     """Answer every line of `file` that has no answer in `out` yet; return {line: error} of all failures, old ones too.
 
     common: default `max_new_tokens` and `pruning_rate`. A line that cannot be read or answered is an
-    error of its own. Raises FileNotFoundError without a file, BlockingIOError while another process writes to `out`,
-    ValueError if `out` contains anything but this model's answers to these requests, and OSError if it cannot be
-    written.
+    error of its own. Raises FileNotFoundError without a file, and BlockingIOError while another process writes to
+    `out`. Raises ValueError if `out` contains anything but this model's answers to these requests, and OSError if it
+    cannot be written.
     """
     if not file.is_file():
         raise FileNotFoundError(f"jsonl: no such file: {file}")

@@ -1,6 +1,6 @@
 """Embeddings on disk: shards, each renamed once it is written in full, in a folder that one process holds.
 
-A shard is a safetensors file: one (tokens, width) tensor per image, named by the image's path in the folder; its header
+A shard is a safetensors file: one (tokens, width) tensor per image, named by the image's path in the folder. Its header
 names the model, and contains the manifest's entry of each image.
 """
 

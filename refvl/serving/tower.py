@@ -57,11 +57,10 @@ def feature_map(model: Any, medium: Any, *, blocks: Sequence[int] | None = None)
     """Return an image or a video as a grid of features, (t, h, w, D): the result of `encode`, without DeepStack.
 
     medium: anything that `encode` accepts. A path with a video's suffix, a list of frames and an array of four
-    dimensions are videos. blocks: tower blocks, -1 for the last; then the result is a list with one map per block, (t,
-    H, W, E), of the states after that block, patches in row-major order. Families that cut images return a list of
-    (box, map) instead of each map. The queries of MiniCPM-V from 2.5 on have no location in the image: the map of a
-    slice is (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, and for blocks that do not
-    exist.
+    dimensions are videos. blocks: tower blocks, -1 for the last. Then the result is a list with one map per block, (t,
+    H, W, E): the states after that block, patches in row-major order. Families that cut images return a list of (box,
+    map) instead of each map. The queries of MiniCPM-V from 2.5 on have no location in the image: the map of a slice is
+    (1, 1, Q, D). Raises ValueError or TypeError for media that cannot be read, and for blocks that do not exist.
     """
     depth = len(list(model.encoder.blocks))
     if blocks is not None and not all(type(i) is int and -depth <= i < depth for i in blocks):

@@ -279,7 +279,7 @@ def _allowed(name: str, ours: Stages, theirs: Stages, rtol: float | None, y: Ten
 def rounding(ours: Stages, theirs: Stages, layers: int | None = None) -> float:
     """Return the share of the largest value that rounding explains after `layers` layers; None: after the head.
 
-    2 * sqrt(n) * eps: n values are rounded one after the other, each by at most eps / 2, and the largest of about
+    It is 2 * sqrt(n) * eps: n values are rounded one after the other, each by at most eps / 2. The largest of about
     10^5 values counts (`tests/closeness.py` derives it). eps is that of the coarser run. Float32 rounds every term of a
     layer's sums, which are about ten times as long as the model is wide. Half precisions are summed in float32, so only
     the ten or so results of a layer are rounded. The difference of the inputs is added `GROWTH` times.

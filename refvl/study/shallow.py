@@ -25,8 +25,8 @@ def write_shallow(release: str | Path, folder: str | Path, *, like: str | Path, 
     like: a checkpoint folder of the same family, from which all text files come. depth: the number of tower blocks and
     of text layers. seed: the seed of the weights, which transformers draws as it does before training.
 
-    Raises ValueError for another family in `like`, for a depth below the number of features that a tower passes to the
-    text model, and for a folder that contains anything.
+    Raises ValueError for another family in `like` and for a folder that contains anything. Also raises it for a depth
+    below the number of features that a tower passes to the text model.
     """
     release, folder, like = Path(release), Path(folder), Path(like)
     config, small = families.read_config(release), families.read_config(like)

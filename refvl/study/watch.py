@@ -277,8 +277,9 @@ def trace(
     of the stage, and the run continues with the return value of f (`refvl.study.interventions`). With `prefill_chunk`
     pixels and embeddings are freed during the run. With beams, prefill and decoding are one stage. Raises
     FileNotFoundError for missing files. Raises ValueError or TypeError, naming the argument, for media that cannot be
-    read, placeholders that do not match the media, a pruning rate outside [0, 1), and a prompt longer than the context.
-    The same errors are raised for options of `generate` that do not exist or do not lead to one answer in text.
+    read, and for placeholders that do not match the media. Also raises them for a pruning rate outside [0, 1) and a
+    prompt longer than the context. The same errors are raised for options of `generate` that do not exist or do not
+    lead to one answer in text.
     """
     wanted = model.check_options("trace", generate_kwargs, max_new_tokens)
     watched = {
