@@ -19,7 +19,7 @@ from refvl.checks import (
     is_integer,
 )
 
-MAX_SECONDS = 10**6  # of a video's grid step: eleven days
+MAX_SECONDS = 10**6  # at most eleven days between two grid steps
 MAX_PLAN_BYTES = 2**30  # the limit for one plan's vectors (one vector per patch)
 
 

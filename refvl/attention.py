@@ -90,7 +90,7 @@ def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """The inputs of self-attention besides q, k and v; the metadata of most towers extend them."""
+    """The inputs of self-attention in addition to q, k and v; the metadata of most towers extend them."""
 
     cu_seqlens: Tensor = field(metadata={"pad": "repeat_last"})  # (segments + 1,) int32, tokens, leading 0
     groups: tuple[Tensor, ...] | None = field(metadata={"pad": "empty"})  # segments of equal length; only for sdpa

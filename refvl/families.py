@@ -117,7 +117,7 @@ FAMILIES = (
            KimiK25TextModel),
 )  # fmt: skip
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-# GLM-4.5V and GLM-4.6V share a model_type; the class named in a folder's files tells which one it is
+# GLM-4.5V and GLM-4.6V share a model_type; the class named in a folder's files distinguishes them
 GLM_PROCESSORS = {"Glm4vProcessor": glm4v.Glm4vProcessor, "Glm46VProcessor": glm4v.Glm46VProcessor}
 
 

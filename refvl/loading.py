@@ -261,7 +261,7 @@ def _resolve_device(device: str | int | torch.device) -> torch.device:
 
 
 def _resolve_dtype(dtype, torch_dtype, config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """Choose the dtype. torch_dtype: another name of `dtype`, or None. Raises ValueError if they disagree."""
+    """Choose the dtype. torch_dtype: the older name of `dtype`, or None. Raises ValueError if they disagree."""
     torch_dtype = dtype if torch_dtype is None else torch_dtype
     dtype = torch_dtype if dtype == "auto" else dtype
     if str(dtype).removeprefix("torch.") != str(torch_dtype).removeprefix("torch."):

@@ -75,7 +75,8 @@ class GridEncoder(Tower):
         """Load (checkpoint name, tensor) pairs strictly; return the names of the parameters that were filled.
 
         Accepts names under `visual.` (the original) or `model.visual.` (after transformers 4.52), and bare names; q, k,
-        v fused or separate, likewise gate and up. Raises one ValueError that lists all mismatches, see `load_strict`.
+        v, as well as gate and up, may be fused or separate. Raises one ValueError that lists all mismatches, see
+        `load_strict`.
         """
         return super().load_weights(split_gate_up(weights))
 

@@ -279,7 +279,7 @@ class Step3VisionEncoder(Tower):
         return [F.pad(rows, (CLASS_TOKENS, 0), value=-1).flatten() for rows in (local_Bn, global_Bn) if len(rows)]
 
     def rename(self, name: str) -> str:
-        """Drop a leading `model.`; the other names are the module's."""
+        """Drop a leading `model.`; the rest of a name is the module's own."""
         return name.removeprefix("model.")
 
     @property

@@ -126,7 +126,7 @@ def config_values(
     """Return the values of a transformers config or a dict whose keys are fields of the dataclass `wanted`.
 
     For the config of a whole model, its `vision_config` is used. activation: the tower's; ValueError if `hidden_act`
-    requires another (None: not checked). aliases: other names of fields.
+    requires another (None: not checked). aliases: alternative names of fields.
     """
     values = config_dict(config)
     values = dict(values.get("vision_config", values))

@@ -1,4 +1,4 @@
-"""MiniCPM-V's config.json: one flat object for text, vision and prompts; its `version` tells which keys it has.
+"""MiniCPM-V's config.json: one flat object for text, vision and prompts; its keys depend on its `version`.
 
 The released files name their own config class in `auto_map`, as code next to the weights, which is never run here.
 `MiniCPMVConfig` reads the same keys and provides the text model's part as the transformers config of its

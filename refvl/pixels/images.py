@@ -29,7 +29,7 @@ _TO_UPRIGHT = {  # the EXIF orientation, that is, how the camera was held (1 is 
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """Limits on what is decoded, checked before memory is allocated; you can raise a limit that is in the way.
+    """Limits on decoding, checked before memory is allocated; you can raise a limit that is in the way.
 
     Pillow has its own limit, `PIL.Image.MAX_IMAGE_PIXELS`: it warns above 89 million pixels and refuses twice as many.
     To go beyond that, raise both.
@@ -53,11 +53,11 @@ def load_image(source, *, limits: MediaLimits = LIMITS) -> Image.Image:
 
     The EXIF rotation is applied; an EXIF block that cannot be read is ignored, as other tools do. Transparent pixels
     are blended onto white, as transformers 5.23 does; 5.17 drops the alpha channel and shows the colours stored in
-    transparent pixels. Of an animation, the first frame is read.
+    transparent pixels. An animation is read as its first frame.
 
-    16-bit grey is scaled to 8 bits (Pillow alone would clip it to white). Pillow's mode "I" does not tell how many bits
-    its integers have. In a PNG or PPM file they have 16. In other files they count as 8 bits if none is above 255, and
-    as 16 bits up to 65535. Mode "F" contains floats in [0, 1].
+    16-bit grey is scaled to 8 bits (Pillow alone would clip it to white). Pillow's mode "I" does not record how many
+    bits its integers have. In a PNG or PPM file they have 16. In other files they count as 8 bits if none is above 255,
+    and as 16 bits up to 65535. Mode "F" contains floats in [0, 1].
 
     Raises FileNotFoundError for a missing file, TypeError for another type of source, ValueError for a URL, a file that
     is truncated, larger than `limits` or not an image. Also ValueError for levels outside those ranges, an array of a

@@ -72,7 +72,7 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
     """Return the positions (3, L) int64 of a prompt of `num_tokens` tokens, and its delta = max + 1 - L.
 
     spans: the media of the prompt in any order. Raises ValueError if they overlap or exceed the prompt.
-    Upstream: `get_mrope_input_positions`; transformers 5.23 differs after long videos, where it ignores t.
+    Upstream: `get_mrope_input_positions`; transformers 5.23 differs after long videos, because it ignores t.
 
     >>> get_mrope_input_positions(6, [MediaSpan(offset=1, t=1, h=2, w=2)])
     (tensor([[0, 1, 1, 1, 1, 3],

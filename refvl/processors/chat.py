@@ -150,7 +150,8 @@ class ChatProcessor(PlansMedia, SpecialTokensAsText):
         return expand_placeholders(ids, media, self.token_ids, self.expand)
 
     def render(self, messages: Sequence[dict], allow_special_tokens: bool = False) -> tuple[str, str]:
-        """Return the prompt as text, and its flag: a character before each place where no special token may begin.
+        """Return the prompt as text, and its flag: a character before each position at which no special token may
+        begin.
 
         The flag is empty if the caller's strings contain no special tokens, or if special tokens are allowed.
         """

@@ -52,7 +52,7 @@ class Glm4vProcessor(ChatProcessor):
 
     @property
     def clip_sampling(self) -> str:
-        """The rule in words; only a folder's files, not `model_type`, tell GLM-4.6V from GLM-4.5V."""
+        """The rule in words. Only a folder's files, not `model_type`, distinguish GLM-4.6V from GLM-4.5V."""
         assumed = type(self) is Glm4vProcessor and self.assumed
         note = " (assumed: without processor files GLM-4.6V looks like GLM-4.5V)" if assumed else ""
         return f"{self.variant}: {self.rule.format(self.video_config)}{note}"

@@ -194,7 +194,7 @@ def _as_before_on_error(model) -> Iterator[None]:
 
 
 class _Names(nn.Module):
-    """Modules under other names. Replacing a module here, as PEFT does, also replaces it in its own location."""
+    """Modules with transformers' names. Replacing a module here, as PEFT does, also replaces it in the model."""
 
     def __init__(self):
         self.__dict__["homes"] = {}  # name -> the module's parent, and its attribute there

@@ -81,7 +81,7 @@ def is_static(language_model: CausalTextModel, options: dict) -> bool:
 def check_generate_options(language_model: CausalTextModel, options: dict, own: Sequence[str] = ()) -> None:
     """Raise ValueError, naming the option, if transformers' `generate` does not have it, or if it loses the media.
 
-    own: other names that the caller accepts, for near misses (`image` for `images`).
+    own: further names that the caller accepts, for near misses (`image` for `images`).
     """
     if not options.keys() <= GENERATE_OPTIONS:
         check_names(options, [*own, *sorted(GENERATE_OPTIONS)], "generate", ValueError)

@@ -110,7 +110,7 @@ def _shapes(tensors: dict[str, Tensor]) -> dict[str, list]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Difference:
-    """The comparison of one tensor in both runs: the largest difference and value, and what exceeds tolerance."""
+    """The comparison of one tensor in both runs: the largest difference and value, and the rows beyond tolerance."""
 
     name: str
     differs: bool

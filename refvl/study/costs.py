@@ -38,7 +38,7 @@ class LimitKey(NamedTuple):
 
 
 def limit_table() -> str:
-    """Return a Markdown table of the keys, their files and what they limit.
+    """Return a Markdown table of the keys, their files and the quantities they limit.
 
     For a video without a file of its own, the image's file counts.
     """

@@ -42,7 +42,7 @@ class Intervened(Trace):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage, then replace its result by what its function returns."""
+        """Time a stage, then replace its result by the return value of its function."""
         with Trace.stage(self, name):
             yield
         if name == "plan":

@@ -4,7 +4,7 @@
     checks        one after the other (`refvl.tools.gpu_checks`), each in its own try, until the time is up
     result        a JSON, rewritten after every row, and a zip with it, a table and logs, to attach to an issue
 
-After any failure, the JSON contains what was running, what was found, and that not all checks passed.
+After any failure, the JSON contains the running check and all results so far, and does not count as passed.
 """
 
 import importlib
