@@ -72,13 +72,15 @@ HOME = {  # the file of a definition: its test, its notebook
 UNITS = {  # unit -> the numeric arguments and fields that count in it; "name.argument" goes before "argument"
     "pixels": "box crop_size image_size max_side patch_size picture resized scale_resolution sides window_size"
     " window_sizes plot_patch_values.size",
-    "patches": "grid grid_hw max_patches patch patches tgt_size spatial_merge_size merge_kernel_size"
-    " understand_projector_stride",
+    "pixels, or the unit of the boxes": "new_size rescale.size",
+    "the model's coordinates": "space xy",
+    "patches, tokens or another number": "get_count_assignment.sizes get_load_balance_assignment.sizes grouped_sizes",
+    "patches": "grid grid_hw merge_kernel_size patch pictures spatial_merge_size tgt_size understand_projector_stride",
     "entries of the position table": "num_position_embeddings pos_emb_height pos_emb_width",
     "merged tokens": "budget budget_tokens budgets arrivals max_budget min_budget media_cache max_tokens crop_tokens"
     " image_tokens output_tokens path_tokens frame_tokens tokens tokens_per_frame query_num queries side MediaSpan.t"
     " MediaSpan.h MediaSpan.w",
-    "prompt tokens": "chunks drafted max_cache_len max_new_tokens num_computed_tokens num_tokens offset pad_to passes"
+    "prompt tokens": "chunks max_cache_len max_new_tokens num_computed_tokens num_tokens offset pad_to passes"
     " prefill_chunk text delta",
     "token ids": "image_end image_start image_token_id newline slice_end slice_start token_ids video_token_id"
     " vision_start_token_id",
@@ -93,16 +95,15 @@ UNITS = {  # unit -> the numeric arguments and fields that count in it; "name.ar
     "positions per grid step": "t_factor",
     "positions": "length",
     "channels": "channel",
-    "bytes": "memory_bytes",
     "values": "embed_dim head_dim head_size hidden_size in_channels intermediate_size kv_dim num_channels"
-    " out_hidden_size output_hidden_size share_q_dim",
+    " out_hidden_size output_hidden_size",
     "cells of the table": "sincos_2d.size",
     "rotary pairs": "section",
     "layers": "deepstack_visual_indexes depth fullatt_block_indexes insert_layer_id max_possible_layers"
     " num_hidden_layers select_layers",
     "heads": "num_attention_heads num_heads",
     "queries along a side": "grid_size",
-    "items": "hits images indices max_items misses sizes.count",
+    "items": "hits images indices max_items misses",
     "merge blocks": "highlight",
     "patch rows": "count",
     "panels": "columns",
