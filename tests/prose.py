@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = ("README.md", "CONTRIBUTING.md", "data/README.md", *(f"docs/{f.name}" for f in (ROOT / "docs").glob("*.md")))
+PAGES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+DOCS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "data/README.md", *PAGES)
 ROOMS = ("refvl", "benchmarks", "data/training")  # folders of Python files
 LIST = re.compile(r"\A(?:#+|[-*+>]|\d+\.) +")
 DIRECTIVE = re.compile(r"# ?(?:type:|noqa|fmt:|pragma|mypy:|ruff:|!|%%)")
