@@ -282,7 +282,7 @@ class EncoderGraphManager:
         outputs: dict[Part, Tensor] = {}
         with self._lock:
             self.capture()
-            if plan.weights is not self._weights:  # graphs were captured again after the plan was made
+            if plan.weights is not self._weights:  # captured again after it was made
                 plan = self.plan(plan.layouts)
             self._wait_for_other_streams()
             batches = self._without_hooks(plan.batches)

@@ -40,9 +40,9 @@ def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: flo
 def compute_dissimilarity(video_embeds: Tensor, num_frames: int) -> Tensor:
     """Return 1 - cosine similarity with the token in the same cell one frame earlier, (t, M / t) float32.
 
-    First-frame tokens get 255, so they come first in any ranking. A token gets 0 if the embeddings contain nan or inf
-    and leave no number. video_embeds: (M, D), frame-major. Raises TypeError or ValueError for other embeddings, and for
-    a num_frames that does not divide M.
+    First-frame tokens get 255, so they come first in any ranking. A token gets 0 if nan or inf in the embeddings leave
+    no number. video_embeds: (M, D), frame-major. Raises TypeError or
+    ValueError for other embeddings, and for a num_frames that does not divide M.
     """
     check_floats(check_shape(video_embeds, ("M", "D"), "video_embeds"), "video_embeds")
     frames = split_frames(video_embeds.float(), num_frames)  # (t, M/t, D)
