@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
-DOCS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "data/README.md", *PAGES)
+DOCS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "data/README.md", "data/configs/README.md", *PAGES)
 ROOMS = ("refvl", "benchmarks", "data/training")  # folders of Python files
 LIST = re.compile(r"\A(?:#+|[-*+>]|\d+\.) +")
 DIRECTIVE = re.compile(r"# ?(?:type:|noqa|fmt:|pragma|mypy:|ruff:|!|%%)")
