@@ -352,7 +352,9 @@ def main() -> None:
     first = commands.add_parser("map")
     first.add_argument("tree", type=Path)
     first.add_argument("map", type=Path)
-    first.add_argument("--tier", default="all", choices=("all", "quick"), help="quick: only what `make test` runs")
+    first.add_argument(
+        "--tier", default="all", choices=("all", "quick", "rest"), help="quick: only what `make test` runs"
+    )
     second = commands.add_parser("judge")
     for name in ("tree", "map", "list", "out"):
         second.add_argument(name, type=Path)
