@@ -75,11 +75,12 @@ UNITS = {  # unit -> the numeric arguments and fields that count in it; "name.ar
     "pixels, or the unit of the boxes": "new_size rescale.size",
     "the model's coordinates": "space xy",
     "patches, tokens or another number": "get_count_assignment.sizes get_load_balance_assignment.sizes grouped_sizes",
-    "patches": "grid grid_hw merge_kernel_size patch pictures spatial_merge_size tgt_size understand_projector_stride",
+    "patches": "grid grid_hw max_size merge_kernel_size patch pictures slices spatial_merge_size tgt_size"
+    " understand_projector_stride",
     "entries of the position table": "num_position_embeddings pos_emb_height pos_emb_width",
     "merged tokens": "budget budget_tokens budgets arrivals max_budget min_budget media_cache max_tokens crop_tokens"
     " image_tokens output_tokens path_tokens frame_tokens tokens tokens_per_frame query_num queries side MediaSpan.t"
-    " MediaSpan.h MediaSpan.w",
+    " MediaSpan.h MediaSpan.w merged_thw num_queries",
     "prompt tokens": "chunks max_cache_len max_new_tokens num_computed_tokens num_tokens offset pad_to passes"
     " prefill_chunk text delta",
     "token ids": "image_end image_start image_token_id newline slice_end slice_start token_ids video_token_id"
@@ -103,7 +104,7 @@ UNITS = {  # unit -> the numeric arguments and fields that count in it; "name.ar
     " num_hidden_layers select_layers",
     "heads": "num_attention_heads num_heads",
     "queries along a side": "grid_size",
-    "items": "hits images indices max_items misses",
+    "items": "assignment counts hits images indices max_items misses order",
     "merge blocks": "highlight",
     "patch rows": "count",
     "panels": "columns",

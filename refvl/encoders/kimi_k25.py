@@ -242,7 +242,10 @@ class KimiK25Encoder(GridEncoder):
         return to_device(metadata, self.device)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load (checkpoint name, tensor) pairs strictly, in the released naming or in transformers'."""
+        """Load (checkpoint name, tensor) pairs strictly, in the released naming or in transformers'.
+
+        Tensors have the shapes of the checkpoint. Raises one ValueError that lists all mismatches, see `load_strict`.
+        """
         halves = pair_halves(weights, self.config.num_heads, self.config.head_dim, fused=".wqkv.")
         return Tower.load_weights(self, halves)
 

@@ -166,7 +166,7 @@ class Resampler2_5(Resampler):
         )
 
     def add_positions(self, x_ND: Tensor, metadata: Any) -> Tensor:
-        """Add sines and cosines: half of the channels encode the column, half the row, as in `sincos_2d`."""
+        """Add sines and cosines, (N, D): half of the channels encode the column, half the row, as in `sincos_2d`."""
         column_row = sincos(metadata.positions.flip(-1), metadata.frequencies)  # (N, 2, D / 2)
         return x_ND + column_row.flatten(1).to(x_ND.dtype)
 
