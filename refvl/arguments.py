@@ -20,17 +20,17 @@ from refvl.checks import (
 )
 
 MAX_FRAMES = 2**24  # of a video: three days at 60 frames per second
-MAX_SECONDS = 10**6  # eleven days between two grid steps
-MAX_PLAN_BYTES = 2**30  # of vectors, one per patch, in a single plan
+MAX_SECONDS = 10**6  # at most eleven days between two grid steps
+MAX_PLAN_BYTES = 2**30  # the limit for one plan's vectors (one vector per patch)
 
 
 def as_grids(grid_thw, *, spatial_merge_size: int = 1, name: str = "grid_thw", size: int = 0) -> list[Grid]:
     """Normalise `grid_thw` to a list of (t, h, w) tuples of Python ints, in patches.
 
     Accepts a sequence of (t, h, w) or an integer tensor/array of shape (items, 3).
-    Raises TypeError for a wrong kind and ValueError for a wrong shape or value; h and w must be
-    multiples of `spatial_merge_size`, because a merged token needs its whole block of patches.
-    size: the number of bytes that a plan holds for each patch, see `check_room`.
+    Raises TypeError for a wrong kind and ValueError for a wrong shape or value. h and w must be multiples of
+    `spatial_merge_size`, because a merged token needs its whole block of patches.
+    size: the number of bytes that a plan stores for each patch, see `check_room`.
     """
     m = check_positive_int(spatial_merge_size, "spatial_merge_size")
     grids = list[Grid]()
@@ -56,7 +56,7 @@ def as_size(size, name: str) -> tuple[int, int]:
 def as_integer_rows(values, row: str, name: str, *, items: str = "items", least: int = 1) -> list[tuple[int, ...]]:
     """Return `values` as rows of Python ints, see `as_integers`: a sequence of rows, or a tensor or array (items, n).
 
-    items: the word for them in a message.
+    items: the noun for the rows in error messages.
     """
     if isinstance(values, Tensor) or hasattr(values, "__array__"):
         values = check_values(check_integers(torch.as_tensor(values), name), name)
@@ -72,7 +72,7 @@ def as_integer_rows(values, row: str, name: str, *, items: str = "items", least:
 
 
 def check_room(extents: Sequence[int], size: int, name: str) -> Sequence[int]:
-    """Return `extents` if one vector of `size` bytes for each of their positions needs less than `MAX_PLAN_BYTES`.
+    """Return `extents` if one vector of `size` bytes per position takes less than `MAX_PLAN_BYTES` in total.
 
     Raises ValueError naming `name`.
     """
@@ -85,7 +85,7 @@ def check_room(extents: Sequence[int], size: int, name: str) -> Sequence[int]:
 def check_plan(encoder: Any, layouts: list) -> list:
     """Return the layouts of a batch; raise ValueError if it has more patches than one plan may hold.
 
-    Parts of an encoder (`config` None) plan sizes that have been checked before.
+    If `config` is None, the encoder is a part of another one, which has already checked the sizes.
     """
     if encoder.config is not None:
         patches = sum(encoder.item_size(layout)[0] for layout in layouts)

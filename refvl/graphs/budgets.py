@@ -33,7 +33,7 @@ class Batch:
     indices: tuple[int, ...]
     budget: int | None
     path: str = field(default="", repr=False)
-    tokens: int = field(default=0, repr=False, compare=False)  # follows from the indices
+    tokens: int = field(default=0, repr=False, compare=False)  # derived from the indices, so it is not compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def plan_batches(
 ) -> list[Batch]:
     """Pack items into batches, each with the smallest budget that fits it.
 
-    output_tokens: tokens of each item (an empty item is one, too). frames: frames of each item, limited by `max_frames`
+    output_tokens: tokens of each item (an item may be empty). frames: frames of each item, limited by `max_frames`
     per batch (optional). policy "greedy": fill a batch with sorted items while they fit the largest budget;
     "optimal": the smallest sum of budgets, then the fewest batches. That is exact for up to 12 items. For more items,
     it is a bounded search that is never worse than the best cut of the sorted items into consecutive batches.
@@ -152,7 +152,7 @@ def plan_batches(
 def pack_items(
     sizes: Mapping[int, tuple[int, int, int]], capacity: Capacity, policy: str, path: str = ""
 ) -> list[Batch]:
-    """Return `plan_batches` of numbers that have been checked. sizes: (patch rows, output tokens, frames) by index.
+    """Compute `plan_batches` without its checks. sizes: (patch rows, output tokens, frames) by index.
 
     Tokens do not always determine the number of rows, so a batch needs a budget whose graph fits both.
     """
@@ -161,7 +161,7 @@ def pack_items(
     fits = {i: capacity.budget_for([items[i]]) is not None for i in order}
     fitting = [i for i in order if fits[i]]
     packed = [[place] for place in range(len(fitting))]
-    if len(fitting) > 1:  # a single item shares with no other
+    if len(fitting) > 1:  # a single item shares its replay with no other
         packed = PACKERS[policy]([items[i] for i in fitting], capacity)
 
     groups = [[fitting[place] for place in group] for group in packed]

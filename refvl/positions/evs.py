@@ -1,10 +1,10 @@
 """EVS: which video tokens are kept, and their positions.
 
-Efficient Video Sampling (arXiv 2510.14624) keeps the tokens of a video that changed since the frame before. A token
-that stayed the same adds little, because its predecessor in the same cell contains the same information. This module
-works on merged embeddings of any width, as serving engines do.
+Efficient Video Sampling (arXiv 2510.14624) keeps the tokens of a video that have changed since the previous frame. A
+token that has not changed adds little, because its predecessor in the same cell contains the same information. This
+module works on merged embeddings of any width, as serving engines do.
 
-A kept token keeps its position in the whole video, and so does all later text: the pruned layout is exactly the full
+A kept token keeps its position in the whole video, and so does all later text. The pruned layout is exactly the full
 layout restricted to the kept tokens. Positions are integers, separate from the embeddings (as extra bfloat16
 channels they would be rounded above 256).
 """
@@ -29,7 +29,7 @@ from refvl.checks import (
 )
 from refvl.positions.mrope import MAX_POSITION, check_t_factor, grid_positions, mrope_delta
 
-ALWAYS_KEPT = 255.0  # the dissimilarity of first-frame tokens; a cosine distance never exceeds 2
+ALWAYS_KEPT = 255.0  # the dissimilarity of first-frame tokens; cosine distances never exceed 2
 
 
 def compute_retained_tokens_count(tokens_per_frame: int, num_frames: int, q: float) -> int:
@@ -114,7 +114,7 @@ def recompute_mrope_positions(
     """Update the positions of a pruned prompt whose media arrive in pieces, for chunked prefill.
 
     input_ids: (L,) the pruned prompt. multimodal_positions: the (4, n) pieces that arrived with this chunk, in prompt
-    order, with rows t, h, w, extent as in `compute_mrope_for_media`, cut to the kept tokens; a piece never spans two
+    order, with rows t, h, w, extent as in `compute_mrope_for_media`, cut to the kept tokens. A piece never spans two
     items. mrope_positions: (3, L or more), the result of the previous chunk; columns beyond the prompt, from the longer
     unpruned layout, are cut off. num_computed_tokens: how many tokens of the prompt are done; they are not changed.
 
@@ -149,7 +149,7 @@ def recompute_mrope_positions(
 
 
 def _check_positions(positions: Tensor, name: str) -> None:
-    """Raise unless all positions are whole numbers; floats may be, too, as upstream stores them in the embeddings."""
+    """Raise unless all positions are whole numbers; they may be floats, because upstream stores them in embeddings."""
     if positions.is_complex() or positions.dtype == torch.bool:
         raise TypeError(f"{name}: expected integers, got dtype {positions.dtype}")
     wrong = ~((positions >= 0) & (positions < MAX_POSITION) & (positions == positions.trunc()))  # also nan

@@ -1,7 +1,7 @@
 """M-RoPE: every prompt token has three positions - time, height, width.
 
 Text advances on all three axes together. A media item, image or video, spreads its tokens over a grid that starts where
-the text stopped; text continues after the largest position used so far on any axis. An image of 40 x 30 tokens
+the text stopped. Text continues after the largest position used so far on any axis. An image of 40 x 30 tokens
 therefore uses 40 positions, not 1200. The gap between the length of the prompt and its largest position is the
 request's `delta`: decode step k has position `length + k + delta`.
 """
@@ -36,13 +36,14 @@ class MediaSpan:
     def __post_init__(self):
         for name, least in (("offset", 0), ("t", 1), ("h", 1), ("w", 1)):
             value = getattr(self, name)
-            if type(value) is not int or value < least:  # an image may have many spans, most of which need no call
+            if type(value) is not int or value < least:  # an image may have many spans, and most need no call
                 object.__setattr__(self, name, check_int(value, f"MediaSpan.{name}", least))
         if type(self.t_factor) is not float or self.t_factor != 1.0 or self.t >= MAX_POSITION:
             check_t_factor(self.t_factor, self.t, "MediaSpan.t_factor")
 
     @property
     def num_tokens(self) -> int:
+        """The number of merged tokens, t * h * w."""
         return self.t * self.h * self.w
 
     def grid_positions(self) -> Tensor:
@@ -71,7 +72,7 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
     """Return the positions (3, L) int64 of a prompt of `num_tokens` tokens, and its delta = max + 1 - L.
 
     spans: the media of the prompt in any order. Raises ValueError if they overlap or exceed the prompt.
-    Upstream: `get_mrope_input_positions`; transformers 5.23 differs after long videos, where it ignores t.
+    Upstream: `get_mrope_input_positions`; transformers 5.23 differs after long videos, because it ignores t.
 
     >>> get_mrope_input_positions(6, [MediaSpan(offset=1, t=1, h=2, w=2)])
     (tensor([[0, 1, 1, 1, 1, 3],
@@ -95,10 +96,10 @@ def get_mrope_input_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> tu
 
 
 def mrope_positions(num_tokens: int, spans: Sequence[MediaSpan]) -> Tensor:
-    """Return `get_mrope_input_positions` of spans that are known to fit the prompt without overlap."""
+    """Compute `get_mrope_input_positions` for spans that fit the prompt and do not overlap."""
     pieces = list[Tensor]()
-    index = 0  # of the next token
-    position = 0  # the position of that token
+    index = 0  # the index of the next token
+    position = 0  # the position of the next token
     for span in sorted(spans, key=lambda s: s.offset):
         start = position + span.offset - index
         media_3M = grid_positions(span.t, span.h, span.w, span.t_factor) + start

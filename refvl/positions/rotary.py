@@ -22,7 +22,7 @@ def merge_block_coordinates(grid_thw, *, spatial_merge_size: int = 2) -> Tensor:
 
 
 def block_positions(grids: Sequence[Grid], m: int) -> Tensor:
-    """Return `merge_block_coordinates` of grids that have been checked."""
+    """Compute `merge_block_coordinates` for grids that are already checked."""
     coordinates = [np.empty((0, 2), np.int64)]
     for t, h, w in grids:
         blocks = np.empty((h // m, w // m, m, m, 2), np.int64)

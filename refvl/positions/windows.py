@@ -1,8 +1,8 @@
 """Windows: which merged tokens attend to each other in a windowed block.
 
 A window is a square of merged tokens inside one frame. The encoder sorts its tokens by window once, before the first
-block, so that every window is a contiguous segment of the sequence and a varlen kernel needs only cumulative lengths.
-The inverse permutation, applied after the merger, restores the order.
+block. Then every window is a contiguous segment of the sequence, and a varlen kernel needs only cumulative lengths. The
+inverse permutation, applied after the merger, restores the order.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def get_window_index(
 
 
 def window_order(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, Tensor]:
-    """Return `get_window_index` of grids that have been checked; side: the side of a window, in merged tokens."""
+    """Compute `get_window_index` for grids that are already checked; side: the side of a window, in merged tokens."""
     indices = [np.empty(0, np.int64)]
     lengths = [np.zeros(1, np.int64)]
     offset = 0

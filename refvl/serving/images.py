@@ -77,7 +77,7 @@ def find_media(source: Path, *, videos: bool = False) -> list[MediaFile]:
     suffixes = image_suffixes() | {".tar"} | (VIDEO_SUFFIXES if videos else frozenset())
     is_list = source.is_file() and source.suffix.lower() in LIST_SUFFIXES
     root = source.parent if source.is_file() else source
-    found = dict[str, MediaFile]()  # by name: a list may repeat a path, a tar file a member; the last counts
+    found = dict[str, MediaFile]()  # by name, as a list may repeat a path, and a tar file a member: the last counts
     for path in _listed(source) if is_list else _walk(source):
         name = media_name(path.relative_to(root) if path.is_relative_to(root) else path)
         if path.suffix.lower() == ".tar" and path.is_file():
@@ -117,12 +117,12 @@ def _listed(file: Path) -> Iterator[Path]:
 
 
 def _members(path: Path, name: str) -> Iterator[MediaFile]:
-    """Yield the images in a tar file, named after it and their member; labels, in other members, are not read.
+    """Yield the images in a tar file, named after file and member; labels, which are other members, are not read.
 
     A hard link counts as its target, if that is a file of the archive. Any other link has no stamp.
     """
     stamp = read_stamp(path) or ()
-    places = dict[PurePath, tuple[int, int] | None]()  # offset and size of the bytes of each file
+    places = dict[PurePath, tuple[int, int] | None]()  # offset and size of each file's bytes
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:

@@ -22,7 +22,7 @@ import torch
 from refvl.checkpoints import INDEX, weight_files
 from refvl.graphs.weights import adapter_switches
 
-ROLES = {  # of files in a checkpoint's folder, by name or pattern: all that refvl, transformers and tokenizers read
+ROLES = {  # role -> patterns of the files in a checkpoint's folder that refvl, transformers and tokenizers read
     "config": ("config.json",),
     "generation": ("generation_config.json",),
     "tokenizer": (
@@ -32,7 +32,7 @@ ROLES = {  # of files in a checkpoint's folder, by name or pattern: all that ref
     "chat template": ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
     "processor": ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
 }  # fmt: skip
-Stamp = tuple[int, int, int]  # bytes, time of the contents in ns, inode
+Stamp = tuple[int, int, int]  # (bytes, time of the contents in ns, inode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def digest_of(model: Any, *settings: object) -> str:
     template = getattr(processor.tokenizer, "chat_template", None)
     active = model.adapters.active_adapters if model.adapters else []
     whole.update(f"{said} {template} {active}".encode())
-    for part in filter(None, (model.encoder, text)):  # there may be no language model
+    for part in filter(None, (model.encoder, text)):  # the model may have no language model
         whole.update("".join(adapter_switches(part)).encode())
         for piece in _sample(part):
             whole.update(piece)
@@ -119,7 +119,7 @@ def digest_of(model: Any, *settings: object) -> str:
 def _sample(part: torch.nn.Module) -> Iterator[bytes]:
     for name, weight in part.named_parameters():
         yield f"{name} {tuple(weight.shape)} {weight.dtype}".encode()
-        if type(weight) is torch.nn.Parameter and not weight.is_meta:  # not packed by a quantiser, not on disk
+        if type(weight) is torch.nn.Parameter and not weight.is_meta:  # neither packed by a quantiser nor on disk
             every = max(1, weight.numel() // 1000)
             yield weight.detach().reshape(-1)[::every].cpu().contiguous().view(torch.uint8).numpy().tobytes()
 

@@ -34,9 +34,9 @@ def answer_file(
     """Answer every line of `file` that has no answer in `out` yet; return {line: error} of all failures, old ones too.
 
     common: default `max_new_tokens` and `pruning_rate`. A line that cannot be read or answered is an
-    error of its own. Raises FileNotFoundError without a file, BlockingIOError while another process writes to `out`,
-    ValueError if `out` contains anything but this model's answers to these requests, and OSError if it cannot be
-    written.
+    error of its own. Raises FileNotFoundError without a file, and BlockingIOError while another process writes to
+    `out`. Raises ValueError if `out` contains anything but this model's answers to these requests, and OSError if it
+    cannot be written.
     """
     if not file.is_file():
         raise FileNotFoundError(f"jsonl: no such file: {file}")
@@ -50,7 +50,7 @@ def answer_file(
 
     with speaking_of(out), _held(out) as answers:
         done = _read_answers(answers, out, asked, len(lines))
-        begun = deque[dict]()  # requests whose media are being read, identified before reading
+        begun = deque[dict]()  # requests whose media are being read; each is identified before it is read
 
         def todo() -> Iterator[dict | Exception]:
             for number in range(len(done), len(lines)):
@@ -74,7 +74,7 @@ def _media_of_line(line: bytes) -> list[str]:
     """Return the digests of a request's media files, including frames of a video given as a list."""
     request: Any = _parse(line)
     digests = list[str]()
-    with suppress(AttributeError, TypeError, ValueError, OSError):  # its answer is an error
+    with suppress(AttributeError, TypeError, ValueError, OSError):  # then the answer is the error
         messages = as_messages(*(request.get(key, ()) for key in ("prompt", "images", "videos")))
         digests += digests_of_media(_files(source for _, source, _ in media_of(messages)))
     return digests
@@ -100,7 +100,7 @@ def _parse(line: bytes) -> dict | Exception:
 @contextmanager
 def _held(out: Path) -> Iterator[BufferedRandom]:
     """Open the file of answers, locked for this process."""
-    if out.exists() and not out.is_file():  # a device may have no end
+    if out.exists() and not out.is_file():  # a device may never end
         raise OSError(f"out: {out} is no regular file")
     with open(out, "a+b") as answers:
         try:

@@ -231,6 +231,12 @@ def test_templates_for_issues_name_commands_that_exist():
     assert {"info", "check-gpu", "trace"} == named <= commands
 
 
+def test_conduct_and_security_are_short_and_say_whom_to_write_to():
+    conduct = (ROOT / "CODE_OF_CONDUCT.md").read_text().splitlines()
+    assert len([line for line in conduct if line and not line.startswith("#")]) == 3 and "maintainer" in conduct[-1]
+    assert "Report a vulnerability" in (ROOT / "SECURITY.md").read_text()
+
+
 def test_the_citation_can_be_read():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["license"] == PROJECT["license"] and PROJECT["name"] in citation["title"] and citation["authors"]
