@@ -134,7 +134,8 @@ box.addEventListener("input", () => {
   found.textContent = `${count} of ${entries.length} names`;
 });
 </script>"""
-LOOK = """.entry { border-top: 1px solid var(--line); padding: .2rem 0 .6rem } .entry h3 { margin: .6rem 0 .2rem }
+LOOK = """.entry { border-top: 1px solid var(--line); padding: .2rem 0 .6rem; overflow-wrap: anywhere }
+.entry h3 { margin: .6rem 0 .2rem }
 .entry .doc { white-space: pre-wrap; margin: .3rem 0 }
 #found { display: block } #search { font: inherit; width: 97%; padding: .4rem }"""
 

@@ -41,10 +41,10 @@ class DeepstackExplorer(Explorer):
     _esm = module("deepstack")
     title = "DeepStack"
     asks = "What does the language model lose without the tower's earlier blocks?"
-    action = "Press the lines of the list: hand over all features, then leave some out. Then choose the image."
+    action = 'Choose "all features" in the list, and the answer becomes correct. Then choose the image.'
     takeaway = (
-        "DeepStack adds features of earlier blocks to the first language layers; without them, this model misjudges "
-        "motion in some videos."
+        "DeepStack adds features of earlier tower blocks to the first language layers. Without them, this model "
+        "misjudges some videos."
     )
 
     def __init__(self, model: VLM, questions: Mapping[str, tuple[str, Any]]):
@@ -62,7 +62,7 @@ class DeepstackExplorer(Explorer):
             shown.append(self._shown(self.asked[name], likely) | {"answers": [text for text, _ in answers]})
         controls = [
             Control("question", "question", list(questions), kind="menu"),
-            Control("kept", "handed over", list(self.subsets), kind="menu"),
+            Control("kept", "features used", list(self.subsets), kind="menu"),
         ]
         shared = {
             "questions": shown, "blocks": self.blocks, "depth": config.depth,
