@@ -29,16 +29,11 @@ ALLOWED = (  # where these words are names, questions that models were trained o
     r"without image and clip\b",  # names of arguments, in an error
     r'would clip it to white|^"clip" avoids',
     r"\A(?:picture  +|\| picture size)",  # the name of a function, and of a folder of mutants
-    r'"6\. Where in the picture"',  # a heading of notebook 12
 )
 NOTEBOOKS_LEFT: dict[str, set[str]] = {
     "notebooks/00_image_to_text.ipynb": {"medium", "mend", "picture", "pictures"},
     "notebooks/01_patches_and_windows.ipynb": {"dealt", "matrix product", "mend", "picture"},
     "notebooks/03_evs.ipynb": {"picture"},
-    "notebooks/08_step3.ipynb": {"mend"},
-    "notebooks/09_data_parallel.ipynb": {"mend", "picture"},
-    "notebooks/12_qwen3_vl.ipynb": {"dealt", "picture", "pictures"},
-    "notebooks/14_encode_once.ipynb": {"medium", "mend"},
     "notebooks/index.ipynb": {"mended"},
 }  # words that a notebook may still use; the list may only shrink
 

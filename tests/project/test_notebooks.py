@@ -31,8 +31,9 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 INSTALL_LOG = re.compile(r"Successfully installed|Requirement already satisfied|Collecting \S+|Downloading \S+\.whl")
 
 MAX_OUTPUTS = 4_000_000  # bytes, of all notebooks together
-MAX_MINUTES = {"00": 45}  # by a learner's clock; the goal is 45 for each of 00 to 05, and 240 for the six
+MAX_MINUTES = {"00": 45, "14": 25}  # by a learner's clock; the goal is 45 for each of 00 to 05, and 240 for the six
 COLUMNS = 100  # of printed text
+ONE_EXERCISE = {"14_encode_once"}  # a repair of five bugs, in a notebook of 25 minutes
 GLOSSARY = (FOLDER.parent / "docs/glossary.md").read_text(encoding="utf-8")
 RUN_NO_MODEL = {"11_performance"}  # it reads measurements, so that its repair is of a benchmark
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
@@ -197,7 +198,7 @@ def test_nothing_is_defined_but_exercises(path):
 def test_two_exercises_that_start_red(path):
     """One of them is a repair, whose verdict says what a model answers; nothing is done in a notebook as committed."""
     cells = [cell for cell in code_cells(path) if is_exercise(cell)]
-    assert len(cells) >= 2 and all("check_" in cell.source for cell in cells)
+    assert len(cells) >= 2 - (path.stem in ONE_EXERCISE) and all("check_" in cell.source for cell in cells)
     verdicts = [output.data["text/plain"] for cell in cells for output in cell.outputs]
     assert len(verdicts) == len(cells)
     assert [verdict for verdict in verdicts if verdict.startswith(exercises.MARKS["right"])] == []
