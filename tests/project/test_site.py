@@ -9,7 +9,6 @@ pytest.importorskip("anywidget")
 
 import pages
 
-WITHOUT_A_CELL = {"costs"}  # in its notebook yet
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 
@@ -59,7 +58,7 @@ def test_every_explorer_belongs_to_a_notebook_that_makes_it():
     assert set(pages.EXPLORERS) == set(GALLERY) and list(pages.EXPLORERS.values()) == sorted(pages.EXPLORERS.values())
     for name, number in pages.EXPLORERS.items():
         [path] = (pages.ROOT / "notebooks").glob(f"{number}*.ipynb")
-        assert f"explore_{name}" in path.read_text() or name in WITHOUT_A_CELL
+        assert f"explore_{name}" in path.read_text()
 
 
 def test_the_map_leads_everywhere():
