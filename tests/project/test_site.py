@@ -1,5 +1,7 @@
 """The site that `make site` writes. Oracle: the checks of `pages.py`, each seen to find what it looks for."""
 
+import re
+
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
@@ -58,7 +60,7 @@ def test_every_explorer_belongs_to_a_notebook_that_makes_it():
     assert set(pages.EXPLORERS) == set(GALLERY) and list(pages.EXPLORERS.values()) == sorted(pages.EXPLORERS.values())
     for name, number in pages.EXPLORERS.items():
         [path] = (pages.ROOT / "notebooks").glob(f"{number}*.ipynb")
-        assert f"explore_{name}" in path.read_text()
+        assert re.search(rf"explore_(position_)?{name}\b", path.read_text()), name
 
 
 def test_the_map_leads_everywhere():
