@@ -25,7 +25,7 @@ from torch import Tensor
 import refvl
 from benchmarks.report import PrintedTable, Write, environment, resolve_device, write_measurement
 from data.training import evaluate_step3, evaluate_tiny, scenes
-from data.training.evaluate_tiny import interval, transposed_table
+from data.training.evaluate_tiny import exchange_places, interval, transposed_table
 from data.training.run import digest
 from data.training.tiny_family import find_family
 from refvl.paths import DATA
@@ -33,7 +33,7 @@ from refvl.study.report import Trace
 from refvl.viz import plot_ablations
 from refvl.viz.style import png_of
 
-MODELS = ("qwen2_5_vl", "qwen3_vl", "glm4v", "minicpmv", "step3")
+MODELS = ("qwen2_5_vl", "qwen3_vl", "glm4v", "minicpmv", "minicpmv4_7", "step3")
 CHANCE = {
     "color": 1 / len(scenes.COLORS), "shape": 1 / len(scenes.SHAPES), "place": 1 / len(scenes.PLACES),
     "motion": 1 / len(scenes.DIRECTIONS), "change": 1 / scenes.STEPS,
@@ -167,7 +167,25 @@ def token_blocks(order: Callable[[list[Tensor]], list[Tensor]]) -> Callable[[Tra
     return of
 
 
+def on_canvas(order: tuple[int, ...]) -> Callable[[Trace], dict[str, Callable]]:
+    """Slices, with their marks, at each other's places on the canvas."""
+    return lambda trace: {"positions": lambda now: exchange_places(replace(trace, positions=now), order).positions}
+
+
+def one_place(trace: Trace) -> dict[str, Callable]:
+    """An overview, its slices and all of their marks at one position."""
+    first, last = trace.spans[0].offset - 1, trace.spans[-1].offset + trace.spans[-1].num_tokens
+
+    def positions(positions_3L: Tensor) -> Tensor:
+        changed = positions_3L.clone()
+        changed[:, first : last + 1] = positions_3L[:, first : first + 1]
+        return changed
+
+    return {"positions": positions}
+
+
 SLICES = [1, 0, 3, 2]  # the order of the slices if they are exchanged
+CANVAS = (8, 7, 6, 5, 4, 3, 2, 1, 0)  # the slice at whose place each slice stands
 
 
 def mirrored(asked: Asked) -> str:
@@ -183,6 +201,11 @@ def opposite(asked: Asked) -> str:
 def moved_corners(asked: Asked) -> str:
     """Return the place that exchanged slices indicate; objects outside the corners keep their place."""
     return scenes.PLACES[scenes.places_of_slices(SLICES)[scenes.PLACES.index(asked.answer)]]
+
+
+def moved_on_canvas(asked: Asked) -> str:
+    """The place that the canvas tells; the center stays."""
+    return scenes.PLACES[CANVAS[scenes.PLACES.index(asked.answer)]]
 
 
 def rolled_seconds(asked: Asked) -> dict:
@@ -240,6 +263,15 @@ ABLATIONS: dict[str, tuple[Ablation, ...]] = {
         ),
         Ablation("no slices", "slices", token_blocks(lambda b: [b[0], *map(torch.zeros_like, b[1:])]), kinds=IMAGES),
         Ablation("no overview", "slices", token_blocks(lambda b: [torch.zeros_like(b[0]), *b[1:]]), kinds=IMAGES),
+    ),
+    "minicpmv4_7": (
+        TABLE[0],
+        Ablation(
+            "slices exchanged on the canvas", "canvas", on_canvas(CANVAS), told=moved_on_canvas, kinds=("place",)
+        ),
+        Ablation("one position for all", "canvas", one_place),
+        Ablation("no slices", "slices", token_blocks(lambda b: [b[0], *map(torch.zeros_like, b[1:])])),
+        Ablation("no overview", "slices", token_blocks(lambda b: [torch.zeros_like(b[0]), *b[1:]])),
     ),
     "step3": (
         *TABLE,

@@ -78,7 +78,7 @@ def download(repo_id: str, patterns: list[str], hub: dict, *, name: str = "path_
 
 def download_tower(path_or_id: Any, folder: Path, vision_prefix: str, hub: dict) -> None:
     """Download only the shards with the vision tower, for a hub id whose configs are in `folder`."""
-    if not os.path.exists(Path(path_or_id).expanduser()):
+    if not (os.path.exists(Path(path_or_id).expanduser()) or folder.parent == DATA / "checkpoints"):
         shards = shards_of(folder, vision_prefix) if (folder / INDEX).is_file() else [WEIGHTS]
         download(str(path_or_id), shards, hub)
 

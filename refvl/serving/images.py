@@ -14,16 +14,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path, PurePath
+from typing import Any
 from urllib.parse import quote_from_bytes
 
 from PIL import Image
 
 from refvl.pixels.formats import image_suffixes
 from refvl.pixels.images import MediaLimits, open_image
+from refvl.pixels.media import Video
 
 STAMP = ("bytes", "mtime_ns", "ctime_ns")
 VIDEO_SUFFIXES = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"))
 LIST_SUFFIXES = (".txt", ".lst")
+
+
+def is_video(item: Any) -> bool:
+    """Return whether a media item is a video: by a path's suffix, as a list of frames, or as an array of frames."""
+    if isinstance(item, (str, Path)):
+        return Path(item).suffix.lower() in VIDEO_SUFFIXES
+    return isinstance(item, (Video, list, tuple)) or getattr(item, "ndim", 3) == 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +51,7 @@ class MediaFile:
 
     @property
     def is_video(self) -> bool:
-        return self.begin is None and self.path.suffix.lower() in VIDEO_SUFFIXES
+        return self.begin is None and is_video(self.path)
 
     def read_stamp(self) -> tuple[int, ...] | None:
         """Return the current stamp of the file; for an image in a tar file, its own size and the tar file's times."""

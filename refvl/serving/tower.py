@@ -13,7 +13,6 @@ tower's.
 from collections.abc import Sequence
 from functools import partial
 from math import isqrt
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +21,8 @@ from torch import Tensor
 
 from refvl.encoders.tower import send_rows
 from refvl.pixels.crops import CropLayout, plan_cuts
-from refvl.pixels.media import Video
 from refvl.pixels.patches import Patches
-from refvl.serving.images import VIDEO_SUFFIXES
+from refvl.serving.images import is_video
 from refvl.study.comparison import is_grid
 from refvl.study.watch import in_patch_order, keep_output, share_weights
 
@@ -65,7 +63,7 @@ def feature_map(model: Any, medium: Any, *, blocks: Sequence[int] | None = None)
     depth = len(list(model.encoder.blocks))
     if blocks is not None and not all(type(i) is int and -depth <= i < depth for i in blocks):
         raise ValueError(f"blocks: expected indices of the tower's {depth} blocks, got {blocks!r}")
-    kind = "videos" if _is_video(medium) else "images"
+    kind = "videos" if is_video(medium) else "images"
     [patches] = model.processor.patchify(model.processor.decode(model.processor.messages("", **{kind: [medium]})))
     cuts = cuts_of(model, patches)
     boxes = None if is_grid(patches.layout) else [cut.box for cut in cuts]
@@ -136,9 +134,3 @@ def _as_map(rows: Tensor, sizes: Sequence[Size], boxes: Sequence[Box] | None) ->
     parts = rows.split([t * h * w for t, h, w in sizes])
     maps = [part.unflatten(0, size) for part, size in zip(parts, sizes, strict=True)]
     return maps[0] if boxes is None else list(zip(boxes, maps, strict=True))
-
-
-def _is_video(medium: Any) -> bool:
-    if isinstance(medium, (str, Path)):
-        return Path(medium).suffix.lower() in VIDEO_SUFFIXES
-    return isinstance(medium, (Video, list, tuple)) or getattr(medium, "ndim", 3) == 4

@@ -44,7 +44,7 @@ HEAVY = 26_000  # bytes; a heavier figure of a notebook is not sharpened
 
 
 def notebook_figures(dpi: int = 80, heavy: int = HEAVY) -> None:
-    """Make a notebook's inline figures light and sharp, and give them alt text: `as_output`.
+    """Make a notebook's inline figures light and sharp, in `STAGE_COLORS`, and give them alt text: `as_output`.
 
     dpi: pixels of the page to an inch of the figure. heavy: as in `as_output`.
     """
@@ -52,6 +52,7 @@ def notebook_figures(dpi: int = 80, heavy: int = HEAVY) -> None:
     from matplotlib_inline.backend_inline import set_matplotlib_formats
 
     plt.rcParams["figure.dpi"] = dpi
+    plt.rcParams["axes.prop_cycle"] = plt.cycler(color=STAGE_COLORS)
     if (shell := get_ipython()) is not None:
         set_matplotlib_formats()  # sets the backend, which would otherwise add its own formatters
         shell.display_formatter.mimebundle_formatter.for_type(Figure, partial(as_output, heavy=heavy))

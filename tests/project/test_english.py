@@ -30,12 +30,10 @@ ALLOWED = (  # where these words are names, questions that models were trained o
     r"without image and clip\b",  # names of arguments, in an error
     r'would clip it to white|^"clip" saves',
     r"\A(?:picture  +|\| picture size)",  # the name of a function, and of a folder of mutants
-    r'"6\. Where in the picture"',  # a heading of notebook 12
 )
 NOTEBOOKS_LEFT: dict[str, set[str]] = {
     "notebooks/01_patches_and_windows.ipynb": {"matrix product", "mend", "picture"},
     "notebooks/03_evs.ipynb": {"picture"},
-    "notebooks/12_qwen3_vl.ipynb": {"dealt", "picture", "pictures"},
     "notebooks/index.ipynb": {"mended"},
 }  # words that a notebook may still use; the list may only shrink
 

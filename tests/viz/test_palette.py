@@ -5,12 +5,22 @@ import itertools
 import re
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
 from refvl import viz
-from refvl.viz.style import AXIS_COLORS, HIGHLIGHT, KEPT, STAGE_COLORS, THEMES, TOKEN_COLORS, ink_on
+from refvl.viz.style import (
+    AXIS_COLORS,
+    HIGHLIGHT,
+    KEPT,
+    STAGE_COLORS,
+    THEMES,
+    TOKEN_COLORS,
+    ink_on,
+    notebook_figures,
+)
 from refvl.viz.windows import sequence_colors
 
 SEEN_BY = {
@@ -127,3 +137,10 @@ def test_bars_and_lines_can_be_told_apart(readers):
     assert min(apart[i][i + 1] for i in range(len(points) - 1)) >= 2 * APART
     assert min(apart[i][j] for i, j in itertools.combinations(range(6), 2)) >= 1.5 * APART
     assert min(apart[i][j] for i, j in itertools.combinations(range(len(points)), 2)) >= APART
+
+
+def test_lines_of_a_notebook_take_these_colours():
+    """A notebook's own `ax.plot` names no colour."""
+    with plt.rc_context():
+        notebook_figures()
+        assert plt.rcParams["axes.prop_cycle"].by_key()["color"] == list(STAGE_COLORS)
