@@ -33,8 +33,6 @@ ALLOWED = (  # where these words are names, questions that models were trained o
 )
 NOTEBOOKS_LEFT: dict[str, set[str]] = {
     "notebooks/00_image_to_text.ipynb": {"medium", "mend", "picture", "pictures"},
-    "notebooks/01_patches_and_windows.ipynb": {"dealt", "matrix product", "mend", "picture"},
-    "notebooks/03_evs.ipynb": {"picture"},
     "notebooks/08_step3.ipynb": {"mend"},
     "notebooks/09_data_parallel.ipynb": {"mend", "picture"},
     "notebooks/12_qwen3_vl.ipynb": {"dealt", "picture", "pictures"},
