@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import typer
 from PIL import Image
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import DynamicCache
 
 import refvl
@@ -25,6 +24,7 @@ from benchmarks.report import (
     Repeats,
     Write,
     announce,
+    check_operations,
     environment,
     processor_seconds,
     resolve_device,
@@ -38,6 +38,7 @@ from refvl.paths import DATA
 from refvl.pixels.by_hand import patchify_image
 from refvl.pixels.patches import PatchConfig
 from refvl.positions import MediaSpan, compute_retention_mask, get_mrope_input_positions
+from refvl.study.arithmetic import encoder_operations, prefill_operations
 
 NAME = "cost_curves_cpu"
 FITTED = 4  # sizes, the largest, that an exponent is fitted to: in smaller ones fixed costs show
@@ -48,20 +49,19 @@ TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 CONFIG = Qwen2_5_VisionConfig.tiny()
 WINDOWS_ONLY = replace(CONFIG, fullatt_block_indexes=())
 PICTURES_PER_REPLAY = 8
-COUNTED_TOO = {  # which torch's counter does not know
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-    torch.ops.mkldnn._linear_pointwise: lambda x, weight, *_, **__: 2 * math.prod(x) * weight[0],
-}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """prepare: size -> (x, what is called); x is what the exponent is of: patches, frames, ..."""
+    """prepare: size -> (x, what is called, its operations); x is what the exponent is of: patches, frames, ...
+
+    The operations are those of the sizes; the run is counted, too, and has to agree.
+    """
 
     name: str
     x: str
     sizes: tuple[int, ...]
-    prepare: Callable[[int], tuple[int, Callable]]
+    prepare: Callable[[int], tuple[int, Callable, int]]
     expected: int = 1
 
 
@@ -69,52 +69,53 @@ def picture(side: int) -> list[tuple[int, int, int]]:
     return [(1, side // CONFIG.patch_size, side // CONFIG.patch_size)]
 
 
-def tower_on(grids: list, config: Qwen2_5_VisionConfig = WINDOWS_ONLY) -> Callable:
+def tower_on(grids: list, config: Qwen2_5_VisionConfig = WINDOWS_ONLY) -> tuple[Callable, int]:
     """The forward of a random tower, its plan included."""
     torch.manual_seed(0)
     tower = Qwen2_5_VisionTransformer(config).eval()
     x = torch.randn(sum(math.prod(grid) for grid in grids), config.patch_values)
-    return lambda: tower(x, metadata=tower.plan(grids))
+    return lambda: tower(x, metadata=tower.plan(grids)), encoder_operations(tower, grids)
 
 
-def attention_on(side: int, windows: bool) -> tuple[int, Callable]:
-    """One layer's attention alone, within windows or whole frames."""
+def attention_on(side: int, windows: bool) -> tuple[int, Callable, int]:
+    """One layer's attention alone, within windows or whole frames: every query times every key, scores times values."""
     plan = Qwen2_5_VisionTransformer(CONFIG).plan(picture(side))
     segments: Segments = plan
     if windows:
         segments = Segments(plan.cu_window_seqlens, plan.window_groups, plan.max_window_seqlen)
     patches = math.prod(picture(side)[0])
     q, k, v = torch.randn(3, patches, CONFIG.num_heads, CONFIG.hidden_size // CONFIG.num_heads)
-    return patches, partial(segments.attend, q, k, v, "sdpa")
+    pairs = int(segments.cu_seqlens.diff().square().sum())
+    return patches, partial(segments.attend, q, k, v, "sdpa"), 4 * pairs * CONFIG.hidden_size
 
 
-def rows_on(side: int) -> tuple[int, Callable]:
+def rows_on(side: int) -> tuple[int, Callable, int]:
     pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    return side * side, partial(patchify_image, Image.fromarray(pixels), PatchConfig(max_pixels=2**24))
+    return side * side, partial(patchify_image, Image.fromarray(pixels), PatchConfig(max_pixels=2**24)), 0
 
 
-def plan_on(side: int) -> tuple[int, Callable]:
-    return math.prod(picture(side)[0]), partial(Qwen2_5_VisionTransformer(CONFIG).plan, picture(side))
+def plan_on(side: int) -> tuple[int, Callable, int]:
+    return math.prod(picture(side)[0]), partial(Qwen2_5_VisionTransformer(CONFIG).plan, picture(side)), 0
 
 
 def clip(frames: int) -> tuple[int, int, int]:
     return frames // 2, 6, 6
 
 
-def evs_on(frames: int) -> tuple[int, Callable]:
+def evs_on(frames: int) -> tuple[int, Callable, int]:
     t, h, w = clip(frames)
-    return frames, partial(compute_retention_mask, torch.randn(t * h * w // 4, 128), (t, h, w), 2, 0.5)
+    return frames, partial(compute_retention_mask, torch.randn(t * h * w // 4, 128), (t, h, w), 2, 0.5), 0
 
 
-def packing_on(items: int) -> tuple[int, Callable]:
+def packing_on(items: int) -> tuple[int, Callable, int]:
     tokens = np.random.default_rng(0).integers(16, 1369, items).tolist()
-    return items, partial(plan_batches, tokens, generate_budgets(64, 4096), PICTURES_PER_REPLAY)
+    return items, partial(plan_batches, tokens, generate_budgets(64, 4096), PICTURES_PER_REPLAY), 0
 
 
-def positions_on(tokens: int) -> tuple[int, Callable]:
+def positions_on(tokens: int) -> tuple[int, Callable, int]:
     """A prompt that is a picture for the most part."""
     side = math.isqrt(tokens)
-    return tokens, partial(get_mrope_input_positions, tokens, [MediaSpan(0, 1, side, side)])
+    return tokens, partial(get_mrope_input_positions, tokens, [MediaSpan(0, 1, side, side)]), 0
 
 
 def text_model():
@@ -124,7 +125,7 @@ def text_model():
     return model
 
 
-def prefill_on(model, tokens: int, chunk: int | None = None) -> tuple[int, Callable]:
+def prefill_on(model, tokens: int, chunk: int | None = None) -> tuple[int, Callable, int]:
     """The whole prompt; with a chunk, only its last tokens, which read the keys and values of all."""
     new = chunk or tokens
     embeds, positions = torch.randn(1, new, model.config.hidden_size), torch.arange(tokens)[-new:].expand(3, 1, -1)
@@ -138,22 +139,23 @@ def prefill_on(model, tokens: int, chunk: int | None = None) -> tuple[int, Calla
 
     head_dim = model.config.hidden_size // model.config.num_attention_heads
     kept = torch.zeros(1, model.config.num_key_value_heads, tokens - new, head_dim)
-    return tokens, call
+    head = 2 * model.lm_head.weight.numel()
+    return tokens, call, prefill_operations(model, tokens, cached=tokens - new) + head
 
 
 def curves() -> list[Curve]:
     """Exponents that are expected: attention over whole frames and whole prompts 2, all else 1."""
     model = text_model()
-    tower = lambda side: (math.prod(picture(side)[0]), tower_on(picture(side)))  # noqa: E731
+    tower = lambda side: (math.prod(picture(side)[0]), *tower_on(picture(side)))  # noqa: E731
     return [
         Curve("pixels to patch rows", "pixels", SIDES, rows_on),
         Curve("plan", "patches", SIDES, plan_on),
         Curve("attention in windows", "patches", SIDES, partial(attention_on, windows=True)),
         Curve("attention over full frames", "patches", SIDES[:-1], partial(attention_on, windows=False), 2),
         Curve("tower, windows only", "patches", SIDES, tower),
-        Curve("tower, by frames of a clip", "frames", FRAMES, lambda n: (n, tower_on([clip(n)], CONFIG))),
+        Curve("tower, by frames of a clip", "frames", FRAMES, lambda n: (n, *tower_on([clip(n)], CONFIG))),
         Curve("EVS mask", "frames", FRAMES, evs_on),
-        Curve("tower, by items of a batch", "items", ITEMS, lambda n: (n, tower_on([(1, 6, 6)] * n, CONFIG))),
+        Curve("tower, by items of a batch", "items", ITEMS, lambda n: (n, *tower_on([(1, 6, 6)] * n, CONFIG))),
         Curve("packing into graphs", "items", ITEMS, packing_on),
         Curve("M-RoPE positions", "prompt tokens", TOKENS, positions_on),
         Curve("decode step", "prompt tokens", TOKENS, partial(prefill_on, model, chunk=1)),
@@ -166,20 +168,13 @@ def exponent(xs: list[float], ys: list[float]) -> float:
     return float(np.polyfit(np.log(xs[-FITTED:]), np.log(ys[-FITTED:]), 1)[0])
 
 
-def count_operations(call: Callable) -> int:
-    """Multiplications and additions of a call, by torch's counter."""
-    with FlopCounterMode(display=False, custom_mapping=COUNTED_TOO) as counter:
-        call()
-    return counter.get_total_flops()
-
-
 @torch.no_grad()
 def measure(curve: Curve, repeats: int) -> dict:
     """Its points, and the exponents of time and, where there are any, of operations."""
     points = []
     for size in curve.sizes:
-        x, call = curve.prepare(size)
-        operations = count_operations(call)  # warms up, too
+        x, call, operations = curve.prepare(size)
+        check_operations(f"{curve.name}, {x} {curve.x}", call, operations)  # warms up, too
         times = summary([processor_seconds(call) for _ in range(repeats)])
         points.append({"size": size, "x": x, "operations": operations} | times)
     fit = {"time_exponent": exponent([p["x"] for p in points], [p["ms"] for p in points])}

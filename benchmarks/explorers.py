@@ -21,6 +21,7 @@ MADE_BY_AND_BEFORE = {
     "attention": ("`explore_attention`", "-"),
     "tower": ("`explore_tower`", "-"),
     "graph": ("`explore_graph`", "-"),
+    "launches": ("`explore_launches`", "-"),
     "packing": ("`explore_packing`", "a view with sliders"),
     "slices": ("`explore_slices`, `explore_crops`", "two views with sliders"),
     "families": ("`explore_families`", "-"),

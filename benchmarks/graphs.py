@@ -15,6 +15,7 @@ data/measurements/graphs_<tower>_<cpu|cuda>.json.
 import random
 import statistics
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from benchmarks.report import (
     Repeats,
     Write,
     announce,
+    check_operations,
     environment,
     resolve_device,
     write_measurement,
@@ -90,6 +92,12 @@ def capture(manager: EncoderGraphManager) -> dict:
         "budgets": [budget for of_path in limits for budget in of_path.budgets],
         "max_items": min(of_path.max_items for of_path in limits),
     }
+
+
+def one_call(encoder, layouts: list) -> Callable:
+    """The eager encoder on random pixels, which are drawn now."""
+    x = torch.randn(count_rows(encoder, layouts), values_per_row(encoder), device=encoder.device, dtype=encoder.dtype)
+    return partial(encoder, x, layouts)
 
 
 @torch.inference_mode()
@@ -179,6 +187,7 @@ def run_tower(tower: str, device: str, repeats: int, write: bool) -> None:
     for size, layout in layouts.items():
         for images in BATCHES:
             work = encoder_operations(encoder, [layout] * images)
+            check_operations(f"{tower}, {images} of {size} px", one_call(encoder, [layout] * images), work)
             row = {"px": size, "images": images, "tokens": images * encoder.item_size(layout)[1]}
             row |= {"teraoperations": work / 1e12, "floor_ms": work / peak * 1e3 if peak else None}
             rows.append(row | measure(encoder, managers, [layout] * images, repeats))

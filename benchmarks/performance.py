@@ -41,6 +41,7 @@ from benchmarks.report import (
     Repeats,
     Write,
     announce,
+    check_operations,
     environment,
     processor_seconds,
     resolve_device,
@@ -57,7 +58,7 @@ from refvl.pixels.patches import PatchConfig, levels_of_image
 from refvl.positions import compute_retention_mask
 from refvl.serving.joined import join_gate_up
 from refvl.serving.linear import KERNELS, OneDnnLinear, use_faster_linear, use_onednn
-from refvl.study.arithmetic import encoder_operations
+from refvl.study.arithmetic import encoder_operations, prefill_operations
 
 NAME = "performance_cpu"
 CHECKPOINT = DATA / "checkpoints" / "tiny-qwen2_5_vl"
@@ -178,6 +179,8 @@ def measure_linear(repeats: int) -> list[dict]:
     for count in ROWS:
         x = torch.randn(count, 1280)
         ways = {"torch": partial(layer, x), "onednn": partial(other, x), "bfloat16": partial(half, x.bfloat16())}
+        for way, call in ways.items():
+            check_operations(f"linear, {way}", call, 2 * count * layer.weight.numel())
         rows.append({"rows": count} | side_by_side(ways, 4 * repeats))
     return rows
 
@@ -197,6 +200,8 @@ def measure_towers(repeats: int) -> list[dict]:
             ways: dict[str, Callable] = {"float32": partial(tower, x, grid), "onednn": partial(onednn, x, grid)}
             ways["bfloat16"] = partial(half, x.bfloat16(), grid)
             counted = traffic(config, side, torch.float32, on_gpu=False)
+            for way, call in ways.items():
+                check_operations(f"tower, {name}, {side} px, {way}", call, counted["operations"])
             rows.append({"tower": name, "px": side} | counted | side_by_side(ways, repeats))
     return rows
 
@@ -234,6 +239,11 @@ def prefill(language_model, embeds: Tensor) -> None:
     language_model(inputs_embeds=embeds, position_ids=positions, logits_to_keep=1)
 
 
+def operations_of_prefill(language_model, tokens: int) -> int:
+    """Its layers on all tokens, its head on the last one."""
+    return prefill_operations(language_model, tokens) + 2 * language_model.lm_head.weight.numel()
+
+
 def measure_gains(repeats: int) -> list[dict]:
     """What else the kernel of linear layers changes: the tiny model's prefill."""
     models = {kernel: refvl.load(CHECKPOINT, linear=kernel, progress=False).language_model for kernel in KERNELS[1:]}
@@ -242,6 +252,8 @@ def measure_gains(repeats: int) -> list[dict]:
         embeds = torch.randn(1, tokens, models["torch"].config.hidden_size)
         with torch.inference_mode():
             ways = {kernel: partial(prefill, model, embeds) for kernel, model in models.items()}
+            for kernel, model in models.items():
+                check_operations(f"prefill, {kernel}", ways[kernel], operations_of_prefill(model, tokens))
             rows.append({"what": f"prefill of {tokens} tokens"} | side_by_side(ways, 4 * repeats))
     return rows
 
@@ -258,6 +270,8 @@ def measure_evs(repeats: int) -> dict:
     kept = words + int(compute_retention_mask(video, thw, 1, q).sum())
     prompt = torch.randn(1, words + len(video), text_config.hidden_size)
     ways = {"whole": partial(prefill, layer, prompt), f"q = {q}": partial(prefill, layer, prompt[:, :kept])}
+    for (way, call), tokens in zip(ways.items(), (prompt.shape[1], kept), strict=True):
+        check_operations(f"prefill, {way}", call, operations_of_prefill(layer, tokens))
     ways["mask"] = partial(compute_retention_mask, video, thw, 1, q)
     with torch.inference_mode():
         return {"prompt_tokens": prompt.shape[1], "kept_tokens": kept} | side_by_side(ways, repeats)

@@ -34,6 +34,7 @@ from benchmarks.report import (
     write_measurement,
 )
 from refvl.paths import DATA
+from refvl.study.costs import kv_cache_bytes_per_token
 
 CLIPS = (30, 600)  # seconds
 CHUNKS = (64, 256, 1024, None)  # None: the whole prompt at once
@@ -93,13 +94,6 @@ def anonymous_bytes() -> int:
     return int(found[1]) * 1024
 
 
-def cache_bytes(vlm: refvl.VLM, tokens: int) -> int:
-    """Keys and values of so many tokens."""
-    c = vlm.language_model.config
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    return 2 * c.num_hidden_layers * c.num_key_value_heads * head_dim * vlm.language_model.dtype.itemsize * tokens
-
-
 def measure(vlm: refvl.VLM, clip: Path, chunk: int | None, repeats: int, device: str) -> dict:
     """One row: medians of the runs after the first."""
     peaks, seconds = [], []
@@ -117,7 +111,7 @@ def measure(vlm: refvl.VLM, clip: Path, chunk: int | None, repeats: int, device:
         "prompt_tokens": tokens,
         "ttft_ms": statistics.median(seconds[1:]) * 1e3,
         "peak_mb": statistics.median(peaks[1:]) / 1e6,
-        "cache_mb": cache_bytes(vlm, tokens) / 1e6,
+        "cache_mb": tokens * kv_cache_bytes_per_token(vlm.language_model.config, vlm.language_model.dtype) / 1e6,
     }
 
 

@@ -2,8 +2,10 @@
 
 import datetime
 import json
+import math
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -11,16 +13,47 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+import torch.nn.attention.varlen  # defines `torch_attn`
 import transformers
 import typer
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from refvl.attention import available_backends
 from refvl.paths import DATA
 from refvl.tools.check_gpu import describe_backend
 
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1")]
 Repeats = Annotated[int, typer.Option(help="timed calls; every figure is their median")]
 Write = Annotated[bool, typer.Option(help="keep the result under data/measurements")]
+
+COUNTED_TOO: dict = {  # which torch's counter does not know, or not in every release
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.mkldnn._linear_pointwise: lambda x, weight, *_, **__: 2 * math.prod(x) * weight[0],
+}
+
+
+def varlen_operations(q, k, v, cu_seq_q, cu_seq_k, *_, **__) -> int:
+    """Count attention within segments; their lengths are read back."""
+    pairs = (cu_seq_q.diff() * cu_seq_k.diff()).sum().item()
+    return 2 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
+
+
+varlen_operations._get_raw = True  # type: ignore[attr-defined]  # torch's counter passes tensors, not shapes
+COUNTED_TOO[torch.ops.torch_attn._varlen_attn] = varlen_operations
+
+
+def count_operations(call: Callable) -> int:
+    """Multiplications and additions of a call, by torch's counter."""
+    counter = FlopCounterMode(display=False, custom_mapping=COUNTED_TOO)
+    with torch.inference_mode(False), torch.no_grad(), counter:  # in inference mode a layer is one operation
+        call()
+    return counter.get_total_flops()
+
+
+def check_operations(what: str, call: Callable, expected: int) -> None:
+    """Raise ArithmeticError unless a call does as many operations as `refvl.study.arithmetic` predicts."""
+    if (counted := count_operations(call)) != expected:
+        raise ArithmeticError(f"{what}: expected {expected:,} operations by its sizes, but the run does {counted:,}")
 
 
 def announce(name: str, what: str, calls: int) -> None:
@@ -64,7 +97,8 @@ def processor_seconds(call: Callable) -> float:
 
 def summary(seconds: list[float]) -> dict[str, float]:
     """ms: the median. spread: half of the values lie within ms * (1 - spread / 2) and ms * (1 + spread / 2)."""
-    median, (low, _, high) = statistics.median(seconds), statistics.quantiles(seconds, n=4)
+    median = statistics.median(seconds)
+    low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else 3 * seconds
     return {"ms": median * 1e3, "spread": (high - low) / median}
 
 
@@ -83,12 +117,18 @@ def side_by_side(ways: dict[str, Callable], repeats: int) -> dict[str, dict[str,
 
 
 def resolve_device(device: str) -> str:
-    """The device to measure on; "auto" is CUDA where there is one. On a CPU one thread is used from here on.
+    """The kind of device to measure on, "cpu" or "cuda"; "auto" is CUDA where there is one.
 
-    Several threads wait for each other on a busy machine, and ratios blur. Raises ValueError for an unknown device.
+    "cuda:1" becomes the current device. On a CPU one thread is used from here on: several threads wait for each other
+    on a busy machine, and ratios blur. Raises ValueError for an unknown device.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device: expected auto, cpu or cuda, got {device!r}")
+    if not (found := re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", device)):
+        raise ValueError(f"device: expected auto, cpu, cuda or cuda:1, got {device!r}")
+    if index := found[1]:
+        if int(index) >= (count := torch.cuda.device_count()):
+            raise ValueError(f"device: expected one of the {count} CUDA devices of this machine, got {device!r}")
+        torch.cuda.set_device(int(index))
+        device = "cuda"
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if device == "cpu":
         torch.set_num_threads(1)

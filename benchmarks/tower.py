@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -29,6 +30,7 @@ from benchmarks.report import (
     Repeats,
     Write,
     announce,
+    check_operations,
     environment,
     resolve_device,
     write_measurement,
@@ -37,6 +39,7 @@ from refvl.attention import Segments
 from refvl.encoders import Glm4vVisionConfig, Glm4vVisionTransformer, Qwen2_5_VisionConfig
 from refvl.paths import DATA
 from refvl.serving.linear import choose_linear
+from refvl.study.arithmetic import encoder_operations
 
 CLASSES: dict[type, tuple] = {  # config -> transformers' config and tower, model_type, a checkpoint of the family
     Qwen2_5_VisionConfig: (
@@ -135,9 +138,11 @@ def measure(theirs, ours, grid: list, repeats: int, device: str, dtype: torch.dt
     ways: dict[str, Callable] = {
         "transformers": lambda x: theirs(x, grid_tensor).pooler_output, "refvl": lambda x: ours(x, grid),
     }  # fmt: skip
+    x, operations = pixels(), encoder_operations(ours, grid)
+    for name, way in ways.items():
+        check_operations(f"{name} on {grid}", partial(way, x), operations)
     if vllms is not None:
         ways["vllm"] = lambda x: vllms(x, torch.tensor(grid))
-    x = pixels()
     outputs = {name: way(x).float() for name, way in ways.items()}
     output = outputs.pop("refvl")
     difference = max(((other - output).norm() / other.norm()).item() for other in outputs.values())

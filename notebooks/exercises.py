@@ -41,7 +41,7 @@ from torch import Tensor
 import refvl
 from refvl.attention import attend, group_segments, varlen_attention
 from refvl.encoders.resampler import group_segment_pairs
-from refvl.graphs import Batch, TraceGraph, plan_batches
+from refvl.graphs import Batch, TraceGraph
 from refvl.merge import merge_embeddings
 from refvl.parallel import get_load_balance_assignment, restore_order
 from refvl.paths import DATA
@@ -71,7 +71,7 @@ from data.training import pages, scenes
 from data.training.evaluate_tiny import requests_for
 
 Said = tuple[str, str, str]  # a question, the model's answer, the right one
-PICTURE, PACKING = "{} x {} px (width x height)", "output_tokens={}, budgets={}, max_items={}"  # names of cases
+PICTURE = "{} x {} px (width x height)"  # names of cases
 POSITIONS = ("positions", "delta")
 NOTEBOOKS = Path(__file__).resolve().parent
 DEVICE = os.environ.get("REFVL_DEVICE", "cpu")  # of the notebooks' models; what a reader writes is tried on the CPU
@@ -751,43 +751,35 @@ def check_frame_sample(function: Callable) -> str:
     return _run(function, ours, cases, ("indices", "timestamps"))
 
 
+def _ask_replay(function: Callable) -> list[Said]:
+    model, runs = _circles(2)
+    box, plan = runs[0].patches[0].pixel_values.clone(), model.encoder.plan(runs[0].layouts)
+    graph = TraceGraph()
+    output = graph.capture(lambda: model.encoder(box, metadata=plan))
+    rows = [run.patches[0].pixel_values for run in runs]
+    with torch.no_grad():  # as in the capture, whose outputs may be views
+        return _asked_about_circles(model, runs, function(graph.operations, box, output, rows))
+
+
 @exercise(
-    "An operation has `function`, `args`, `kwargs`, and `outputs`: the tensors that the next operation reads.",
-    "Call the function again and copy each result into its output; a single result is a tuple of one.",
-    "Where an operation works in place, result and output are the same memory, and copying changes nothing.",
+    "The recording reads the memory of `buffer` and writes that of `output`. Which line here writes into either?",
+    "buffer.copy_(x); then call every operation again, and copy each result into the operation's own output.",
+    "A single result is a tuple of one. Keep output.clone(), because the next input overwrites `output`.",
+    ask=_ask_replay,
 )
 def check_replay(function: Callable) -> str:
-    """`function(operations)`: runs recorded operations again, so that their outputs hold the new results."""
+    """`function(operations, buffer, output, inputs) -> list`: the result of a recording for each input."""
     cases = {
         "two operations": lambda x: x * 2 + 1,
         "an operation with two results": lambda x: torch.add(*x.sort()),
         "an operation that works in place": lambda x: (x * 3).add_(x) * 2,
     }
+    inputs = [torch.tensor([5.0, 4.0, 6.0]), torch.tensor([0.0, 9.0, 8.0])]
     for case, forward in cases.items():
         box, graph = torch.tensor([3.0, 1.0, 2.0]), TraceGraph()
-        graph.capture(partial(forward, box))
-        for values in ([5.0, 4.0, 6.0], [0.0, 9.0, 8.0]):
-            box.copy_(torch.tensor(values))
-            function(graph.operations)
-            _check(f"{case}, replayed on {values}", graph.output, forward(torch.tensor(values)))
+        output = graph.capture(partial(forward, box))
+        _check(case, function(graph.operations, box, output, deepcopy(inputs)), [forward(x) for x in inputs])
     return f"in {len(cases)} cases"
-
-
-@exercise(
-    "Sort first, smallest to largest, and keep the indices.",
-    "An item joins the open batch while the sum fits the largest budget and max_items is not reached.",
-    "Each batch takes the smallest budget that holds its sum; an item above all is alone, last, with None.",
-)
-def check_greedy_batches(function: Callable) -> str:
-    """`function(output_tokens, budgets, max_items) -> list of Batch`, packed as policy "greedy" does."""
-    cases = [
-        ([30, 30, 200], [64, 128, 256], 8),
-        ([200, 30, 100, 30], [64, 128, 256], 8),
-        ([5, 5, 5, 5, 5], [16, 64], 2),
-        ([64, 300, 10], [64, 128], 4),
-        ([], [64], 4),
-    ]
-    return _run(function, partial(plan_batches, policy="greedy"), _named(PACKING, cases))
 
 
 @exercise(
@@ -906,67 +898,39 @@ def check_read_sets(function: Callable) -> str:
     return _run(function, ours, cases)
 
 
-def _ask_kept_outputs(function: Callable) -> list[Said]:
-    model, runs = _circles(2)
-    box, plan = runs[0].patches[0].pixel_values.clone(), model.encoder.plan(runs[0].layouts)
-    graph = TraceGraph()
-    graph.capture(lambda: model.encoder(box, metadata=plan))
-
-    def replay(rows: Tensor) -> Tensor:
-        box.copy_(rows)
-        return graph.replay()
-
-    return _asked_about_circles(model, runs, function(replay, [run.patches[0].pixel_values for run in runs]))
-
-
-@exercise(
-    "The graph writes every result to the same address.",
-    "What did the first result become when the second input was replayed?",
-    "Keep a copy of each result before the next replay: clone().",
-    ask=_ask_kept_outputs,
-)
-def check_kept_outputs(function: Callable) -> str:
-    """`function(replay, inputs) -> list` of what `replay` makes of each input; it returns the graph's own output."""
-    cases = {"one input": [[1.0, 2.0]], "two inputs": [[1.0, 2.0], [5.0, 6.0]], "none": []}
-    for case, inputs in cases.items():
-        box, graph = torch.zeros(2), TraceGraph()
-        graph.capture(lambda box=box: box * 2 + 1)
-
-        def replay(values: Tensor, box=box, graph=graph) -> Tensor:
-            box.copy_(values)
-            return graph.replay()
-
-        _check(case, function(replay, [torch.tensor(x) for x in inputs]), [2 * torch.tensor(x) + 1 for x in inputs])
-    return f"in {len(cases)} cases"
-
-
-def _ask_unpack(function: Callable) -> list[Said]:
-    """Three pictures in two batches, the third before the first."""
+def _ask_run_batches(function: Callable) -> list[Said]:
+    """Three images in two batches, the third before the first; the graph returns the embeddings that it is given."""
     model, runs = _circles(3)
-    first, second, third = (run.embeds[0] for run in runs)
-    outputs = [torch.cat([third, first, torch.zeros_like(first)]), torch.cat([second, torch.zeros_like(second)])]
     batches = [Batch((2, 0), 27), Batch((1,), 18)]
-    return _asked_about_circles(model, runs, function(outputs, batches, [len(first), len(second), len(third)]))
+    return _asked_about_circles(model, runs, function(lambda rows: rows, [run.embeds[0] for run in runs], batches))
 
 
 @exercise(
-    "A batch says in `indices` which items it holds, in the order of its rows.",
-    "Behind the rows of its items a batch has padding, up to its budget.",
-    "found[i] = rows[start : start + tokens[i]] for i in batch.indices; then [found[i] for i in range(len(tokens))].",
-    ask=_ask_unpack,
+    "A graph of 8 takes 8 rows, not more and not fewer. What do you add to a batch of 5?",
+    "A batch says in `indices` which items it holds, in the order of its rows. Keep each result under its index.",
+    "A replay writes to the same memory as the one before: clone, cut padding off, split, and sort by index.",
+    ask=_ask_run_batches,
 )
-def check_unpack(function: Callable) -> str:
-    """`function(outputs, batches, tokens) -> list` of (tokens[i], D), item by item; outputs: (budget, D) per batch."""
+def check_run_batches(function: Callable) -> str:
+    """`function(replay, items, batches) -> list`: the result for each item, in the order of arrival."""
     cases = {
-        "in the order of arrival": ([3, 4], [Batch((0, 1), 8)]),
+        "one batch that is full": ([3, 5], [Batch((0, 1), 8)]),
+        "one with padding": ([3, 2], [Batch((0, 1), 8)]),
         "smallest first": ([6, 2, 3], [Batch((1, 2), 8), Batch((0,), 8)]),
+        "two graphs": ([1, 7, 2], [Batch((0, 2), 4), Batch((1,), 8)]),
         "none": ([], []),
     }
-    for case, (tokens, batches) in cases.items():
-        items = [torch.arange(n) + 10.0 * (i + 1) for i, n in enumerate(tokens)]
-        outputs = [torch.cat([*(items[i] for i in b.indices), torch.full((b.budget,), torch.nan)]) for b in batches]
-        outputs = [rows[: b.budget, None] for rows, b in zip(outputs, batches, strict=True)]
-        _check(case, function(outputs, batches, tokens), [item[:, None] for item in items])
+    for case, (sizes, batches) in cases.items():
+        memory = {batch.budget: torch.zeros(batch.budget, 1) for batch in batches}
+        budgets = iter([batch.budget for batch in batches])
+
+        def replay(rows: Tensor, case=case, memory=memory, budgets=budgets) -> Tensor:
+            budget = next(budgets)
+            _check(f"{case}: number of rows for the graph of {budget}", len(rows), budget)
+            return memory[budget].copy_(10 * rows + 1)
+
+        items = [torch.arange(n)[:, None] + 100.0 * (i + 1) for i, n in enumerate(sizes)]
+        _check(case, function(replay, deepcopy(items), batches), [10 * item + 1 for item in items])
     return f"in {len(cases)} cases"
 
 
@@ -1091,8 +1055,8 @@ def check_exponent(function: Callable) -> str:
 
 @exercise(
     "The first round is a warm-up: it counts on neither side.",
-    "What slows one round slows both of its sides: divide within a round first.",
-    "The median of theirs / ours over the rounds that are left.",
+    "A disturbance in a round slows both sides of it: divide within a round first.",
+    "The median of theirs / ours over the remaining rounds.",
 )
 def check_times_as_fast(function: Callable) -> str:
     """`function(theirs, ours) -> float`: seconds of rounds, the first a warm-up; how many times as fast ours is."""
@@ -1138,7 +1102,7 @@ def _ask_merged_weight(function: Callable) -> list[Said]:
 
 @exercise(
     "Two narrow matrices make one as large as the weight: which of them comes first?",
-    "B is (m, r) and A is (r, n): B @ A is (m, n). And lora_alpha says how strong, whatever the rank.",
+    "B is (m, r) and A is (r, n): B @ A is (m, n). And lora_alpha sets the strength, whatever the rank.",
     "weight + lora_alpha / rank * b @ a",
     ask=_ask_merged_weight,
 )
@@ -1154,7 +1118,7 @@ def check_merged_weight(function: Callable) -> str:
 
 
 @exercise(
-    "`model.layers` and `model.visual` both begin with `model.`: look at what comes behind it.",
+    "`model.layers` and `model.visual` both begin with `model.`: look at the part after it.",
     "Three cases: `visual.` gets `model.` in front; `model.` becomes `model.language_model.`; the rest stays.",
     "Test for `model.visual.` and `model.language_model.` before you replace `model.`, and replace it once.",
 )

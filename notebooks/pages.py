@@ -68,7 +68,7 @@ STATIONS = [
     Station("Tokens", "merged, resampled or projected", ("00", "07"),
             ("encoders/grid.py", "encoders/resampler.py"), ("slices",), stage=5),
     Station("Graphs", "the tower recorded once and replayed", ("04", "05"),
-            ("graphs/budgets.py", "graphs/packing.py", "graphs/buffers.py"), ("graph", "packing"), stage=4),
+            ("graphs/budgets.py", "graphs/packing.py", "graphs/buffers.py"), ("graph", "launches", "packing"), stage=4),
     Station("Devices", "many images, shared among several towers", ("09",),
             ("serving/parallel.py",), ("assignment",), stage=5),
     Station("Pruning", "video tokens that did not change go", ("03",), ("positions/evs.py",), ("evs",), stage=6),
@@ -93,9 +93,9 @@ READERS = {
 
 # in the order of the course, with the notebook that each belongs to
 EXPLORERS = {
-    "windows": "01", "positions": "02", "mrope": "02", "evs": "03", "graph": "04",
-    "packing": "05", "timeline": "06", "slices": "07", "rules": "07", "assignment": "09", "families": "10",
-    "costs": "11", "deepstack": "12", "tower": "16", "attention": "16",
+    "windows": "01", "positions": "02", "mrope": "02", "evs": "03", "graph": "04", "launches": "04", "packing": "05",
+    "timeline": "06", "slices": "07", "rules": "07", "assignment": "09", "families": "10", "costs": "11",
+    "deepstack": "12", "tower": "16", "attention": "16",
 }  # fmt: skip
 
 PAGE = """<!doctype html>

@@ -42,6 +42,7 @@ HOME = {  # the file of a definition: its test, its notebook
     "encoders/siglip_vit.py": ("encoders/test_siglip_vit.py", "07"),
     "encoders/resampler.py": ("encoders/test_resampler.py", "07"),
     "encoders/resampler2.py": ("encoders/test_resampler.py", "07"),
+    "encoders/qwen2_5_vl.py": ("contracts/test_encoders.py", "01"),
     "encoders/qwen3_vl.py": ("journeys/test_qwen3_generate.py", "12"),
     "encoders/vision_utils.py": ("encoders/test_vision_info.py", "10"),
     "viz/minicpmv.py": ("viz/test_viz_minicpmv.py", "07"),

@@ -248,8 +248,9 @@ def _resolve_device(device: str | int | torch.device) -> torch.device:
         raise ValueError(f"device: {device!r} is no torch device") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {str(device)!r} needs CUDA, but this machine has no CUDA device")
-    if device == torch.device("cuda") and "LOCAL_RANK" in os.environ:  # with torchrun, each process has its own
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if device == torch.device("cuda"):  # with an index, because each thread has a current device of its own
+        own = os.environ.get("LOCAL_RANK")  # with torchrun, each process has its own GPU
+        device = torch.device("cuda", torch.cuda.current_device() if own is None else int(own))
     return device
 
 

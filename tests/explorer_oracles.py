@@ -399,6 +399,20 @@ def timeline(explorer, state: tuple) -> dict:
     return {"frames": video["total_num_frames"], "sampled": sampled}
 
 
+def launches(explorer, state: tuple) -> dict:
+    """The slower of host and device decides when each of equal operations ends; the other adds one of its steps."""
+    launch, operation = state
+    number = np.arange(1, 13)
+    ends = number * max(launch, operation) + min(launch, operation)
+    replay = launch + number * operation
+    return {
+        "host": np.stack([launch * number - launch, launch * number], axis=1),
+        "eager": np.stack([ends - operation, ends], axis=1),
+        "replay": np.stack([replay - operation, replay], axis=1),
+        "idle": round(1 - 12 * operation / ends[-1], 4),
+    }
+
+
 def assignment(explorer, state: tuple) -> dict:
     """Who has which item is found by dealing out numbers; a rank is sooner done by the sum of all over the largest."""
     items, n, rule = state
@@ -475,5 +489,5 @@ def deepstack(explorer, state: tuple) -> dict:
 ORACLES = {
     "windows": windows, "positions": positions, "rules": rules, "mrope": mrope, "graph": graph, "packing": packing,
     "slices": slices, "families": families, "attention": attention, "tower": tower, "evs": evs,
-    "timeline": timeline, "assignment": assignment, "costs": costs, "deepstack": deepstack,
+    "timeline": timeline, "launches": launches, "assignment": assignment, "costs": costs, "deepstack": deepstack,
 }  # fmt: skip

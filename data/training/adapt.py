@@ -1,4 +1,4 @@
-"""Teach a tiny model new words by a LoRA adapter, and train one from nothing while you watch: notebook 13's functions.
+"""Teach a tiny model new words by a LoRA adapter: notebook 13's functions.
 
 The new words are a colour, "orange", and a shape, "ring", which no shipped model has seen or said. A scene is drawn as
 always and its first object is then given one of them, so that what is new is told from what is old by that word alone.
@@ -20,7 +20,6 @@ import refvl
 from data.training import scenes
 from data.training.tiny_family import find_family
 from data.training.tiny_model import Batch, PromptBuilder, TinyModel
-from data.training.train_tiny import Trainer, first_scenes
 
 NEW = {"color": "orange", "shape": "ring"}  # kind of question -> the word it is answered with
 RGB = (240, 130, 30)
@@ -132,27 +131,3 @@ def accuracy(pupil: Pupil, what: str, count: int = 50) -> float:
     batch = pupil.batch(drawn, asked)
     right = pupil.answer(batch).argmax(-1) == batch.targets
     return sum(bool(right[batch.question_of_target == i].all()) for i in range(count)) / count
-
-
-# --------------------------------------------------------------------------------------------- from nothing
-
-
-@torch.no_grad()
-def cells_told(trainer: Trainer, count: int = 32) -> tuple[dict[str, float], Tensor]:
-    """What the probe makes of held-out images: (shares that it gets right, where it sees something).
-
-    The shares: "place", is there something in a cell or nothing, where both count alike (chance: 1 in 2); "color" and
-    "shape" of the objects, the likeliest of those that there are (1 in 6 and 1 in 5). The second is (count, 3, 3): how
-    sure it is, from 0 to 1, that there is something in each cell.
-    """
-    drawn, pixels = first_scenes("picture", "select", count)
-    labels = torch.from_numpy(np.stack([scenes.cell_labels(scene) for scene in drawn]))[:, 0]  # (count, 9, 3)
-    learner = trainer.learner
-    media = learner.vlm.encode(pixels)[..., : learner.probe.in_features]
-    shape, color, *_ = learner.probe(media).split(learner.labels, -1)
-    sure, occupied = 1 - shape.softmax(-1)[..., 0], labels[..., 0] > 0
-    sees = sure > 0.5
-    found = {"place": (sees[occupied].float().mean() + (~sees)[~occupied].float().mean()) / 2}
-    for i, (kind, scores) in enumerate({"shape": shape, "color": color}.items()):
-        found[kind] = (scores[..., 1:].argmax(-1) + 1 == labels[..., i])[occupied].float().mean()
-    return {kind: share.item() for kind, share in found.items()}, sure.view(count, 3, 3)

@@ -97,8 +97,8 @@ class MiniCPMTextModel(MiniCPMVTextModel):
         self.model.embed_tokens = ScaledEmbedding(*size, config.scale_emb)
         self.post_init()
 
-    def forward(self, *args, **kwargs) -> CausalLMOutputWithPast:
+    def forward(self, *args, attention_mask=None, **kwargs) -> CausalLMOutputWithPast:
         """Run the model and divide its logits by hidden_size / dim_model_base, which affects sampling, not greedy."""
-        outputs = super().forward(*args, **kwargs)
+        outputs = super().forward(*args, **kwargs | {"attention_mask": attention_mask})
         outputs.logits = outputs.logits / self.config.logits_scaling
         return outputs

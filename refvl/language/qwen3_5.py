@@ -56,7 +56,7 @@ class Qwen3_5TextModel(CausalTextModel):
     _keys_to_ignore_on_load_unexpected = [r"^(model\.)?visual\.", r"^mtp\."]  # noqa: RUF012
     cache_class = RewindingCache
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args, attention_mask=None, **kwargs):
         """Run as in `CausalTextModel`; if many accepted drafts have to be re-read, they get a forward of their own."""
         cache = kwargs.get("past_key_values")
         if isinstance(cache, RewindingCache):
@@ -66,7 +66,7 @@ class Qwen3_5TextModel(CausalTextModel):
                 self(**first, past_key_values=cache)
                 kwargs |= {name: kwargs[name][..., again:] for name in first}
             cache.remember()
-        return super().forward(*args, **kwargs)
+        return super().forward(*args, **kwargs | {"attention_mask": attention_mask})
 
     def model_positions(self, position_ids: Tensor | None) -> Tensor | None:
         """Return positions as in `CausalTextModel`; raise ValueError for packed prompts (`refvl.positions.pack`)."""

@@ -13,13 +13,13 @@ class Qwen3VLTextModel(CausalTextModel):
         """D * (1 + k)."""
         return self.config.hidden_size * (1 + self.config.deepstack_layers)
 
-    def forward(self, *args, deepstack_embeds=None, **kwargs):
+    def forward(self, *args, attention_mask=None, deepstack_embeds=None, **kwargs):
         """Run as in `CausalTextModel`. deepstack_embeds: (B, L, D * k); the i-th D are added after layer i."""
         if deepstack_embeds is not None:
             visual_BL = deepstack_embeds.any(-1)
             features = deepstack_embeds[visual_BL].split(self.config.hidden_size, dim=-1)
             kwargs |= {"visual_pos_masks": visual_BL, "deepstack_visual_embeds": features}
-        return super().forward(*args, **kwargs)
+        return super().forward(*args, **kwargs | {"attention_mask": attention_mask})
 
 
 # released experts are transposed, in one tensor; transformers maps them only for the whole model

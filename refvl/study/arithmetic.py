@@ -21,11 +21,12 @@ def encoder_operations(encoder: Encoder, layouts: list) -> int:
     return counter.get_total_flops()
 
 
-def prefill_operations(language_model: CausalTextModel, tokens: int) -> int:
+def prefill_operations(language_model: CausalTextModel, tokens: int, cached: int = 0) -> int:
     """Count the layers of a text model on a prompt: every weight once per token, and attention over all pairs.
 
-    tokens: the length of the prompt. Only the experts that a token uses count. Pairs that the causal mask
-    hides count too, as in torch's counter. The head, which runs for one token, does not count.
+    tokens: the length of the prompt. cached: how many of its first tokens are cached; these are not run again. Only the
+    experts that a token uses count. Pairs that the causal mask hides count too, as in torch's counter. The head, which
+    runs for one token, does not count.
     """
     text, layers = language_model.config, language_model.model
     weights = sum(m.weight.numel() for m in layers.modules() if isinstance(m, nn.Linear))
@@ -36,5 +37,5 @@ def prefill_operations(language_model: CausalTextModel, tokens: int) -> int:
         weights += by_product * getattr(text, visited) * text.hidden_size
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     key_value = getattr(text, "qk_head_dim", head_dim) + getattr(text, "v_head_dim", head_dim)  # dimensions of both
-    pairs = 2 * tokens**2 * text.num_attention_heads * key_value * text.num_hidden_layers
-    return 2 * tokens * weights + pairs
+    pairs = 2 * (tokens - cached) * tokens * text.num_attention_heads * key_value * text.num_hidden_layers
+    return 2 * (tokens - cached) * weights + pairs

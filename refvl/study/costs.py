@@ -155,7 +155,7 @@ def stored_text_bytes(folder: Path, vision_prefix: str) -> int:
 
 
 def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
-    """Return the bytes of keys and values of all layers for one token; linear attention has a fixed state instead.
+    """Return the bytes of keys and values of all layers for one token; `linear_state_bytes` counts linear attention.
 
     Latent attention (DeepSeek-V3's) stores the vector from which keys and values of all heads are computed.
     """
@@ -165,6 +165,20 @@ def kv_cache_bytes_per_token(text_config, dtype: torch.dtype) -> int:
     kinds = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
     layers = sum(kind != "linear_attention" for kind in kinds)
     return 2 * layers * text_config.num_key_value_heads * head_dim * dtype.itemsize
+
+
+def linear_state_bytes(text_config, dtype: torch.dtype) -> int:
+    """Return the bytes that linear-attention layers keep of one prompt, however long it is.
+
+    Each keeps the last inputs of its convolution, and in float32 one matrix per head.
+    """
+    layers = sum(kind == "linear_attention" for kind in getattr(text_config, "layer_types", None) or [])
+    if not layers:
+        return 0
+    keys = text_config.linear_num_key_heads * text_config.linear_key_head_dim
+    values = text_config.linear_num_value_heads * text_config.linear_value_head_dim
+    inputs = (2 * keys + values) * text_config.linear_conv_kernel_dim
+    return layers * (inputs * dtype.itemsize + values * text_config.linear_key_head_dim * torch.float32.itemsize)
 
 
 def encoder_activation_bytes(encoder, patches: int) -> int:
@@ -199,6 +213,7 @@ def costs(
     dtype, processor = vlm.encoder.dtype, vlm.processor
     text = vlm.language_model or None
     per_token = kv_cache_bytes_per_token(text.config, dtype) if text else 0
+    state = linear_state_bytes(text.config, dtype) if text else 0
     static_tokens = (text and text.generation_config.max_cache_len) or 0  # `load(compile=True, max_cache_len=...)`
 
     def cost(plan: MediaPlan) -> dict[str, Any]:
@@ -224,13 +239,14 @@ def costs(
         "weights_bytes_of": stored,
         "context": vlm.max_context if text else None,
         "kv_cache_bytes_per_token": per_token,
+        "linear_state_bytes": state,
         "static_cache_bytes": static_tokens * per_token,
         "min_pixels": limits and limits.min_pixels,
         "max_pixels": limits and limits.max_pixels,
         "limits_assumed": processor.assumed,
         "largest_square_picture": cost(plan_media(vlm, Blank(width, height))),
         "media": planned,
-        "memory_bytes": weights + together + cache,
+        "memory_bytes": weights + together + cache + state,
     }
 
 
@@ -257,6 +273,7 @@ def describe(
             f"{text.num_attention_heads} heads ({text.num_key_value_heads} kv): {_count(parameters['language_model'])}",
             "context": f"{found['context']:,} tokens",
             "kv cache": f"{_bytes(found['kv_cache_bytes_per_token'])} a token"
+            + f" and {_bytes(found['linear_state_bytes'])} a prompt" * bool(found["linear_state_bytes"])
             + f"; of fixed size: {_bytes(found['static_cache_bytes'])}" * bool(found["static_cache_bytes"]),
         }
     rows |= {

@@ -9,6 +9,7 @@ explore_mrope       two tokens, their rotary angles and their score
 explore_keep_mask   the keep mask and the positions, as the pruning rate changes
 explore_evs         the same with a model's answer at every rate
 explore_graph       the recording step by step, with a buffer that is not refilled
+explore_launches    when host and device do each operation, eagerly and in a replay
 explore_packing     images arrive and share replays
 explore_assignment  the assignment for every number of items and ranks, by both rules
 explore_costs       operations of a tower with windows and with full frames
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from refvl.viz.explorers.evs import EvsExplorer
     from refvl.viz.explorers.families import FamiliesExplorer
     from refvl.viz.explorers.graph import GraphExplorer
+    from refvl.viz.explorers.launches import LaunchesExplorer
     from refvl.viz.explorers.mrope import MropeExplorer
     from refvl.viz.explorers.packing import PackingExplorer
     from refvl.viz.explorers.positions import PositionsExplorer
@@ -171,6 +173,16 @@ def explore_graph(model: "VLM", before, image, question: str) -> "GraphExplorer"
     from refvl.viz.explorers.graph import GraphExplorer
 
     return GraphExplorer(model, before, image, question)
+
+
+def explore_launches() -> "LaunchesExplorer":
+    """Explore when a host launches operations and when a device runs them, eagerly and in a replay. Needs anywidget.
+
+    Times are computed by `launch_timeline` from the cost of a launch and of an operation; nothing is measured.
+    """
+    from refvl.viz.explorers.launches import LaunchesExplorer
+
+    return LaunchesExplorer()
 
 
 def explore_packing(

@@ -300,8 +300,8 @@ MUTANTS = [
 ]
 
 
-def is_caught(mutant: Mutant, quiet: bool = True) -> bool:
-    """Run the mutant's test in a forked process that has imported all but refvl."""
+def start(mutant: Mutant, quiet: bool = True) -> int:
+    """Run the mutant's test in a forked process that has imported all but refvl; its exit status is pytest's."""
     source, target = mutant.source(), str(ROOT / "refvl" / mutant.file)
     child = os.fork()
     if child == 0:
@@ -321,7 +321,21 @@ def is_caught(mutant: Mutant, quiet: bool = True) -> bool:
             code = int(pytest.main([*OPTIONS, f"tests/cuda_sim/{mutant.test}"]))
         finally:
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    return child
+
+
+def find_caught(mutants: list[Mutant], quiet: bool) -> set[str]:
+    """The names of those whose test fails; as many run at once as there are processors."""
+    caught, running = set[str](), dict[int, str]()
+    for mutant in [*mutants, None]:
+        while running and (mutant is None or len(running) >= (os.cpu_count() or 1)):
+            child, status = os.wait()
+            name = running.pop(child)
+            if os.waitstatus_to_exitcode(status) == 1:
+                caught.add(name)
+        if mutant is not None:
+            running[start(mutant, quiet)] = mutant.name
+    return caught
 
 
 def preload() -> None:
@@ -340,12 +354,11 @@ def main(names: list[str]) -> int:
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     preload()
-    missed = []
     chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
-    for mutant in chosen:
-        if not (mutant.is_visible and is_caught(mutant, quiet=not names)):
-            missed.append(mutant)
-            print(f"not caught: {mutant.name} ({'no test failed' if mutant.is_visible else mutant.test})", flush=True)
+    found = find_caught([mutant for mutant in chosen if mutant.is_visible], quiet=not names)
+    missed = [mutant for mutant in chosen if mutant.name not in found]
+    for mutant in missed:
+        print(f"not caught: {mutant.name} ({'no test failed' if mutant.is_visible else mutant.test})", flush=True)
     caught = len(chosen) - len(missed)
     print(f"simulated CUDA: {caught} of {len(chosen)} planted bugs are caught", flush=True)
     return int(any(mutant.is_visible for mutant in missed) or (not names and caught < WANTED))

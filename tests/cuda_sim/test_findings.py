@@ -91,6 +91,16 @@ def test_a_process_of_torchrun_loads_onto_its_own_gpu(monkeypatch, device):
             assert {parameter.device for parameter in half.parameters()} == {torch.device("cuda:1")}
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_model_loads_onto_the_current_gpu(device):
+    """transformers copies weights in threads of its own, whose current GPU is the first."""
+    with simulated_cuda(devices=2):
+        torch.cuda.set_device(1)
+        vlm = refvl.load(DATA / "checkpoints" / "tiny-qwen2_5_vl", device=device, progress=False)
+        for half in (vlm.encoder, vlm.language_model):
+            assert {parameter.device for parameter in half.parameters()} == {torch.device("cuda:1")}
+
+
 def test_varlen_is_flash_attention_2_in_every_release(machine, monkeypatch):
     """B1. On Hopper with a cuDNN that could do it, for segments long and short."""
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)

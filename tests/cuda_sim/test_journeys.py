@@ -3,6 +3,7 @@
 Each is loaded once, with graphs; without them it is the same model with `graphs = None`.
 """
 
+import gc
 from collections import Counter
 from types import SimpleNamespace
 
@@ -19,10 +20,12 @@ from refvl.graphs.buffers import metadata_tensors
 from refvl.on_gpu import ALIGNMENT
 from refvl.paths import DATA
 from refvl.pixels.patches import Levels
+from refvl.study.costs import costs
 
 SCENE, PAGE, CLIP = DATA / "pictures" / "scene.png", DATA / "pictures" / "page.png", DATA / "clips" / "scene.mp4"
 CASES = {
     "tiny-qwen2_5_vl": ("What color is the circle?", {"images": [SCENE]}),
+    "tiny-qwen3_vl": ("What color is the circle?", {"images": [SCENE]}),
     "tiny-glm4v": ("Which way does the circle move?", {"videos": [CLIP], "pruning_rate": 0.5}),
     "tiny-minicpmv-4_5": ("What color is the circle?", {"images": [SCENE]}),
     "tiny-minicpmv-4_7": ("Where is the circle?", {"images": [SCENE]}),
@@ -106,11 +109,8 @@ def test_all_that_was_planned_lies_on_the_device(run):
 
 
 def test_a_decode_step_neither_copies_nor_waits(run):
-    """Inside the text model; Step3's experts need no answer, either. transformers 5.17 reads each mask, to drop it.
-
-    With Qwen3.5's text model every release reads the padding mask (`_ignore_causal_mask_sdpa`).
-    """
-    asks = Version(transformers.__version__) < Version("5.18") or run.name == "tiny-minicpmv-4_7"
+    """Inside the text model; Step3's experts need no answer, either. transformers 5.17 reads each mask, to drop it."""
+    asks = Version(transformers.__version__) < Version("5.18")
     assert (run.decode["copies"], run.decode["waits"]) == (0, asks)
 
 
@@ -141,6 +141,27 @@ def test_a_cache_of_fixed_size_changes_no_id(name):
     assert not vlm.encoder.is_compiled
     vlm.language_model.generation_config.cache_implementation = None
     assert vlm.trace(question, max_new_tokens=4, **media).token_ids == static
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", filter(is_read_here, CASES))
+def test_info_counts_the_cache_of_fixed_size(name, monkeypatch):
+    """Within a tenth. Oracle: the bytes that the device gets back with the cache."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+    caches = []
+    with simulated_cuda():
+        where = {"device": "cuda", "dtype": "bfloat16", "progress": False}
+        vlm = refvl.load(DATA / "checkpoints" / name, compile=True, max_cache_len=512, **where)
+        vlm.language_model.register_forward_hook(
+            lambda model, args, kwargs, output: caches.append(kwargs["past_key_values"]), with_kwargs=True
+        )
+        vlm.chat("Hello", max_new_tokens=3)
+        assert all(cache is caches[0] for cache in caches) and len(caches) > 1
+        held = torch.cuda.memory_allocated()
+        caches.clear()
+        gc.collect()
+        assert costs(vlm)["static_cache_bytes"] == pytest.approx(held - torch.cuda.memory_allocated(), rel=0.1)
 
 
 def test_compile_has_torch_compile_every_block_before_it_returns(monkeypatch):

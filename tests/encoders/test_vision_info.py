@@ -77,6 +77,7 @@ def test_equals_pixtral_s_processor(width, height, patch, merge):
 def test_a_thread_keeps_one_token():
     info = get_vision_encoder_info(model_config("pixtral", 1024, 16))
     assert info.get_patch_grid_size(image_width=1, image_height=3000) == (1, 64)
+    assert info.get_patch_grid_size(image_width=3000, image_height=1) == (64, 1)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import re
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from PIL import Image
 from random_models import MAKERS, WITH_PATHS, WITHOUT_VIDEOS, load, make, random_folder, random_model
 from safetensors.torch import load_file, save_file
@@ -52,6 +54,22 @@ def tensors_of(name: str) -> tuple[dict, list[int]]:
     trace = random_model(name).trace("What is it?", images=[LARGE, SMALL], max_new_tokens=NEW_TOKENS)
     rows = torch.cat([p.pixel_values for p in trace.patches])
     return {"input_ids": trace.full_ids[None], "pixel_values": rows, "image_grid_thw": trace.layouts}, trace.token_ids
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.18"), reason="keeps every mask")
+@each_family
+def test_a_prompt_without_padding_is_read_without_a_mask(name, monkeypatch):
+    """A mask is read back in every step, which a GPU waits for. transformers drops it if `forward` names it."""
+    language_model, masks = random_model(name).language_model, []
+    forward = language_model.model.forward
+
+    def seen(*args, attention_mask=None, **kwargs):
+        masks.append(attention_mask)
+        return forward(*args, attention_mask=attention_mask, **kwargs)
+
+    monkeypatch.setattr(language_model.model, "forward", seen)
+    random_model(name).chat("What is it?", images=[LARGE], max_new_tokens=3)
+    assert masks == [None, None, None]
 
 
 @each_family

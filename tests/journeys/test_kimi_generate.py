@@ -5,6 +5,7 @@ tower and projector run chunk by chunk here, and its whole model is given their 
 """
 
 import ast
+import contextlib
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,6 +177,20 @@ def test_sizes_are_transformers(height, width, patches, side):
     inner, outer = upstream_resize()(height, width, 14, 2, patches, side)
     assert (config.inner_size(height, width), config.target_size(height, width)) == (inner, outer)
     assert math.prod(config.target_size(height, height)) // 784 <= config.max_image_tokens
+
+
+def test_sizes_without_settings_are_transformers():
+    """Oracle: the defaults in the class of transformers' processor."""
+    file = Path(transformers.__file__).parent / "models" / "kimi_k25" / "image_processing_kimi_k25.py"
+    [processor] = [n for n in ast.parse(file.read_text()).body if getattr(n, "name", "") == "Kimi_K25ImageProcessor"]
+    values = {}
+    for statement in processor.body:
+        if isinstance(statement, ast.Assign) and isinstance(target := statement.targets[0], ast.Name):
+            with contextlib.suppress(ValueError):
+                values[target.id] = ast.literal_eval(statement.value)
+    config = PaddedPatchConfig.from_dict({"max_patches": values["max_patches"]})
+    assert config == PaddedPatchConfig() == PaddedPatchConfig(values["patch_size"])
+    assert config.max_side == values["size"]["max_height"] == values["size"]["max_width"]
 
 
 @pytest.mark.parametrize("size", [(60, 90), (28, 56), (150, 210), (13, 400), (2, 1), (500, 500)])

@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import refvl
-from data.training import adapt, scenes, train_tiny
+from data.training import adapt, scenes
 from data.training.run import average_gradients
 from data.training.tiny_family import find_family
 from refvl.serving import adapters
@@ -74,42 +73,3 @@ def test_a_trainer_alone_keeps_its_own_gradients():
     layer(torch.ones(1, 2)).sum().backward()
     before, losses = layer.weight.grad.clone(), torch.ones(2)
     assert average_gradients(layer, losses).equal(losses) and layer.weight.grad.equal(before)
-
-
-class Says(nn.Module):
-    """A probe that always says the same."""
-
-    def __init__(self, said, in_features):
-        super().__init__()
-        self.said, self.in_features = said, in_features
-
-    def forward(self, media):
-        assert media.shape[:-1] == self.said.shape[:-1]
-        return self.said
-
-
-def test_what_a_probe_tells_is_counted():
-    """Oracle: the objects of the scenes themselves, said right, said in the wrong colour, and not said at all."""
-    family = find_family("qwen2_5_vl")
-    trainer = train_tiny.make_trainer("qwen2_5_vl", train_tiny.recipe_of(family), rank=0)
-    learner, count = trainer.learner, 12
-    width, first_color = learner.probe.in_features, 1 + len(scenes.SHAPES)
-    nothing = torch.zeros(count, 9, sum(learner.labels))
-    nothing[..., 0] = 20
-    right, recolored, there = nothing.clone(), nothing.clone(), torch.zeros(count, 9, dtype=torch.bool)
-    for i in range(count):
-        for thing in scenes.draw_scene("select", i).things:
-            there[i, thing.place] = True
-            color = list(scenes.COLORS).index(thing.color)
-            for said, shown in ((right, color), (recolored, (color + 1) % len(scenes.COLORS))):
-                said[i, thing.place, 0] = 0
-                said[i, thing.place, 1 + scenes.SHAPES.index(thing.shape)] = 20
-                said[i, thing.place, first_color + 1 + shown] = 20
-    shares = {}
-    for name, said in (("right", right), ("recolored", recolored), ("nothing", nothing)):
-        learner.probe = Says(said, width)
-        shares[name], sure = adapt.cells_told(trainer, count)
-        torch.testing.assert_close(sure.flatten(1), there.float() * (name != "nothing"), atol=1e-6, rtol=0)
-    assert shares["right"] == {"place": 1, "shape": 1, "color": 1}
-    assert shares["recolored"] == {"place": 1, "shape": 1, "color": 0}
-    assert shares["nothing"]["place"] == 0.5

@@ -4,7 +4,8 @@
     python tests/mutants/run.py judge TREE MAP LIST OUT        then: the mutants of LIST (generate.py), verdicts in OUT
     python tests/mutants/run.py tell OUT                       shares, and who survived
 
-TREE is a working tree of refvl with its own tests; nothing is written to it. `judge` goes on where it was stopped.
+The map of the quick tier takes five minutes. TREE is a working tree of refvl with its own tests; nothing is written to
+it. `judge` goes on where it was stopped.
 
 Tests that reach the mutated line come first, the most special of them at the very front; then those that reach its
 file. They run until one fails (killed), none is left, or `--seconds` of processor time are spent (survived).
@@ -27,7 +28,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-NEVER = "not slow and not gpu and not fuzz and not browser and not shapes"
+NEVER = "not slow and not gpu and not fuzz and not browser and not shapes and not claims"
 OPTIONS = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-o", "addopts=--strict-markers", "-m", NEVER]
 FIRST_FILES = 4  # of tests, before all others: most mutants die there, and each file costs an import
 PAUSE = 0.05  # seconds between two looks at a child
@@ -351,7 +352,9 @@ def main() -> None:
     first = commands.add_parser("map")
     first.add_argument("tree", type=Path)
     first.add_argument("map", type=Path)
-    first.add_argument("--tier", default="all", choices=("all", "quick"), help="quick: only what `make test` runs")
+    first.add_argument(
+        "--tier", default="all", choices=("all", "quick", "rest"), help="quick: only what `make test` runs"
+    )
     second = commands.add_parser("judge")
     for name in ("tree", "map", "list", "out"):
         second.add_argument(name, type=Path)

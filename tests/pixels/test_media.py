@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from refvl.paths import DATA
+from refvl.pixels.containers import Packets
 from refvl.pixels.media import Video, as_frames, load_image, load_video, sample_frame_indices
 
 av = pytest.importorskip("av")
@@ -360,6 +361,17 @@ def test_a_clip_that_starts_late_starts_at_zero(tmp_path):
     late = write_jumping_clip(tmp_path / "a.mkv", [time + 5000 for time in JUMPS])
     video = load_video(late, num_frames=8)
     assert video.timestamps == pytest.approx([time / 1000 for time in JUMPS]) and video.duration < 9.1
+
+
+def test_a_last_frame_without_a_length_counts_as_the_mean_of_the_others():
+    """Oracle: by hand, in ticks of half a second."""
+    starts = np.array([20, 0, 4])  # decoded in another order than shown, so the last frame stands first
+    known, unknown, invented = (
+        Packets(starts, np.array([last, 1, 1]), is_timed).seconds(0.5)
+        for last, is_timed in ((6, True), (0, True), (6, False))
+    )
+    assert (known, unknown, invented) == (13.0, 15.0, 0.0)
+    assert Packets(starts[:1], np.zeros(1, dtype=np.int64), is_timed=True).seconds(0.5) == 0.0
 
 
 @pytest.mark.parametrize("rate", [10, 25, Fraction(30000, 1001), Fraction(24000, 1001), 60])

@@ -5,11 +5,13 @@ import copy
 import pytest
 import torch
 from random_models import MAKERS, WITHOUT_VIDEOS, random_model
+from torch import nn
 
 import refvl
 from refvl.language.qwen3_5 import Qwen3_5TextModel
 from refvl.paths import DATA
 from refvl.positions import PackingCollator, pack, truncate
+from refvl.positions.packed import IGNORED
 
 PICTURE, PAGE, CLIP = DATA / "pictures/scene.png", DATA / "pictures/page.png", DATA / "clips/scene.mp4"
 each_family = pytest.mark.parametrize("name", MAKERS)
@@ -168,3 +170,7 @@ def test_transformers_trainer_takes_a_packed_step(tmp_path):
     trainer.train()
     [logged] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert logged == pytest.approx(summed / count, rel=1e-3)  # Trainer rounds what it logs to four digits
+
+
+def test_a_label_without_a_loss_is_the_one_that_torch_ignores():
+    assert nn.CrossEntropyLoss().ignore_index == IGNORED

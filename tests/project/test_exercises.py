@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 
-from refvl.graphs import Batch, plan_batches
 from refvl.merge import merge_embeddings
 from refvl.pixels.by_hand import patch_rows
 from refvl.pixels.patches import PatchConfig
@@ -78,12 +77,28 @@ def cut_to_length(positions, keep):
     return kept, mrope_delta(kept)
 
 
+def replay_like(run=None, put=None, keep=torch.clone):
+    """A solution of exercise 04.1 in which the operations, the way in or the way out may be another."""
+
+    def function(operations, buffer, output, inputs):
+        results = []
+        for x in inputs:
+            (put or torch.Tensor.copy_)(buffer, x)
+            (run or run_and_write)(operations)
+            results.append(keep(output))
+        return results
+
+    return function
+
+
+def as_captured(operations, buffer, output, inputs):
+    """The stub of the notebook: nothing is replayed."""
+    return [output for _ in inputs]
+
+
 def run_without_writing(operations):
-    return [operation.function(*operation.args, **operation.kwargs) for operation in operations]
-
-
-def alone(output_tokens, budgets, max_items):
-    return plan_batches(output_tokens, budgets, 1)
+    for operation in operations:
+        operation.function(*operation.args, **operation.kwargs)
 
 
 def read_table(table, h, w, merge_size=2):
@@ -240,26 +255,34 @@ def larger_area_first(width, height):
     return None if wanted < 2 else (wanted, 1)
 
 
-def kept_outputs(replay, inputs):
-    return [replay(x).clone() for x in inputs]
+def run_batches_like(pad=True, keep=torch.clone, sizes=lambda batch, items: [len(items[i]) for i in batch.indices]):
+    """A solution of exercise 05.1 in which padding, copies or the sizes may be another."""
+
+    def function(replay, items, batches):
+        found = {}
+        for batch in batches:
+            rows = torch.cat([items[i] for i in batch.indices])
+            padding = rows.new_zeros(batch.budget - len(rows) if pad else 0, rows.shape[1])
+            parts = sizes(batch, items)
+            out = keep(replay(torch.cat([rows, padding])))[: sum(parts)]
+            found |= zip(batch.indices, out.split(parts), strict=True)
+        return [found[i] for i in range(len(items))]
+
+    return function
 
 
-def one_memory(replay, inputs):
-    return [replay(x) for x in inputs]
+def as_packed(replay, items, batches):
+    """The stub of the notebook: neither padded nor in order."""
+    results = []
+    for batch in batches:
+        rows = torch.cat([items[i] for i in batch.indices])
+        results += replay(rows).split([len(items[i]) for i in batch.indices])
+    return results
 
 
-def unpack(outputs, batches, tokens):
-    found = {}
-    for rows, batch in zip(outputs, batches, strict=True):
-        sizes = [tokens[i] for i in batch.indices]
-        found |= zip(batch.indices, rows[: sum(sizes)].split(sizes), strict=True)
-    return [found[i] for i in range(len(tokens))]
-
-
-def as_packed(outputs, batches, tokens):
-    order = [i for batch in batches for i in batch.indices]
-    embeds = unpack(outputs, batches, tokens)
-    return [embeds[i] for i in order]
+def padded_but_as_packed(replay, items, batches):
+    embeds = run_batches_like()(replay, items, batches)
+    return [embeds[i] for batch in batches for i in batch.indices]
 
 
 def join_order(counts, crop_tokens, image_tokens):
@@ -323,8 +346,8 @@ REPAIRS = {  # what is seen in the wild, and what the model says with it
     exercises.check_frame_sample: (frame_sample, seconds_of_frames),
     exercises.check_restore_order: (restore_order, rank_by_rank),
     exercises.check_mrope_axes: (lambda section: mrope_axis_of_pairs(section, interleaved=True), in_runs),
-    exercises.check_kept_outputs: (kept_outputs, one_memory),
-    exercises.check_unpack: (unpack, as_packed),
+    exercises.check_replay: (replay_like(), as_captured),
+    exercises.check_run_batches: (run_batches_like(), as_packed),
     exercises.check_join_order: (join_order, crops_before_overviews),
     exercises.check_media_key: (all_that_is_read, layout_alone),
     exercises.check_max_pixels: (
@@ -399,12 +422,6 @@ WRONG = [  # where a reader goes wrong, and what is said then; repairs have thei
     (exercises.check_times_as_fast, ratio_of_medians, "rounds unlike each other: should be 1.5, got 1.333"),
     (exercises.check_times_as_fast, ratio_of_fastest, "rounds unlike each other: should be 1.5, got 2.0"),
     (exercises.check_times_as_fast, ratio_of_sums, "a quiet machine: should be 2.0, got 2.5"),
-    (
-        exercises.check_greedy_batches,
-        alone,
-        r"200\].*: element \[0\]: should be Batch\(indices=\(0, 1\), budget=64\), got",
-    ),
-    (exercises.check_greedy_batches, lambda *_: [], r"\[30, 30, 200\].*: number of elements: should be 2, got 0"),
     (exercises.check_load_balance, get_count_assignment, r"num_gpus=2: order: element \[1\]: should be 2, got 1"),
     (exercises.check_load_balance, lambda *_: [], r"expected \(order, counts, loads\), got list"),
     (exercises.check_cache_bytes, from_all_heads, "should be 57344, got 401408"),
@@ -415,7 +432,11 @@ WRONG = [  # where a reader goes wrong, and what is said then; repairs have thei
         width_offset_positions,
         r"a tall image: positions: element \[0, 10\] should be 6",
     ),
-    (exercises.check_replay, run_without_writing, r"two operations, .*: element \[0\] should be 11.0, got 7.0"),
+    (
+        exercises.check_replay,
+        replay_like(run_without_writing),
+        r"operations: .*element \[0\] should be 11.0, got 7.0",
+    ),
     (exercises.check_read_sets, over_all_sets, r"two slices, .*: element \[0, 0, 0\] should be"),
     (exercises.check_read_sets, unscaled, r"one slice, .*: element \[0, 0, 0\] should be"),
     (exercises.check_read_sets, read_all, r"two slices, .*: expected shape \(10, 2, 8\), got \(5, 2, 8\)"),
@@ -497,30 +518,6 @@ def may_lose_the_first_frame(embeds, thw, q):
     return mask & (mask.cumsum(0) <= count)
 
 
-def largest_budget_always(output_tokens, budgets, max_items):
-    return [replace(b, budget=b.budget and max(budgets)) for b in plan_batches(output_tokens, budgets, max_items)]
-
-
-def eager_ones_first(output_tokens, budgets, max_items):
-    return sorted(plan_batches(output_tokens, budgets, max_items), key=lambda batch: batch.budget is not None)
-
-
-def arrival_order(output_tokens, budgets, max_items):
-    """Without sorting: the first that come share, as far as they fit."""
-    groups = []
-    for i, size in enumerate(output_tokens):
-        held = sum(output_tokens[j] for j in groups[-1]) if groups else 0
-        if groups and len(groups[-1]) < max_items and held + size <= max(budgets):
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    sums = [sum(output_tokens[i] for i in group) for group in groups]
-    return [
-        Batch(tuple(group), min((b for b in budgets if b >= total), default=None))
-        for group, total in zip(groups, sums, strict=True)
-    ]
-
-
 def replay_first_alone(operations):
     run_and_write(operations[:1])
 
@@ -544,37 +541,10 @@ def first_output_only(operations):
         operation.outputs[0].copy_(results[0] if isinstance(results, tuple) else results)
 
 
-def clone_the_last(replay, inputs):
-    outputs = [replay(x) for x in inputs]
-    return [*outputs[:-1], outputs[-1].clone()]
-
-
-def clone_the_inputs(replay, inputs):
-    return [replay(x.clone()) for x in inputs]
-
-
-def clone_too_late(replay, inputs):
-    return [output.clone() for output in [replay(x) for x in inputs]]
-
-
-def padding_left_in(outputs, batches, tokens):
-    """Embeddings of the whole batch, with its padding, are cut by the sizes in the order of the packing."""
-    found = {}
-    for rows, batch in zip(outputs, batches, strict=True):
-        found |= dict.fromkeys(batch.indices, rows)
-    return [found[i] for i in range(len(tokens))]
-
-
-def in_the_caller_s_order_at_once(outputs, batches, tokens):
-    """All rows in a line, cut by the caller's sizes."""
-    used = [rows[: sum(tokens[i] for i in batch.indices)] for rows, batch in zip(outputs, batches, strict=True)]
-    return list(torch.cat(used).split(list(tokens)))
-
-
-def from_the_end(outputs, batches, tokens):
-    """Padding is taken to come first."""
-    turned = [rows.flip(0) for rows in outputs]
-    return [rows.flip(0) for rows in unpack(turned, batches, tokens)]
+def keep_the_last_alone(operations, buffer, output, inputs):
+    """Everything is run, and cloned when it is too late."""
+    replayed = replay_like(keep=lambda output: output)(operations, buffer, output, inputs)
+    return [result.clone() for result in replayed]
 
 
 def truncated_first(t, h, w, t_factor):
@@ -802,18 +772,28 @@ WRONG_IN_02_TO_05 = [  # three or more for each exercise, with those above
     (exercises.check_restrict_positions, numbered_anew, "nothing pruned: positions: element"),
     (exercises.check_restrict_positions, delta_of_the_whole_prompt, "some tokens pruned: delta: should be"),
     (exercises.check_restrict_positions, delta_of_the_first_axis, "nothing pruned: delta: should be"),
-    (exercises.check_replay, replay_first_alone, "element"),
-    (exercises.check_replay, replay_backwards, "element"),
-    (exercises.check_replay, first_output_only, "element"),
-    (exercises.check_kept_outputs, clone_the_last, r"element \[0\]"),
-    (exercises.check_kept_outputs, clone_the_inputs, r"element \[0\]"),
-    (exercises.check_kept_outputs, clone_too_late, r"element \[0\]"),
-    (exercises.check_greedy_batches, largest_budget_always, "element"),
-    (exercises.check_greedy_batches, eager_ones_first, "element"),
-    (exercises.check_greedy_batches, arrival_order, "element"),
-    (exercises.check_unpack, padding_left_in, "expected shape"),
-    (exercises.check_unpack, in_the_caller_s_order_at_once, "element"),
-    (exercises.check_unpack, from_the_end, "element"),
+    (exercises.check_replay, replay_like(replay_first_alone), "two operations: element"),
+    (exercises.check_replay, replay_like(replay_backwards), "two operations: element"),
+    (exercises.check_replay, replay_like(first_output_only), "two results: element"),
+    (exercises.check_replay, replay_like(keep=lambda output: output), r"element \[0\].* should be 11.0, got 1.0"),
+    (exercises.check_replay, keep_the_last_alone, r"element \[0\].* should be 11.0, got 1.0"),
+    (exercises.check_replay, replay_like(put=lambda buffer, x: None), r"element \[0\].* should be 11.0, got 7.0"),
+    (
+        exercises.check_run_batches,
+        run_batches_like(pad=False),
+        "rows for the graph of 8: should be 8, got 5",
+    ),
+    (exercises.check_run_batches, padded_but_as_packed, r"smallest first: element \[0\]: expected shape \(6, 1\), got"),
+    (
+        exercises.check_run_batches,
+        run_batches_like(keep=lambda rows: rows),
+        r"smallest first: element \[1\]",
+    ),
+    (
+        exercises.check_run_batches,
+        run_batches_like(sizes=lambda batch, items: [len(items[0])] * len(batch.indices)),
+        r"full: element \[1\]: expected shape \(5, 1\), got \(3, 1\)",
+    ),
 ]
 
 
@@ -1041,11 +1021,11 @@ def test_progress_is_remembered_until_it_is_wrong_again(done):
 
 
 def test_progress_lists_every_exercise():
-    """Each notebook has two at least, and each check is called by one notebook at most."""
+    """Each notebook has one at least, and each check is called by one notebook at most."""
     chapters = exercises.progress().chapters
     assert [chapter.name for chapter in chapters] == [path.stem for path in sorted(NOTEBOOKS.glob("[0-9]*.ipynb"))]
     names = [name for chapter in chapters for name in chapter.exercises]
-    assert min(len(chapter.exercises) for chapter in chapters) >= 2 and len(names) == len(set(names))
+    assert all(chapter.exercises for chapter in chapters) and len(names) == len(set(names))
 
 
 def test_minutes_come_from_words_lines_and_exercises():

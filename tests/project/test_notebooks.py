@@ -31,8 +31,10 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 INSTALL_LOG = re.compile(r"Successfully installed|Requirement already satisfied|Collecting \S+|Downloading \S+\.whl")
 
 MAX_OUTPUTS = 4_000_000  # bytes, of all notebooks together
-MAX_MINUTES = dict.fromkeys(("00", "01", "02", "03"), 45)  # by a learner's clock; together with 04 and 05: 240
+FIRST_COURSE = ("00", "01", "02", "03", "04", "05")
+MAX_MINUTES, MAX_TOGETHER = 45, 240  # of each notebook of the first course, and of the six, by a learner's clock
 COLUMNS = 100  # of printed text
+ONE_EXERCISE = {"04_graph_capture", "05_graph_budgets"}  # which builds something and is a repair as well
 GLOSSARY = (FOLDER.parent / "docs/glossary.md").read_text(encoding="utf-8")
 RUN_NO_MODEL = {"11_performance"}  # it reads measurements, so that its repair is of a benchmark
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
@@ -197,7 +199,7 @@ def test_nothing_is_defined_but_exercises(path):
 def test_two_exercises_that_start_red(path):
     """One of them is a repair, whose verdict says what a model answers; nothing is done in a notebook as committed."""
     cells = [cell for cell in code_cells(path) if is_exercise(cell)]
-    assert len(cells) >= 2 and all("check_" in cell.source for cell in cells)
+    assert len(cells) >= 2 - (path.stem in ONE_EXERCISE) and all("check_" in cell.source for cell in cells)
     verdicts = [output.data["text/plain"] for cell in cells for output in cell.outputs]
     assert len(verdicts) == len(cells)
     assert [verdict for verdict in verdicts if verdict.startswith(exercises.MARKS["right"])] == []
@@ -283,9 +285,10 @@ def test_first_cell_says_how_long_it_takes(path):
     assert abs(int(said) - exercises.Chapter.read(path).minutes) <= 5
 
 
-def test_a_short_notebook_stays_short():
+def test_the_first_course_takes_four_hours():
     minutes = {path.stem[:2]: exercises.Chapter.read(path).minutes for path in PATHS}
-    assert {name: minutes[name] for name, most in MAX_MINUTES.items() if minutes[name] > most} == {}
+    first = {name: minutes[name] for name in FIRST_COURSE}
+    assert max(first.values()) <= MAX_MINUTES and sum(first.values()) <= MAX_TOGETHER, first
 
 
 def test_the_index_shows_the_course_and_leads_to_every_notebook():

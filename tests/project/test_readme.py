@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import shlex
+import statistics
 import tomllib
 from pathlib import Path
 
@@ -179,3 +180,16 @@ def test_the_table_of_gpus_lists_the_committed_results():
         )
     assert table == (lines or ["| none yet | | | |"])
     assert ("no GPU result is committed" in page) == (not lines)
+
+
+def test_the_table_of_speed_is_the_committed_measurement():
+    """`docs/quality.md`: rows of the tower's benchmark by what was timed."""
+    rows = json.loads((ROOT / "data/measurements/against_cpu.json").read_text())["rows"]
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        if row["row"].startswith("tower: "):
+            smaller = min(row["ratio to bcc0dc2"], row["ratio of the least to bcc0dc2"])
+            ratios.setdefault(row["row"].rsplit(": ", 1)[1], []).append(smaller)
+    page = (ROOT / "docs/quality.md").read_text()
+    for what, values in ratios.items():
+        assert f"| {what} | {len(values)} | {statistics.median(values):.2f} | {max(values):.2f} |" in page

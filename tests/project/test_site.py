@@ -9,7 +9,7 @@ pytest.importorskip("anywidget")
 
 import pages
 
-WITHOUT_A_CELL = {"costs", "deepstack", "rules"}  # in their notebooks yet
+WITHOUT_A_CELL = {"deepstack", "rules"}  # in their notebooks yet
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 

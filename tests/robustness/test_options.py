@@ -66,6 +66,7 @@ def test_every_option_with_every_kind_of_value(name, option):
         ({"logits_processor": [5]}, r"logits_processor: expected a list of functions, got \[5\]"),
         ({"use_cache": 0}, "use_cache: expected True, because without a cache"),
         ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences: generate refuses 3: "),
+        ({"num_beams": 1025}, "num_beams: must be at most 1024, got 1025"),
         ({"encoder_repetition_penalty": 1.4}, "encoder_repetition_penalty: must be None or 1, got 1.4; "),
         ({"encoder_no_repeat_ngram_size": 2}, "encoder_no_repeat_ngram_size: must be None or 0, got 2; "),
         ({"token_healing": True}, "token_healing: must be None or False, got True; "),

@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import refvl
-from benchmarks.cost_curves import count_operations
 from benchmarks.families import blank_clip, count_positions
+from benchmarks.report import count_operations
 from refvl.paths import DATA
 from refvl.serving.linear import OneDnnLinear, missing_kernel
 from refvl.study.arithmetic import encoder_operations, prefill_operations

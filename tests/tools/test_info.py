@@ -8,14 +8,25 @@ import re
 from functools import partial
 
 import pytest
+import torch
 from checkpoint_factory import glm_config, make_checkpoint
 from PIL import Image
+from random_models import random_model
+from torch.utils._pytree import tree_leaves
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import refvl
 from refvl.paths import DATA
-from refvl.study.costs import LIMIT_KEYS, costs, describe, plan_media, set_pixel_limits
+from refvl.study.costs import (
+    LIMIT_KEYS,
+    costs,
+    describe,
+    kv_cache_bytes_per_token,
+    linear_state_bytes,
+    plan_media,
+    set_pixel_limits,
+)
 
 CONFIGS, TINY, CLIP = DATA / "configs", DATA / "checkpoints", DATA / "clips" / "bigbuckbunny.mp4"
 UPSTREAM = {
@@ -316,7 +327,22 @@ def test_a_config_that_is_no_file_is_planned_with_defaults():
 def test_layers_of_linear_attention_keep_no_keys():
     """By hand: 8 of the 32 layers of Qwen3.5-9B have keys and values, 4 heads of 256 in bfloat16 each."""
     vlm = refvl.load(CONFIGS / "Qwen3.5-9B.json", weights="random", device="meta", dtype="bfloat16")
-    assert costs(vlm)["kv_cache_bytes_per_token"] == 8 * 2 * 4 * 256 * 2
+    found = costs(vlm)
+    assert found["kv_cache_bytes_per_token"] == 8 * 2 * 4 * 256 * 2
+    assert found["linear_state_bytes"] == 24 * (32 * 128 * 128 * 4 + (2 * 16 + 32) * 128 * 4 * 2)
+    assert describe(vlm)["kv cache"] == "32.0 KiB a token and 49.5 MiB a prompt"
+
+
+@torch.inference_mode()
+def test_a_hybrid_cache_is_as_large_as_it_says():
+    """Oracle: the tensors of a cache that a prompt has filled."""
+    model = random_model("qwen3_5").language_model
+    embeds, positions = torch.randn(1, 10, model.config.hidden_size), torch.arange(10).expand(3, 1, -1)
+    cache = model(inputs_embeds=embeds, position_ids=positions, use_cache=True).past_key_values
+    stored = [x for layer in cache.layers for x in tree_leaves(vars(layer)) if isinstance(x, torch.Tensor)]
+    state = linear_state_bytes(model.config, torch.float32)
+    assert sum(x.nbytes for x in stored) == 10 * kv_cache_bytes_per_token(model.config, torch.float32) + state
+    assert state > 0
 
 
 def test_a_cache_of_fixed_size_is_counted():

@@ -21,6 +21,7 @@ from refvl.viz.explore import (
     explore_evs,
     explore_families,
     explore_graph,
+    explore_launches,
     explore_mrope,
     explore_packing,
     explore_position_rules,
@@ -58,6 +59,7 @@ GALLERY: dict[str, Callable[[], Explorer]] = {
     "graph": lambda: explore_graph(
         small_model(), DATA / "pictures/coffee.jpg", DATA / "pictures/scene.png", "Where is the star?"
     ),
+    "launches": explore_launches,
     "packing": lambda: explore_packing(arrivals_of_images(PatchConfig()), generate_budgets(64, 512)),
     "slices": lambda: explore_slices(
         DATA / "pictures/coffee.jpg", SliceConfig(), model=small_model("tiny-minicpmv-4_5")

@@ -1,0 +1,57 @@
+"""Launches: when the host launches each operation, and when the device runs it, eagerly and in a replay."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from refvl.study.timeline import launch_timeline
+from refvl.viz.explorers.base import Control, Explorer, module
+from refvl.viz.graphs import plot_launches
+
+LAUNCHES = (0.5, 1, 2, 3, 4, 5, 6, 8, 10)  # us per launch
+OPERATIONS = (1, 2, 3, 4, 6, 8, 12)  # us per operation on the device
+COUNT = 12  # operations
+
+
+class LaunchesExplorer(Explorer):
+    """Item i is operation i. Its times are computed, not measured; a replay is one launch."""
+
+    _esm = module("launches")
+    title = "Host and device"
+    asks = "When does a graph make a model faster?"
+    action = "Drag the cost of a launch down, until the device no longer waits."
+    takeaway = "Eagerly, the slower of host and device decides; a replay launches once, so only the device decides."
+
+    def __init__(self):
+        controls = [
+            Control("launch", "host, us per launch", LAUNCHES),
+            Control("operation", "device, us per operation", OPERATIONS),
+        ]
+        rows = [self._row(launch, operation) for launch in LAUNCHES for operation in OPERATIONS]
+        super().__init__(controls, rows, start=(4, 3))
+
+    def _row(self, launch: float, operation: float) -> dict:
+        """Return starts and ends (operations, 2) in us, of launches and on the device, and how much of it is idle."""
+        durations = [operation] * COUNT
+        eager = np.array(launch_timeline(durations, launch), dtype=float)
+        return {
+            "host": launch * np.array([(i, i + 1) for i in range(COUNT)], dtype=float),
+            "eager": eager,
+            "replay": launch + np.array(launch_timeline(durations, 0), dtype=float),
+            "idle": round(1 - sum(durations) / eager[-1, 1], 4),
+        }
+
+    def figure(self) -> Figure:
+        launch, operation = self.states[self.index]
+        figure, ax = plt.subplots(figsize=(9, 1.8), layout="constrained")
+        plot_launches([operation] * COUNT, launch, ax=ax)
+        ax.set_xlabel("microseconds")
+        return figure
+
+    def describe(self) -> str:
+        (launch, operation), row = self.states[self.index], self.row(self.index)
+        ends = row["eager"][-1, 1], row["replay"][-1, 1]
+        return (
+            f"At {launch:g} us per launch, {COUNT} operations of {operation:g} us take {ends[0]:g} us eagerly, with "
+            f"the device idle for {row['idle']:.0%} of that, and {ends[1]:g} us in a replay."
+        )

@@ -1,0 +1,136 @@
+"""Benchmarks stop if a run does other arithmetic than they report. Oracle: `refvl.study.arithmetic`, from sizes."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks import against, cost_curves, graphs, performance, report, tower
+from benchmarks.report import resolve_device
+from refvl.encoders import Glm4vVisionConfig, Qwen2_5_VisionConfig
+from refvl.families import read_config
+from refvl.serving.linear import missing_kernel
+
+pytestmark = pytest.mark.thorough
+
+SMALL = {
+    cost_curves: {"TOKENS": (64, 128), "SIDES": (56, 84, 112), "FRAMES": (2, 4), "ITEMS": (1, 2), "FITTED": 2},
+    graphs: {"SIZES": {"cpu": (56,)}, "BATCHES": (2,), "measure_packing": partial(graphs.measure_packing, 4, 1)},
+    performance: {
+        "ROWS": (8,),
+        "PROMPTS": (16,),
+        "SIDES": (56,),
+        "TOWERS": {"tiny": Qwen2_5_VisionConfig.tiny()},
+        "read_config": lambda path: tiny_config(),
+    },
+}
+
+
+def tiny_config():
+    """In the place of the 3B's; its padding token lies beyond the vocabulary that `measure_evs` sets."""
+    config = read_config(performance.CHECKPOINT / "config.json")
+    config.get_text_config().pad_token_id = None
+    return config
+
+
+@pytest.fixture
+def small(monkeypatch):
+    threads = torch.get_num_threads()
+    for module, values in SMALL.items():
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
+    yield
+    torch.set_num_threads(threads)
+
+
+def measure_tower(config, grid):
+    return tower.measure(*tower.build_pair(config, "cpu", torch.float32), grid, 1, "cpu", torch.float32)
+
+
+def measure_curves():
+    """Those in which matrices are multiplied."""
+    found = [cost_curves.measure(replace(curve, sizes=curve.sizes[:2]), 2) for curve in cost_curves.curves()]
+    return [row for row in found if row["points"][-1]["operations"]]
+
+
+COUNTED = {
+    "tower, Qwen2.5-VL": lambda: measure_tower(Qwen2_5_VisionConfig.tiny(), [(1, 6, 6), (2, 4, 10)]),
+    "tower, GLM-4.1V": lambda: measure_tower(Glm4vVisionConfig.tiny(), [(1, 6, 6), (2, 4, 10)]),
+    "linear": lambda: performance.measure_linear(1),
+    "performance, towers": lambda: performance.measure_towers(1),
+    "prefill": lambda: performance.measure_gains(1),
+    "evs": lambda: performance.measure_evs(1),
+    "cost curves": measure_curves,
+} | {f"graphs, {name}": partial(graphs.run_tower, name, "cpu", 1, False) for name in graphs.TOWERS}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_wrong_count_stops_a_benchmark(small, monkeypatch, name):
+    """Without a mistake it runs; with one multiplication more it raises before it measures that row."""
+    COUNTED[name]()
+    count = report.count_operations
+    monkeypatch.setattr(report, "count_operations", lambda call: count(call) + 1)
+    with pytest.raises(ArithmeticError, match="operations by its sizes, but the run does"):
+        COUNTED[name]()
+
+
+@pytest.mark.skipif(bool(missing_kernel()), reason="this torch has no such kernel")
+def test_layers_that_torch_does_not_count_stop_a_benchmark(small, monkeypatch):
+    """oneDNN's, of which torch's counter knows nothing."""
+    monkeypatch.delitem(report.COUNTED_TOO, torch.ops.mkldnn._linear_pointwise)
+    with pytest.raises(ArithmeticError, match="linear, onednn: expected 26,214,400 .* but the run does 0"):
+        performance.measure_linear(1)
+
+
+def test_all_products_of_the_cost_curves_are_counted(small):
+    """Attention, towers, decode steps and prefills; the other curves multiply no matrices."""
+    assert [row["curve"] for row in measure_curves()] == [
+        "attention in windows", "attention over full frames", "tower, windows only", "tower, by frames of a clip",
+        "tower, by items of a batch", "decode step", "prefill",
+    ]  # fmt: skip
+
+
+class FakeTree:
+    """A tree whose rows take these seconds, call after call."""
+
+    def __init__(self, rows, asked):
+        self.rows, self.asked = {name: iter(seconds) for name, seconds in rows.items()}, asked
+
+    def ask(self, what):
+        self.asked.append(self)
+        answers = {"linear": "torch", "groups": ["a group"], "a group": list(self.rows)}
+        return answers[what] if what in answers else next(self.rows[what])
+
+
+def test_trees_are_compared_row_by_row_in_turns():
+    """By hand: the first round warms up; medians, and ratios of the last tree's seconds to the first's."""
+    asked = list[FakeTree]()
+    old = FakeTree({"a": [9.0, 1.0, 2.0, 4.0], "gone": []}, asked)
+    new = FakeTree({"new": [], "a": [9.0, 2.0, 3.0, 4.0]}, asked)
+    [row] = against.compare({"abc": old, "this tree": new}, 3)
+    assert row == {
+        "row": "a", "abc ms": 2000, "this tree ms": 3000, "ratio to abc": 1.5, "ratio of the least to abc": 2.0,
+    }  # fmt: skip
+    assert asked[6:] == [new, old, old, new, new, old, old, new]
+
+
+def test_a_tree_s_rows_are_those_of_its_benchmarks(small, monkeypatch):
+    """Every call of a small group runs; the groups are built when they are asked for."""
+    monkeypatch.setattr(performance, "side_by_side", performance.side_by_side)  # `groups_of_tree` replaces it
+    monkeypatch.setattr(tower, "INPUTS", {"cpu": {"84 px": [(1, 6, 6)]}})
+    groups = against.groups_of_tree()
+    assert [*groups][-7:] == ["linear", "towers", "gains", "pixels", "decode", "evs", "stages"]
+    rows = groups["tower: Qwen2.5-VL, tiny"]() | groups["linear"]() | groups["gains"]()
+    assert [*rows] == [
+        *(f"tower: Qwen2.5-VL, tiny, 84 px: {what}" for what in ("refvl", "plan", "forward", "attention")),
+        *(f"linear: 8: {way}" for way in ("torch", "onednn", "bfloat16")),
+        *(f"gains: prefill of 16 tokens: {way}" for way in ("torch", "onednn")),
+    ]
+    assert all(against.least_seconds(call) > 0 for call in rows.values())
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "cuda:-1", "tpu", "cuda:"])
+def test_other_devices_are_refused(device):
+    with pytest.raises(ValueError, match="device: expected"):
+        resolve_device(device)
