@@ -23,7 +23,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -39,7 +39,7 @@ from PIL import Image
 from torch import Tensor
 
 import refvl
-from refvl.attention import attend
+from refvl.attention import attend, group_segments, varlen_attention
 from refvl.encoders.resampler import group_segment_pairs
 from refvl.graphs import Batch, TraceGraph
 from refvl.merge import merge_embeddings
@@ -48,7 +48,7 @@ from refvl.paths import DATA
 from refvl.pixels.by_hand import count_tokens, patch_rows
 from refvl.pixels.crops import plan_crops
 from refvl.pixels.media import Video
-from refvl.pixels.patches import PatchConfig, cut_rows
+from refvl.pixels.patches import PatchConfig
 from refvl.pixels.slices import SliceConfig, SlicePlan, slice_grid
 from refvl.positions import (
     MediaSpan,
@@ -408,11 +408,25 @@ def _first_difference(got, want: Tensor) -> str | None:
     return f"{where}should be {want[place].item()}, got {got[place].item()}"
 
 
-def _ask_grid_positions(function: Callable) -> list[Said]:
-    def ours(t: int, h: int, w: int, t_factor: float = 1.0) -> Tensor:
-        return function(t, h, w, t_factor)
+def _asked_at(positions_of: Callable, kind: str, **options) -> list[Said]:
+    """Four questions to a model whose tokens are at `positions_of(run)`; run: the trace with its own positions."""
+    model, said = _tiny("qwen2_5_vl"), []
+    for request in requests_for(kind, 4, split="demo"):
+        given = request.arguments | {"max_new_tokens": 16} | options
+        positions = positions_of(model.trace(**given))
+        text = model.trace(**given, replace={"positions": lambda _, changed=positions: changed}).text
+        said.append((request.question.text, text, request.question.answer))
+    return said
 
-    return _asked_with("refvl.positions.mrope.grid_positions", ours, "qwen2_5_vl", "place")
+
+def _ask_grid_positions(function: Callable) -> list[Said]:
+    def positions_of(run: Any) -> Tensor:
+        [span], positions = run.spans, run.positions.clone()
+        tokens = slice(span.offset, span.offset + span.num_tokens)
+        positions[:, tokens] = function(span.t, span.h, span.w, span.t_factor) + span.offset
+        return positions
+
+    return _asked_at(positions_of, "place")
 
 
 @exercise(
@@ -428,9 +442,9 @@ def check_grid_positions(function: Callable) -> str:
 
 
 @exercise(
-    "Walk from span to span, and keep one number: the position at which the next token stands.",
-    "Text moves on by one on all three axes; a medium is its own grid (`span.grid_positions()`) plus that number.",
-    "Behind a medium the number is its largest position on any axis + 1; delta = the largest position of all + 1 - L.",
+    "Walk from span to span, and keep one number: the position of the next token.",
+    "Text advances by one on all three axes; an item takes its grid (`span.grid_positions()`) plus that number.",
+    "After an item the number is its largest position on any axis + 1; delta = the largest position of all + 1 - L.",
 )
 def check_mrope_positions(function: Callable) -> str:
     """`function(num_tokens, spans) -> (positions (3, L), delta)`; the spans come in the order of the prompt."""
@@ -440,7 +454,7 @@ def check_mrope_positions(function: Callable) -> str:
         "a tall image": (12, [MediaSpan(2, 1, 4, 2)]),
         "a long video": (26, [MediaSpan(1, 6, 2, 2, 2.0)]),
         "an image and a video": (40, [MediaSpan(3, 1, 3, 2), MediaSpan(12, 5, 2, 2, 1.4)]),
-        "a medium at the end": (8, [MediaSpan(2, 1, 2, 3)]),
+        "an item at the end": (8, [MediaSpan(2, 1, 2, 3)]),
     }
     return _run(function, get_mrope_input_positions, cases, POSITIONS)
 
@@ -487,8 +501,8 @@ def check_video_steps(function: Callable) -> str:
 
 
 @exercise(
-    "Three steps: a score for every token, how many stay, the best of them.",
-    "The score is 1 - cosine with the token h * w rows earlier; max(h * w, int(t * h * w * (1 - q))) stay.",
+    "Three steps: a score for every token, how many are kept, and which.",
+    "The score is 1 - cosine with the token h * w rows earlier; max(h * w, int(t * h * w * (1 - q))) are kept.",
     "Equal scores go to the earlier token: sort with stable=True, descending=True.",
 )
 def check_retention_mask(function: Callable) -> str:
@@ -498,7 +512,7 @@ def check_retention_mask(function: Callable) -> str:
     cases = {
         "everything changes": (moving, (4, 2, 3), 0.5),
         "q = 0 keeps all": (moving, (4, 2, 3), 0.0),
-        "the first frame always stays": (moving, (4, 2, 3), 0.95),
+        "the first frame is always kept": (moving, (4, 2, 3), 0.95),
         "nothing changes: ties go to the earlier token": (still, (4, 2, 3), 0.6),
         "one frame": (moving[:6], (1, 2, 3), 0.5),
     }
@@ -506,12 +520,12 @@ def check_retention_mask(function: Callable) -> str:
 
 
 def _ask_restrict_positions(function: Callable) -> list[Said]:
-    return _asked_with("refvl.pipeline.restrict_positions", function, "qwen2_5_vl", "motion", pruning_rate=0.5)
+    return _asked_at(lambda run: function(run.full_positions, run.keep)[0], "motion", pruning_rate=0.5)
 
 
 @exercise(
-    "Which positions do the tokens that are kept have in the whole prompt? They still have them.",
-    "positions[:, keep] is the first result. delta says where the token behind the last one stands.",
+    "Which positions do the kept tokens have in the whole prompt? They keep them.",
+    "positions[:, keep] is the first result. delta gives the position of the token after the last one.",
     "delta = the largest kept position + 1 - the number of kept tokens.",
     ask=_ask_restrict_positions,
 )
@@ -521,7 +535,7 @@ def check_restrict_positions(function: Callable) -> str:
     pruned = {
         "nothing pruned": [],
         "some tokens pruned": [8, 9, 13, 20],
-        "only the first frame stays": range(7, 23),
+        "only the first frame is kept": range(7, 23),
         "the prompt is cut inside the video": range(20, 30),
     }
     cases = {case: (positions, torch.tensor([i not in gone for i in range(30)])) for case, gone in pruned.items()}
@@ -573,11 +587,21 @@ def check_merge_embeddings(function: Callable) -> str:
 
 
 def _ask_patch_rows(function: Callable) -> list[Said]:
-    def ours(pixels: Tensor, config: PatchConfig, Tp: int) -> tuple[Tensor, tuple[int, int, int]]:
-        rows = function(pixels, replace(config, temporal_patch_size=Tp))  # an image is cut with Tp = 1
-        return rows.unflatten(1, (3, Tp, -1)), cut_rows(pixels, config, Tp)[1]
+    model, said = _tiny("qwen2_5_vl"), []
+    config = model.processor.image_config
+    numbered = torch.arange(2.0 * 3 * scenes.SIDE**2).view(2, 3, scenes.SIDE, scenes.SIDE)  # both frames of an image
+    ours, theirs = (cut(numbered, config).flatten().long() for cut in (lambda *given: patch_rows(*given)[0], function))
 
-    return _asked_with("refvl.pixels.patches.cut_rows", ours, "qwen2_5_vl", "shape")
+    def cut_again(items: list) -> list[Tensor]:
+        rows = items[0].pixel_values
+        pixels = torch.empty(rows.numel(), dtype=rows.dtype)
+        pixels[ours] = rows.flatten()
+        return [pixels[theirs].view(rows.shape)]
+
+    for request in requests_for("shape", 4, split="demo"):
+        text = model.trace(**request.arguments, max_new_tokens=16, replace={"patchify": cut_again}).text
+        said.append((request.question.text, text, request.question.answer))
+    return said
 
 
 @exercise(
@@ -612,6 +636,61 @@ def check_window_index(function: Callable) -> str:
 
     cases = [(2, 4, 2), (4, 4, 2), (2, 6, 4), (5, 7, 4), (8, 8, 4), (3, 3, 8)]
     return _run(function, ours, _named("h={}, w={}, side={}", cases))
+
+
+@exercise(
+    "Cut queries, keys and values at the borders, and attend within each part.",
+    "Scores are q @ k over the root of K, for each head; a softmax over the keys gives the weights of the values.",
+    'For each part: torch.einsum("qhk,nhk->hqn", q, k) / K**0.5, softmax(-1), einsum with v; then torch.cat.',
+)
+def check_segment_attention(function: Callable) -> str:
+    """`function(q, k, v, cu_seqlens) -> (N, H, K)`: every patch attends to its segment, as the tower's layers do."""
+    cases = {}
+    for case, borders in {
+        "one segment": [0, 6],
+        "two equal segments": [0, 4, 8],
+        "four windows": [0, 16, 24, 32, 36],
+        "segments of one patch": [0, 1, 2, 3],
+    }.items():
+        qkv = torch.randn(3, borders[-1], 2, 8, generator=torch.Generator().manual_seed(len(borders)))
+        cases[case] = (*qkv, torch.tensor(borders, dtype=torch.int32))
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        longest = int(cu_seqlens.diff().max())
+        return varlen_attention(q, k, v, cu_seqlens, longest, backend="sdpa", groups=group_segments(cu_seqlens))
+
+    return _run(function, ours, cases)
+
+
+def _ask_rms_norm(function: Callable) -> list[Said]:
+    """A copy of the tower, in which each norm of each layer returns what the reader's function makes of its input."""
+    model = copy(_tiny("qwen2_5_vl"))
+    model.encoder = deepcopy(model.encoder)
+    for block in model.encoder.blocks:
+        for norm in (block.norm1, block.norm2):
+            norm.register_forward_hook(lambda module, given, _: function(given[0], module.weight, module.eps))
+    requests = requests_for("shape", 4, split="demo")
+    said = model.chat_batch([r.arguments for r in requests], max_new_tokens=16, progress=False)
+    return [(r.question.text, text, r.question.answer) for r, text in zip(requests, said, strict=True)]
+
+
+@exercise(
+    "Each patch is divided by the root of its own mean square. What happens to the result?",
+    "Each number is multiplied by its weight, as it is in Qwen's files.",
+    "x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight",
+    ask=_ask_rms_norm,
+)
+def check_rms_norm(function: Callable) -> str:
+    """`function(x (N, D), weight (D,), eps) -> (N, D)`: each patch divided by the root of its mean square."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = 10 * torch.randn(5, 8, generator=generator), torch.rand(8, generator=generator)
+    cases = {
+        "one patch": (x[:1], weight, 1e-6),
+        "five patches": (x, weight, 1e-6),
+        "short patches": (x / 1e4, weight, 1e-6),
+        "patches of zeros": (torch.zeros(2, 8), weight, 1e-6),
+    }
+    return _run(function, lambda x, weight, eps: torch.nn.functional.rms_norm(x, weight.shape, weight, eps), cases)
 
 
 @exercise(

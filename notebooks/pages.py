@@ -61,7 +61,7 @@ STATIONS = [
             ("timeline", "slices", "families"), stage=2),
     Station("Patches", "cut into rows, in blocks and windows", ("01",),
             ("pixels/patches.py", "positions/windows.py"), ("windows",), stage=3),
-    Station("Tower", "a vision transformer reads the rows, once", ("01", "06", "10", "12", "14"),
+    Station("Tower", "a vision transformer reads the rows, once", ("01", "06", "10", "12", "14", "16"),
             ("encoders/qwen2_5_vl.py", "encoders/qwen3_vl.py", "encoders/glm4v.py", "encoders/step3_vl.py",
              "attention.py", "serving/media_cache.py"),
             ("tower", "attention", "costs", "deepstack"), stage=5),
@@ -88,14 +88,14 @@ READERS = {
                      ("live.html", "00", "01", "windows", "02", "positions", "attention", "03",
                       "journeys/qwen2_5_vl.html")),
     "A week": ("Every family, graphs, devices, costs and adapters, with the exercises.",
-               ("live.html", *(f"{n:02}" for n in range(16)))),
+               ("live.html", *(f"{n:02}" for n in range(17)))),
 }  # fmt: skip
 
 # in the order of the course, with the notebook that each belongs to
 EXPLORERS = {
-    "windows": "01", "tower": "01", "positions": "02", "mrope": "02", "attention": "02", "evs": "03", "graph": "04",
-    "launches": "04", "packing": "05", "timeline": "06", "slices": "07", "rules": "07", "assignment": "09",
-    "families": "10", "costs": "11", "deepstack": "12",
+    "windows": "01", "positions": "02", "mrope": "02", "evs": "03", "graph": "04", "launches": "04", "packing": "05",
+    "timeline": "06", "slices": "07", "rules": "07", "assignment": "09", "families": "10", "costs": "11",
+    "deepstack": "12", "tower": "16", "attention": "16",
 }  # fmt: skip
 
 PAGE = """<!doctype html>

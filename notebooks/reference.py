@@ -64,6 +64,7 @@ HOME = {  # the file of a definition: its test, its notebook
     "study/boxes.py": ("journeys/test_boxes.py", "12"),
     "study/report.py": ("journeys/test_compare.py", "00"),
     "viz/attention.py": ("journeys/test_watch.py", "02"),
+    "viz/evs.py": ("viz/test_viz_positions.py", "03"),
     "viz/explore.py": ("project/test_site.py", "00"),
     "viz/families.py": ("project/test_notebooks.py", "10"),
     "viz/glm4v.py": ("project/test_notebooks.py", "06"),

@@ -62,7 +62,7 @@ def check_t_factor(t_factor: float, t: int, name: str) -> float:
 
 
 def grid_positions(t: int, h: int, w: int, t_factor: float = 1.0) -> Tensor:
-    """Return (int(frame * t_factor), row, column) of each merged token, (3, t*h*w) int64, frame-major."""
+    """Return (int(frame * t_factor), row, column) of each token, (3, t*h*w) int64, frame-major."""
     frames = (torch.arange(t, dtype=torch.float64) * t_factor).long()
     axes = torch.meshgrid(frames, torch.arange(h), torch.arange(w), indexing="ij")
     return torch.stack(axes).flatten(1)

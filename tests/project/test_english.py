@@ -32,8 +32,6 @@ ALLOWED = (  # where these words are names, questions that models were trained o
     r"\A(?:picture  +|\| picture size)",  # the name of a function, and of a folder of mutants
 )
 NOTEBOOKS_LEFT: dict[str, set[str]] = {
-    "notebooks/01_patches_and_windows.ipynb": {"matrix product", "mend", "picture"},
-    "notebooks/03_evs.ipynb": {"picture"},
     "notebooks/index.ipynb": {"mended"},
 }  # words that a notebook may still use; the list may only shrink
 

@@ -120,6 +120,20 @@ def rank_by_rank(gathered, tokens, order, counts):
     return [embeds[i] for i in order]
 
 
+def layer_norm(x, weight, eps):
+    """The mean is subtracted, as LayerNorm does."""
+    return rms_norm(x - x.mean(-1, keepdim=True), weight, eps)
+
+
+def norm_of_gemma(x, weight, eps):
+    """Weights that are stored minus one."""
+    return rms_norm(x, 1 + weight, eps)
+
+
+def rms_norm(x, weight, eps):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
 def read_all(q, k, v, *_):
     """Every query over all patches that there are."""
     scores = torch.einsum("qhk,nhk->hqn", q, k) / q.shape[-1] ** 0.5
@@ -356,6 +370,7 @@ REPAIRS = {  # what is seen in the wild, and what the model says with it
     exercises.check_restrict_positions: (restrict_positions, cut_to_length),
     exercises.check_merge_embeddings: (merge_embeddings, merge_in_place),
     exercises.check_patch_rows: (lambda pixels, config: patch_rows(pixels, config)[0], width_major),
+    exercises.check_rms_norm: (rms_norm, norm_of_gemma),
     exercises.check_frame_sample: (frame_sample, seconds_of_frames),
     exercises.check_restore_order: (restore_order, rank_by_rank),
     exercises.check_mrope_axes: (lambda section: mrope_axis_of_pairs(section, interleaved=True), in_runs),
@@ -388,7 +403,7 @@ def test_the_model_that_raises_is_one_line():
 
 
 def test_every_check_is_seen_to_refuse():
-    assert {check for check, *_ in [*WRONG, *WRONG_IN_12]} | set(REPAIRS) == set(every_check())
+    assert {check for check, *_ in [*WRONG, *WRONG_IN_12, *WRONG_IN_16]} | set(REPAIRS) == set(every_check())
 
 
 def test_hints_come_one_inside_the_other():
@@ -500,7 +515,7 @@ WRONG = [  # where a reader goes wrong, and what is said then; repairs have thei
 
 
 def positions_like(cost=lambda span, used: used, delta=lambda positions, tokens: int(positions.max()) + 1 - tokens):
-    """A solution of exercise 02.2 in which a medium costs `cost(span, used)` positions and delta is `delta(...)`."""
+    """A solution of exercise 02.1 in which an item costs `cost(span, used)` positions and delta is `delta(...)`."""
 
     def function(num_tokens, spans):
         columns, here = [], 0
@@ -691,6 +706,40 @@ def frames_before_channels(pixels, config):
     return rows.transpose(1, 2).flatten(1)
 
 
+def segment_attention(q, k, v, cu_seqlens):
+    lengths = cu_seqlens.diff().tolist()
+    parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    return torch.cat([read_all(*part) for part in parts])
+
+
+def without_borders(q, k, v, cu_seqlens):
+    return read_all(q, k, v)
+
+
+def without_the_root(q, k, v, cu_seqlens):
+    return segment_attention(q * q.shape[-1] ** 0.5, k, v, cu_seqlens)
+
+
+def softmax_over_queries(q, k, v, cu_seqlens):
+    done = []
+    for a, b, c in zip(*(x.split(cu_seqlens.diff().tolist()) for x in (q, k, v)), strict=True):
+        weights = (torch.einsum("qhk,nhk->hqn", a, b) / a.shape[-1] ** 0.5).softmax(-2)
+        done.append(torch.einsum("hqn,nhk->qhk", weights, c))
+    return torch.cat(done)
+
+
+def norm_of_all_patches(x, weight, eps):
+    return x / (x.square().mean() + eps).sqrt() * weight
+
+
+def norm_without_weight(x, weight, eps):
+    return rms_norm(x, 1, eps)
+
+
+def norm_with_eps_outside(x, weight, eps):
+    return x / (x.square().mean(-1, keepdim=True).sqrt() + eps) * weight
+
+
 def window_index_by_columns(h, w, side):
     """Windows column by column."""
     return torch.cat(
@@ -724,6 +773,17 @@ WRONG_IN_00_AND_01 = [  # three or more for each exercise, with those above
 ]
 
 
+WRONG_IN_16 = [
+    (exercises.check_segment_attention, without_borders, r"two equal segments: element \[0, 0, 0\] should be"),
+    (exercises.check_segment_attention, without_the_root, r"one segment: element \[0, 0, 0\] should be"),
+    (exercises.check_segment_attention, softmax_over_queries, r"one segment: element \[0, 0, 0\] should be"),
+    (exercises.check_rms_norm, layer_norm, r"one patch: element \[0, 0\] should be"),
+    (exercises.check_rms_norm, norm_of_all_patches, r"five patches: element \[0, 0\] should be"),
+    (exercises.check_rms_norm, norm_without_weight, r"one patch: element \[0, 0\] should be"),
+    (exercises.check_rms_norm, norm_with_eps_outside, r"short patches: element \[0, 0\] should be"),
+]
+
+
 WRONG_IN_02_TO_05 = [  # three or more for each exercise, with those above
     (exercises.check_grid_positions, truncated_first, r"t_factor=1.4: element \[0, 6\] should be 4, got 3"),
     (exercises.check_grid_positions, rounded_time, r"t_factor=1.4: element \[0, 4\] should be 2, got 3"),
@@ -740,7 +800,7 @@ WRONG_IN_02_TO_05 = [  # three or more for each exercise, with those above
         "text alone: delta.*, got -1",
     ),
     (exercises.check_retention_mask, keep_most_similar, "everything changes: element"),
-    (exercises.check_retention_mask, may_lose_the_first_frame, "the first frame always stays: element"),
+    (exercises.check_retention_mask, may_lose_the_first_frame, "the first frame is always kept: element"),
     (exercises.check_restrict_positions, numbered_anew, "nothing pruned: positions: element"),
     (exercises.check_restrict_positions, delta_of_the_whole_prompt, "some tokens pruned: delta: should be"),
     (exercises.check_restrict_positions, delta_of_the_first_axis, "nothing pruned: delta: should be"),
@@ -881,7 +941,7 @@ WRONG_IN_08_TO_15 = [  # three or more for each exercise, with those above
 
 @pytest.mark.parametrize(
     ("check", "function", "message"),
-    [*WRONG, *WRONG_IN_00_AND_01, *WRONG_IN_02_TO_05, *WRONG_IN_12, *WRONG_IN_08_TO_15],
+    [*WRONG, *WRONG_IN_00_AND_01, *WRONG_IN_02_TO_05, *WRONG_IN_12, *WRONG_IN_08_TO_15, *WRONG_IN_16],
 )
 def test_the_first_difference_is_named(check, function, message):
     """Oracle: the mistake itself, which differs from the printed solution in one thought."""
