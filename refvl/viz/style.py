@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 # One palette for figures and explorers. Against the surface, text (ink, muted, and names in `_text`) has a contrast of
-# at least 4.5, and marks have a contrast of at least 3. The colours t, h and w stand only for time, height and width, and
-# no other colour looks like them. Colour-blind readers can distinguish the axes, and also the kinds of token. `empty` is
-# the absence of a mark.
+# at least 4.5, and marks have a contrast of at least 3. The colours t, h and w stand only for time, height and width,
+# and no other colour looks like them. Colour-blind readers can distinguish the axes, and also the kinds of token.
+# `empty` is the absence of a mark.
 THEMES = {
     "light": {
         "surface": "#ffffff", "ink": "#1c1c1c", "muted": "#5a6069", "line": "#8a8f98", "empty": "#e9e9e9",
