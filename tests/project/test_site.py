@@ -90,7 +90,7 @@ def test_the_index_has_an_order_for_three_readers_and_numbers(written):
     assert text.count("journeys/qwen2_5_vl.html#stage-") == len(pages.STATIONS)
     assert [f"<h3>{place} {s.name}</h3>" in text for place, s in enumerate(pages.STATIONS, 1)] == [True] * 10
     count = len(list((pages.ROOT / "notebooks").glob("[0-9]*.ipynb")))
-    notebooks = [nbformat.read(path, 4) for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))]
+    notebooks = [nbformat.read(path, 4) for path in sorted((pages.ROOT / "notebooks").glob("[0-9]*.ipynb"))]
     pictured = sum(pages.thumbnail(notebook) != "<span></span>" for notebook in notebooks)
     assert text.count("<img") == 1 + len(pages.EXPLORERS) + pictured and pictured >= len(notebooks) - 1
     assert text.count(" minutes</small>") == len(notebooks)
